@@ -1,0 +1,49 @@
+# Instruction sets, their flags, and tf_add_kernel().
+
+# No -march=native (the binary must run elsewhere) and no -ffast-math (NaN and inf have meaning).
+set(TF_COMMON_FLAGS -Wall -Wextra -fno-math-errno
+                    "-ffile-prefix-map=${CMAKE_CURRENT_SOURCE_DIR}/=")
+
+set(_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
+set(TF_FLAGS_baseline "")
+set(TF_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(TF_FLAGS_avx512 ${_avx512})
+set(TF_FLAGS_avx512_bf16 ${_avx512} -mavx512bf16)
+set(TF_FLAGS_amx ${_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
+
+# An old compiler may lack the newest sets: kernels then go without those builds.
+set(TF_ISAS baseline avx2 avx512)
+foreach(isa avx512_bf16 amx)
+  string(REPLACE ";" " " flags "${TF_FLAGS_${isa}}")
+  check_cxx_compiler_flag("${flags}" TF_COMPILER_HAS_${isa})
+  if(TF_COMPILER_HAS_${isa})
+    list(APPEND TF_ISAS ${isa})
+    string(TOUPPER ${isa} upper)
+    list(APPEND TF_ISA_DEFINITIONS TF_HAVE_${upper}=1)
+  endif()
+endforeach()
+
+set(TF_KERNEL_OBJECTS "")
+
+# tf_add_kernel(<name> <isa>...): builds csrc/cpu/<name>_kernel.cpp once for each instruction set,
+# into namespace tf::<isa>.
+function(tf_add_kernel name)
+  foreach(isa ${ARGN})
+    if(isa IN_LIST TF_ISAS)
+      set(target ${name}_${isa})
+      add_library(${target} OBJECT csrc/cpu/${name}_kernel.cpp)
+      target_include_directories(${target} PRIVATE csrc)
+      target_compile_definitions(${target} PRIVATE TF_ISA=${isa} ${TF_ISA_DEFINITIONS})
+      target_compile_options(${target} PRIVATE ${TF_COMMON_FLAGS} ${TF_FLAGS_${isa}})
+      list(APPEND TF_KERNEL_OBJECTS $<TARGET_OBJECTS:${target}>)
+    endif()
+  endforeach()
+  set(TF_KERNEL_OBJECTS ${TF_KERNEL_OBJECTS} PARENT_SCOPE)
+endfunction()
+
+# For build_info(): "baseline:;avx2:-mavx2 ..." as C++ initialisers.
+set(TF_ISA_FLAG_TABLE "")
+foreach(isa ${TF_ISAS})
+  string(REPLACE ";" " " flags "${TF_FLAGS_${isa}}")
+  string(APPEND TF_ISA_FLAG_TABLE "{\"${isa}\", \"${flags}\"}, ")
+endforeach()

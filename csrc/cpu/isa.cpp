@@ -1,0 +1,158 @@
+#include "cpu/isa.h"
+
+#include <cpuid.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace tf {
+namespace {
+
+constexpr const char* kNames[kIsaCount] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+
+bool bit(unsigned word, int index) { return (word >> index) & 1u; }
+
+// XCR0: the register states that the operating system saves and restores.
+unsigned long long enabled_states() {
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<unsigned long long>(high) << 32) | low;
+}
+
+// Linux hands out the 8 KiB of AMX tile data only to processes that ask for it.
+bool request_amx_permission() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// Bit positions: Intel SDM volume 2, CPUID leaves 1 and 7; XCR0 in volume 1, section 13.
+CpuFeatures detect() {
+  CpuFeatures found{};
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+  const bool fma = bit(c, 12), f16c = bit(c, 29), osxsave = bit(c, 27), avx = bit(c, 28);
+  if (!osxsave || !avx) return found;
+  const unsigned long long states = enabled_states();
+  const bool ymm = (states & 0x6) == 0x6;
+  const bool zmm = ymm && (states & 0xe0) == 0xe0;
+  const bool tiles = (states & 0x60000) == 0x60000;
+  if (!ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+  const unsigned subleaves = a;
+  found.fma = fma;
+  found.f16c = f16c;
+  found.avx2 = bit(b, 5);
+  found.avx512f = zmm && bit(b, 16);
+  found.avx512dq = zmm && bit(b, 17);
+  found.avx512bw = zmm && bit(b, 30);
+  found.avx512vl = zmm && bit(b, 31);
+  found.avx512_vnni = zmm && bit(c, 11);
+  const bool amx_bf16 = bit(d, 22), amx_tile = bit(d, 24), amx_int8 = bit(d, 25);
+  if (tiles && amx_tile && request_amx_permission()) {
+    found.amx_tile = true;
+    found.amx_bf16 = amx_bf16;
+    found.amx_int8 = amx_int8;
+  }
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx512_bf16 = zmm && bit(a, 5);
+  }
+  return found;
+}
+
+std::string supported_names() {
+  std::string names;
+  for (int i = 0; i < kIsaCount; ++i) {
+    if (!isa_supported(static_cast<Isa>(i))) continue;
+    if (!names.empty()) names += ", ";
+    names += kNames[i];
+  }
+  return names;
+}
+
+Isa best_isa() {
+  int best = 0;
+  for (int i = 0; i < kIsaCount; ++i) {
+    if (isa_supported(static_cast<Isa>(i))) best = i;
+  }
+  return static_cast<Isa>(best);
+}
+
+// Returns the index of a usable instruction set; otherwise throws Error, which begins with `what`.
+template <class Error>
+Isa parse(const char* name, const std::string& what) {
+  for (int i = 0; i < kIsaCount; ++i) {
+    if (std::strcmp(name, kNames[i]) != 0) continue;
+    const Isa isa = static_cast<Isa>(i);
+    if (isa_supported(isa)) return isa;
+    throw Error(what + "'" + name + "', but this CPU does not have it; it has: " +
+                supported_names());
+  }
+  std::string known = kNames[0];
+  for (int i = 1; i < kIsaCount; ++i) known += std::string(", ") + kNames[i];
+  throw Error(what + "'" + name + "', which is not an instruction set known here (" + known +
+              "); this CPU has: " + supported_names());
+}
+
+Isa initial_isa() {
+  const char* forced = std::getenv("TRANSFORMER_FAST_CPU_ISA");
+  if (forced == nullptr || *forced == '\0') return best_isa();
+  return parse<std::runtime_error>(forced, "TRANSFORMER_FAST_CPU_ISA is ");
+}
+
+std::atomic<Isa>& chosen() {
+  static std::atomic<Isa> isa{initial_isa()};
+  return isa;
+}
+
+}  // namespace
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures features = detect();
+  return features;
+}
+
+bool isa_supported(Isa isa) {
+  const CpuFeatures& cpu = cpu_features();
+  const bool avx512 = cpu.avx2 && cpu.fma && cpu.f16c && cpu.avx512f && cpu.avx512bw &&
+                      cpu.avx512dq && cpu.avx512vl;
+  switch (isa) {
+    case Isa::baseline:
+      return true;
+    case Isa::avx2:
+      return cpu.avx2 && cpu.fma && cpu.f16c;
+    case Isa::avx512:
+      return avx512;
+    case Isa::avx512_bf16:
+      return avx512 && cpu.avx512_bf16;
+    case Isa::amx:
+      return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;
+  }
+  return false;
+}
+
+const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
+
+void set_isa(const char* name) {
+  chosen().store(parse<std::invalid_argument>(name, "set_isa: name is "),
+                 std::memory_order_relaxed);
+}
+
+Isa find_isa(const char* name, const char* argument) {
+  return parse<std::invalid_argument>(name, std::string(argument) + " is ");
+}
+
+}  // namespace tf

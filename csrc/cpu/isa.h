@@ -1,0 +1,90 @@
+// Instruction sets: what this CPU has, which one is in use, and how a call reaches its build.
+//
+// A kernel file csrc/cpu/<op>_kernel.cpp is compiled once per instruction set with -DTF_ISA=<isa>
+// and puts its functions into namespace tf::TF_ISA (helpers in an unnamed namespace inside it, so
+// that no build shares a symbol with another). Its header declares them for all builds at once:
+//
+//   namespace tf { TF_KERNEL(void layer_norm_rows(const float* input, float* output, long rows)) }
+//
+// and a caller compiled once writes TF_DISPATCH(layer_norm_rows, input, output, rows).
+#pragma once
+
+namespace tf {
+
+enum class Isa { baseline, avx2, avx512, avx512_bf16, amx };
+constexpr int kIsaCount = 5;
+
+// The instruction set in use: the best one the CPU has, or what TRANSFORMER_FAST_CPU_ISA or
+// set_isa() chose. The first call reads the environment and throws std::runtime_error when it asks
+// for something this CPU lacks.
+Isa current_isa();
+
+// Chooses by name for the whole process. Throws std::invalid_argument for an unknown name and for
+// an instruction set this CPU lacks.
+void set_isa(const char* name);
+
+// The instruction set of that name; throws like set_isa(), naming `argument`.
+Isa find_isa(const char* name, const char* argument);
+
+const char* isa_name(Isa isa);
+bool isa_supported(Isa isa);
+
+// What CPUID and the operating system say, feature by feature.
+struct CpuFeatures {
+  bool avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, amx_tile,
+      amx_bf16, amx_int8;
+};
+const CpuFeatures& cpu_features();
+
+}  // namespace tf
+
+// Declares a kernel function for every build it has. One macro per list of instruction sets; the
+// list must equal the one given to tf_add_kernel() in CMakeLists.txt.
+#define TF_KERNEL(...)                  \
+  namespace baseline { __VA_ARGS__; }   \
+  namespace avx2 { __VA_ARGS__; }       \
+  namespace avx512 { __VA_ARGS__; }
+
+#ifdef TF_HAVE_AVX512_BF16
+#define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__) namespace avx512_bf16 { __VA_ARGS__; }
+#else
+#define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__)
+#endif
+
+#ifdef TF_HAVE_AMX
+#define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__) namespace amx { __VA_ARGS__; }
+#else
+#define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__)
+#endif
+
+#ifndef TF_ISA
+// Each set sees the next lower one, so tf::amx::f names the best build that f has. Kernel files are
+// left out of this: there a missing helper must be an error, not another build's function.
+namespace tf {
+namespace baseline {}
+namespace avx2 { using namespace baseline; }
+namespace avx512 { using namespace avx2; }
+namespace avx512_bf16 { using namespace avx512; }
+namespace amx { using namespace avx512_bf16; }
+}  // namespace tf
+
+// Calls function(args...) in its best build for the instruction set in use; has its value.
+#define TF_DISPATCH(function, ...) TF_DISPATCH_TO(::tf::current_isa(), function, __VA_ARGS__)
+
+// The same for an instruction set named by the caller.
+#define TF_DISPATCH_TO(isa, function, ...)                                     \
+  [&] {                                                                        \
+    switch (isa) {                                                             \
+      case ::tf::Isa::amx:                                                     \
+        return ::tf::amx::function(__VA_ARGS__);                               \
+      case ::tf::Isa::avx512_bf16:                                             \
+        return ::tf::avx512_bf16::function(__VA_ARGS__);                       \
+      case ::tf::Isa::avx512:                                                  \
+        return ::tf::avx512::function(__VA_ARGS__);                            \
+      case ::tf::Isa::avx2:                                                    \
+        return ::tf::avx2::function(__VA_ARGS__);                              \
+      default:                                                                 \
+        return ::tf::baseline::function(__VA_ARGS__);                          \
+    }                                                                          \
+  }()
+#endif

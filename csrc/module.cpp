@@ -1,0 +1,102 @@
+// Python module transformer_fast._C: how it was built, what the CPU has, how fast the machine is at
+// most. Importing it also loads the operators, which register themselves (cpu/register.cpp).
+#include <pybind11/pybind11.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "build_config.h"
+#include "cpu/isa.h"
+#include "cpu/probe.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict build_info() {
+  struct IsaFlags {
+    const char* isa;
+    const char* flags;
+  };
+  constexpr IsaFlags table[] = TF_BUILD_ISA_FLAGS;
+  py::dict isa_flags;
+  for (const IsaFlags& entry : table) isa_flags[entry.isa] = entry.flags;
+  py::dict info;
+  info["compiler"] = TF_BUILD_COMPILER;
+  info["flags"] = TF_BUILD_FLAGS;
+  info["isa_flags"] = isa_flags;
+  info["torch_version"] = TF_BUILD_TORCH;
+  info["torch_target"] = TF_BUILD_TORCH_TARGET;
+  return info;
+}
+
+py::dict cpu_features() {
+  const tf::CpuFeatures& cpu = tf::cpu_features();
+  py::dict features;
+  features["avx2"] = cpu.avx2;
+  features["fma"] = cpu.fma;
+  features["f16c"] = cpu.f16c;
+  features["avx512f"] = cpu.avx512f;
+  features["avx512bw"] = cpu.avx512bw;
+  features["avx512dq"] = cpu.avx512dq;
+  features["avx512vl"] = cpu.avx512vl;
+  features["avx512_vnni"] = cpu.avx512_vnni;
+  features["avx512_bf16"] = cpu.avx512_bf16;
+  features["amx_tile"] = cpu.amx_tile;
+  features["amx_bf16"] = cpu.amx_bf16;
+  features["amx_int8"] = cpu.amx_int8;
+  return features;
+}
+
+py::list supported_isas() {
+  py::list names;
+  for (int i = 0; i < tf::kIsaCount; ++i) {
+    const tf::Isa isa = static_cast<tf::Isa>(i);
+    if (tf::isa_supported(isa)) names.append(tf::isa_name(isa));
+  }
+  return names;
+}
+
+tf::Isa isa_or_current(const std::optional<std::string>& name) {
+  return name ? tf::find_isa(name->c_str(), "isa") : tf::current_isa();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  tf::current_isa();  // an impossible TRANSFORMER_FAST_CPU_ISA is an error now, not at the first op
+
+  m.def("build_info", &build_info, "Compiler, flags and torch that this module was built with.");
+  m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");
+  m.def("isa", [] { return tf::isa_name(tf::current_isa()); }, "The instruction set in use.");
+  m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
+  m.def("set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
+        "Chooses the instruction set for the whole process. Raises ValueError.");
+
+  m.def(
+      "probe_fma",
+      [](int threads, const std::optional<std::string>& isa) {
+        const tf::Isa chosen = isa_or_current(isa);
+        py::gil_scoped_release release;
+        return tf::probe_fma(threads, chosen);
+      },
+      py::arg("threads"), py::arg("isa") = py::none(),
+      "Peak fp32 multiply-add rate in GFLOP/s; isa None means the one in use.");
+  m.def(
+      "probe_bf16_dot",
+      [](int threads, const std::optional<std::string>& isa) {
+        const tf::Isa chosen = isa_or_current(isa);
+        py::gil_scoped_release release;
+        return tf::probe_bf16_dot(threads, chosen);
+      },
+      py::arg("threads"), py::arg("isa") = py::none(),
+      "Peak bf16 dot-product rate in GFLOP/s: vdpbf16ps on avx512_bf16, tiles on amx. Raises "
+      "ValueError for other instruction sets.");
+  m.def("probe_read_bandwidth", &tf::probe_read_bandwidth, py::arg("bytes"), py::arg("threads"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Rate of reading a buffer of that many bytes over and over, in GB/s.");
+  m.def("probe_copy_bandwidth", &tf::probe_copy_bandwidth, py::arg("bytes"), py::arg("threads"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Rate of memcpy between two such buffers, bytes read plus bytes written, in GB/s.");
+}

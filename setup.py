@@ -1,0 +1,167 @@
+"""Bridge to CMake: builds transformer_fast._C, or records why it could not.
+
+TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation with a warning,
+=0 skips the native build, =require makes any failure an error. MAX_JOBS limits parallel compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 10)
+REASON_FILE = "_build_info.py"
+
+
+class CannotBuild(Exception):
+    """Why the native module is not built, in one sentence."""
+
+
+def find_torch() -> tuple[Path, str]:
+    """Return the installed torch's folder and version, without importing it.
+
+    An isolated build hides the environment's packages from sys.path but still runs its
+    interpreter, so its site-packages folder is searched as well.
+    """
+    paths = sysconfig.get_paths()
+    folders = [*sys.path, paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    for folder in [*folders, site.getusersitepackages()]:
+        version_file = Path(folder or ".") / "torch" / "version.py"
+        if version_file.is_file():
+            found = re.search(r"__version__ = '([^']+)'", version_file.read_text())
+            if found:
+                return version_file.parent, found.group(1)
+    raise CannotBuild(
+        "torch was not found at build time: install torch first, then this package "
+        "(with --no-build-isolation if your installer builds in another environment)"
+    )
+
+
+def check_torch_version(version: str) -> None:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise CannotBuild(f"torch {version} was installed at build time; {oldest} or later is needed")
+
+
+def find_tool(name: str, module: str, attribute: str) -> str:
+    """Return cmake or ninja: from its Python package, else from PATH."""
+    try:
+        package = __import__(module)
+        candidate = shutil.which(name, path=getattr(package, attribute))
+    except (ImportError, AttributeError):
+        candidate = None
+    candidate = candidate or shutil.which(name)
+    if candidate is None:
+        raise CannotBuild(f"{name} was not found at build time")
+    return candidate
+
+
+def check_machine() -> None:
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
+        raise CannotBuild(f"the native kernels need Linux on x86-64; this is {system} on {machine}")
+    compiler = os.environ.get("CXX", "").split()
+    names = compiler[:1] or ["c++", "g++", "clang++"]
+    if not any(shutil.which(name) for name in names):
+        raise CannotBuild(f"no C++ compiler was found at build time (looked for {', '.join(names)})")
+
+
+def run(command: list[str]) -> None:
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    sys.stdout.write(result.stdout)
+    if result.returncode:
+        errors = [line.strip() for line in result.stdout.splitlines() if "rror" in line]
+        detail = errors[0] if errors else f"exit status {result.returncode}"
+        raise CannotBuild(f"{Path(command[0]).name} failed at build time: {detail}")
+
+
+def build(build_dir: Path, output_dir: Path) -> str:
+    """Configure, compile and put the module into output_dir; return torch's version."""
+    check_machine()
+    torch_dir, torch_version = find_torch()
+    check_torch_version(torch_version)
+    cmake = find_tool("cmake", "cmake", "CMAKE_BIN_DIR")
+    ninja = find_tool("ninja", "ninja", "BIN_DIR")
+    try:
+        import pybind11
+    except ImportError:
+        raise CannotBuild("pybind11 was not found at build time") from None
+    build_dir.mkdir(parents=True, exist_ok=True)
+    run(
+        [
+            *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DTF_TORCH_DIR={torch_dir}",
+            f"-DTF_TORCH_VERSION={torch_version}",
+        ]
+    )
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    run([cmake, "--build", str(build_dir), "--parallel", jobs])
+    run([cmake, "--install", str(build_dir), "--prefix", str(output_dir)])
+    return torch_version
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake in place of the compiler driver and writes transformer_fast/_build_info.py."""
+
+    def run(self) -> None:
+        package = Path("transformer_fast")
+        output_dir = (ROOT if self.inplace else Path(self.build_lib).resolve()) / package
+        output_dir.mkdir(parents=True, exist_ok=True)
+        build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
+        mode = os.environ.get("TRANSFORMER_FAST_BUILD", "auto")
+        if mode not in ("auto", "0", "require"):
+            raise SystemExit(f"TRANSFORMER_FAST_BUILD is {mode!r}; expected auto, 0 or require")
+        for stale in output_dir.glob("_C.*.so"):
+            stale.unlink()
+        reason, torch_version = "", ""
+        try:
+            if mode == "0":
+                raise CannotBuild("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
+            torch_version = build(build_dir, output_dir)
+        except CannotBuild as error:
+            if mode == "require":
+                raise SystemExit(f"transformer_fast: native build required, but {error}") from None
+            reason = str(error)
+            if mode == "auto":
+                warnings.warn(f"installing without native kernels: {reason}", stacklevel=1)
+        lines = [
+            '"""Written by setup.py: how the native module was built, or why it was not."""',
+            "",
+            f"REASON = {reason!r}",
+            f"PYTHON = {sys.implementation.cache_tag!r}",
+            f"TORCH = {torch_version!r}",
+        ]
+        if self.inplace and not reason:
+            lines.append(f"BUILD_DIR = {str(build_dir)!r}")
+        (output_dir / REASON_FILE).write_text("\n".join(lines) + "\n")
+
+    def get_outputs(self) -> list[str]:
+        folder = Path(self.build_lib) / "transformer_fast"
+        return [str(path) for path in (*folder.glob("_C.*.so"), folder / REASON_FILE)]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    ext_modules=[Extension("transformer_fast._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
