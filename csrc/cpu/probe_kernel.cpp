@@ -67,8 +67,9 @@ double bf16_dot_flops(long iterations) {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
-  const TileConfig config;
-  _tile_loadconfig(&config);
+  // Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
+  static constexpr TileConfig kConfig;
+  _tile_loadconfig(&kConfig);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -1,0 +1,73 @@
+"""Loads the native module `_C`, or says in a sentence why it is not there.
+
+Importing `_C` registers the operators ``torch.ops.transformer_fast.cpu_*``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import platform
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+# Before _C: torch's shared libraries, which _C needs, are found by name once they are loaded.
+import torch
+
+OLDEST_TORCH = (2, 10)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _build_record() -> ModuleType | None:
+    """The file that setup.py writes beside this one, if the package was ever built."""
+    try:
+        return importlib.import_module("transformer_fast._build_info")
+    except ImportError:
+        return None
+
+
+def _why_absent() -> str:
+    """Why there is no module for this interpreter."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
+        return f"the native kernels need Linux on x86-64; this is {system} on {machine}"
+    record = _build_record()
+    if record is None:
+        return "the native module was not built: run `pip install .` or `make build`"
+    if record.REASON:
+        return f"the native module was not built: {record.REASON}"
+    if record.PYTHON != sys.implementation.cache_tag:
+        return (
+            f"the native module was built for {record.PYTHON}; "
+            f"this interpreter is {sys.implementation.cache_tag}"
+        )
+    return "the native module was built, but its file is missing; install the package again"
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    if not any(Path(__file__).with_name(f"_C{suffix}").is_file() for suffix in suffixes):
+        return None, _why_absent()
+    if _numbers(torch.__version__) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return None, f"the native module needs torch {oldest} or later; this is {torch.__version__}"
+    try:
+        return importlib.import_module("transformer_fast._C"), None
+    except ImportError as error:
+        # pybind11 turns what the module's own start-up throws into an ImportError; a wrong
+        # TRANSFORMER_FAST_CPU_ISA is the user's to correct, not a reason to run without kernels.
+        if "TRANSFORMER_FAST_CPU_ISA" in str(error):
+            raise RuntimeError(str(error)) from None
+        return None, f"the native module could not be loaded: {error}"
+
+
+#: The module, or None.
+module: ModuleType | None
+#: Why `module` is None, as a sentence; None when it is there.
+why_not: str | None
+module, why_not = _load()
