@@ -1,7 +1,8 @@
 """Bridge to CMake: builds transformer_fast._C, or records why it could not.
 
 TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation with a warning,
-=0 skips the native build, =require makes any failure an error. MAX_JOBS limits parallel compiles.
+=0 skips the native build, =require makes any failure an error. MAX_JOBS limits parallel compiles,
+CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -25,7 +27,7 @@ OLDEST_TORCH = (2, 10)
 REASON_FILE = "_build_info.py"
 
 
-class CannotBuild(Exception):
+class BuildError(Exception):
     """Why the native module is not built, in one sentence."""
 
 
@@ -43,7 +45,7 @@ def find_torch() -> tuple[Path, str]:
             found = re.search(r"__version__ = '([^']+)'", version_file.read_text())
             if found:
                 return version_file.parent, found.group(1)
-    raise CannotBuild(
+    raise BuildError(
         "torch was not found at build time: install torch first, then this package "
         "(with --no-build-isolation if your installer builds in another environment)"
     )
@@ -53,7 +55,9 @@ def check_torch_version(version: str) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise CannotBuild(f"torch {version} was installed at build time; {oldest} or later is needed")
+        raise BuildError(
+            f"torch {version} was installed at build time; {oldest} or later is needed"
+        )
 
 
 def find_tool(name: str, module: str, attribute: str) -> str:
@@ -65,18 +69,18 @@ def find_tool(name: str, module: str, attribute: str) -> str:
         candidate = None
     candidate = candidate or shutil.which(name)
     if candidate is None:
-        raise CannotBuild(f"{name} was not found at build time")
+        raise BuildError(f"{name} was not found at build time")
     return candidate
 
 
 def check_machine() -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
-        raise CannotBuild(f"the native kernels need Linux on x86-64; this is {system} on {machine}")
+        raise BuildError(f"the native kernels need Linux on x86-64; this is {system} on {machine}")
     compiler = os.environ.get("CXX", "").split()
     names = compiler[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(name) for name in names):
-        raise CannotBuild(f"no C++ compiler was found at build time (looked for {', '.join(names)})")
+        raise BuildError(f"no C++ compiler was found at build time (looked for {', '.join(names)})")
 
 
 def run(command: list[str]) -> None:
@@ -87,7 +91,7 @@ def run(command: list[str]) -> None:
     if result.returncode:
         errors = [line.strip() for line in result.stdout.splitlines() if "rror" in line]
         detail = errors[0] if errors else f"exit status {result.returncode}"
-        raise CannotBuild(f"{Path(command[0]).name} failed at build time: {detail}")
+        raise BuildError(f"{Path(command[0]).name} failed at build time: {detail}")
 
 
 def build(build_dir: Path, output_dir: Path) -> str:
@@ -100,7 +104,7 @@ def build(build_dir: Path, output_dir: Path) -> str:
     try:
         import pybind11
     except ImportError:
-        raise CannotBuild("pybind11 was not found at build time") from None
+        raise BuildError("pybind11 was not found at build time") from None
     build_dir.mkdir(parents=True, exist_ok=True)
     run(
         [
@@ -110,11 +114,16 @@ def build(build_dir: Path, output_dir: Path) -> str:
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DTF_TORCH_DIR={torch_dir}",
             f"-DTF_TORCH_VERSION={torch_version}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
     )
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     run([cmake, "--build", str(build_dir), "--parallel", jobs])
-    run([cmake, "--install", str(build_dir), "--prefix", str(output_dir)])
+    built = build_dir / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    # Renamed into place: a process that has the old module loaded keeps the old file.
+    fresh = output_dir / (built.name + ".new")
+    shutil.copy2(built, fresh)
+    fresh.replace(output_dir / built.name)
     return torch_version
 
 
@@ -129,14 +138,14 @@ class CMakeBuild(build_ext):
         mode = os.environ.get("TRANSFORMER_FAST_BUILD", "auto")
         if mode not in ("auto", "0", "require"):
             raise SystemExit(f"TRANSFORMER_FAST_BUILD is {mode!r}; expected auto, 0 or require")
-        for stale in output_dir.glob("_C.*.so"):
-            stale.unlink()
         reason, torch_version = "", ""
         try:
             if mode == "0":
-                raise CannotBuild("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
+                raise BuildError("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
             torch_version = build(build_dir, output_dir)
-        except CannotBuild as error:
+        except BuildError as error:
+            for stale in output_dir.glob("_C.*.so"):
+                stale.unlink()
             if mode == "require":
                 raise SystemExit(f"transformer_fast: native build required, but {error}") from None
             reason = str(error)
@@ -162,6 +171,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
+    # Named so that the wheel is marked as platform-specific; CMake has the sources.
     ext_modules=[Extension("transformer_fast._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

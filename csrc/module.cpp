@@ -72,8 +72,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");
   m.def("isa", [] { return tf::isa_name(tf::current_isa()); }, "The instruction set in use.");
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
-  m.def("set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
-        "Chooses the instruction set for the whole process. Raises ValueError.");
+  m.def(
+      "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
+      "Chooses the instruction set for the whole process. Raises ValueError.");
 
   m.def(
       "probe_fma",

@@ -41,7 +41,7 @@ def _why_absent() -> str:
         return "the native module was not built: run `pip install .` or `make build`"
     if record.REASON:
         return f"the native module was not built: {record.REASON}"
-    if record.PYTHON != sys.implementation.cache_tag:
+    if sys.implementation.cache_tag != record.PYTHON:
         return (
             f"the native module was built for {record.PYTHON}; "
             f"this interpreter is {sys.implementation.cache_tag}"

@@ -96,13 +96,13 @@ Isa parse(const char* name, const std::string& what) {
     if (std::strcmp(name, kNames[i]) != 0) continue;
     const Isa isa = static_cast<Isa>(i);
     if (isa_supported(isa)) return isa;
-    throw Error(what + "'" + name + "', but this CPU does not have it; it has: " +
-                supported_names());
+    throw Error(what + "'" + name +
+                "', but this machine does not have it; it has: " + supported_names());
   }
   std::string known = kNames[0];
   for (int i = 1; i < kIsaCount; ++i) known += std::string(", ") + kNames[i];
   throw Error(what + "'" + name + "', which is not an instruction set known here (" + known +
-              "); this CPU has: " + supported_names());
+              "); this machine has: " + supported_names());
 }
 
 Isa initial_isa() {

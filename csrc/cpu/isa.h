@@ -40,19 +40,24 @@ const CpuFeatures& cpu_features();
 
 // Declares a kernel function for every build it has. One macro per list of instruction sets; the
 // list must equal the one given to tf_add_kernel() in CMakeLists.txt.
-#define TF_KERNEL(...)                  \
-  namespace baseline { __VA_ARGS__; }   \
-  namespace avx2 { __VA_ARGS__; }       \
-  namespace avx512 { __VA_ARGS__; }
+#define TF_DECLARE_IN(isa, ...) \
+  namespace isa {               \
+  __VA_ARGS__;                  \
+  }
+
+#define TF_KERNEL(...)                 \
+  TF_DECLARE_IN(baseline, __VA_ARGS__) \
+  TF_DECLARE_IN(avx2, __VA_ARGS__)     \
+  TF_DECLARE_IN(avx512, __VA_ARGS__)
 
 #ifdef TF_HAVE_AVX512_BF16
-#define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__) namespace avx512_bf16 { __VA_ARGS__; }
+#define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__)
 #else
 #define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__)
 #endif
 
 #ifdef TF_HAVE_AMX
-#define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__) namespace amx { __VA_ARGS__; }
+#define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
 #else
 #define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__)
 #endif
@@ -62,29 +67,37 @@ const CpuFeatures& cpu_features();
 // left out of this: there a missing helper must be an error, not another build's function.
 namespace tf {
 namespace baseline {}
-namespace avx2 { using namespace baseline; }
-namespace avx512 { using namespace avx2; }
-namespace avx512_bf16 { using namespace avx512; }
-namespace amx { using namespace avx512_bf16; }
+namespace avx2 {
+using namespace baseline;
+}
+namespace avx512 {
+using namespace avx2;
+}
+namespace avx512_bf16 {
+using namespace avx512;
+}
+namespace amx {
+using namespace avx512_bf16;
+}
 }  // namespace tf
 
 // Calls function(args...) in its best build for the instruction set in use; has its value.
 #define TF_DISPATCH(function, ...) TF_DISPATCH_TO(::tf::current_isa(), function, __VA_ARGS__)
 
 // The same for an instruction set named by the caller.
-#define TF_DISPATCH_TO(isa, function, ...)                                     \
-  [&] {                                                                        \
-    switch (isa) {                                                             \
-      case ::tf::Isa::amx:                                                     \
-        return ::tf::amx::function(__VA_ARGS__);                               \
-      case ::tf::Isa::avx512_bf16:                                             \
-        return ::tf::avx512_bf16::function(__VA_ARGS__);                       \
-      case ::tf::Isa::avx512:                                                  \
-        return ::tf::avx512::function(__VA_ARGS__);                            \
-      case ::tf::Isa::avx2:                                                    \
-        return ::tf::avx2::function(__VA_ARGS__);                              \
-      default:                                                                 \
-        return ::tf::baseline::function(__VA_ARGS__);                          \
-    }                                                                          \
+#define TF_DISPATCH_TO(isa, function, ...)               \
+  [&] {                                                  \
+    switch (isa) {                                       \
+      case ::tf::Isa::amx:                               \
+        return ::tf::amx::function(__VA_ARGS__);         \
+      case ::tf::Isa::avx512_bf16:                       \
+        return ::tf::avx512_bf16::function(__VA_ARGS__); \
+      case ::tf::Isa::avx512:                            \
+        return ::tf::avx512::function(__VA_ARGS__);      \
+      case ::tf::Isa::avx2:                              \
+        return ::tf::avx2::function(__VA_ARGS__);        \
+      default:                                           \
+        return ::tf::baseline::function(__VA_ARGS__);    \
+    }                                                    \
   }()
 #endif

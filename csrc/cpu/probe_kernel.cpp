@@ -1,6 +1,6 @@
-// Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover 4 cycles
-// of latency on 2 ports with room to spare, and nothing that a compiler could fold, contract or
-// drop.
+// Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover 4
+// cycles of latency on 2 ports with room to spare, and nothing that a compiler could fold, contract
+// or drop.
 #include "cpu/probe_kernel.h"
 
 #include <immintrin.h>
@@ -33,12 +33,12 @@ constexpr int kLanes = sizeof(Vec) / sizeof(float);
 #endif
 
 #define TF_TWELVE_TIMES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
-#define TF_ACCUMULATE(INSTRUCTION, acc, x, y)                                                    \
-  asm volatile(TF_TWELVE_TIMES(INSTRUCTION)                                                      \
-               : TF_REGISTER(acc[0]), TF_REGISTER(acc[1]), TF_REGISTER(acc[2]),                  \
-                 TF_REGISTER(acc[3]), TF_REGISTER(acc[4]), TF_REGISTER(acc[5]),                  \
-                 TF_REGISTER(acc[6]), TF_REGISTER(acc[7]), TF_REGISTER(acc[8]),                  \
-                 TF_REGISTER(acc[9]), TF_REGISTER(acc[10]), TF_REGISTER(acc[11])                 \
+#define TF_ACCUMULATE(INSTRUCTION, acc, x, y)                                    \
+  asm volatile(TF_TWELVE_TIMES(INSTRUCTION)                                      \
+               : TF_REGISTER(acc[0]), TF_REGISTER(acc[1]), TF_REGISTER(acc[2]),  \
+                 TF_REGISTER(acc[3]), TF_REGISTER(acc[4]), TF_REGISTER(acc[5]),  \
+                 TF_REGISTER(acc[6]), TF_REGISTER(acc[7]), TF_REGISTER(acc[8]),  \
+                 TF_REGISTER(acc[9]), TF_REGISTER(acc[10]), TF_REGISTER(acc[11]) \
                : TF_INPUT(x), TF_INPUT(y))
 
 Vec broadcast(float value) {
@@ -53,7 +53,8 @@ double fma_flops(long iterations) {
   Vec acc[kAccumulators];
   for (Vec& a : acc) a = broadcast(0.0f);
   // Bounded for ever: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
-  const Vec x = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f), y = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f);
+  const Vec x = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f),
+            y = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f);
   for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
   return 2.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }

@@ -1,0 +1,74 @@
+# Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
+#
+#   make compare   parity and speed of every kernel against the reference, here
+#   make test      the test suite
+#   make bench     the benchmark suite
+#   make setup     virtual environment with pinned versions, package, native module
+#   make build     the same; once set up, it only recompiles what changed in csrc/
+#   make lint      what .ci/run checks, without the tests; `make format` repairs what it can
+#   make clean     remove what was built; `make distclean` the virtual environment too
+#
+# Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test
+# and bench pass on, as in `make compare ARGS="--op attention"`.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.txt $(PIP_FLAGS)
+STAMPS := $(VENV)/stamps
+NATIVE := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -type f)
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build compare test bench lint format clean distclean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup build: $(STAMPS)/native
+
+compare: setup
+	$(BIN)/python -m transformer_fast compare $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: $(STAMPS)/env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/mypy
+
+format: $(STAMPS)/env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -f transformer_fast/_C.*.so transformer_fast/_build_info.py $(STAMPS)/native
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+# Stamp files: a step runs again only when what it depends on has changed. torch goes first, by its
+# pin alone, because the native build and every other package take it as given. The package is
+# installed without its native module, which `native` then compiles and shows as it does.
+$(STAMPS)/env: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) setuptools wheel pybind11 ninja cmake
+	TRANSFORMER_FAST_BUILD=0 $(PIP) --no-build-isolation --editable '.[test,bench,viz,dev]'
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/native: $(STAMPS)/env $(NATIVE)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
