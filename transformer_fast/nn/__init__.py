@@ -1,0 +1,52 @@
+"""`torch.nn` with our classes in place of torch's where we have kernels.
+
+Ours: `LayerNorm`, `MultiheadAttention`, `TransformerEncoderLayer`, `TransformerDecoderLayer`,
+`TransformerEncoder`, `TransformerDecoder`, `Transformer`, all subclasses of torch's, and
+`functional`, which is `transformer_fast.functional`. Every other name, submodules included
+(``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as _torch_nn
+
+from .. import functional
+from . import alias as _alias
+
+if TYPE_CHECKING:
+    from torch.nn import *  # noqa: F403
+    from torch.nn import attention, init, modules, parallel, parameter, utils
+
+from .layer_norm import LayerNorm
+from .multihead_attention import MultiheadAttention
+from .transformer import Transformer, TransformerDecoder, TransformerEncoder
+from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
+
+_OURS = (
+    "LayerNorm",
+    "MultiheadAttention",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "functional",
+)
+_THEIRS = tuple(name for name in dir(_torch_nn) if not name.startswith("_"))
+
+__all__ = sorted({*_OURS, *_THEIRS})  # noqa: PLE0605
+
+_alias.install(__name__, _torch_nn.__name__, {"functional": functional})
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(_torch_nn, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_torch_nn)})

@@ -1,0 +1,24 @@
+"""Drop-in `torch.nn.LayerNorm`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import functional
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm`, run by `transformer_fast.functional.layer_norm`.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the trailing
+    ``normalized_shape``, with the biased variance and fp32 statistics for half types. Arguments,
+    attributes and state_dict are torch's.
+
+    Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps
+        )

@@ -1,0 +1,90 @@
+"""Masks of the nn modules: checks, torch.nn's polarity to SDPA's, and finding out what is causal.
+
+In torch.nn a bool mask says True = hidden; in `transformer_fast.functional` True = may attend.
+Float masks are added in both.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def check_masks(
+    attn_mask: Tensor | None,
+    attn_name: str,
+    key_padding_mask: Tensor | None,
+    padding_name: str,
+) -> bool:
+    """Whether the two masks are of one kind (or one is missing); raises and warns as torch does."""
+    for mask, name in ((key_padding_mask, padding_name), (attn_mask, attn_name)):
+        if mask is not None and not (torch.is_floating_point(mask) or mask.dtype == torch.bool):
+            raise AssertionError(f"only bool and floating types of {name} are supported")
+    if attn_mask is None or key_padding_mask is None or attn_mask.dtype == key_padding_mask.dtype:
+        return True
+    warnings.warn(
+        f"Support for mismatched {padding_name} and {attn_name} "
+        "is deprecated. Use same type for both instead.",
+        stacklevel=3,
+    )
+    return False
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A torch.nn mask as a float mask: 0 where visible, -inf where hidden."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+
+
+def combine(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int
+) -> Tensor | None:
+    """One SDPA mask (1 or B, 1 or H, 1 or T, S) from torch.nn's two.
+
+    attn_mask (T, S) or (B * H, T, S); key_padding_mask (B, S). Padding alone stays (B, 1, 1, S);
+    only both together need (B, 1 or H, T, S).
+    """
+    hidden = None
+    if attn_mask is not None and attn_mask.dim() == 2:
+        hidden = attn_mask[None, None]
+    elif attn_mask is not None:
+        hidden = attn_mask.unflatten(0, (batch, heads))
+    if key_padding_mask is None:
+        return hidden.logical_not() if hidden is not None and hidden.dtype == torch.bool else hidden
+    padding = key_padding_mask[:, None, None, :]
+    padding_is_bool = padding.dtype == torch.bool
+    if hidden is None:
+        return padding.logical_not() if padding_is_bool else padding
+    if hidden.dtype == torch.bool:
+        if padding_is_bool:
+            return hidden.logical_not() & padding.logical_not()
+        return torch.where(hidden, -math.inf, padding)
+    return torch.where(padding, -math.inf, hidden) if padding_is_bool else hidden + padding
+
+
+def _data_is_known(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_meta and not torch.compiler.is_compiling()
+
+
+def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
+    """The caller's hint; without one, whether ``mask`` is exactly the causal mask of ``size``.
+
+    Only masks in CPU memory are looked at: elsewhere it would make the host wait for the device,
+    and while tracing there is nothing to look at. A mask that is not recognised is simply obeyed.
+    """
+    if hint is not None:
+        return hint is True
+    if mask is None or mask.shape != (size, size) or mask.device.type != "cpu":
+        return False
+    if not _data_is_known(mask):
+        return False
+    hidden = True if mask.dtype == torch.bool else -math.inf
+    # Two corners tell most other masks apart before the whole of it is read.
+    if size > 1 and (mask[0, -1].item() != hidden or mask[-1, 0].item() != 0):
+        return False
+    causal = torch.full((size, size), hidden, dtype=mask.dtype).triu(1)
+    return torch.equal(mask, causal)

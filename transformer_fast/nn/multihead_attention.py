@@ -1,0 +1,241 @@
+"""Drop-in `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import functional
+from ..functional.attention import attend
+from . import bypass, masks
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention`, run by the ops of `transformer_fast.functional`.
+
+    ``Concat(head_1, ..., head_H) W_o`` with ``head_i = Attention(Q W_q_i, K W_k_i, V W_v_i)``.
+    Arguments, attributes, state_dict, shapes and mask polarity (True = hidden) are torch's.
+
+    What differs from torch:
+
+    - A query that may attend to nothing gets attention output 0 (so the result is
+      ``out_proj.bias``) and weights 0, in every mode. In torch it is NaN or 0, depending on
+      need_weights, on grad mode and on training.
+    - ``is_causal=True`` says that attn_mask is the causal mask. With ``need_weights=False`` the hint
+      is taken at its word and the mask is not read, also next to a key_padding_mask (where torch
+      reads the mask). With ``need_weights=True`` the mask is read, as in torch.
+    - ``out_proj`` is called as a module if it is hooked, replaced or parametrised; torch only ever
+      reads its weight.
+    - A key_padding_mask is never expanded to the T x S scores.
+
+    Nested tensors are given to torch's own implementation.
+
+    Source: "Attention Is All You Need", section 3.2.2.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key and value.
+
+        Args:
+            query: (T, B, M), or (B, T, M) if batch_first, or (T, M).
+            key: (S, B, kdim), or (B, S, kdim) if batch_first, or (S, kdim).
+            value: as key, with vdim.
+            key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
+            need_weights: also return the weights.
+            attn_mask: (T, S) or (B * H, T, S). bool: True = hidden; float: added.
+            average_attn_weights: the mean of the weights over the heads, instead of each head's.
+            is_causal: a promise that attn_mask, which must be given, is the causal mask.
+
+        Returns:
+            Output of query's shape; weights (B, T, S), or (B, H, T, S) if not averaged, after
+            dropout; without B if unbatched; None if not needed.
+
+        Raises:
+            AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
+        """
+        same_kind = masks.check_masks(
+            attn_mask, "attn_mask", key_padding_mask, "key_padding_mask"
+        )
+        batched = query.dim() == 3
+        if query.is_nested or key.is_nested or value.is_nested:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+        F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint. "
+                "You may use the Transformer module method "
+                "`generate_square_subsequent_mask` to create this mask."
+            )
+        if not same_kind:
+            key_padding_mask = masks.additive(key_padding_mask, query.dtype)
+            attn_mask = masks.additive(attn_mask, query.dtype)
+
+        shared, same = key is value, query is key and key is value
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        sequence = 1 if self.batch_first or not batched else 0
+        self._check_sizes(query, key, value, sequence, shared)
+
+        appended = int(self.bias_k is not None) + int(self.add_zero_attn)
+        causal = is_causal and not need_weights and (key_padding_mask is None or appended == 0)
+        mask = self._mask(
+            None if causal else attn_mask, key_padding_mask, query, key, sequence, appended
+        )
+        q, k, v = self._project(query, key, value, sequence, same, shared)
+        if appended:
+            k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+
+        dropout_p = self.dropout if self.training else 0.0
+        if not 0.0 <= dropout_p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+        output, weights = attend(
+            q, k, v, mask, is_causal=causal, dropout_p=dropout_p, need_weights=need_weights
+        )
+        # (B, H, T, D) to (B, T, H * D) or (T, B, H * D)
+        merged = output.transpose(1, 2) if sequence == 1 else output.permute(2, 0, 1, 3)
+        output = bypass.linear(self.out_proj, merged.flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not batched:
+            output = output.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def _check_sizes(
+        self, query: Tensor, key: Tensor, value: Tensor, sequence: int, shared: bool
+    ) -> None:
+        """Sizes that do not fit, in torch's words (which count (sequence, batch, features))."""
+        width = query.shape[-1]
+        if width != self.embed_dim:
+            raise AssertionError(
+                f"was expecting embedding dimension of {self.embed_dim}, but got {width}"
+            )
+        keys, values = key.shape, value.shape
+        if sequence == 1:
+            keys = torch.Size((keys[1], keys[0], keys[2]))
+            values = torch.Size((values[1], values[0], values[2]))
+        if not self._qkv_same_embed_dim:
+            if keys[:2] != values[:2]:
+                raise AssertionError(
+                    f"key's sequence and batch dims {keys[:2]} do not match value's {values[:2]}"
+                )
+            for name, weight, columns in (
+                ("key", self.k_proj_weight, keys[2]),
+                ("value", self.v_proj_weight, values[2]),
+            ):
+                if weight.shape != (width, columns):
+                    raise AssertionError(
+                        f"expecting {name} weights shape of {(width, columns)}, "
+                        f"but got {weight.shape}"
+                    )
+        elif keys != values:
+            raise AssertionError(f"key shape {keys} does not match value shape {values}")
+        elif keys[2] != width:
+            raise RuntimeError(
+                f"mat1 and mat2 shapes cannot be multiplied ({keys[0] * keys[1]}x{keys[2]} and "
+                f"{width}x{2 * width if shared else width})"
+            )
+        batch = query.shape[1 - sequence]
+        if keys[1] != batch:
+            raise RuntimeError(
+                f"shape '[{keys[0]}, {batch * self.num_heads}, {self.head_dim}]' is invalid for "
+                f"input of size {keys[0] * keys[1] * width}"
+            )
+        if (self.bias_k is None) != (self.bias_v is None):
+            given, missing = ("bias_v", "bias_k") if self.bias_k is None else ("bias_k", "bias_v")
+            raise AssertionError(f"{given} is set but {missing} is None")
+
+    def _mask(
+        self,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        sequence: int,
+        appended: int,
+    ) -> Tensor | None:
+        """The mask for `attend`; keys that were appended are visible to all."""
+        if attn_mask is None and key_padding_mask is None:
+            return None
+        batch, length, keys = query.shape[1 - sequence], query.shape[sequence], key.shape[sequence]
+        if attn_mask is not None:
+            rank = attn_mask.dim()
+            shape = (length, keys) if rank == 2 else (batch * self.num_heads, length, keys)
+            if attn_mask.shape != shape:
+                raise RuntimeError(
+                    f"The shape of the {rank}D attn_mask is {attn_mask.shape}, "
+                    f"but should be {shape}."
+                )
+            attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
+        if key_padding_mask is not None:
+            if appended:
+                key_padding_mask = F.pad(key_padding_mask, (0, appended))
+            for dim, size in enumerate((batch, keys + appended)):
+                if key_padding_mask.shape[dim] != size:
+                    raise AssertionError(
+                        f"Expected key_padded_mask.shape[{dim}] to be {size}, "
+                        f"but got {key_padding_mask.shape[dim]}"
+                    )
+        mask = masks.combine(attn_mask, key_padding_mask, batch, self.num_heads)
+        if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            raise RuntimeError(
+                "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+                f"attn_mask.dtype: {mask.dtype} and  query.dtype: {query.dtype} instead."
+            )
+        return mask
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, sequence: int, same: bool, shared: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
+        width, bias = self.embed_dim, self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            projected = [
+                functional.linear(x, w, b)
+                for x, w, b in zip((query, key, value), weights, biases, strict=True)
+            ]
+        elif same:
+            projected = list(functional.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1))
+        else:
+            sizes = [width, 2 * width] if shared else [width, width, width]
+            inputs = (query, key) if shared else (query, key, value)
+            slices = self.in_proj_weight.split(sizes)
+            biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
+            projected = [
+                functional.linear(x, w, b) for x, w, b in zip(inputs, slices, biases, strict=True)
+            ]
+            if shared:
+                projected[1:] = projected[1].chunk(2, dim=-1)
+        q, k, v = (self._heads(x, sequence) for x in projected)
+        return q, k, v
+
+    def _heads(self, x: Tensor, sequence: int) -> Tensor:
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        return x.transpose(1, 2) if sequence == 1 else x.permute(1, 2, 0, 3)
+
+    def _append(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(B, H, S, D) with the learned key or value, then the zero one, behind the others."""
+        batch, heads, _, size = x.shape
+        parts = [x]
+        if bias is not None:
+            parts.append(bias.to(x.dtype).view(1, heads, 1, size).expand(batch, -1, -1, -1))
+        if self.add_zero_attn:
+            parts.append(x.new_zeros((batch, heads, 1, size)))
+        return torch.cat(parts, dim=2)

@@ -1,0 +1,188 @@
+"""Drop-in `torch.nn.TransformerEncoder`, `torch.nn.TransformerDecoder` and `torch.nn.Transformer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import masks
+from .layer_norm import LayerNorm
+from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
+
+
+def _length(x: Tensor, layer: torch.nn.Module) -> int:
+    batch_first = layer.self_attn.batch_first  # type: ignore[union-attr]
+    return x.shape[1 if x.dim() == 3 and batch_first else 0]
+
+
+def _takes_bool_masks(layer: torch.nn.Module) -> bool:
+    return (
+        isinstance(layer, TransformerEncoderLayer)
+        and type(layer).forward is TransformerEncoderLayer.forward
+        and "forward" not in layer.__dict__
+    )
+
+
+class TransformerEncoder(torch.nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder`: N encoder layers, ours, torch's or the user's own.
+
+    Arguments, attributes and state_dict are torch's. ``enable_nested_tensor`` and ``mask_check``
+    are accepted and change nothing: padding is skipped by the attention itself, and the output at
+    padded places is what the layers compute there (torch gives zeros there in some modes).
+
+    ``is_causal=None`` finds out whether the mask is causal if it lies in CPU memory; elsewhere the
+    mask is obeyed without looking, since looking would wait for the device. Pass True if you know.
+    """
+
+    def __init__(
+        self,
+        encoder_layer: torch.nn.TransformerEncoderLayer,
+        num_layers: int,
+        norm: torch.nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+    ) -> None:
+        # Torch warns where it cannot use nested tensors, which is of no interest here.
+        super().__init__(encoder_layer, num_layers, norm, False, mask_check)
+        self.enable_nested_tensor = enable_nested_tensor
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """The output of the last layer, normalised if there is a norm.
+
+        Args:
+            src: (S, B, M), or (B, S, M) if batch_first, or (S, M).
+            mask: (S, S) or (B * H, S, S). bool: True = hidden; float: added.
+            src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
+            is_causal: whether mask is the causal mask; None: find out.
+        """
+        same_kind = masks.check_masks(mask, "mask", src_key_padding_mask, "src_key_padding_mask")
+        if src.is_nested:
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        if not same_kind or not all(_takes_bool_masks(layer) for layer in self.layers):
+            mask = masks.additive(mask, src.dtype)
+            src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
+        is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
+        output = src
+        for layer in self.layers:
+            output = layer(
+                output,
+                src_mask=mask,
+                is_causal=is_causal,
+                src_key_padding_mask=src_key_padding_mask,
+            )
+        return output if self.norm is None else self.norm(output)
+
+
+class TransformerDecoder(torch.nn.TransformerDecoder):
+    """`torch.nn.TransformerDecoder`: N decoder layers, ours, torch's or the user's own.
+
+    Arguments, attributes and state_dict are torch's. ``tgt_is_causal=None`` is resolved as
+    ``is_causal`` is in `TransformerEncoder`.
+    """
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The output of the last layer, normalised if there is a norm.
+
+        Args:
+            tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask,
+                memory_is_causal: as in `TransformerDecoderLayer`.
+            tgt_is_causal: whether tgt_mask is the causal mask; None: find out.
+        """
+        tgt_is_causal = masks.is_causal_mask(
+            tgt_mask, tgt_is_causal, _length(tgt, self.layers[0])
+        )
+        output = tgt
+        for layer in self.layers:
+            output = layer(
+                output,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+            )
+        return output if self.norm is None else self.norm(output)
+
+
+class Transformer(torch.nn.Transformer):
+    """`torch.nn.Transformer` with our encoder and decoder; forward and the rest are torch's.
+
+    ``custom_encoder`` and ``custom_decoder`` are used as they are. The same seed gives the same
+    initial weights as torch.
+
+    Source: "Attention Is All You Need", section 3.
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        custom_encoder: Any | None = None,
+        custom_decoder: Any | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        layer = (
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
+        )  # fmt: skip
+        if custom_encoder is None:
+            custom_encoder = TransformerEncoder(
+                TransformerEncoderLayer(*layer),
+                num_encoder_layers,
+                LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype),
+            )
+        if custom_decoder is None:
+            custom_decoder = TransformerDecoder(
+                TransformerDecoderLayer(*layer),
+                num_decoder_layers,
+                LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype),
+            )
+        super().__init__(
+            d_model,
+            nhead,
+            num_encoder_layers,
+            num_decoder_layers,
+            dim_feedforward,
+            dropout,
+            activation,
+            custom_encoder,
+            custom_decoder,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )

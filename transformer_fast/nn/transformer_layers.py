@@ -1,0 +1,230 @@
+"""Drop-in `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerDecoderLayer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import bypass, masks
+from .layer_norm import LayerNorm
+from .multihead_attention import MultiheadAttention
+
+
+def _adopt(layer: torch.nn.Module) -> None:
+    """Turn the layer's own attentions and norms, just built by torch, into ours.
+
+    Changing the class keeps torch's parameters and their order of initialisation, so that the same
+    seed gives the same model.
+    """
+    for module in layer.children():
+        if type(module) is torch.nn.MultiheadAttention:
+            module.__class__ = MultiheadAttention
+        elif type(module) is torch.nn.LayerNorm:
+            module.__class__ = LayerNorm
+
+
+class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer`, run by the ops of `transformer_fast.functional`.
+
+    ``x = norm1(x + dropout1(self_attn(x)))``, ``x = norm2(x + dropout2(ffn(x)))``; with
+    ``norm_first`` the norms stand before the attention and the FFN. Arguments, attributes and
+    state_dict are torch's.
+
+    The residual, its dropout and the norm behind it run as one op, and so does the FFN, unless one
+    of the modules involved is hooked, replaced or parametrised: then the modules are called.
+    ``_sa_block`` and ``_ff_block`` of subclasses are honoured. Dropout in the fused ops draws other
+    elements than torch does. Queries that may attend to nothing: see `MultiheadAttention`. Nested
+    tensors are given to torch's own implementation.
+
+    Source: "Attention Is All You Need", section 3.1; Xiong et al. 2020 for norm_first.
+    """
+
+    self_attn: MultiheadAttention
+    norm1: torch.nn.LayerNorm
+    norm2: torch.nn.LayerNorm
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
+        )  # fmt: skip
+        _adopt(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """The layer's output, of src's shape.
+
+        Args:
+            src: (S, B, M), or (B, S, M) if batch_first, or (S, M).
+            src_mask: (S, S) or (B * H, S, S). bool: True = hidden; float: added.
+            src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
+            is_causal: a promise that src_mask, which must be given, is the causal mask.
+        """
+        same_kind = masks.check_masks(
+            src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask"
+        )
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        replaced = bypass.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
+        if replaced or not same_kind or type(self.self_attn) is not MultiheadAttention:
+            # Torch's layer hands float masks on, and code that is not ours may count on it.
+            src_mask = masks.additive(src_mask, src.dtype)
+            src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
+
+        def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+            if replaced:
+                return self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal), None
+            attended = self.self_attn(
+                x,
+                x,
+                x,
+                attn_mask=src_mask,
+                key_padding_mask=src_key_padding_mask,
+                need_weights=False,
+                is_causal=is_causal,
+            )[0]
+            return attended, self.dropout1
+
+        if self.norm_first:
+            y, x = bypass.add_norm(*attend(self.norm1(src)), src, self.norm2)
+            y, dropout = self._feed_forward(y)
+            return x + (y if dropout is None else dropout(y))
+        x, _ = bypass.add_norm(*attend(src), src, self.norm1)
+        return bypass.add_norm(*self._feed_forward(x), x, self.norm2)[0]
+
+    def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+        """The FFN's output, and the dropout that is still to be applied to it."""
+        if bypass.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
+            return self._ff_block(x), None
+        y = bypass.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
+        return y, self.dropout2
+
+
+class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer`, run by the ops of `transformer_fast.functional`.
+
+    ``x = norm1(x + dropout1(self_attn(x)))``,
+    ``x = norm2(x + dropout2(multihead_attn(x, memory)))``, ``x = norm3(x + dropout3(ffn(x)))``;
+    with ``norm_first`` the norms stand before the attentions and the FFN. All else as in
+    `TransformerEncoderLayer`; ``_sa_block``, ``_mha_block`` and ``_ff_block`` are honoured.
+
+    Source: "Attention Is All You Need", section 3.1; Xiong et al. 2020 for norm_first.
+    """
+
+    self_attn: MultiheadAttention
+    multihead_attn: MultiheadAttention
+    norm1: torch.nn.LayerNorm
+    norm2: torch.nn.LayerNorm
+    norm3: torch.nn.LayerNorm
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
+        )  # fmt: skip
+        _adopt(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The layer's output, of tgt's shape.
+
+        Args:
+            tgt: (T, B, M), or (B, T, M) if batch_first, or (T, M).
+            memory: (S, B, M), or (B, S, M) if batch_first, or (S, M).
+            tgt_mask: (T, T) or (B * H, T, T). bool: True = hidden; float: added.
+            memory_mask: (T, S) or (B * H, T, S).
+            tgt_key_padding_mask: (B, T), or (T) if unbatched. bool: True = ignored; float: added.
+            memory_key_padding_mask: (B, S), or (S) if unbatched.
+            tgt_is_causal: a promise that tgt_mask, which must be given, is the causal mask.
+            memory_is_causal: the same of memory_mask.
+        """
+
+        def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+            if bypass.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
+                return self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), None
+            attended = self.self_attn(
+                x,
+                x,
+                x,
+                attn_mask=tgt_mask,
+                key_padding_mask=tgt_key_padding_mask,
+                is_causal=tgt_is_causal,
+                need_weights=False,
+            )[0]
+            return attended, self.dropout1
+
+        def attend_to_memory(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+            if bypass.overridden(self, "_mha_block", torch.nn.TransformerDecoderLayer):
+                block = self._mha_block
+                return block(
+                    x, memory, memory_mask, memory_key_padding_mask, memory_is_causal
+                ), None
+            attended = self.multihead_attn(
+                x,
+                memory,
+                memory,
+                attn_mask=memory_mask,
+                key_padding_mask=memory_key_padding_mask,
+                is_causal=memory_is_causal,
+                need_weights=False,
+            )[0]
+            return attended, self.dropout2
+
+        if self.norm_first:
+            y, x = bypass.add_norm(*attend(self.norm1(tgt)), tgt, self.norm2)
+            y, x = bypass.add_norm(*attend_to_memory(y), x, self.norm3)
+            y, dropout = self._feed_forward(y)
+            return x + (y if dropout is None else dropout(y))
+        x, _ = bypass.add_norm(*attend(tgt), tgt, self.norm1)
+        x, _ = bypass.add_norm(*attend_to_memory(x), x, self.norm2)
+        return bypass.add_norm(*self._feed_forward(x), x, self.norm3)[0]
+
+    def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+        """The FFN's output, and the dropout that is still to be applied to it."""
+        if bypass.overridden(self, "_ff_block", torch.nn.TransformerDecoderLayer):
+            return self._ff_block(x), None
+        y = bypass.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
+        return y, self.dropout3
