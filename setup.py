@@ -84,13 +84,17 @@ def check_machine() -> None:
 
 
 def run(command: list[str]) -> None:
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    sys.stdout.write(result.stdout)
-    if result.returncode:
-        errors = [line.strip() for line in result.stdout.splitlines() if "rror" in line]
-        detail = errors[0] if errors else f"exit status {result.returncode}"
+    """Run a command, showing its output; a failure carries the first line that names an error."""
+    error = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if not error and "error" in line.lower():
+                error = line.strip()
+    if process.returncode:
+        detail = error or f"exit status {process.returncode}"
         raise BuildError(f"{Path(command[0]).name} failed at build time: {detail}")
 
 
@@ -143,7 +147,7 @@ class CMakeBuild(build_ext):
             if mode == "0":
                 raise BuildError("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
             torch_version = build(build_dir, output_dir)
-        except BuildError as error:
+        except (BuildError, OSError) as error:
             for stale in output_dir.glob("_C.*.so"):
                 stale.unlink()
             if mode == "require":

@@ -1,0 +1,255 @@
+"""The native module: instruction sets and how to force them, probes, what is in the objects."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from transformer_fast import _native
+
+pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+_C = _native.module
+ROOT = Path(__file__).resolve().parents[1]
+ISAS = ["baseline", "avx2", "avx512", "avx512_bf16", "amx"]
+SUPPORTED = _C.supported_isas() if _C else []
+
+
+def import_with(isa, before=""):
+    """Import the package in a new process with TRANSFORMER_FAST_CPU_ISA; print the set in use."""
+    code = f"{before}\nfrom transformer_fast import _native\nprint(_native.module.isa())"
+    env = {**os.environ, "TRANSFORMER_FAST_CPU_ISA": isa}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True
+    )
+
+
+@pytest.mark.parametrize("isa", SUPPORTED)
+def test_environment_forces(isa):
+    done = import_with(isa)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == isa
+
+
+def test_empty_environment_means_best():
+    done = import_with("")
+    assert done.stdout.strip() == SUPPORTED[-1], done.stderr
+
+
+def test_unknown_isa_is_an_error():
+    done = import_with("sse9")
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: TRANSFORMER_FAST_CPU_ISA is 'sse9', which is not")
+    assert last.endswith("this machine has: " + ", ".join(SUPPORTED))
+
+
+# A signal stack of 8 KiB leaves no room for tile registers, so Linux refuses them to the process:
+# with it, a CPU that has everything lacks something too.
+SMALL_SIGNAL_STACK = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+"""
+
+
+def test_missing_isa_is_an_error():
+    lacking = [isa for isa in ISAS if isa not in SUPPORTED] or ["amx"]
+    done = import_with(lacking[0], before=SMALL_SIGNAL_STACK)
+    assert done.returncode != 0, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"RuntimeError: TRANSFORMER_FAST_CPU_ISA is '{lacking[0]}', but this machine does not have"
+    )
+    assert last.endswith("it has: " + ", ".join(ISAS[: ISAS.index(lacking[0])]))
+
+
+def test_set_isa():
+    before = _C.isa()
+    try:
+        for isa in SUPPORTED:
+            _C.set_isa(isa)
+            assert _C.isa() == isa
+        with pytest.raises(ValueError, match="'mmx', which is not an instruction set known here"):
+            _C.set_isa("mmx")
+        assert _C.isa() == SUPPORTED[-1]
+    finally:
+        _C.set_isa(before)
+
+
+def test_supported_isas_follow_from_cpu_features():
+    cpu = _C.cpu_features()
+    assert ISAS[: len(SUPPORTED)] == SUPPORTED  # from low to high, no gaps
+    assert ("avx2" in SUPPORTED) == (cpu["avx2"] and cpu["fma"] and cpu["f16c"])
+    assert ("avx512_bf16" in SUPPORTED) == ("avx512" in SUPPORTED and cpu["avx512_bf16"])
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
+def test_cpu_features_agree_with_linux():
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = set(found.group(1).split())
+    for name, present in _C.cpu_features().items():
+        assert present == (name in flags), name
+
+
+def test_build_info():
+    info = _C.build_info()
+    assert list(info["isa_flags"])[:3] == ISAS[:3]
+    assert "-mfma" in info["isa_flags"]["avx2"]
+    assert int(info["torch_target"], 16) >> 48 == 0x020A
+    assert "-ffast-math" not in str(info)
+    assert "-march=native" not in str(info)
+
+
+# Probes -----------------------------------------------------------------------------------------
+
+LANES = {"baseline": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}
+
+
+@pytest.mark.parametrize("isa", SUPPORTED)
+def test_probe_fma_is_plausible(isa):
+    # At most two multiply-adds of every lane in a cycle, at 7 GHz; a loop that the compiler had
+    # dropped or an iteration count gone wrong would be far beyond.
+    most = 2 * 2 * LANES[isa] * 7.0
+    assert most / 200 < _C.probe_fma(1, isa) <= most
+
+
+def test_probe_fma_default_is_the_isa_in_use():
+    before = _C.isa()
+    try:
+        _C.set_isa("baseline")
+        slow = max(_C.probe_fma(1) for _ in range(3))
+    finally:
+        _C.set_isa(before)
+    if "avx512" in SUPPORTED:
+        assert max(_C.probe_fma(1, "avx512") for _ in range(3)) > 1.5 * slow
+    assert slow <= 2 * 2 * LANES["baseline"] * 7.0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_probe_bf16_dot(isa):
+    if isa not in SUPPORTED:
+        with pytest.raises(ValueError, match=f"isa is '{isa}', but this machine does not have it"):
+            _C.probe_bf16_dot(1, isa)
+    elif isa in ("avx512_bf16", "amx"):
+        most = {"avx512_bf16": 2 * 64, "amx": 2048}[isa] * 7.0
+        assert most / 200 < _C.probe_bf16_dot(1, isa) <= most
+    else:
+        with pytest.raises(ValueError, match="no bf16 dot product; avx512_bf16 and amx have"):
+            _C.probe_bf16_dot(1, isa)
+
+
+@pytest.mark.parametrize("probe", ["probe_read_bandwidth", "probe_copy_bandwidth"])
+@pytest.mark.parametrize("size", [1 << 14, (1 << 22) + 12, 1 << 26])
+def test_bandwidth_is_plausible(probe, size):
+    # At most four 64-byte accesses in a cycle from the first cache, at 7 GHz, on each thread.
+    assert 0.1 < getattr(_C, probe)(size, 2) < 2 * 4 * 64 * 7.0
+
+
+def test_probes_release_the_gil():
+    done = threading.Event()
+
+    def probe():
+        _C.probe_fma(1)
+        done.set()
+
+    worker = threading.Thread(target=probe)
+    turns = 0
+    worker.start()
+    while not done.is_set():
+        turns += 1
+    worker.join()
+    assert turns > 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("probe_fma", (0,), "threads must be between 1 and 4096, got 0"),
+        ("probe_bf16_dot", (-3, "baseline"), "threads must be between 1 and 4096, got -3"),
+        ("probe_fma", (1, "neon"), "isa is 'neon', which is not an instruction set known here"),
+        ("probe_read_bandwidth", (100, 1), "bytes must be at least 4096 for each thread, got 100"),
+        ("probe_copy_bandwidth", (1 << 20, 0), "threads must be between 1 and 4096, got 0"),
+        (
+            "probe_copy_bandwidth",
+            (8191, 2),
+            "bytes must be at least 4096 for each thread, got 8191",
+        ),
+    ],
+)
+def test_probe_errors(name, args, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(_C, name)(*args)
+
+
+# Objects ----------------------------------------------------------------------------------------
+
+
+def tool(*command):
+    return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+def kernel_objects():
+    """{(kernel, isa): object file} of a developer's build; skips for an installed wheel."""
+    record = _native._build_record()
+    folder = Path(getattr(record, "BUILD_DIR", "")) / "CMakeFiles"
+    if not getattr(record, "BUILD_DIR", None) or not folder.is_dir():
+        pytest.skip("the build folder is not here (installed from a wheel)")
+    if not (shutil.which("nm") and shutil.which("objdump")):
+        pytest.skip("binutils are not installed")
+    found = {}
+    for path in folder.glob("*.dir/csrc/cpu/*_kernel.cpp.o"):
+        kernel = path.name.removesuffix("_kernel.cpp.o")
+        target = path.relative_to(folder).parts[0].removesuffix(".dir")
+        found[kernel, target.removeprefix(f"{kernel}_")] = path
+    assert {isa for kernel, isa in found if kernel == "probe"} == set(_C.build_info()["isa_flags"])
+    return found
+
+
+def test_kernels_share_no_symbols():
+    """A weak symbol would be merged by the linker, and an AVX-512 copy might serve an older CPU."""
+    for (kernel, isa), path in kernel_objects().items():
+        for line in tool("nm", "-C", str(path)).splitlines():
+            kind, name = line[17:].split(maxsplit=1)
+            assert kind not in "WwVvuC", f"{kernel} for {isa} shares {name}"
+            if kind == "U":
+                own = name.startswith(f"tf::{isa}::")
+                assert own or "::" not in name, f"{kernel} for {isa} calls {name}"
+            elif kind.isupper():
+                assert name.startswith(f"tf::{isa}::"), f"{kernel} for {isa} defines {name}"
+
+
+def test_builds_of_a_kernel_define_the_same_functions():
+    names = {}
+    for (kernel, isa), path in kernel_objects().items():
+        symbols = re.findall(rf" T tf::{isa}::(.*)$", tool("nm", "-C", str(path)), re.MULTILINE)
+        assert symbols, f"{kernel} for {isa} defines nothing"
+        names.setdefault(kernel, set()).add(tuple(sorted(symbols)))
+    assert all(len(variants) == 1 for variants in names.values()), names
+
+
+def test_lower_builds_use_no_wider_registers():
+    wider = {"baseline": "%[yz]mm", "avx2": "%zmm"}
+    checked = 0
+    for (kernel, isa), path in kernel_objects().items():
+        if isa in wider:
+            code = tool("objdump", "-d", "--no-show-raw-insn", str(path))
+            assert not re.search(wider[isa], code), f"{kernel} for {isa}"
+            checked += 1
+    assert checked >= 2
+
+
+def test_module_has_no_machine_paths():
+    content = Path(_C.__file__).read_bytes()
+    assert str(ROOT).encode() not in content
+    assert sys.prefix.encode() not in content

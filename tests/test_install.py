@@ -1,0 +1,163 @@
+"""Installing where no native module can be had: the package works, and says what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer_fast import _native
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = (
+    *("pyproject.toml", "setup.py", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE"),
+    *("csrc", "cmake", "transformer_fast"),
+)
+
+# What a user's first lines would be; PYTHONPATH holds the installed copy alone.
+USE = """
+import torch, transformer_fast
+from transformer_fast import _native
+x = torch.randn(3, 5)
+y = transformer_fast.functional.layer_norm(x, (5,))
+torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (5,)))
+print(transformer_fast.__file__)
+print(_native.module is None)
+print(_native.why_not)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A fresh copy of the sources, without anything that was built."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    built = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=built)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run(command, cwd, **environment):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TRANSFORMER_FAST", "CXX"))}
+    env.update({"PYTHONNOUSERSITE": "1", **environment})
+    return subprocess.run(
+        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def pip_install(checkout, target, **environment):
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    command = [sys.executable, "-m", "pip", "install", "-q", *options, str(checkout)]
+    done = run(command, checkout, **environment)
+    assert done.returncode == 0, done.stdout
+
+
+def use_installed(target, cwd):
+    """Run USE on the installed copy; return (module is missing, why)."""
+    done = run([sys.executable, "-c", USE], cwd, PYTHONPATH=str(target))
+    assert done.returncode == 0, done.stdout
+    file, missing, why = done.stdout.strip().splitlines()[-3:]
+    assert Path(file).is_relative_to(target)
+    return missing == "True", why
+
+
+def build_ext(checkout, **environment):
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return run(command, checkout, **environment)
+
+
+def recorded_reason(checkout):
+    scope = {}
+    exec((checkout / "transformer_fast" / "_build_info.py").read_text(), scope)
+    return scope["REASON"]
+
+
+def test_switched_off(checkout, tmp_path):
+    target = tmp_path / "site"
+    pip_install(checkout, target, TRANSFORMER_FAST_BUILD="0")
+    missing, why = use_installed(target, tmp_path)
+    assert missing
+    assert "TRANSFORMER_FAST_BUILD=0" in why
+    assert (target / "transformer_fast" / "py.typed").is_file()
+
+
+def test_no_compiler(checkout, tmp_path):
+    target, empty = tmp_path / "site", tmp_path / "bin"
+    empty.mkdir()
+    pip_install(checkout, target, PATH=str(empty))
+    missing, why = use_installed(target, tmp_path)
+    assert missing
+    assert "no C++ compiler was found" in why
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+def test_native_wheel(checkout, tmp_path):
+    target = tmp_path / "site"
+    # Little optimisation: this is about the way into the wheel.
+    cmake_args = "-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0"
+    pip_install(checkout, target, TRANSFORMER_FAST_BUILD="require", CMAKE_ARGS=cmake_args)
+    assert use_installed(target, tmp_path) == (False, "None")
+
+
+def test_broken_compiler(checkout):
+    done = build_ext(checkout, CXX="false")
+    assert done.returncode == 0, done.stdout
+    assert "installing without native kernels" in done.stdout
+    assert "cmake failed at build time" in recorded_reason(checkout)
+
+
+def test_required_build_fails(checkout):
+    done = build_ext(checkout, CXX="false", TRANSFORMER_FAST_BUILD="require")
+    assert done.returncode != 0
+    assert "native build required, but cmake failed" in done.stdout
+
+
+def test_old_torch(checkout, tmp_path):
+    torch = tmp_path / "old" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text("__version__ = '2.9.1'\n")
+    done = build_ext(checkout, PYTHONPATH=str(torch.parent))
+    assert done.returncode == 0, done.stdout
+    assert "torch 2.9.1 was installed at build time; 2.10 or later" in recorded_reason(checkout)
+
+
+def test_unknown_mode(checkout):
+    done = build_ext(checkout, TRANSFORMER_FAST_BUILD="yes")
+    assert done.returncode != 0
+    assert "TRANSFORMER_FAST_BUILD is 'yes'; expected auto, 0 or require" in done.stdout
+
+
+def test_why_absent_other_machine(monkeypatch):
+    monkeypatch.setattr(_native.platform, "machine", lambda: "aarch64")
+    assert "this is Linux on aarch64" in _native._why_absent()
+
+
+def test_why_absent_never_built(monkeypatch):
+    monkeypatch.setattr(_native, "_build_record", lambda: None)
+    assert "was not built: run `pip install .`" in _native._why_absent()
+
+
+def test_why_absent_other_python(monkeypatch):
+    class Record:
+        REASON = ""
+        PYTHON = "cpython-39"
+
+    monkeypatch.setattr(_native, "_build_record", lambda: Record)
+    assert "was built for cpython-39; this interpreter is cpython-3" in _native._why_absent()
+
+
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+def test_torch_too_old_at_run_time(monkeypatch):
+    monkeypatch.setattr(_native.torch, "__version__", "2.9.1+cpu")
+    module, why = _native._load()
+    assert module is None
+    assert "needs torch 2.10 or later; this is 2.9.1+cpu" in why
