@@ -42,7 +42,7 @@ def find_torch() -> tuple[Path, str]:
     for folder in [*folders, site.getusersitepackages()]:
         version_file = Path(folder or ".") / "torch" / "version.py"
         if version_file.is_file():
-            found = re.search(r"__version__ = '([^']+)'", version_file.read_text())
+            found = re.search(r"__version__ = ['\"]([^'\"]+)", version_file.read_text())
             if found:
                 return version_file.parent, found.group(1)
     raise BuildError(
