@@ -1,3 +1,319 @@
+// The CPU operators: schemas, checks that keep a wrong call from crashing, allocation, threads. What
+// a call means is checked above, in transformer_fast/functional; the arithmetic is in the kernels.
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { (void)m; }
+#include <tuple>
+#include <vector>
+
+#include "cpu/attention_kernel.h"
+#include "cpu/feed_forward_kernel.h"
+#include "cpu/host.h"
+#include "cpu/layer_norm_kernel.h"
+#include "cpu/linear_kernel.h"
+
+namespace tf {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optional<Tensor> residual,
+                                                      std::optional<Tensor> weight,
+                                                      std::optional<Tensor> bias,
+                                                      int64_t normalized, double eps) {
+  check_float("layer_norm", "input", input);
+  STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
+                  "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
+  if (residual) {
+    check_float("layer_norm", "residual", *residual);
+    STD_TORCH_CHECK(residual->sizes().equals(input.sizes()),
+                    "layer_norm: residual must have the shape of input");
+  }
+  std::optional<Tensor> weight_row, bias_row;
+  for (auto [name, from, to] :
+       {std::tuple("weight", &weight, &weight_row), std::tuple("bias", &bias, &bias_row)}) {
+    if (!*from) continue;
+    check_float("layer_norm", name, **from);
+    STD_TORCH_CHECK((*from)->numel() == normalized, "layer_norm: ", name, " must have ", normalized,
+                    " elements");
+    *to = torch::stable::contiguous(**from);
+  }
+  const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
+  Tensor output = torch::stable::new_empty(input, input.sizes());
+  prefer_huge_pages(output);
+  Tensor sum = residual ? torch::stable::new_empty(input, input.sizes()) : fresh(input, {0});
+  if (residual) prefer_huge_pages(sum);
+  Tensor mean = fresh(input, {rows}), rstd = fresh(input, {rows});
+  if (rows > 0) {
+    const auto view = [&](const Tensor& t) {
+      if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return as_rows(t);
+      Tensor flat = torch::stable::contiguous(t);
+      return Rows{flat, static_cast<const float*>(flat.const_data_ptr()), rows, normalized,
+                  normalized};
+    };
+    const Rows x = view(input);
+    const Rows r = residual ? view(*residual) : Rows{input, nullptr, 0, 0, 0};
+    const LayerNormArgs args{x.data,
+                             r.data,
+                             optional_data(weight_row),
+                             optional_data(bias_row),
+                             static_cast<float*>(output.mutable_data_ptr()),
+                             residual ? static_cast<float*>(sum.mutable_data_ptr()) : nullptr,
+                             static_cast<float*>(mean.mutable_data_ptr()),
+                             static_cast<float*>(rstd.mutable_data_ptr()),
+                             normalized,
+                             x.stride,
+                             r.stride,
+                             static_cast<float>(eps)};
+    const int64_t grain = std::max<int64_t>(1, 16384 / normalized);
+    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(layer_norm_rows, args, begin, end);
+    });
+  }
+  return {output, sum, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
+                                             std::optional<Tensor> mask,
+                                             std::optional<Tensor> key_lengths, bool is_causal,
+                                             double scale, bool need_weights) {
+  const char* op = "attention";
+  check_float(op, "query", query);
+  check_float(op, "key", key);
+  check_float(op, "value", value);
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+                  "attention: query, key and value must be (B, H, length, size)");
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
+                size = query.size(3), keys = key.size(2), value_size = value.size(3);
+  STD_TORCH_CHECK(key.size(0) == batch && value.size(0) == batch && key.size(3) == size &&
+                      value.size(2) == keys && value.size(1) == key.size(1),
+                  "attention: the shapes of query, key and value do not fit");
+  const int64_t key_heads = key.size(1);
+  STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
+                  "attention: the number of query heads must be a multiple of that of key heads");
+  AttentionArgs args{};
+  if (mask) {
+    STD_TORCH_CHECK(mask->is_cpu() && (mask->scalar_type() == ScalarType::Bool ||
+                                       mask->scalar_type() == ScalarType::Float),
+                    "attention: mask must be a bool or float32 tensor on the CPU");
+    STD_TORCH_CHECK(mask->dim() == 4, "attention: mask must have 4 dimensions");
+    const int64_t full[4] = {batch, heads, queries, keys};
+    for (int d = 0; d < 4; ++d) {
+      STD_TORCH_CHECK(mask->size(d) == full[d] || mask->size(d) == 1,
+                      "attention: mask does not broadcast to the scores");
+      args.mask_stride[d] = mask->size(d) == 1 ? 0 : mask->stride(d);
+    }
+    args.mask = mask->const_data_ptr();
+    args.mask_is_bool = mask->scalar_type() == ScalarType::Bool;
+  }
+  std::vector<int64_t> lengths;
+  if (key_lengths) {
+    STD_TORCH_CHECK(key_lengths->is_cpu() && key_lengths->numel() == batch,
+                    "attention: key_lengths must hold one length per batch element");
+    Tensor flat = torch::stable::contiguous(
+        torch::stable::to(*key_lengths, std::optional(ScalarType::Long)));
+    const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
+    lengths.assign(data, data + batch);
+    args.key_lengths = lengths.data();
+  }
+  // Memory order (B, T, H, Dv): joining the heads again costs no copy.
+  Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
+  Tensor lse = fresh(query, {batch, heads, queries});
+  Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
+  args.query = static_cast<const float*>(query.const_data_ptr());
+  args.key = static_cast<const float*>(key.const_data_ptr());
+  args.value = static_cast<const float*>(value.const_data_ptr());
+  args.output = static_cast<float*>(output.mutable_data_ptr());
+  args.lse = static_cast<float*>(lse.mutable_data_ptr());
+  args.weights = need_weights ? static_cast<float*>(weights.mutable_data_ptr()) : nullptr;
+  args.batch = batch;
+  args.heads = heads;
+  args.key_heads = key_heads;
+  args.queries = queries;
+  args.keys = keys;
+  args.size = size;
+  args.value_size = value_size;
+  for (int d = 0; d < 4; ++d) {
+    args.query_stride[d] = query.stride(d);
+    args.key_stride[d] = key.stride(d);
+    args.value_stride[d] = value.stride(d);
+    if (d < 3) args.output_stride[d] = output.stride(d);
+  }
+  args.scale = static_cast<float>(scale);
+  args.causal = is_causal;
+  if (batch * heads * queries == 0) return {output, lse, weights};
+
+  // An item is some queries of the heads that share a key head. Each packs its keys again, so an
+  // item is all of them unless that leaves threads idle.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t groups = batch * key_heads, rows = heads / key_heads * queries;
+  const int64_t wanted = groups >= 4 * threads || threads == 1 ? 1 : 4 * threads / groups + 1;
+  const int64_t chunks = std::max<int64_t>(1, std::min(wanted, rows / 256));
+  const int64_t scratch = TF_DISPATCH(attention_scratch, args);
+  for_each_item(groups * chunks, [&](int64_t item) {
+    // The last chunks of a causal group are the longest; they go first.
+    const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
+    const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
+    TF_DISPATCH(attention_queries, args, group / key_heads, group % key_heads, begin, end,
+                kernel_scratch().floats(scratch));
+    kernel_scratch().trim();
+  });
+  return {output, lse, weights};
+}
+
+void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
+                  const std::optional<Tensor>& bias) {
+  check_float(op, name, weight);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
+                  columns, ")");
+  if (bias) {
+    check_float(op, "bias", *bias);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
+                    ": bias must have one value per row of ", name);
+  }
+}
+
+// A weight in panels, in the calling thread's shared scratch at `place`.
+void pack(const Tensor& weight, float* place) {
+  const Rows w = as_rows(weight);
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const int64_t panels = (weight.size(0) + width - 1) / width;
+  torch::stable::parallel_for(
+      0, panels, std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, w.columns))),
+      [&](int64_t begin, int64_t end) {
+        TF_DISPATCH(pack_panels, w.data, w.stride, weight.size(0), w.columns, place, begin, end);
+      });
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return torch::stable::contiguous(*tensor);
+}
+
+// Splits rows between threads where there are many, else panels.
+void run_linear(const LinearArgs& args) {
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const int64_t panels = (args.n + width - 1) / width;
+  const int64_t threads = torch::stable::get_num_threads();
+  constexpr int64_t kRows = 112;
+  int64_t row_items = (args.m + kRows - 1) / kRows;
+  row_items = (row_items + threads - 1) / threads * threads;
+  const int64_t column_items =
+      args.m >= 56 * threads ? 1 : std::min<int64_t>(panels, std::max<int64_t>(1, 2 * threads));
+  if (column_items > 1 || args.m < kRows) row_items = std::max<int64_t>(1, args.m / kRows);
+  const int64_t scratch = TF_DISPATCH(linear_scratch, args);
+  for_each_item(row_items * column_items, [&](int64_t item) {
+    const int64_t row = item / column_items, column = item % column_items;
+    TF_DISPATCH(linear_block, args, args.m * row / row_items, args.m * (row + 1) / row_items,
+                panels * column / column_items, panels * (column + 1) / column_items,
+                kernel_scratch().floats(scratch));
+  });
+}
+
+Tensor result_rows(const Tensor& input, int64_t columns) {
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = columns;
+  Tensor result = torch::stable::new_empty(
+      input, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
+  prefer_huge_pages(result);
+  return result;
+}
+
+int64_t row_count(const Tensor& input) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < input.dim(); ++d) rows *= input.size(d);
+  return rows;
+}
+
+Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias,
+              std::optional<Tensor> residual, int64_t activation) {
+  check_float("linear", "input", input);
+  STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
+  check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
+  Tensor output = result_rows(input, weight.size(0));
+  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
+  if (residual) {
+    check_float("linear", "residual", *residual);
+    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
+                    "linear: residual must have the shape of the result");
+  }
+  if (m * n == 0) return output;
+  const Rows x = as_rows(input);
+  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
+  const std::optional<Tensor> b = contiguous(bias);
+  float* packed = shared_scratch(0).floats(TF_DISPATCH(packed_size, n, k) + 1024);
+  pack(weight, packed);
+  run_linear({x.data, packed, optional_data(b), r.data,
+              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
+              static_cast<int>(activation)});
+  shared_scratch(0).trim();
+  return output;
+}
+
+Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> bias1, Tensor weight2,
+                    std::optional<Tensor> bias2, int64_t activation) {
+  const char* op = "feed_forward";
+  check_float(op, "input", input);
+  STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
+  check_weight(op, "weight2", weight2, weight1.size(0), bias2);
+  Tensor output = result_rows(input, weight2.size(0));
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0),
+                n = weight2.size(0);
+  if (m * n == 0) return output;
+  const Rows x = as_rows(input);
+  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  const int64_t size1 = TF_DISPATCH(packed_size, f, k) + 1024,
+                size2 = TF_DISPATCH(packed_size, n, f) + 1024;
+  float* packed = shared_scratch(0).floats(size1 + size2);
+  pack(weight1, packed);
+  pack(weight2, packed + size1);
+  float* y = static_cast<float*>(output.mutable_data_ptr());
+  const int64_t threads = torch::stable::get_num_threads();
+  if (m < 56 * threads) {
+    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
+    float* hidden = shared_scratch(1).floats(m * f);
+    run_linear({x.data, packed, optional_data(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
+                static_cast<int>(activation)});
+    run_linear({hidden, packed + size1, optional_data(b2), nullptr, y, m, f, n, f, 0, n,
+                0});
+  } else {
+    const FeedForwardArgs args{x.data, packed, optional_data(b1), packed + size1,
+                               optional_data(b2), y, m, k, f, n, x.stride,
+                               static_cast<int>(activation)};
+    const int64_t most = TF_DISPATCH(feed_forward_row_block, args);
+    int64_t blocks = (m + most - 1) / most;
+    blocks = (blocks + threads - 1) / threads * threads;
+    const int64_t scratch = TF_DISPATCH(feed_forward_scratch, args, (m + blocks - 1) / blocks);
+    for_each_item(blocks, [&](int64_t item) {
+      TF_DISPATCH(feed_forward_rows, args, m * item / blocks, m * (item + 1) / blocks,
+                  kernel_scratch().floats(scratch));
+    });
+  }
+  shared_scratch(0).trim();
+  shared_scratch(1).trim();
+  return output;
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_layer_norm(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
+      "int normalized, float eps) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
+      "bool is_causal, float scale, bool need_weights) -> (Tensor output, Tensor lse, Tensor "
+      "weights)");
+  m.def(
+      "cpu_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> "
+      "Tensor");
+  m.def(
+      "cpu_feed_forward(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
+      "Tensor? bias2, int activation) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_layer_norm", TORCH_BOX(&tf::layer_norm));
+  m.impl("cpu_attention", TORCH_BOX(&tf::attention));
+  m.impl("cpu_linear", TORCH_BOX(&tf::linear));
+  m.impl("cpu_feed_forward", TORCH_BOX(&tf::feed_forward));
+}

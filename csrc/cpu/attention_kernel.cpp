@@ -1,0 +1,377 @@
+// Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Keys are transposed
+// and values copied into panels once per call of attention_queries; then each block of queries walks
+// over tiles of keys: scores on the register tile of gemm.h, softmax by rows in cache, weights times
+// values on the same tile.
+#include "cpu/attention_kernel.h"
+
+#include "cpu/gemm.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr long kQueryBlock = 4 * kTileRows;
+#else
+constexpr long kQueryBlock = 8 * kTileRows;
+#endif
+constexpr long kKeyTile = 256;
+constexpr long kPad = 16;
+constexpr long kScoreStride = kKeyTile + kPad;
+// Marks a hidden place among the weights: arithmetic takes it for 0.
+constexpr float kHidden = -0.0f;
+
+struct Workspace {
+  long query_stride, value_columns, sum_stride, keys_up;
+  float *keys, *values, *query, *scores, *bias, *sums, *peak, *total;
+  unsigned char* wild;  // per key tile: its values hold NaN or inf
+  long floats = 0;
+
+  Workspace(const AttentionArgs& args, float* scratch)
+      : query_stride(round_up(args.size, kLanes) + kPad),
+        value_columns(round_up(args.value_size, kPanel)),
+        sum_stride(value_columns + kPad),
+        keys_up(round_up(args.keys, kPanel)) {
+    const auto take = [&](long count) {
+      float* place = scratch != nullptr ? scratch + floats : nullptr;
+      floats += round_up(count, 16);
+      return place;
+    };
+    keys = take(keys_up * args.size);
+    values = take(keys_up * value_columns);
+    query = take(kQueryBlock * query_stride);
+    scores = take(kQueryBlock * kScoreStride);
+    bias = take(kScoreStride);
+    sums = take(kQueryBlock * sum_stride);
+    peak = take(kQueryBlock);
+    total = take(kQueryBlock);
+    wild = reinterpret_cast<unsigned char*>(take(args.keys / kKeyTile + 1));
+  }
+};
+
+// Whether all of n mask values, `step` apart, hide.
+bool all_hide(const char* place, long step, long n, bool is_bool) {
+  long j = 0;
+  if (is_bool) {
+    if (step == 1) {
+      uint64_t eight;
+      for (; j + 8 <= n; j += 8) {
+        std::memcpy(&eight, place + j, 8);
+        if (eight != 0) return false;
+      }
+    }
+    for (; j < n; ++j)
+      if (place[j * step] != 0) return false;
+    return true;
+  }
+  const float* value = reinterpret_cast<const float*>(place);
+  if (step == 1) {
+    for (; j + kLanes <= n; j += kLanes) {
+      const Vec x = load(value + j);
+      // NaN is not hidden; it compares false with everything, so ask for what is not -inf.
+      if (any(less(set1(-kInf), x)) || any(not_a_number(x))) return false;
+    }
+  }
+  for (; j < n; ++j)
+    if (value[j * step] != -kInf) return false;
+  return true;
+}
+
+// One block of queries of one head against the packed keys.
+struct Block {
+  const AttentionArgs& args;
+  const Workspace& work;
+  long b, head, first, rows;  // queries [first, first + rows)
+  long limit;                 // keys from here on are hidden from the whole block
+  // The scale is applied to a score where it is read (factor), inside an fma; a mask, or a scale
+  // that would not keep the order of scores, asks for it at once.
+  bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
+  float factor = scaled ? 1.0f : args.scale;
+
+  const char* mask_at(long t, long s) const {
+    const long offset = b * args.mask_stride[0] + head * args.mask_stride[1] +
+                        t * args.mask_stride[2] + s * args.mask_stride[3];
+    return static_cast<const char*>(args.mask) + offset * (args.mask_is_bool ? 1 : 4);
+  }
+
+  // Keys of the tile [start, start + count) that the row may see by causality and length.
+  long visible(long row, long start, long count) const {
+    long end = limit - start;
+    if (args.causal) end = least(end, first + row + 1 - start);
+    return most(0, least(count, end));
+  }
+
+  // Whether the mask hides the whole tile from the whole block.
+  bool mask_hides_tile(long start, long count) const {
+    if (args.mask_stride[2] == 0)
+      return all_hide(mask_at(first, start), args.mask_stride[3], visible(rows - 1, start, count),
+                      args.mask_is_bool);
+    for (long i = 0; i < rows; ++i)
+      if (!all_hide(mask_at(first + i, start), args.mask_stride[3], visible(i, start, count),
+                    args.mask_is_bool))
+        return false;
+    return true;
+  }
+
+  // The mask of one row over [start, start + count) as floats to add, -inf hiding.
+  const float* mask_row(long row, long start, long count) const {
+    const char* place = mask_at(first + row, start);
+    const long step = args.mask_stride[3];
+    if (!args.mask_is_bool && step == 1) return reinterpret_cast<const float*>(place);
+    float* bias = work.bias;
+    if (!args.mask_is_bool) {
+      const float* from = reinterpret_cast<const float*>(place);
+      for (long j = 0; j < count; ++j) bias[j] = from[j * step];
+    } else if (step == 1) {
+      const auto* bytes = reinterpret_cast<const uint8_t*>(place);
+      long j = 0;
+      for (; j + kLanes <= count && count - j >= 16; j += kLanes)
+        store(bias + j, select(bytes_nonzero(bytes + j), zero(), set1(-kInf)));
+      for (; j < count; ++j) bias[j] = bytes[j] != 0 ? 0.0f : -kInf;
+    } else {
+      for (long j = 0; j < count; ++j) bias[j] = place[j * step] != 0 ? 0.0f : -kInf;
+    }
+    return bias;
+  }
+
+  // Scores of the tile; on return each row holds scores + mask, -inf where hidden, over whole
+  // vectors; returns its visible prefix through `row_seen`.
+  void score_tile(long start, long count) const {
+    for (long j = 0; j < count; j += kPanel)
+      panel_rows(work.query, work.query_stride, rows, work.keys + (start + j) * args.size,
+                 args.size, work.scores + j, kScoreStride, least(kPanel, count - j),
+                 {nullptr, false, false});
+    const float* shared = nullptr;
+    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = mask_row(0, start, count);
+    for (long i = 0; i < rows; ++i) {
+      float* s = work.scores + i * kScoreStride;
+      const long seen = visible(i, start, count);
+      if (args.mask != nullptr) {
+        const float* bias = shared != nullptr ? shared : mask_row(i, start, seen);
+        long j = 0;
+        for (; j + kLanes <= seen; j += kLanes) {
+          const Vec m = load(bias + j);
+          store(s + j, select(equal(m, set1(-kInf)), m, fma(load(s + j), set1(args.scale), m)));
+        }
+        for (; j < seen; ++j) s[j] = bias[j] == -kInf ? -kInf : s[j] * args.scale + bias[j];
+      } else if (scaled) {
+        for (long j = 0; j < seen; ++j) s[j] *= args.scale;
+      }
+      for (long j = seen; j < round_up(count, kLanes); ++j) s[j] = -kInf;
+    }
+  }
+
+  // Turns a row of scores into weights exp(factor * s - peak), hidden ones into kHidden; returns
+  // their sum.
+  float exponentiate(float* s, long count, float peak) const {
+    const Vec minus = set1(peak == -kInf ? 0.0f : -peak), times = set1(factor);
+    Vec sum = zero();
+    for (long j = 0; j < count; j += kLanes) {
+      const Vec x = load(s + j);
+      const Vec e = exp(fma(x, times, minus));
+      sum = sum + e;
+      store(s + j, select(equal(x, set1(-kInf)), set1(kHidden), e));
+    }
+    return reduce_add(sum);
+  }
+
+  void softmax_row(long i, long count) const {
+    float* s = work.scores + i * kScoreStride;
+    Vec highest = set1(-kInf);
+    for (long j = 0; j < count; j += kLanes) highest = max(load(s + j), highest);
+    const float before = work.peak[i];
+    const float here = reduce_max(highest) * factor;
+    const float peak = before > here ? before : here;
+    const float sum = exponentiate(s, count, peak);
+    float keep = 1.0f;
+    if (peak != before) {
+      float one[kLanes];
+      store(one, exp(set1(before - peak)));
+      keep = one[0];
+      float* o = work.sums + i * work.sum_stride;
+      for (long j = 0; j < args.value_size; j += kLanes) store(o + j, load(o + j) * set1(keep));
+    }
+    work.total[i] = work.total[i] * keep + sum;
+    work.peak[i] = peak;
+  }
+
+  // Weights times values where the values hold NaN or inf: hidden ones are left out one by one.
+  void mix_wild(long start, long count) const {
+    for (long i = 0; i < rows; ++i) {
+      const float* p = work.scores + i * kScoreStride;
+      float* o = work.sums + i * work.sum_stride;
+      for (long s = 0; s < count; ++s) {
+        if (__builtin_signbit(p[s]) && p[s] == 0.0f) continue;
+        for (long j = 0; j < args.value_size; j += kPanel) {
+          const float* v = work.values + j * work.keys_up + (start + s) * kPanel;
+          for (long c = 0; c < least(kPanel, args.value_size - j); ++c) o[j + c] += p[s] * v[c];
+        }
+      }
+    }
+  }
+
+  void mix(long start, long count) const {
+    if (work.wild[start / kKeyTile]) return mix_wild(start, count);
+    for (long j = 0; j < args.value_size; j += kPanel)
+      panel_rows(work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
+                 work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
+                 {nullptr, true, false});
+  }
+
+  static void divide_row(const float* from, long n, float by, float* to) {
+    long j = 0;
+    for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j) / set1(by));
+    for (; j < n; ++j) to[j] = from[j] / by;
+  }
+
+  void begin() const {
+    for (long i = 0; i < rows; ++i) {
+      const float* q = args.query + b * args.query_stride[0] + head * args.query_stride[1] +
+                       (first + i) * args.query_stride[2];
+      float* to = work.query + i * work.query_stride;
+      if (args.query_stride[3] == 1) {
+        copy_row(q, args.size, to, args.size);
+      } else {
+        for (long d = 0; d < args.size; ++d) to[d] = q[d * args.query_stride[3]];
+      }
+      float* o = work.sums + i * work.sum_stride;
+      for (long j = 0; j < work.value_columns; j += kLanes) store(o + j, zero());
+      work.peak[i] = -kInf;
+      work.total[i] = 0.0f;
+    }
+  }
+
+  void finish() const {
+    for (long i = 0; i < rows; ++i) {
+      const float total = work.total[i];
+      const float* o = work.sums + i * work.sum_stride;
+      float* out = args.output + b * args.output_stride[0] + head * args.output_stride[1] +
+                   (first + i) * args.output_stride[2];
+      // What was never added to is 0 already.
+      divide_row(o, args.value_size, total == 0.0f ? 1.0f : total, out);
+      args.lse[(b * args.heads + head) * args.queries + first + i] =
+          total == 0.0f ? -kInf : work.peak[i] + __builtin_logf(total);
+    }
+  }
+
+  bool skips(long start, long count) const {
+    return args.mask != nullptr && mask_hides_tile(start, count);
+  }
+
+  // The probabilities, from the peaks and sums of the first pass.
+  void write_weights() const {
+    for (long start = 0; start < args.keys; start += kKeyTile) {
+      const long count = least(kKeyTile, args.keys - start);
+      const long seen = most(0, least(count, limit - start));
+      const bool none = seen == 0 || skips(start, seen);
+      if (!none) score_tile(start, seen);
+      for (long i = 0; i < rows; ++i) {
+        float* to = args.weights +
+                    ((b * args.heads + head) * args.queries + first + i) * args.keys + start;
+        const bool blank = none || work.total[i] == 0.0f;
+        if (!blank) {
+          float* s = work.scores + i * kScoreStride;
+          exponentiate(s, seen, work.peak[i]);
+          for (long j = 0; j < seen; ++j) to[j] = s[j] / work.total[i] + 0.0f;
+        }
+        for (long j = blank ? 0 : seen; j < count; ++j) to[j] = 0.0f;
+      }
+    }
+  }
+
+  void run() const {
+    begin();
+    for (long start = 0; start < limit; start += kKeyTile) {
+      const long count = least(kKeyTile, limit - start);
+      if (skips(start, count)) continue;
+      score_tile(start, count);
+      for (long i = 0; i < rows; ++i) softmax_row(i, count);
+      mix(start, count);
+    }
+    finish();
+    if (args.weights != nullptr) write_weights();
+  }
+};
+
+// Copies strided rows into a contiguous buffer when the channels are not adjacent.
+void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
+  const float* k = args.key + b * args.key_stride[0] + head * args.key_stride[1];
+  for (long s = 0; s < limit; s += kPanel) {
+    const long count = least(kPanel, limit - s);
+    float* panel = work.keys + s * args.size;
+    if (args.key_stride[3] == 1) {
+      pack_rows(k + s * args.key_stride[2], args.key_stride[2], count, args.size, panel);
+    } else {
+      for (long d = 0; d < args.size; ++d)
+        for (long j = 0; j < kPanel; ++j)
+          panel[d * kPanel + j] =
+              j < count ? k[(s + j) * args.key_stride[2] + d * args.key_stride[3]] : 0.0f;
+    }
+  }
+}
+
+void pack_values(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
+  const float* v = args.value + b * args.value_stride[0] + head * args.value_stride[1];
+  for (long s = 0; s < limit; ++s) {
+    const float* row = v + s * args.value_stride[2];
+    // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
+    Vec wild = zero();
+    float wild_rest = 0.0f;
+    for (long j = 0; j < args.value_size; j += kPanel) {
+      const long columns = least(kPanel, args.value_size - j);
+      float* to = work.values + j * work.keys_up + s * kPanel;
+      if (columns == kPanel && args.value_stride[3] == 1) {
+        const Vec x = load(row + j), y = load(row + j + kLanes);
+        store(to, x);
+        store(to + kLanes, y);
+        wild = wild + ((x - x) + (y - y));
+      } else {
+        for (long c = 0; c < kPanel; ++c) {
+          const float x = c < columns ? row[(j + c) * args.value_stride[3]] : 0.0f;
+          to[c] = x;
+          wild_rest += x - x;
+        }
+      }
+    }
+    const float sum = reduce_add(wild) + wild_rest;
+    unsigned char& flag = work.wild[s / kKeyTile];
+    if (s % kKeyTile == 0) flag = 0;
+    flag |= !(sum == 0.0f);
+  }
+}
+
+}  // namespace
+
+long attention_scratch(const AttentionArgs& args) { return Workspace(args, nullptr).floats; }
+
+void attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
+                       float* scratch) {
+  const Workspace work(args, scratch);
+  long limit = args.keys;
+  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  // The furthest key that a query of this range may see.
+  const long last = end - begin >= args.queries || (begin / args.queries) != (end - 1) / args.queries
+                        ? args.queries
+                        : (end - 1) % args.queries + 1;
+  const long packed = args.causal ? least(limit, last) : limit;
+  pack_keys(args, work, b, key_head, packed);
+  pack_values(args, work, b, key_head, packed);
+  const long group = args.heads / args.key_heads;
+  for (long item = begin; item < end;) {
+    const long first = item % args.queries;
+    const long left = least(args.queries - first, end - item);
+    const long blocks = (left + kQueryBlock - 1) / kQueryBlock;
+    const long rows = (left + blocks - 1) / blocks;
+    const long seen = args.causal ? least(limit, first + rows) : limit;
+    const Block block{.args = args,
+                      .work = work,
+                      .b = b,
+                      .head = key_head * group + item / args.queries,
+                      .first = first,
+                      .rows = rows,
+                      .limit = seen};
+    block.run();
+    item += rows;
+  }
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,133 @@
+// What the operators share around their kernels: scratch memory, threads, views of tensors as rows.
+#pragma once
+
+#include <sys/mman.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+
+namespace tf {
+
+using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
+
+// 64-byte aligned memory of this thread that grows and is reused, so that pages are paid for once.
+// A request beyond kKeep bytes is given back after the call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+  float* floats(int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+    if (bytes > size_) {
+      std::free(memory_);
+      memory_ = nullptr;
+      size_ = 0;
+      const size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
+      if (posix_memalign(&memory_, kAlign, rounded) != 0) {
+        memory_ = nullptr;
+        STD_TORCH_CHECK(false, "out of memory: ", rounded, " bytes of scratch");
+      }
+      madvise(memory_, rounded, MADV_HUGEPAGE);
+      size_ = rounded;
+    }
+    return static_cast<float*>(memory_);
+  }
+  void trim() {
+    if (size_ <= kKeep) return;
+    std::free(memory_);
+    memory_ = nullptr;
+    size_ = 0;
+  }
+
+ private:
+  static constexpr size_t kKeep = size_t{64} << 20;
+  static constexpr size_t kAlign = size_t{2} << 20;  // a huge page
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+// This thread's scratch for kernels, and for what the calling thread shares with its workers.
+inline Scratch& kernel_scratch() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+inline Scratch& shared_scratch(int slot) {
+  thread_local Scratch scratch[2];
+  return scratch[slot];
+}
+
+// Calls f(item) for each item on torch's threads, taking the next one when a thread is free. The
+// order does not reach the results: items write disjoint places.
+template <class F>
+void for_each_item(int64_t items, const F& f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  if (threads <= 1 || items <= 1) {
+    for (int64_t item = 0; item < items; ++item) f(item);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(item);
+  });
+}
+
+// Asks for huge pages under a large fresh output: a page fault costs as much as writing the page.
+inline void prefer_huge_pages(const Tensor& tensor) {
+  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  const uintptr_t first = (begin + kHuge - 1) & ~(kHuge - 1), last = end & ~(kHuge - 1);
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+inline Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes) {
+  Tensor result = torch::stable::new_empty(
+      like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()));
+  prefer_huge_pages(result);
+  return result;
+}
+
+inline void check_float(const char* op, const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, op, ": ", name, " must be float32");
+}
+
+// A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen so.
+struct Rows {
+  Tensor owner;
+  const float* data;
+  int64_t rows, columns, stride;
+};
+
+inline Rows as_rows(const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  const int64_t columns = tensor.size(dims - 1);
+  const int64_t rows = columns == 0 ? 0 : tensor.numel() / columns;
+  bool uniform = columns <= 1 || tensor.stride(dims - 1) == 1;
+  int64_t stride = columns, expected = -1;
+  for (int64_t d = dims - 2; d >= 0 && uniform; --d) {
+    if (tensor.size(d) == 1) continue;
+    if (expected < 0) {
+      stride = tensor.stride(d);
+    } else {
+      uniform = tensor.stride(d) == expected;
+    }
+    expected = tensor.stride(d) * tensor.size(d);
+  }
+  if (uniform)
+    return {tensor, static_cast<const float*>(tensor.const_data_ptr()), rows, columns, stride};
+  Tensor copy = torch::stable::contiguous(tensor);
+  return {copy, static_cast<const float*>(copy.const_data_ptr()), rows, columns, columns};
+}
+
+inline const float* optional_data(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
+}
+
+}  // namespace tf

@@ -1,0 +1,98 @@
+// Linear map with epilogue. A block of rows is copied once into scratch whose row stride keeps the
+// rows of a tile out of each other's cache sets; the weights stream by in panels.
+#include "cpu/linear_kernel.h"
+
+#include "cpu/activation.h"
+#include "cpu/gemm.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr long kRowBlock = 8 * kTileRows;
+constexpr long kDepth = 2048;  // columns of A in scratch at a time
+constexpr long kPad = 16;
+
+// Activation and residual on a block that is still in cache.
+void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows, long column,
+            long columns) {
+  if (args.activation > kRelu) {
+    for (long i = 0; i < rows; ++i) {
+      float* r = c + i * c_stride;
+      long j = 0;
+      for (; j + kLanes <= columns; j += kLanes)
+        store(r + j, activate(load(r + j), args.activation));
+      if (j < columns)
+        store_n(r + j, activate(load_n(r + j, columns - j), args.activation), columns - j);
+    }
+  }
+  if (args.residual != nullptr) {
+    for (long i = 0; i < rows; ++i) {
+      float* r = c + i * c_stride;
+      const float* add = args.residual + (row + i) * args.residual_stride + column;
+      long j = 0;
+      for (; j + kLanes <= columns; j += kLanes) store(r + j, load(r + j) + load(add + j));
+      for (; j < columns; ++j) r[j] += add[j];
+    }
+  }
+}
+
+}  // namespace
+
+long panel_columns() { return kPanel; }
+
+long packed_size(long n, long k) { return round_up(n, kPanel) * k; }
+
+void pack_panels(const float* weight, long stride, long n, long k, float* packed, long begin,
+                 long end) {
+  for (long p = begin; p < end; ++p) {
+    const long row = p * kPanel;
+    pack_rows(weight + row * stride, stride, least(kPanel, n - row), k, packed + row * k);
+  }
+}
+
+long linear_scratch(const LinearArgs& args) {
+  return kRowBlock * (round_up(least(args.k, kDepth), kLanes) + kPad) + kRowBlock * kPanel + kPanel;
+}
+
+void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
+                  long panel_end, float* scratch) {
+  const long a_stride = round_up(least(args.k, kDepth), kLanes) + kPad;
+  float* a = scratch;
+  float* edge = a + kRowBlock * a_stride;  // a panel's columns where y has fewer
+  float* edge_bias = edge + kRowBlock * kPanel;
+  const long count = (row_end - row_begin + kRowBlock - 1) / kRowBlock;
+  for (long block = 0, row = row_begin; block < count; ++block) {
+    const long rows = (row_end - row + count - block - 1) / (count - block);
+    long depth = 0;
+    do {
+      const long k = least(kDepth, args.k - depth);
+      const bool first = depth == 0, last = depth + k >= args.k;
+      for (long i = 0; i < rows; ++i)
+        copy_row(args.x + (row + i) * args.x_stride + depth, k, a + i * a_stride, k);
+      for (long p = panel_begin; p < panel_end; ++p) {
+        const long column = p * kPanel, columns = least(kPanel, args.n - column);
+        const float* panel = args.packed + column * args.k + depth * kPanel;
+        float* y = args.y + row * args.y_stride + column;
+        const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
+        const bool relu = last && args.activation == kRelu;
+        if (columns == kPanel) {
+          panel_rows(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu});
+        } else {
+          if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
+          if (!first)
+            for (long i = 0; i < rows; ++i)
+              copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
+          panel_rows(a, a_stride, rows, panel, k, edge, kPanel, columns,
+                     {bias != nullptr ? edge_bias : nullptr, !first, relu});
+          for (long i = 0; i < rows; ++i)
+            copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
+        }
+        if (last) finish(args, y, args.y_stride, row, rows, column, columns);
+      }
+      depth += k;
+    } while (depth < args.k);
+    row += rows;
+  }
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,33 @@
+// activation(x W^T + bias) + residual on packed weights.
+#pragma once
+
+#include "cpu/isa.h"
+
+namespace tf {
+
+struct LinearArgs {
+  const float* x;         // (m, k), rows x_stride apart
+  const float* packed;    // W (n, k) in panels, see packed_size()
+  const float* bias;      // (n) or nullptr: zeros
+  const float* residual;  // (m, n), rows residual_stride apart, or nullptr
+  float* y;               // (m, n), rows y_stride apart
+  long m, k, n, x_stride, residual_stride, y_stride;
+  int activation;
+};
+
+// Columns of a weight panel, and floats that a packed (n, k) matrix takes.
+TF_KERNEL(long panel_columns())
+TF_KERNEL(long packed_size(long n, long k))
+
+// Packs panels [begin, end) of W (n, k), rows stride apart.
+TF_KERNEL(void pack_panels(const float* weight, long stride, long n, long k, float* packed,
+                           long begin, long end))
+
+// Floats of scratch linear_block needs.
+TF_KERNEL(long linear_scratch(const LinearArgs& args))
+
+// Rows [row_begin, row_end) of the panels [panel_begin, panel_end).
+TF_KERNEL(void linear_block(const LinearArgs& args, long row_begin, long row_end,
+                            long panel_begin, long panel_end, float* scratch))
+
+}  // namespace tf

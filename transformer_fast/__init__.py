@@ -1,0 +1,17 @@
+"""transformer_fast: the Transformer's modules and ops near the hardware's limit.
+
+    from transformer_fast import nn               # torch.nn with our classes in place of torch's
+    from transformer_fast import functional as F  # torch.nn.functional, likewise
+    transformer_fast.explain("attention", q, k, v)
+
+The pure PyTorch reference is the specification; kernels implement it; `explain` tells which of
+them a call runs on and why. ``python -m transformer_fast info`` says what this machine has.
+"""
+
+from . import backends, functional
+from ._explain import explain
+from ._version import __version__
+from .dispatch import Explanation, strict, use_backend
+
+__all__ = ["Explanation", "__version__", "backends", "explain", "functional", "strict", "use_backend"]
+

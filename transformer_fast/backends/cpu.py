@@ -1,0 +1,189 @@
+"""C++ kernels for x86-64 CPUs, chosen at run time by instruction set (``csrc/cpu``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..dispatch import Call, Kernel, register
+
+_FLOAT = frozenset({torch.float32})
+_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    return torch.ops.transformer_fast.cpu_layer_norm(
+        input, None, weight, bias, math.prod(normalized_shape), eps
+    )[0]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    normalized, total, _, _ = torch.ops.transformer_fast.cpu_layer_norm(
+        input, residual, weight, bias, math.prod(normalized_shape), eps
+    )
+    return normalized, total
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    enable_gqa: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    output, _, weights = torch.ops.transformer_fast.cpu_attention(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, need_weights
+    )
+    return output, weights if need_weights else None
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor] | None,
+    residual: Tensor | None,
+) -> Tensor:
+    return torch.ops.transformer_fast.cpu_linear(
+        input,
+        weight,
+        bias,
+        residual,
+        _ACTIVATIONS[activation],  # type: ignore[index]
+    )
+
+
+def feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    return torch.ops.transformer_fast.cpu_feed_forward(
+        input,
+        weight1,
+        bias1,
+        weight2,
+        bias2,
+        _ACTIVATIONS[activation],  # type: ignore[index]
+    )
+
+
+def _fake_layer_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = input.numel() // normalized if normalized else 0
+    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    total = output.new_empty(input.shape if residual is not None else (0,))
+    return output, total, output.new_empty((rows,)), output.new_empty((rows,))
+
+
+def _fake_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, length, _ = query.shape
+    # Memory order (B, T, H, Dv): joining the heads again costs no copy.
+    output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+    lse = query.new_empty((batch, heads, length))
+    shape = (batch, heads, length, key.shape[-2]) if need_weights else (0,)
+    return output, lse, query.new_empty(shape)
+
+
+def _fake_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
+) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def _fake_feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: int,
+) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight2.shape[0]))
+
+
+def _refuse_attention(call: Call) -> str | None:
+    if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32):
+        return f"it reads bool and float32 masks and this one is {str(call.mask.dtype)[6:]}"
+    return None
+
+
+def _register() -> None:
+    if _native.module is not None:
+        fakes: dict[str, Callable[..., Any]] = {
+            "cpu_layer_norm": _fake_layer_norm,
+            "cpu_attention": _fake_attention,
+            "cpu_linear": _fake_linear,
+            "cpu_feed_forward": _fake_feed_forward,
+        }
+        for name, fake in fakes.items():
+            torch.library.register_fake(f"transformer_fast::{name}", fake)
+    activations = frozenset(_ACTIVATIONS)
+    for kernel in (
+        Kernel("layer_norm", "cpu", layer_norm),
+        Kernel("add_layer_norm", "cpu", add_layer_norm),
+        Kernel("attention", "cpu", attention, refuses=_refuse_attention),
+        Kernel("linear", "cpu", linear, activations=activations),
+        Kernel("feed_forward", "cpu", feed_forward, activations=activations),
+    ):
+        register(
+            Kernel(
+                **{
+                    **kernel.__dict__,
+                    "devices": ("cpu",),
+                    "dtypes": _FLOAT,
+                    "unavailable": _native.why_not,
+                }
+            )
+        )
+
+
+_register()

@@ -1,0 +1,300 @@
+"""Which kernel runs, and why not the others.
+
+A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
+first kernel with nothing against it; `explain` tells what stands against each, in sentences.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: In the order in which `select` asks them.
+BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
+OPS = ("layer_norm", "add_layer_norm", "attention", "linear", "feed_forward")
+
+ANY_DTYPE: frozenset[torch.dtype] = frozenset()
+
+
+class Call(NamedTuple):
+    """What a kernel's limits are asked about: one call of one op."""
+
+    op: str
+    #: The tensors of the call; the first gives device and dtype.
+    tensors: tuple[Tensor | None, ...]
+    #: Whether autograd will ask for gradients.
+    needs_grad: bool
+    dropout_p: float = 0.0
+    #: Name of the activation, None, or the callable the user gave.
+    activation: Any = None
+    mask: Tensor | None = None
+    is_causal: bool = False
+    key_lengths: Tensor | None = None
+    need_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One backend's implementation of one op, and its limits."""
+
+    op: str
+    backend: str
+    #: Has exactly the signature of ``reference.<op>``.
+    run: Callable[..., Any]
+    devices: tuple[str, ...] = ()  # empty: any
+    dtypes: frozenset[torch.dtype] = ANY_DTYPE
+    gradients: bool = False
+    mask_gradient: bool = False
+    dropout: bool = False
+    activations: frozenset[str | None] | None = None  # None: any, callables too
+    #: A sentence when this kernel cannot run here at all (not built, no GPU...).
+    unavailable: str | None = None
+    #: False: its speed and numbers on real hardware are not established; runs only when named.
+    proven: bool = True
+    #: What else speaks against a call, as a sentence, or None.
+    refuses: Callable[[Call], str | None] | None = None
+
+
+@dataclass
+class _State:
+    kernels: dict[str, tuple[Kernel, ...]] = field(default_factory=dict)
+    backend: str | None = None
+    strict: bool = False
+
+
+_state = _State()
+
+
+def register(kernel: Kernel) -> None:
+    """Add a kernel; a second one for the same (op, backend) replaces the first."""
+    if kernel.op not in OPS or kernel.backend not in BACKENDS:
+        raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
+    others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
+    _state.kernels[kernel.op] = tuple(
+        sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend))
+    )
+
+
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """The kernels of an op, in the order in which they are asked."""
+    return _state.kernels[op]
+
+
+def _check_device(kernel: Kernel, call: Call) -> str | None:
+    first = call.tensors[0]
+    assert first is not None
+    kind = first.device.type
+    if kernel.devices and kind not in kernel.devices:
+        return f"it runs on {' and '.join(kernel.devices)} tensors and these are on {kind}"
+    return None
+
+
+def _check_available(kernel: Kernel, call: Call) -> str | None:
+    return kernel.unavailable
+
+
+def _check_dtype(kernel: Kernel, call: Call) -> str | None:
+    if kernel.dtypes:
+        for tensor in call.tensors:
+            if tensor is not None and tensor.dtype not in kernel.dtypes:
+                names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
+                return f"it takes {names} and the call has {str(tensor.dtype)[6:]}"
+    return None
+
+
+def _check_one_dtype(kernel: Kernel, call: Call) -> str | None:
+    if kernel.dtypes:
+        first = call.tensors[0]
+        assert first is not None
+        for tensor in call.tensors:
+            if tensor is not None and tensor.dtype != first.dtype:
+                return "its arguments must have one dtype and the call mixes several"
+    return None
+
+
+def _check_gradients(kernel: Kernel, call: Call) -> str | None:
+    if call.needs_grad:
+        if not kernel.gradients:
+            return "the call needs gradients and it has no backward"
+        if not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
+            return "the call needs the gradient of attn_mask and its backward has none"
+    return None
+
+
+def _check_dropout(kernel: Kernel, call: Call) -> str | None:
+    if call.dropout_p != 0.0 and not kernel.dropout:
+        return "the call has dropout and it has none"
+    return None
+
+
+def _check_activation(kernel: Kernel, call: Call) -> str | None:
+    if kernel.activations is not None:
+        activation = call.activation
+        if activation is not None and not isinstance(activation, str):
+            return "the activation is a callable of yours and it knows named ones only"
+        if activation not in kernel.activations:
+            return f"it has no activation {activation!r}"
+    return None
+
+
+def _check_rest(kernel: Kernel, call: Call) -> str | None:
+    return None if kernel.refuses is None else kernel.refuses(call)
+
+
+_CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
+    _check_device,
+    _check_available,
+    _check_dtype,
+    _check_one_dtype,
+    _check_gradients,
+    _check_dropout,
+    _check_activation,
+    _check_rest,
+)
+
+
+def _fits(kernel: Kernel, call: Call) -> bool:
+    for check in _CHECKS:  # noqa: SIM110 - a generator costs more, on the hot path
+        if check(kernel, call) is not None:
+            return False
+    return True
+
+
+def why_not(kernel: Kernel, call: Call) -> list[str]:
+    """All that stands against running ``call`` on ``kernel``, in sentences; empty: nothing."""
+    return [reason for check in _CHECKS if (reason := check(kernel, call)) is not None]
+
+
+def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
+    reasons = why_not(kernel, call)
+    if not kernel.proven:
+        reasons.append("it is not yet proven on a GPU, so it runs only when it is named")
+    return reasons
+
+
+def _refusal(call: Call, tried: Iterator[Kernel] | tuple[Kernel, ...], head: str) -> str:
+    lines = [head]
+    for kernel in tried:
+        lines.append(f"  {kernel.backend}: {'; '.join(_why_not_chosen(kernel, call))}.")
+    return "\n".join(lines)
+
+
+def select(call: Call, backend: str | None = None) -> Kernel:
+    """The kernel that runs ``call``.
+
+    ``backend=None``: the first that fits, at last the reference. A named backend, given here, by
+    `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back.
+
+    Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
+    one cannot take the call, or if nothing but the reference can in strict mode.
+    """
+    if backend is None:
+        backend = _state.backend
+    if backend is None:
+        for kernel in _state.kernels[call.op]:
+            if kernel.proven and _fits(kernel, call):
+                if _state.strict and kernel.backend == "reference":
+                    break
+                return kernel
+        others = tuple(k for k in _state.kernels[call.op] if k.backend != "reference")
+        raise NotImplementedError(
+            _refusal(call, others, f"strict mode: no kernel takes this call of {call.op}:")
+        )
+    for kernel in _state.kernels[call.op]:
+        if kernel.backend == backend:
+            if _fits(kernel, call):
+                return kernel
+            reasons = "; ".join(why_not(kernel, call))
+            raise NotImplementedError(
+                f"backend {backend!r} cannot run this call of {call.op}: {reasons}."
+            )
+    _check_name(backend)
+    raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")
+
+
+def _check_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; ``str()`` gives it in sentences."""
+
+    op: str
+    #: The backend that would run the call, or None if the call would be refused.
+    backend: str | None
+    #: What stands against each other backend.
+    reasons: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.op} runs on '{self.backend}'."
+            if self.backend is not None
+            else f"{self.op}: this call would be refused."
+        ]
+        for name, reasons in self.reasons.items():
+            if name != self.backend:
+                told = "; ".join(reasons) if reasons else "one before it in the order fits"
+                lines.append(f"  not '{name}': {told}.")
+        return "\n".join(lines)
+
+
+def explain_call(call: Call, backend: str | None = None) -> Explanation:
+    """`explain` for a prepared call."""
+    try:
+        chosen: str | None = select(call, backend).backend
+    except NotImplementedError:
+        chosen = None
+    reasons = {k.backend: _why_not_chosen(k, call) for k in _state.kernels[call.op]}
+    return Explanation(call.op, chosen, reasons)
+
+
+@contextmanager
+def use_backend(backend: str | None) -> Iterator[None]:
+    """Within the block every call runs on ``backend`` (or raises); None: the dispatcher chooses.
+
+    Process-wide, like ``torch.backends`` flags: it holds in every thread.
+    """
+    if backend is not None:
+        _check_name(backend)
+    before = _state.backend
+    _state.backend = backend
+    try:
+        yield
+    finally:
+        _state.backend = before
+
+
+@contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Within the block a call that only the reference can take raises NotImplementedError.
+
+    ``TRANSFORMER_FAST_STRICT=1`` sets it for the process. Process-wide.
+    """
+    before = _state.strict
+    _state.strict = enabled
+    try:
+        yield
+    finally:
+        _state.strict = before
+
+
+def _read_environment() -> None:
+    backend = os.environ.get("TRANSFORMER_FAST_BACKEND") or None
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"TRANSFORMER_FAST_BACKEND must be one of {', '.join(BACKENDS)}, not {backend!r}"
+            )
+        _state.backend = backend
+    _state.strict = os.environ.get("TRANSFORMER_FAST_STRICT", "0") not in ("", "0")
+
+
+_read_environment()

@@ -1,0 +1,91 @@
+"""Public feed_forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..dispatch import Call, select
+from ..reference.dropout import draw_seed
+from ._check import (
+    autocast,
+    named_activation,
+    require_activation,
+    require_floating,
+    require_optional_tensor,
+    require_probability,
+    require_same_device,
+    require_tensor,
+    wants_grad,
+)
+from .linear import check_one_dtype, check_weight
+
+
+def prepare_feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str | Callable[[Tensor], Tensor] = "relu",
+    dropout_p: float = 0.0,
+) -> tuple[Call, tuple[Any, ...]]:
+    require_tensor("feed_forward", "input", 1, input)
+    require_tensor("feed_forward", "weight1", 2, weight1)
+    require_optional_tensor("feed_forward", "bias1", 3, bias1)
+    require_tensor("feed_forward", "weight2", 4, weight2)
+    require_optional_tensor("feed_forward", "bias2", 5, bias2)
+    if activation is None:
+        raise ValueError("activation must be a name or a callable, not None")
+    require_activation(activation)
+    require_floating("input", input)
+    if input.dim() == 0:
+        raise ValueError("input must have at least one dimension, not 0")
+    p = require_probability("dropout_p", dropout_p)
+    check_weight("input", input.shape[-1], "weight1", weight1, "bias1", bias1)
+    check_weight("the hidden block", weight1.shape[0], "weight2", weight2, "bias2", bias2)
+    require_same_device("input", input, weight1=weight1, bias1=bias1, weight2=weight2, bias2=bias2)
+    tensors = autocast(input, weight1, bias1, weight2, bias2)
+    x, w1, b1, w2, b2 = tensors
+    check_one_dtype("input", x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
+    activation = named_activation(activation)  # type: ignore[assignment]
+    call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
+    seed = draw_seed(input.device) if 0.0 < p < 1.0 else None
+    return call, (*tensors, activation, p, seed)
+
+
+def feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str | Callable[[Tensor], Tensor] = "relu",
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """The position-wise feed-forward network: ``dropout(act(x W1^T + b1)) W2^T + b2``.
+
+    Args:
+        input: (..., M).
+        weight1: (F, M); bias1: (F,) or None for zeros.
+        weight2: (Mout, F); bias2: (Mout,) or None for zeros.
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or a callable.
+        dropout_p: probability in [0, 1] of dropping a hidden value; 0 means none.
+        backend: None lets the dispatcher choose; a name never falls back.
+
+    Raises:
+        RuntimeError, ValueError: shapes, dtypes or devices that do not fit, an unknown
+            activation, dropout_p outside [0, 1].
+        NotImplementedError: the named backend cannot take the call.
+
+    Source: "Attention Is All You Need", section 3.3.
+    """
+    call, arguments = prepare_feed_forward(
+        input, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p
+    )
+    return select(call, backend).run(*arguments)

@@ -1,0 +1,161 @@
+"""Public layer_norm and add_layer_norm."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Call, select
+from ..reference.dropout import draw_seed
+from ._check import (
+    require_floating,
+    require_optional_tensor,
+    require_probability,
+    require_same_device,
+    require_tensor,
+    wants_grad,
+)
+
+
+def _prepare(
+    function: str,
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[int, ...]:
+    require_tensor(function, "input", 1, input)
+    require_optional_tensor(function, "weight", 3, weight)
+    require_optional_tensor(function, "bias", 4, bias)
+    if isinstance(normalized_shape, numbers.Integral):
+        shape: tuple[int, ...] = (int(normalized_shape),)
+    else:
+        shape = tuple(normalized_shape)  # type: ignore[arg-type]
+    if not shape:
+        raise RuntimeError(
+            "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
+            "one element, but got normalized_shape = []"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+                f"{list(tensor.shape)} and normalized_shape = {list(shape)}"
+            )
+    if input.dim() < len(shape) or tuple(input.shape[-len(shape) :]) != shape:
+        sizes = ", ".join(str(s) for s in shape)
+        raise RuntimeError(
+            f"Given normalized_shape={list(shape)}, expected input with shape [*, {sizes}], but "
+            f"got input of size{list(input.shape)}"
+        )
+    require_floating("input", input)
+    require_same_device("input", input, weight=weight, bias=bias)
+    return shape
+
+
+def prepare_layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Call, tuple[Any, ...]]:
+    shape = _prepare("layer_norm", input, normalized_shape, weight, bias)
+    call = Call("layer_norm", (input, weight, bias), wants_grad(input, weight, bias))
+    return call, (input, shape, weight, bias, eps)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Normalise over the trailing dimensions, like `torch.nn.functional.layer_norm`.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, biased variance.
+
+    Args:
+        input: (..., *normalized_shape), floating point; half types keep fp32 statistics.
+        normalized_shape: the trailing sizes that are normalised together.
+        weight: normalized_shape; None means ones.
+        bias: normalized_shape; None means zeros.
+        eps: added to the variance, inside the root.
+        backend: None lets the dispatcher choose; a name never falls back.
+
+    Raises:
+        RuntimeError: shapes or devices that do not fit (torch's wording).
+        NotImplementedError: the named backend cannot take the call.
+
+    Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
+    """
+    call, arguments = prepare_layer_norm(input, normalized_shape, weight, bias, eps)
+    return select(call, backend).run(*arguments)
+
+
+def prepare_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+) -> tuple[Call, tuple[Any, ...]]:
+    shape = _prepare("add_layer_norm", input, normalized_shape, weight, bias)
+    require_tensor("add_layer_norm", "residual", 2, residual)
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"residual must have the shape of input, {list(input.shape)}, not "
+            f"{list(residual.shape)}"
+        )
+    require_same_device("input", input, residual=residual)
+    if input.dtype != residual.dtype:
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(dtype), residual.to(dtype)
+    p = require_probability("dropout_p", dropout_p)
+    tensors = (input, residual, weight, bias)
+    call = Call("add_layer_norm", tensors, wants_grad(*tensors), p)
+    seed = draw_seed(input.device) if 0.0 < p < 1.0 else None
+    return call, (input, residual, shape, weight, bias, eps, p, seed)
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual connection and layer norm in one pass: ``(layer_norm(sum), sum)``.
+
+    ``sum = residual + dropout(input, dropout_p)``
+
+    Args:
+        input: (..., *normalized_shape), the sub-layer's output.
+        residual: same shape, the sub-layer's input.
+        normalized_shape, weight, bias, eps, backend: as in `layer_norm`.
+        dropout_p: probability in [0, 1] of dropping an element of ``input``; 0 means none.
+
+    Raises:
+        ValueError: residual's shape differs, or dropout_p lies outside [0, 1].
+        RuntimeError, NotImplementedError: as in `layer_norm`.
+
+    Source: "Attention Is All You Need", section 3.1, LayerNorm(x + Sublayer(x)), and 5.4.
+    """
+    call, arguments = prepare_add_layer_norm(
+        input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p
+    )
+    return select(call, backend).run(*arguments)

@@ -1,0 +1,121 @@
+"""Scaled dot-product attention ("Attention Is All You Need", section 3.2.1).
+
+    output = softmax(scale * Q K^T + mask) V
+
+Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broadcastable to
+(B, H, T, S), key_lengths (B,). Decided here, for every backend:
+
+- a bool mask says where a query may attend; a float mask is added, and its -inf hides;
+- causal is aligned to the upper left: query t sees keys s <= t;
+- keys at positions >= key_lengths[b] are hidden;
+- a query that sees nothing gets output 0, weights 0 and gradients 0;
+- what stands at hidden places (NaN, inf) never reaches the output of a query it is hidden from;
+- half types are computed in fp32 and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .dropout import dropout
+
+
+def visible_places(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+) -> Tensor | None:
+    """Where query t may look at key s, as a bool tensor broadcastable to (B, H, T, S)."""
+    length, keys = query.shape[-2], key.shape[-2]
+    device = query.device
+    visible: Tensor | None = None
+    if attn_mask is not None:
+        visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf
+    if is_causal:
+        past = torch.ones((length, keys), dtype=torch.bool, device=device).tril()
+        visible = past if visible is None else visible & past
+    if key_lengths is not None:
+        position = torch.arange(keys, device=device)
+        real = (position < key_lengths.to(device)[:, None])[:, None, None, :]
+        visible = real if visible is None else visible & real
+    return visible
+
+
+def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
+    # A sum is finite only if every element is; the converse failing (overflow) costs time only.
+    return not bool(torch.isfinite(key.detach().sum() + value.detach().sum()))
+
+
+def _data_is_known(tensor: Tensor) -> bool:
+    return not (
+        torch.compiler.is_compiling()
+        or tensor.is_meta
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    if key.dim() == query.dim():
+        return query @ key.transpose(-2, -1)
+    return (query[..., None, :] @ key.transpose(-2, -1))[..., 0, :]
+
+
+def _mix(weights: Tensor, value: Tensor) -> Tensor:
+    if value.dim() == weights.dim():
+        return weights @ value
+    return (weights[..., None, :] @ value)[..., 0, :]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    enable_gqa: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    dtype = query.dtype
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
+    if dtype in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+
+    visible = visible_places(query, key, attn_mask, key_lengths, is_causal)
+    if visible is not None:
+        if not _data_is_known(key):
+            # Tracing cannot look at values: keys hidden from every query are cleared, always.
+            seen = visible.any(dim=-2).unsqueeze(-1)
+            key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
+        elif _may_hide_garbage(key, value):
+            # Exact and slow, (B, H, T, S, D): every query gets its own cleared keys and values.
+            seen = visible.unsqueeze(-1)
+            key = torch.where(seen, key[..., None, :, :], 0.0)
+            value = torch.where(seen, value[..., None, :, :], 0.0)
+
+    scores = _scores(query, key) * scale
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    if scores.shape[-1]:
+        highest = scores.detach().amax(dim=-1, keepdim=True)
+        scores = scores - torch.where(highest == -math.inf, 0.0, highest)
+    weights = torch.exp(scores)
+    total = weights.sum(dim=-1, keepdim=True)
+    weights = weights / torch.where(total == 0.0, 1.0, total)
+    weights = dropout(weights, dropout_p, seed)
+    output = _mix(weights, value)
+    return output.to(dtype), weights.to(dtype) if need_weights else None

@@ -1,0 +1,58 @@
+"""Dropout whose pattern depends on (seed, element position) only.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the tensor is
+viewed as (rows, columns), columns being its last dimension. Element (row, column) reads word
+``column % 4`` of Philox(counter = (column // 4, row mod 2^32, row div 2^32, 0), key = seed), and is
+kept iff that word is at least floor(p * 2^32). Every backend draws the same words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A fresh int64 seed from torch's generator, so that manual_seed and checkpointing hold."""
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
+
+
+def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    # int64 products wrap modulo 2^64, which is exactly the 64-bit product's bit pattern.
+    product = word * constant
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def philox_words(seed: Tensor, rows: int, columns: int) -> Tensor:
+    """The random words of a (rows, columns) tensor, as int64 in [0, 2^32)."""
+    device = seed.device
+    groups = (columns + 3) // 4
+    row = torch.arange(rows, device=device, dtype=torch.int64)[:, None]
+    group = torch.arange(groups, device=device, dtype=torch.int64)[None, :]
+    zero = torch.zeros((rows, groups), device=device, dtype=torch.int64)
+    c0, c1, c2, c3 = zero + group, zero + (row & _MASK), zero + (row >> 32), zero
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1).reshape(rows, groups * 4)[:, :columns]
+
+
+def dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """``input / (1 - p)`` where kept, 0 where dropped; ``p = 1`` gives zeros, ``p = 0`` the input."""
+    if p == 0.0:
+        return input
+    if p == 1.0:
+        return torch.where(torch.ones_like(input, dtype=torch.bool), 0.0, input)
+    assert seed is not None
+    columns = input.shape[-1] if input.dim() else 1
+    rows = input.numel() // columns if columns else 0
+    keep = philox_words(seed.to(input.device), rows, columns) >= int(p * 2**32)
+    return torch.where(keep.reshape(input.shape), input * (1.0 / (1.0 - p)), 0.0)

@@ -1,0 +1,48 @@
+"""Layer normalisation (Ba et al. 2016; "Attention Is All You Need" section 5.4 and 3.1).
+
+    y = (x - mean) / sqrt(variance + eps) * weight + bias
+
+with the biased variance over the trailing ``normalized_shape``, in two passes (never
+E[x^2] - E[x]^2, which cancels), with fp32 statistics for half types.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dropout import dropout
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    x = input.float() if half else input
+    centred = x - x.mean(dim=dims, keepdim=True)
+    variance = (centred * centred).mean(dim=dims, keepdim=True)
+    y = centred * torch.rsqrt(variance + eps)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(input.dtype)
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = residual + dropout(input, dropout_p, seed)
+    return layer_norm(total, normalized_shape, weight, bias, eps), total
