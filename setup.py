@@ -83,18 +83,28 @@ def check_machine() -> None:
         raise BuildError(f"no C++ compiler was found at build time (looked for {', '.join(names)})")
 
 
+def first_error(output: list[str]) -> str:
+    """Return what went wrong, in one line: a compiler's error line, or a CMake message."""
+    for number, line in enumerate(output):
+        if line.startswith("CMake Error"):
+            message = re.match(r"\s*([^.]*\.?)", " ".join(output[number + 1 :]))
+            return " ".join(message.group(1).split())
+        if "error:" in line.lower():
+            return line.strip()
+    return ""
+
+
 def run(command: list[str]) -> None:
-    """Run a command, showing its output; a failure carries the first line that names an error."""
-    error = ""
+    """Run a command and show its output as it comes."""
+    output = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
-            if not error and "error" in line.lower():
-                error = line.strip()
+            output.append(line)
     if process.returncode:
-        detail = error or f"exit status {process.returncode}"
+        detail = first_error(output) or f"exit status {process.returncode}"
         raise BuildError(f"{Path(command[0]).name} failed at build time: {detail}")
 
 
@@ -109,18 +119,21 @@ def build(build_dir: Path, output_dir: Path) -> str:
         import pybind11
     except ImportError:
         raise BuildError("pybind11 was not found at build time") from None
-    build_dir.mkdir(parents=True, exist_ok=True)
-    run(
-        [
-            *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
-            f"-DCMAKE_MAKE_PROGRAM={ninja}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DTF_TORCH_DIR={torch_dir}",
-            f"-DTF_TORCH_VERSION={torch_version}",
-            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
-        ]
-    )
+    configure = [
+        *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+        f"-DCMAKE_MAKE_PROGRAM={ninja}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DTF_TORCH_DIR={torch_dir}",
+        f"-DTF_TORCH_VERSION={torch_version}",
+        *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+    ]
+    try:
+        run(configure)
+    except BuildError:
+        # CMake would remember the compiler that failed, also after another one is installed.
+        shutil.rmtree(build_dir, ignore_errors=True)
+        raise
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     run([cmake, "--build", str(build_dir), "--parallel", jobs])
     built = build_dir / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,7 +113,20 @@ def test_broken_compiler(checkout):
     done = build_ext(checkout, CXX="false")
     assert done.returncode == 0, done.stdout
     assert "installing without native kernels" in done.stdout
-    assert "cmake failed at build time" in recorded_reason(checkout)
+    reason = recorded_reason(checkout)
+    assert reason.startswith("cmake failed at build time: The C++ compiler")
+    assert reason.endswith("is not able to compile a simple test program.")
+
+
+def test_compile_error(checkout):
+    with (checkout / "csrc" / "cpu" / "probe_kernel.cpp").open("a") as source:
+        source.write("this does not compile;\n")
+    done = build_ext(checkout)
+    assert done.returncode == 0, done.stdout
+    assert re.match(
+        r"cmake failed at build time: \S*probe_kernel\.cpp:\d+:\d+: error: .*this",
+        recorded_reason(checkout),
+    )
 
 
 def test_required_build_fails(checkout):
