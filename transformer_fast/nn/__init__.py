@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn as _torch_nn
 
-from .. import functional
+from .. import functional as functional
 from . import alias as _alias
+from .layer_norm import LayerNorm as LayerNorm
+from .multihead_attention import MultiheadAttention as MultiheadAttention
+from .transformer import Transformer as Transformer
+from .transformer import TransformerDecoder as TransformerDecoder
+from .transformer import TransformerEncoder as TransformerEncoder
+from .transformer_layers import TransformerDecoderLayer as TransformerDecoderLayer
+from .transformer_layers import TransformerEncoderLayer as TransformerEncoderLayer
 
 if TYPE_CHECKING:
-    from torch.nn import *  # noqa: F403
-    from torch.nn import attention, init, modules, parallel, parameter, utils
-
-from .layer_norm import LayerNorm
-from .multihead_attention import MultiheadAttention
-from .transformer import Transformer, TransformerDecoder, TransformerEncoder
-from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
+    from torch.nn import *  # type: ignore[no-redef,assignment]  # noqa: F403
 
 _OURS = (
     "LayerNorm",
@@ -36,7 +37,7 @@ _OURS = (
 )
 _THEIRS = tuple(name for name in dir(_torch_nn) if not name.startswith("_"))
 
-__all__ = sorted({*_OURS, *_THEIRS})  # noqa: PLE0605
+__all__ = sorted({*_OURS, *_THEIRS})
 
 _alias.install(__name__, _torch_nn.__name__, {"functional": functional})
 

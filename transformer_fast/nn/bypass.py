@@ -55,9 +55,13 @@ def activation_name(activation: Any) -> str | None:
             return "silu"
         if is_plain(activation, (torch.nn.GELU,)):
             return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    if type(activation) is functools.partial and activation.func is torch.nn.functional.gelu:
-        if not activation.args and activation.keywords == {"approximate": "tanh"}:
-            return "gelu_tanh"
+    if (
+        type(activation) is functools.partial
+        and activation.func is torch.nn.functional.gelu
+        and not activation.args
+        and activation.keywords == {"approximate": "tanh"}
+    ):
+        return "gelu_tanh"
     return None
 
 

@@ -22,8 +22,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     - A query that may attend to nothing gets attention output 0 (so the result is
       ``out_proj.bias``) and weights 0, in every mode. In torch it is NaN or 0, depending on
       need_weights, on grad mode and on training.
-    - ``is_causal=True`` says that attn_mask is the causal mask. With ``need_weights=False`` the hint
-      is taken at its word and the mask is not read, also next to a key_padding_mask (where torch
+    - ``is_causal=True`` says that attn_mask is the causal mask. With ``need_weights=False`` it is
+      taken at its word and the mask is not read, also next to a key_padding_mask (where torch
       reads the mask). With ``need_weights=True`` the mask is read, as in torch.
     - ``out_proj`` is called as a module if it is hooked, replaced or parametrised; torch only ever
       reads its weight.
@@ -64,16 +64,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
         """
-        same_kind = masks.check_masks(
-            attn_mask, "attn_mask", key_padding_mask, "key_padding_mask"
-        )
+        same_kind = masks.check_masks(attn_mask, "attn_mask", key_padding_mask, "key_padding_mask")
         batched = query.dim() == 3
         if query.is_nested or key.is_nested or value.is_nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
             )  # fmt: skip
-        F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        F._mha_shape_check(  # type: ignore[attr-defined]
+            query, key, value, key_padding_mask, attn_mask, self.num_heads
+        )
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "Need attn_mask if specifying the is_causal hint. "

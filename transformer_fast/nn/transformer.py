@@ -1,4 +1,4 @@
-"""Drop-in `torch.nn.TransformerEncoder`, `torch.nn.TransformerDecoder` and `torch.nn.Transformer`."""
+"""Drop-in `torch.nn.TransformerEncoder`, `TransformerDecoder` and `Transformer`."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 memory_is_causal: as in `TransformerDecoderLayer`.
             tgt_is_causal: whether tgt_mask is the causal mask; None: find out.
         """
-        tgt_is_causal = masks.is_causal_mask(
-            tgt_mask, tgt_is_causal, _length(tgt, self.layers[0])
-        )
+        tgt_is_causal = masks.is_causal_mask(tgt_mask, tgt_is_causal, _length(tgt, self.layers[0]))
         output = tgt
         for layer in self.layers:
             output = layer(
@@ -150,7 +148,7 @@ class Transformer(torch.nn.Transformer):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         layer = (

@@ -57,7 +57,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
@@ -149,7 +149,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(

@@ -1,0 +1,170 @@
+"""PyTorch's own module samples (they ship in its wheel), run against our classes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
+from nn_ruler import OURS, cast, relative_error, run, to_ours
+from torch.testing._internal.common_modules import module_db
+
+from transformer_fast.nn import masks
+
+INFOS = {info.module_cls: info for info in module_db if info.module_cls in OURS}
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The samples are tiny: a second thread only costs time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Case:
+    """One sample: torch's module, ours with the same state, and the arguments."""
+
+    def __init__(self, cls: type, sample: Any, dtype: torch.dtype, training: bool) -> None:
+        args, kwargs = sample.constructor_input.args, dict(sample.constructor_input.kwargs)
+        if cls is torch.nn.TransformerEncoder:
+            our_args = (to_ours(args[0]), *args[1:])
+        else:
+            our_args = args
+            kwargs |= {"dtype": dtype}
+        self.dtype = dtype
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
+            self.theirs = cls(*args, **kwargs)
+        self.ours = OURS[cls](*our_args, **kwargs)
+        self.ours.load_state_dict(self.theirs.state_dict(), strict=True)
+        self.theirs.load_state_dict(self.ours.state_dict(), strict=True)
+        self.ours.train(training)
+        self.theirs.train(training)
+        self.oracle = copy.deepcopy(self.theirs).double()
+        self.args, self.kwargs = sample.forward_input.args, dict(sample.forward_input.kwargs)
+        self.reference = sample.reference_fn
+
+
+@contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def cases(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> list[Case]:
+    torch.manual_seed(0)
+    info = INFOS[cls]
+    samples = info.module_inputs_func(
+        info, device="cpu", dtype=dtype, requires_grad=grad, training=training
+    )
+    return [Case(cls, sample, dtype, training) for sample in samples]
+
+
+def errors(found: list[Case], grad: bool) -> list[tuple[float, float, float, float]]:
+    """For each case the errors of torch in fp32 and of ours, in outputs and then in gradients."""
+    rows = []
+    for case in found:
+        oracle, oracle_grads = run(
+            case.oracle, cast(case.args, torch.float64), cast(case.kwargs, torch.float64), grad
+        )
+        theirs, their_grads = run(
+            copy.deepcopy(case.theirs).float(),
+            cast(case.args, torch.float32),
+            cast(case.kwargs, torch.float32),
+            grad,
+        )
+        ours, our_grads = run(case.ours, case.args, case.kwargs, grad)
+        assert all(t.dtype == case.dtype for t in ours)
+        rows.append(
+            (
+                relative_error(theirs, oracle),
+                relative_error(ours, oracle),
+                relative_error(their_grads, oracle_grads),
+                relative_error(our_grads, oracle_grads),
+            )
+        )
+    return rows
+
+
+def check(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> None:
+    """Ours errs at most 2x (gradients 3x) what torch does on these samples, plus one rounding.
+
+    The oracle is torch in fp64. For fp64 itself torch's fp32 error is scaled by the two eps.
+    """
+    # Torch's inference gives zeros at padded places of an encoder's output, its training does not;
+    # a Transformer whose decoder may look at them then computes something else.
+    padded_inference = cls is torch.nn.Transformer and not training and not grad
+    with fast_path(not padded_inference):
+        rows = errors(cases(cls, dtype, training, grad), grad)
+    assert len(rows) >= 7
+    scale = EPS[dtype] / EPS[torch.float32]
+    allowed = scale * 2 * max(row[0] for row in rows) + EPS[dtype]
+    allowed_grad = scale * 3 * max(row[2] for row in rows) + EPS[dtype]
+    for row in rows:
+        assert row[1] <= allowed
+        assert row[3] <= allowed_grad
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("cls", INFOS, ids=lambda cls: cls.__name__)
+def test_same_numbers(cls: type, dtype: torch.dtype, training: bool) -> None:
+    """Training with gradients, inference without (where torch takes its fast path)."""
+    check(cls, dtype, training, grad=training)
+
+
+@pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.LayerNorm])
+def test_a_flipped_mask_fails(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = masks.combine
+
+    def flipped(attn_mask: Any, key_padding_mask: Any, *sizes: int) -> Any:
+        if key_padding_mask is not None and key_padding_mask.dtype == torch.bool:
+            key_padding_mask = ~key_padding_mask
+        return right(attn_mask, key_padding_mask, *sizes)
+
+    monkeypatch.setattr(masks, "combine", flipped)
+    with pytest.raises(AssertionError):
+        check(cls, torch.float32, training=False, grad=False)
+
+
+@pytest.mark.parametrize("cls", INFOS, ids=lambda cls: cls.__name__)
+def test_the_samples_own_references(cls: type) -> None:
+    """Unbatched equals batched, and inference equals training, as torch's samples state it."""
+    checked = 0
+    for training in (True, False):
+        for case in cases(cls, torch.float32, training, grad=False):
+            if case.reference is None:
+                continue
+            expected = case.reference(case.ours, *case.args, **case.kwargs)
+            output = case.ours(*case.args, **case.kwargs)
+            torch.testing.assert_close(output, expected)
+            checked += 1
+    if cls in (torch.nn.LayerNorm, torch.nn.TransformerEncoder):
+        assert checked == 0
+    else:
+        assert checked >= 60
+
+
+def test_torch_layers_in_our_encoder() -> None:
+    for case in cases(torch.nn.TransformerEncoder, torch.float32, training=False, grad=False):
+        layer = case.theirs.layers[0]
+        ours = OURS[torch.nn.TransformerEncoder](layer, 2)
+        ours.load_state_dict(case.theirs.state_dict())
+        ours.eval()
+        assert type(ours.layers[0]) is torch.nn.TransformerEncoderLayer
+        torch.testing.assert_close(
+            ours(*case.args, **case.kwargs), case.theirs(*case.args, **case.kwargs)
+        )

@@ -1,0 +1,360 @@
+"""MultiheadAttention against torch's, and what torch does not do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from nn_ruler import assert_close, to_ours
+from torch import Tensor
+
+from transformer_fast import nn
+from transformer_fast.nn import multihead_attention
+
+B, H, T, S, M = 2, 3, 4, 5, 6
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pair(**kwargs: Any) -> tuple[torch.nn.MultiheadAttention, nn.MultiheadAttention]:
+    theirs = torch.nn.MultiheadAttention(M, H, **kwargs)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases start as zeros, which would hide mistakes
+            parameter.normal_(0, 0.5)
+    ours = to_ours(theirs)
+    assert type(ours) is nn.MultiheadAttention
+    return theirs, ours
+
+
+def masks(batched: bool, keys: int = S) -> Iterator[dict[str, Any]]:
+    padding = torch.zeros(B, keys, dtype=torch.bool)
+    padding[0, -2:] = padding[1, 1] = True
+    padding = padding if batched else padding[0]
+    seen = torch.rand(T, keys) < 0.6
+    seen[:, 0] = True
+    per_head = torch.rand((B if batched else 1) * H, T, keys) < 0.6
+    per_head[..., 0] = True
+    for attn in (None, ~seen, ~per_head):
+        for pad in (None, padding):
+            yield {"attn_mask": attn, "key_padding_mask": pad}
+            if attn is not None or pad is not None:
+                yield {
+                    "attn_mask": None if attn is None else torch.randn(attn.shape),
+                    "key_padding_mask": None
+                    if pad is None
+                    else torch.zeros(pad.shape).masked_fill(pad, -torch.inf),
+                }
+
+
+def inputs(batched: bool, batch_first: bool, kind: str, kdim: int = M, vdim: int = M) -> Any:
+    def make(length: int, width: int) -> Tensor:
+        if not batched:
+            return torch.randn(length, width)
+        return torch.randn(B, length, width) if batch_first else torch.randn(length, B, width)
+
+    query = make(T, M)
+    if kind == "self":
+        return query, query, query
+    key = make(S, kdim)
+    return query, key, key if kind == "shared" else make(S, vdim)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("kind", ["self", "shared", "distinct"])
+def test_masks_and_layouts(batched: bool, batch_first: bool, kind: str) -> None:
+    theirs, ours = pair(batch_first=batch_first)
+    for training, weights, average in itertools.product((True, False), repeat=3):
+        theirs.train(training)
+        ours.train(training)
+        for mask in masks(batched, T if kind == "self" else S):
+            assert_close(
+                ours,
+                theirs,
+                *inputs(batched, batch_first, kind),
+                need_weights=weights,
+                average_attn_weights=average,
+                **mask,
+            )
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"add_bias_kv": True},
+        {"add_zero_attn": True},
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"kdim": 7, "vdim": 4},
+        {"kdim": 7, "vdim": 4, "bias": False, "add_bias_kv": True},
+        {"bias": False},
+        {"dtype": torch.float64},
+        {"vdim": 4, "batch_first": True, "add_zero_attn": True},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], batched: bool) -> None:
+    theirs, ours = pair(**options)
+    kdim, vdim = options.get("kdim", M), options.get("vdim", M)
+    given = inputs(batched, options.get("batch_first", False), "distinct", kdim, vdim)
+    given = tuple(x.to(options.get("dtype", torch.float32)) for x in given)
+    for weights in (True, False):
+        for mask in masks(batched):
+            if given[0].dtype == torch.float64:
+                mask = {k: v.double() if v is not None and v.is_floating_point() else v
+                        for k, v in mask.items()}  # fmt: skip
+                with torch.no_grad():
+                    found = ours(*given, need_weights=weights, **mask)[0]
+                    expected = theirs(*given, need_weights=weights, **mask)[0]
+                torch.testing.assert_close(found, expected)
+            else:
+                assert_close(ours, theirs, *given, need_weights=weights, **mask)
+
+
+def test_mixed_mask_types_warn_and_work() -> None:
+    theirs, ours = pair()
+    query = torch.randn(T, B, M)
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[:, -1] = True
+    bias = torch.randn(T, T)
+    for attn, pad in (
+        (bias, padding),
+        (torch.ones(T, T).triu(1).bool(), torch.zeros(B, T).masked_fill(padding, -torch.inf)),
+    ):
+        kwargs = {"attn_mask": attn, "key_padding_mask": pad}
+        with pytest.warns(UserWarning, match="mismatched key_padding_mask and attn_mask") as told:
+            ours(query, query, query, **kwargs)
+        with pytest.warns(UserWarning, match="mismatched") as theirs_told:
+            theirs(query, query, query, **kwargs)
+        assert {str(w.message) for w in told} == {str(w.message) for w in theirs_told}
+        with pytest.warns(UserWarning, match="mismatched"):
+            assert_close(ours, theirs, query, query, query, **kwargs)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("how", ["bool", "float", "padding", "both"])
+def test_rows_that_see_nothing_are_zero(need_weights: bool, training: bool, how: str) -> None:
+    _, ours = pair(batch_first=True)
+    ours.train(training)
+    query = torch.randn(B, T, M, requires_grad=True)
+    memory = torch.randn(B, S, M, requires_grad=True)
+    hidden = torch.zeros(T, S, dtype=torch.bool)
+    hidden[1] = True
+    padding = torch.zeros(B, S, dtype=torch.bool)
+    padding[1] = True
+    empty = torch.zeros(B, T, dtype=torch.bool)
+    kwargs: dict[str, Any] = {}
+    if how == "padding":
+        kwargs["key_padding_mask"] = padding
+        empty[1] = True
+    elif how == "float":
+        kwargs["attn_mask"] = torch.zeros(T, S).masked_fill(hidden, -torch.inf)
+        empty[:, 1] = True
+    else:
+        kwargs["attn_mask"] = hidden
+        empty[:, 1] = True
+        if how == "both":
+            kwargs["key_padding_mask"] = padding
+            empty[1] = True
+    output, weights = ours(query, memory, memory, need_weights=need_weights, **kwargs)
+    assert torch.equal(output[empty], ours.out_proj.bias.expand_as(output[empty]))
+    assert not torch.equal(output[~empty], ours.out_proj.bias.expand_as(output[~empty]))
+    if need_weights:
+        assert not weights[empty].any()
+        torch.testing.assert_close(weights[~empty].sum(-1), torch.ones((~empty).sum()))
+    output.sum().backward()
+    assert not query.grad[empty].any()
+    assert query.grad[~empty].any()
+    assert torch.isfinite(memory.grad).all()
+    assert all(torch.isfinite(p.grad).all() for p in ours.parameters())
+
+
+def test_finfo_min_is_finite() -> None:
+    """A row of finfo.min hides nothing: its weights are uniform, as in torch."""
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(B, T, M)
+    mask = torch.full((T, T), torch.finfo(torch.float32).min)
+    assert_close(ours, theirs, x, x, x, attn_mask=mask)
+
+
+def test_garbage_at_padded_keys_stays_there() -> None:
+    _, ours = pair(batch_first=True)
+    query, memory = torch.randn(B, T, M), torch.randn(B, S, M)
+    padding = torch.zeros(B, S, dtype=torch.bool)
+    padding[:, 3:] = True
+    clean = ours(query, memory, memory, padding)
+    memory = memory.masked_fill(padding[..., None], torch.nan)
+    dirty = ours(query, memory, memory, padding)
+    torch.testing.assert_close(dirty[0], clean[0])
+    torch.testing.assert_close(dirty[1], clean[1])
+
+
+class Recorder:
+    """Stands in for `attend` and keeps what it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []
+        right = multihead_attention.attend
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+            self.calls.append(((q, k, v), mask, kwargs["is_causal"]))
+            return right(q, k, v, mask, **kwargs)
+
+        monkeypatch.setattr(multihead_attention, "attend", attend)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_is_not_expanded(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    theirs, ours = pair(batch_first=True)
+    recorder = Recorder(monkeypatch)
+    x = torch.randn(B, T, M)
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[1, 2:] = True
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    if kind == "float":
+        padding = torch.zeros(B, T).masked_fill(padding, -torch.inf)
+        causal = torch.zeros(T, T).masked_fill(causal, -torch.inf)
+    calls = (
+        ({"key_padding_mask": padding}, (B, 1, 1, T), False),
+        ({"attn_mask": causal}, (1, 1, T, T), False),
+        ({"attn_mask": causal, "is_causal": True}, None, True),
+        ({"attn_mask": causal, "is_causal": True, "key_padding_mask": padding},
+         (B, 1, 1, T), True),
+        ({"attn_mask": causal, "key_padding_mask": padding}, (B, 1, T, T), False),
+        ({"attn_mask": causal, "is_causal": True, "need_weights": True}, (1, 1, T, T), False),
+    )  # fmt: skip
+    for kwargs, shape, is_causal in calls:
+        kwargs = {"need_weights": False, **kwargs}
+        assert_close(ours, theirs, x, x, x, **kwargs)
+        _, mask, hint = recorder.calls[-1]
+        assert (None if mask is None else tuple(mask.shape)) == shape
+        assert hint is is_causal
+
+
+def test_the_hint_is_taken_at_its_word() -> None:
+    """A mask that is not causal, said to be causal: the hint wins where torch lets it win."""
+    theirs, ours = pair()
+    x = torch.randn(T, B, M)
+    mask = torch.ones(T, T, dtype=torch.bool).tril(-1)
+    for weights in (True, False):
+        for training in (True, False):
+            theirs.train(training)
+            ours.train(training)
+            kwargs = {"attn_mask": mask, "is_causal": True, "need_weights": weights}
+            assert_close(ours, theirs, x, x, x, **kwargs)
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_hint_and_appended_keys(options: dict[str, Any], padded: bool) -> None:
+    theirs, ours = pair(**options)
+    x = torch.randn(T, B, M)
+    kwargs: dict[str, Any] = {"attn_mask": torch.ones(T, T, dtype=torch.bool).triu(1)}
+    if padded:
+        kwargs["key_padding_mask"] = torch.zeros(B, T, dtype=torch.bool)
+        kwargs["key_padding_mask"][0, 3:] = True
+    assert_close(ours, theirs, x, x, x, need_weights=False, is_causal=True, **kwargs)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_heads_are_views_of_as_few_projections_as_possible(
+    monkeypatch: pytest.MonkeyPatch, batch_first: bool
+) -> None:
+    _, ours = pair(batch_first=batch_first)
+    recorder = Recorder(monkeypatch)
+    for kind, storages in (("self", 1), ("shared", 2), ("distinct", 3)):
+        ours(*inputs(True, batch_first, kind))
+        tensors, _, _ = recorder.calls[-1]
+        assert len({x.untyped_storage().data_ptr() for x in tensors}) == storages
+        for x in tensors:
+            assert x.shape[:2] == (B, H)
+            assert x.stride(-1) == 1
+
+
+def test_dropped_weights_are_the_returned_ones() -> None:
+    ours = nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=True)
+    with torch.no_grad():
+        ours.out_proj.weight.copy_(torch.eye(8))
+    x = torch.randn(3, 64, 8)
+    output, weights = ours(x, x, x, average_attn_weights=False)
+    assert weights.shape == (3, 2, 64, 64)
+    dropped = (weights == 0).double().mean().item()
+    deviation = (0.25 * 0.75 / weights.numel()) ** 0.5
+    assert abs(dropped - 0.25) < 5 * deviation
+    _, _, v = torch.nn.functional.linear(x, ours.in_proj_weight, ours.in_proj_bias).chunk(3, -1)
+    mixed = weights @ v.unflatten(-1, (2, 4)).transpose(1, 2)
+    torch.testing.assert_close(output, mixed.transpose(1, 2).flatten(2))
+    ours.eval()
+    assert (ours(x, x, x)[1] > 0).all()
+
+
+def test_out_proj_is_a_module() -> None:
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(B, T, M)
+    seen: list[torch.Size] = []
+    ours.out_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert_close(ours, theirs, x, x, x)
+    assert set(seen) == {(B, T, M)}
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1.0
+
+    ours.out_proj.__class__ = Adapted
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x, x, x)[0], theirs(x, x, x)[0] + 1.0)
+
+
+def test_a_learned_mask_gets_its_gradient() -> None:
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(B, T, M)
+    grads = []
+    bias = torch.randn(B * H, T, T)
+    for module in (theirs, ours):
+        leaf = bias.clone().requires_grad_()
+        module(x, x, x, attn_mask=leaf, need_weights=False)[0].square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_autocast() -> None:
+    theirs, ours = pair(batch_first=True, add_bias_kv=True)
+    x = torch.randn(B, T, M)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        output, weights = ours(x, x, x)
+        expected, _ = theirs(x, x, x)
+    assert output.dtype == expected.dtype == torch.bfloat16
+    assert torch.isfinite(weights).all()
+    with torch.no_grad():
+        exact = theirs(x, x, x)[0]
+    error = (output.float() - exact).abs().max()
+    assert error <= 2 * (expected.float() - exact).abs().max() + 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("sizes", [(0, T, S), (B, 0, S), (B, T, 0)], ids=["B", "T", "S"])
+def test_empty(sizes: tuple[int, int, int]) -> None:
+    _, ours = pair(batch_first=True)
+    batch, length, keys = sizes
+    memory = torch.randn(batch, keys, M)
+    output, weights = ours(torch.randn(batch, length, M), memory, memory)
+    assert output.shape == (batch, length, M)
+    assert weights.shape == (batch, length, keys)
+    assert torch.equal(output, ours.out_proj.bias.expand_as(output)) or keys
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_go_to_torch() -> None:
+    ours = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+    with torch.no_grad():
+        output, _ = ours(x, x, x, need_weights=False)
+        expected = ours(x[0], x[0], x[0], need_weights=False)[0]
+    assert output.is_nested
+    torch.testing.assert_close(output[0], expected)
