@@ -73,3 +73,58 @@ def layer_norm_backward(columns: int, item: int) -> RowTile:
     warps = min(32, max(8, block // 256))
     stages = 4 if block * item <= 8192 else 3 if block * item <= 16384 else 1
     return RowTile(max(1, 2048 // block), block, warps, stages, 2 if warps == 8 else 1)
+
+
+class AttentionTile(NamedTuple):
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+#: Forward attention: {architecture: {largest head size: (half types, fp32)}}.
+_ATTENTION_FORWARD: dict[int, dict[int, tuple[AttentionTile, AttentionTile]]] = {
+    80: {
+        64: (AttentionTile(128, 64, 4, 3), AttentionTile(64, 32, 4, 2)),
+        128: (AttentionTile(128, 64, 8, 2), AttentionTile(64, 32, 8, 2)),
+        256: (AttentionTile(64, 32, 4, 2), AttentionTile(32, 16, 4, 2)),
+    },
+}
+
+
+def attention_forward(architecture: int, head: int, half: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 16, 4, 1)
+    table = _ATTENTION_FORWARD[80]
+    return table[next(size for size in table if head <= size)][0 if half else 1]
+
+
+def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, int]:
+    """Queries and keys that one code of a mask covers: what every tile is a multiple of."""
+    if architecture == 0:
+        return 16, 16
+    return 16, 16
+
+
+def lists_pay(architecture: int, places: int, mask_places: int, queries: int, tiles: int) -> bool:
+    if architecture == 0:
+        return tiles > 1
+    return queries > 1 and tiles >= 8 and mask_places * 4 <= places
+
+
+def attention_backward_query(architecture: int, head: int, half: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 32, 4, 1)
+    return AttentionTile(64, 64, 4, 2)
+
+
+def attention_backward_key(architecture: int, head: int, half: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(32, 16, 4, 1)
+    return AttentionTile(64, 64, 4, 2)
+
+
+def attention_bias(architecture: int, head: int, half: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 16, 4, 1)
+    return AttentionTile(64, 64, 4, 2)

@@ -47,6 +47,11 @@ def record_launches() -> Iterator[list[Launch]]:
         _recorded = before
 
 
+def recording() -> bool:
+    """Whether launches are being recorded instead of run."""
+    return _recorded is not None
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

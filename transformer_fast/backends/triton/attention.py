@@ -1,0 +1,202 @@
+"""Scaled dot-product attention on one GPU: the launchers.
+
+Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, DV), attn_mask broadcastable to
+(B, H, T, S), key_lengths (B,). D and DV up to 256, padded to a power of two inside the kernel.
+What is hidden is decided as in the reference; see `attention_kernel` for NaN at hidden places.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import config
+from .attention_kernel import attention_forward_kernel
+from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
+from .philox import Dropout, dropout_arguments
+from .runtime import dot_precision, launch, next_power_of_2, with_unit_stride
+from .tiles import FLOAT_MASK, LOG2E
+
+MAX_HEAD = 256
+
+
+class Problem(NamedTuple):
+    """One call of attention, as every kernel of it needs it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    owner: Tensor | None  # the mask as it was given
+    lengths: Tensor | None
+    causal: bool
+    scale: float
+    natural: bool
+    dropout: Dropout
+    seed: Tensor | None
+    sizes: tuple[int, int, int, int]
+    group: int
+    architecture: int
+
+    @property
+    def head(self) -> tuple[int, int]:
+        return self.query.shape[-1], self.value.shape[-1]
+
+    @property
+    def half(self) -> bool:
+        return self.query.dtype != torch.float32
+
+    @property
+    def kernel_scale(self) -> float:
+        return self.scale if self.natural else self.scale * LOG2E
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.sizes or 0 in self.head
+
+    def constants(self) -> dict[str, object]:
+        """The compile-time constants that all attention kernels share."""
+        head, head_value = self.head
+        return {
+            "D": head,
+            "DV": head_value,
+            "BLOCK_D": max(16, next_power_of_2(head)),
+            "BLOCK_DV": max(16, next_power_of_2(head_value)),
+            "CAUSAL": self.causal,
+            "MASK": self.mask.kind,
+            "MASK_ROWS": self.mask.strides[2] != 0,
+            "DROPOUT": self.dropout.active,
+            "NATURAL": self.natural,
+            "PRECISION": dot_precision(self.query.dtype),
+        }
+
+    def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists | None:
+        """Lists of visible tiles, if there is a mask and looking at it pays."""
+        if self.mask.data is None:
+            return None
+        assert self.owner is not None
+        across = triton.cdiv(self.sizes[3], tile.keys)
+        if not config.lists_pay(
+            self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
+        ):
+            return None
+        granule = config.attention_granule(self.architecture, max(self.head), self.half)
+        return tile_lists(
+            self.owner,
+            self.mask,
+            self.sizes,
+            self.lengths,
+            self.causal,
+            granule,
+            (tile.queries, tile.keys),
+            by_keys,
+        )
+
+
+def make_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Problem:
+    batch, heads, queries, head = query.shape
+    keys = key.shape[2]
+    if scale is None:
+        scale = 1.0 / math.sqrt(head) if head else 1.0
+    mask = prepare_mask(attn_mask)
+    dropout = dropout_arguments(dropout_p)
+    return Problem(
+        with_unit_stride(query),
+        with_unit_stride(key),
+        with_unit_stride(value),
+        mask,
+        attn_mask,
+        key_lengths,
+        is_causal,
+        scale,
+        mask.kind == FLOAT_MASK or scale <= 0.0,
+        dropout,
+        seed if dropout.active else None,
+        (batch, heads, queries, keys),
+        heads // max(key.shape[1], 1),
+        config.architecture(query.device),
+    )
+
+
+def like_heads(query: Tensor, size: int) -> Tensor:
+    """An empty (B, H, T, size); in memory (B, T, H, size), so that joining the heads is free."""
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, size)).transpose(1, 2)
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, row_max, row_sum): the last two (B, H, T) fp32, for the backward and the weights."""
+    problem = make_problem(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed
+    )
+    batch, heads, queries, keys = problem.sizes
+    output = like_heads(query, value.shape[-1])
+    row_max = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    row_sum = torch.empty_like(row_max)
+    if problem.empty:
+        return output.zero_(), row_max.zero_(), row_sum.zero_()
+    tile = config.attention_forward(problem.architecture, max(problem.head), problem.half)
+    lists = problem.lists(tile)
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    launch(
+        attention_forward_kernel,
+        (triton.cdiv(queries, tile.queries) * batch * heads,),
+        q,
+        k,
+        v,
+        mask.data,
+        key_lengths,
+        problem.seed,
+        None if lists is None else lists.counts,
+        None if lists is None else lists.numbers,
+        output,
+        row_max,
+        row_sum,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *output.stride()[:3],
+        *mask.strides,
+        0 if lists is None else lists.stride_b,
+        0 if lists is None else lists.stride_h,
+        0 if lists is None else lists.capacity,
+        heads,
+        problem.group,
+        queries,
+        keys,
+        problem.kernel_scale,
+        problem.dropout.limit,
+        problem.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_T=tile.queries,
+        BLOCK_S=tile.keys,
+        LISTED=lists is not None,
+        RAGGED=keys % tile.keys != 0,
+        **problem.constants(),
+    )
+    return output, row_max, row_sum

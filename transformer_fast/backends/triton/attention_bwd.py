@@ -1,0 +1,256 @@
+"""The backward of attention: launchers of `attention_bwd_kernel` and `attention_bias_kernel`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from . import config
+from .attention import Problem, like_heads, make_problem
+from .attention_bias_kernel import attention_bias_kernel
+from .attention_bwd_kernel import attention_backward_key_kernel, attention_backward_query_kernel
+from .runtime import launch, multiprocessors, with_unit_stride
+
+
+def _query_gradient(
+    problem: Problem,
+    output: Tensor,
+    grad_output: Tensor,
+    grad_weights: Tensor | None,
+    extra: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(dQ, delta)."""
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    batch, heads, queries, keys = problem.sizes
+    grad_query, delta = like_heads(q, q.shape[-1]), torch.empty_like(row_max)
+    tile = config.attention_backward_query(problem.architecture, max(problem.head), problem.half)
+    lists = problem.lists(tile)
+    launch(
+        attention_backward_query_kernel,
+        (triton.cdiv(queries, tile.queries) * batch * heads,),
+        q,
+        k,
+        v,
+        output,
+        grad_output,
+        grad_weights,
+        extra,
+        mask.data,
+        problem.lengths,
+        problem.seed,
+        None if lists is None else lists.counts,
+        None if lists is None else lists.numbers,
+        row_max,
+        row_sum,
+        delta,
+        grad_query,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *output.stride()[:3],
+        *grad_output.stride()[:3],
+        *grad_query.stride()[:3],
+        *mask.strides,
+        0 if lists is None else lists.stride_b,
+        0 if lists is None else lists.stride_h,
+        0 if lists is None else lists.capacity,
+        heads,
+        problem.group,
+        queries,
+        keys,
+        problem.kernel_scale,
+        problem.scale,
+        problem.dropout.limit,
+        problem.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_T=tile.queries,
+        BLOCK_S=tile.keys,
+        LISTED=lists is not None,
+        RAGGED=keys % tile.keys != 0,
+        **problem.constants(),
+    )
+    return grad_query, delta
+
+
+def _key_gradients(
+    problem: Problem,
+    grad_output: Tensor,
+    grad_weights: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(dK, dV)."""
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    batch, _, queries, keys = problem.sizes
+    grad_key, grad_value = like_heads(k, k.shape[-1]), like_heads(v, v.shape[-1])
+    tile = config.attention_backward_key(problem.architecture, max(problem.head), problem.half)
+    lists = problem.lists(tile, by_keys=True)
+    launch(
+        attention_backward_key_kernel,
+        (triton.cdiv(keys, tile.keys) * batch * k.shape[1],),
+        q,
+        k,
+        v,
+        grad_output,
+        grad_weights,
+        mask.data,
+        problem.lengths,
+        problem.seed,
+        None if lists is None else lists.counts,
+        None if lists is None else lists.numbers,
+        row_max,
+        row_sum,
+        delta,
+        grad_key,
+        grad_value,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad_output.stride()[:3],
+        *grad_key.stride()[:3],
+        *grad_value.stride()[:3],
+        *mask.strides,
+        0 if lists is None else lists.stride_b,
+        0 if lists is None else lists.stride_h,
+        0 if lists is None else lists.capacity,
+        k.shape[1],
+        problem.group,
+        queries,
+        keys,
+        problem.kernel_scale,
+        problem.scale,
+        problem.dropout.limit,
+        problem.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_T=tile.queries,
+        BLOCK_S=tile.keys,
+        LISTED=lists is not None,
+        RAGGED=queries % tile.queries != 0,
+        **problem.constants(),
+    )
+    return grad_key, grad_value
+
+
+def _mask_gradient(
+    problem: Problem,
+    owner: Tensor,
+    grad_output: Tensor,
+    grad_weights: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    delta: Tensor,
+) -> Tensor:
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    batch, heads, queries, keys = problem.sizes
+    # The mask's own sizes count, not its strides: expanding it is autograd's business.
+    shape = (*(1,) * (4 - owner.dim()), *owner.shape)
+    if shape[3] == 1:
+        return torch.zeros_like(owner)  # rows of dS add up to 0
+    tile = config.attention_bias(problem.architecture, max(problem.head), problem.half)
+    own_tiles = triton.cdiv(shape[2], tile.queries) * triton.cdiv(shape[3], tile.keys)
+    programs = shape[0] * shape[1] * own_tiles
+    items = (batch // shape[0]) * (heads // shape[1])
+    items *= triton.cdiv(queries, tile.queries) if shape[2] == 1 else 1
+    splits = max(1, min(items, 4 * multiprocessors(q.device) // programs))
+    kind = owner.dtype if splits == 1 else torch.float32
+    shares = torch.empty((splits, *shape), dtype=kind, device=q.device)
+    launch(
+        attention_bias_kernel,
+        (splits * programs,),
+        q,
+        k,
+        v,
+        grad_output,
+        grad_weights,
+        mask.data,
+        problem.lengths,
+        problem.seed,
+        row_max,
+        row_sum,
+        delta,
+        shares,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *grad_output.stride()[:3],
+        *mask.strides,
+        batch,
+        heads,
+        problem.group,
+        queries,
+        keys,
+        *shape[:3],
+        splits,
+        problem.kernel_scale,
+        problem.dropout.limit,
+        problem.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_T=tile.queries,
+        BLOCK_S=tile.keys,
+        SUM_T=shape[2] == 1,
+        **problem.constants(),
+    )
+    total = shares[0] if splits == 1 else shares.sum(0).to(owner.dtype)
+    return total.reshape(owner.shape)
+
+
+def attention_backward(
+    grad_output: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    need_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and, if ``need_mask``, of the additive attn_mask.
+
+    ``output``, ``row_max`` and ``row_sum`` are what the forward returned. ``grad_weights`` is the
+    gradient of the returned weights, and then ``weights`` are those.
+    """
+    problem = make_problem(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed
+    )
+    if problem.empty:
+        grad_mask = None if attn_mask is None or not need_mask else torch.zeros_like(attn_mask)
+        return (
+            like_heads(query, query.shape[-1]).zero_(),
+            like_heads(key, key.shape[-1]).zero_(),
+            like_heads(value, value.shape[-1]).zero_(),
+            grad_mask,
+        )
+    grad_output = with_unit_stride(grad_output)
+    extra = None
+    if grad_weights is not None:
+        assert weights is not None
+        grad_weights = grad_weights.contiguous()
+        extra = (weights.float() * grad_weights.float()).sum(-1)
+    grad_query, delta = _query_gradient(
+        problem, output, grad_output, grad_weights, extra, row_max, row_sum
+    )
+    grad_key, grad_value = _key_gradients(
+        problem, grad_output, grad_weights, row_max, row_sum, delta
+    )
+    grad_mask = None
+    if need_mask:
+        assert attn_mask is not None
+        grad_mask = _mask_gradient(
+            problem, attn_mask, grad_output, grad_weights, row_max, row_sum, delta
+        )
+    return grad_query, grad_key, grad_value, grad_mask

@@ -1,0 +1,374 @@
+"""The backward kernels of attention; `attention_bwd` holds their launchers.
+
+With P = softmax(scale * Q K^T + mask), keep flags K' = keep / (1 - p), dW the gradient of the
+returned weights (usually absent) and all products elementwise unless written with @:
+
+    dP = K' (dO @ V^T + dW),   delta = rowsum(P dP) = rowsum(dO O) + rowsum(W dW)
+    dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
+
+P is computed again from the saved row maxima and sums. One kernel makes dQ (a program per tile of
+queries), one dK and dV (a program per tile of keys, walking over all query heads of its group):
+7 matrix products instead of the 5 of a kernel that adds dQ up with atomics, and the same bits in
+every run. Accumulators are fp32.
+
+NaN at hidden places: scores, and with them P and dS, are replaced where hidden. What is multiplied
+by those zeros (K for dQ; Q and dO of queries that see nothing for dK, dV) is cleaned only if the
+result is not finite, in a second walk, as in the forward.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .philox import keep_tile
+from .tiles import (
+    any_not_finite,
+    dot,
+    load_rows,
+    power,
+    product,
+    store_rows,
+    tile_number,
+    visible_scores,
+)
+
+
+@triton.jit
+def inverse(row_sum):
+    # Rows that see nothing have the sum 0 and no weights.
+    return tl.where(row_sum == 0.0, 0.0, 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
+
+
+@triton.jit
+def tile_gradients(
+    q, k, v, do,
+    query, key, start,
+    row, row_max, share, delta,
+    dw_ptr, seed, scale, end,
+    mask_base, stride_mt, stride_ms,
+    queries, keys, limit, keep_scale,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
+    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed."""
+    if TRANSPOSED:
+        scores = product(k, tl.trans(q), PRECISION)
+        dweights = product(v, tl.trans(do), PRECISION)
+        query_at, key_at, row_at = query[None, :], key[:, None], row[None, :]
+        row_max, share, delta = row_max[None, :], share[None, :], delta[None, :]
+    else:
+        scores = product(q, tl.trans(k), PRECISION)
+        dweights = product(do, tl.trans(v), PRECISION)
+        query_at, key_at, row_at = query[:, None], key[None, :], row[:, None]
+        row_max, share, delta = row_max[:, None], share[:, None], delta[:, None]
+    if MASKED:
+        scores, visible = visible_scores(
+            scores, query_at, key_at, scale, end, mask_base, stride_mt, stride_ms, queries, keys,
+            CAUSAL, MASK, MASK_ROWS, NATURAL,
+        )  # fmt: skip
+    elif NATURAL:
+        scores *= scale
+    weights = power(scores, row_max, scale, NATURAL) * share
+    if dw_ptr is not None:
+        inside = (query_at < queries) & (key_at < keys)
+        dweights += tl.load(dw_ptr + row_at * keys + key_at, mask=inside, other=0.0).to(tl.float32)
+    kept = weights
+    if DROPOUT:
+        keep = keep_tile(seed, row, start, limit, key.shape[0])
+        if TRANSPOSED:
+            keep = tl.trans(keep)
+        dweights = tl.where(keep, dweights * keep_scale, 0.0)
+        kept = tl.where(keep, weights * keep_scale, 0.0)
+    dscores = weights * (dweights - delta)
+    if MASKED:
+        dscores = tl.where(visible, dscores, 0.0)
+        kept = tl.where(visible, kept, 0.0)
+    return kept, dscores
+
+
+@triton.jit(do_not_specialize=["limit"])
+def attention_backward_query_kernel(
+    q_ptr,  # (B, H, T, D)
+    k_ptr,  # (B, Hkv, S, D)
+    v_ptr,  # (B, Hkv, S, DV)
+    out_ptr,  # (B, H, T, DV)
+    do_ptr,  # (B, H, T, DV)
+    dw_ptr,  # (B, H, T, S) contiguous, or None
+    extra_ptr,  # (B, H, T) fp32, rowsum(W dW), or None
+    mask_ptr,
+    length_ptr,
+    seed_ptr,
+    count_ptr,
+    number_ptr,
+    max_ptr,  # (B, H, T) fp32
+    sum_ptr,  # (B, H, T) fp32
+    delta_ptr,  # (B, H, T) fp32, written here for the other kernels
+    dq_ptr,  # (B, H, T, D)
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_ot,
+    stride_gb, stride_gh, stride_gt,
+    stride_dqb, stride_dqh, stride_dqt,
+    stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_list_b, stride_list_h, capacity,
+    heads, group, queries, keys,
+    scale, grad_scale,
+    limit, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, LISTED: tl.constexpr,
+    RAGGED: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(queries, BLOCK_T)
+    program = tl.program_id(0)
+    tile = program % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    bh = program // tiles
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    first = tile * BLOCK_T
+    query = first + tl.arange(0, BLOCK_T)
+    column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    k_base = k_ptr + b * stride_kb + (h // group) * stride_kh
+    v_base = v_ptr + b * stride_vb + (h // group) * stride_vh
+    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, query, stride_qt, column, queries, D, True)
+    at = do_ptr + b * stride_gb + h * stride_gh
+    do = load_rows(at, query, stride_gt, column_v, queries, DV, True)
+    at = out_ptr + b * stride_ob + h * stride_oh
+    out = load_rows(at, query, stride_ot, column_v, queries, DV, True)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    row = bh.to(tl.int64) * queries + query
+    if extra_ptr is not None:
+        delta += tl.load(extra_ptr + row, mask=query < queries, other=0.0)
+    tl.store(delta_ptr + row, delta, mask=query < queries)
+    row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
+    share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    mask_base = mask_ptr
+    if MASK != 0:
+        mask_base = mask_ptr + b * stride_mb + h * stride_mh
+
+    MASKED: tl.constexpr = CAUSAL or MASK != 0 or RAGGED or length_ptr is not None
+    end = keys
+    if length_ptr is not None:
+        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    list_ptr = number_ptr
+    if LISTED:
+        list_row = b * stride_list_b + h * stride_list_h + tile
+        full = tl.load(count_ptr + list_row * 2)
+        total = tl.load(count_ptr + list_row * 2 + 1)
+        list_ptr = number_ptr + list_row * 2 * capacity
+    else:
+        walk = end
+        full_end = end
+        if CAUSAL:
+            walk = tl.minimum(end, first + BLOCK_T)
+            full_end = tl.minimum(end, first + 1)
+        total = tl.cdiv(walk, BLOCK_S)
+        full = full_end // BLOCK_S
+        if MASK != 0:
+            full = 0
+
+    dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    if LISTED or MASK == 0:
+        for i in range(0, full):
+            start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+            key = start + tl.arange(0, BLOCK_S)
+            k = load_rows(k_base, key, stride_ks, column, keys, D, False)
+            v = load_rows(v_base, key, stride_vs, column_v, keys, DV, False)
+            _, dscores = tile_gradients(
+                q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale, end,
+                mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                False, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+            )  # fmt: skip
+            dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
+    if MASKED:
+        for i in range(full, total):
+            start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+            key = start + tl.arange(0, BLOCK_S)
+            k = load_rows(k_base, key, stride_ks, column, end, D, True)
+            v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
+            _, dscores = tile_gradients(
+                q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale, end,
+                mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+            )  # fmt: skip
+            dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
+    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
+    if CAUSAL or MASK != 0:
+        if any_not_finite(dq):
+            dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+            for i in tl.range(0, total, num_stages=1):
+                start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+                key = start + tl.arange(0, BLOCK_S)
+                k = load_rows(k_base, key, stride_ks, column, end, D, True)
+                v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
+                _, dscores = tile_gradients(
+                    q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale,
+                    end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                    True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                )  # fmt: skip
+                # A visible key that is not finite has made dscores NaN already.
+                k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)
+                dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
+    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
+    store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, queries, D)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def attention_backward_key_kernel(
+    q_ptr,  # (B, H, T, D)
+    k_ptr,  # (B, Hkv, S, D)
+    v_ptr,  # (B, Hkv, S, DV)
+    do_ptr,  # (B, H, T, DV)
+    dw_ptr,  # (B, H, T, S) contiguous, or None
+    mask_ptr,
+    length_ptr,
+    seed_ptr,
+    count_ptr,  # lists by keys
+    number_ptr,
+    max_ptr,
+    sum_ptr,
+    delta_ptr,  # (B, H, T) fp32, from the kernel of dQ
+    dk_ptr,  # (B, Hkv, S, D)
+    dv_ptr,  # (B, Hkv, S, DV)
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gt,
+    stride_dkb, stride_dkh, stride_dks,
+    stride_dvb, stride_dvh, stride_dvs,
+    stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_list_b, stride_list_h, capacity,
+    key_heads, group, queries, keys,
+    scale, grad_scale,
+    limit, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, LISTED: tl.constexpr,
+    RAGGED: tl.constexpr,  # queries is no multiple of BLOCK_T
+    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(keys, BLOCK_S)
+    program = tl.program_id(0)
+    tile = program % tiles
+    bh = program // tiles
+    b, hk = (bh // key_heads).to(tl.int64), (bh % key_heads).to(tl.int64)
+    start = tile * BLOCK_S
+    key = start + tl.arange(0, BLOCK_S)
+    column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    end = keys
+    if length_ptr is not None:
+        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    k = load_rows(k_ptr + b * stride_kb + hk * stride_kh, key, stride_ks, column, end, D, True)
+    v = load_rows(v_ptr + b * stride_vb + hk * stride_vh, key, stride_vs, column_v, end, DV, True)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    all_tiles = tl.cdiv(queries, BLOCK_T)
+    if start >= end:
+        all_tiles = 0
+
+    dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_S, BLOCK_DV], tl.float32)
+    for member in range(0, group):
+        h = hk * group + member
+        q_base = q_ptr + b * stride_qb + h * stride_qh
+        do_base = do_ptr + b * stride_gb + h * stride_gh
+        row_base = (b * key_heads * group + h) * queries
+        mask_base = mask_ptr
+        if MASK != 0:
+            mask_base = mask_ptr + b * stride_mb + h * stride_mh
+        list_ptr = number_ptr
+        first = 0
+        if LISTED:
+            list_row = b * stride_list_b + h * stride_list_h + tile
+            full = tl.minimum(tl.load(count_ptr + list_row * 2), all_tiles)
+            total = tl.minimum(tl.load(count_ptr + list_row * 2 + 1), all_tiles)
+            list_ptr = number_ptr + list_row * 2 * capacity
+        else:
+            # Tiles of queries on the diagonal come last in the numbering, first in the tensor.
+            full = all_tiles
+            total = all_tiles
+            if CAUSAL:
+                first = tl.minimum(start // BLOCK_T, all_tiles)
+                total = all_tiles - first
+                full = all_tiles - tl.minimum(tl.cdiv(start + BLOCK_S - 1, BLOCK_T), all_tiles)
+            if MASK != 0:
+                full = 0
+        if LISTED or MASK == 0:
+            for i in range(0, full):
+                number = tile_number(i, full, all_tiles - full, list_ptr, capacity, LISTED)
+                query = number * BLOCK_T + tl.arange(0, BLOCK_T)
+                q = load_rows(q_base, query, stride_qt, column, queries, D, RAGGED)
+                do = load_rows(do_base, query, stride_gt, column_v, queries, DV, RAGGED)
+                row = row_base + query
+                row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
+                share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+                delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+                kept, dscores = tile_gradients(
+                    q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale,
+                    end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                    False, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                )  # fmt: skip
+                dv = dot(kept.to(do.dtype), do, dv, PRECISION)
+                dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
+        if CAUSAL or MASK != 0:
+            for i in range(full, total):
+                number = tile_number(i, full, first - full, list_ptr, capacity, LISTED)
+                query = number * BLOCK_T + tl.arange(0, BLOCK_T)
+                q = load_rows(q_base, query, stride_qt, column, queries, D, RAGGED)
+                do = load_rows(do_base, query, stride_gt, column_v, queries, DV, RAGGED)
+                row = row_base + query
+                row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
+                share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+                delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+                kept, dscores = tile_gradients(
+                    q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale,
+                    end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                    True, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                )  # fmt: skip
+                dv = dot(kept.to(do.dtype), do, dv, PRECISION)
+                dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
+    # Only a mask makes queries that see nothing.
+    if MASK != 0:
+        if any_not_finite(dk) | any_not_finite(dv):
+            dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+            dv = tl.zeros([BLOCK_S, BLOCK_DV], tl.float32)
+            for member in range(0, group):
+                h = hk * group + member
+                q_base = q_ptr + b * stride_qb + h * stride_qh
+                do_base = do_ptr + b * stride_gb + h * stride_gh
+                row_base = (b * key_heads * group + h) * queries
+                mask_base = mask_ptr + b * stride_mb + h * stride_mh
+                for number in tl.range(0, all_tiles, num_stages=1):
+                    query = number * BLOCK_T + tl.arange(0, BLOCK_T)
+                    row = row_base + query
+                    row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
+                    row_sum = tl.load(sum_ptr + row, mask=query < queries, other=0.0)
+                    share = inverse(row_sum)
+                    delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+                    # Other than 0: a sum that is NaN belongs to a query that sees something.
+                    sees = (row_sum != 0.0)[:, None]
+                    q = load_rows(q_base, query, stride_qt, column, queries, D, True)
+                    do = load_rows(do_base, query, stride_gt, column_v, queries, DV, True)
+                    q, do = tl.where(sees, q, 0.0), tl.where(sees, do, 0.0)
+                    kept, dscores = tile_gradients(
+                        q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed,
+                        scale, end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                        True, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    )  # fmt: skip
+                    dv = dot(kept.to(do.dtype), do, dv, PRECISION)
+                    dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
+    # Hidden keys of this tile may hold anything, and only their own rows have it.
+    seen = (key < end)[:, None]
+    dk, dv = tl.where(seen, dk * grad_scale, 0.0), tl.where(seen, dv, 0.0)
+    store_rows(dk_ptr + b * stride_dkb + hk * stride_dkh, key, stride_dks, column, dk, keys, D)
+    store_rows(dv_ptr + b * stride_dvb + hk * stride_dvh, key, stride_dvs, column_v, dv, keys, DV)

@@ -1,0 +1,109 @@
+"""The attention weights, made from the row maxima and sums the forward saved.
+
+    weights = dropout(exp(scores - max) / sum),  0 where hidden
+
+(B, H, T, S) in the input's dtype: what multiplied V. One program per tile; nothing is read twice but
+q and k, and attention itself stays free of the T x S matrix.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .attention import Problem
+from .attention_bwd_kernel import inverse
+from .philox import keep_tile
+from .runtime import launch
+from .tiles import load_rows, power, product, visible_scores
+
+
+@triton.jit(do_not_specialize=["limit"])
+def attention_weights_kernel(
+    q_ptr, k_ptr, mask_ptr, length_ptr, seed_ptr, max_ptr, sum_ptr,
+    weight_ptr,  # (B, H, T, S) contiguous
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_ks,
+    stride_mb, stride_mh, stride_mt, stride_ms,
+    heads, group, queries, keys,
+    scale, limit, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
+    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(queries, BLOCK_T), tl.cdiv(keys, BLOCK_S)
+    program = tl.program_id(0)
+    start = program % across * BLOCK_S
+    rest = program // across
+    query = rest % down * BLOCK_T + tl.arange(0, BLOCK_T)
+    bh = rest // down
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    key = start + tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)
+    end = keys
+    if length_ptr is not None:
+        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, query, stride_qt, column, queries, D, True)
+    at = k_ptr + b * stride_kb + (h // group) * stride_kh
+    k = load_rows(at, key, stride_ks, column, end, D, True)
+    mask_base = mask_ptr
+    if MASK != 0:
+        mask_base = mask_ptr + b * stride_mb + h * stride_mh
+    scores, visible = visible_scores(
+        product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end, mask_base,
+        stride_mt, stride_ms, queries, keys, CAUSAL, MASK, MASK_ROWS, NATURAL,
+    )  # fmt: skip
+    row = bh.to(tl.int64) * queries + query
+    row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
+    share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+    weights = power(scores, row_max[:, None], scale, NATURAL) * share[:, None]
+    if DROPOUT:
+        keep = keep_tile(tl.load(seed_ptr), row, start, limit, BLOCK_S)
+        weights = tl.where(keep, weights * keep_scale, 0.0)
+    weights = tl.where(visible, weights, 0.0)
+    inside = (query < queries)[:, None] & (key < keys)[None, :]
+    at = weight_ptr + row[:, None] * keys + key[None, :]
+    tl.store(at, weights.to(weight_ptr.dtype.element_ty), mask=inside)
+
+
+def attention_weights(problem: Problem, row_max: Tensor, row_sum: Tensor) -> Tensor:
+    """(B, H, T, S) weights of a call whose forward returned ``row_max`` and ``row_sum``."""
+    q, k, mask = problem.query, problem.key, problem.mask
+    batch, heads, queries, keys = problem.sizes
+    weights = q.new_empty(problem.sizes)
+    if problem.empty:
+        return weights.zero_()
+    tile = config.attention_weights(problem.architecture, max(problem.head), problem.half)
+    tiles = triton.cdiv(queries, tile.queries) * triton.cdiv(keys, tile.keys)
+    launch(
+        attention_weights_kernel,
+        (tiles * batch * heads,),
+        q,
+        k,
+        mask.data,
+        problem.lengths,
+        problem.seed,
+        row_max,
+        row_sum,
+        weights,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *mask.strides,
+        heads,
+        problem.group,
+        queries,
+        keys,
+        problem.kernel_scale,
+        problem.dropout.limit,
+        problem.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_T=tile.queries,
+        BLOCK_S=tile.keys,
+        **problem.constants(),
+    )
+    return weights

@@ -1,0 +1,292 @@
+"""Which tiles of a mask hold anything visible: found once per mask, so that the others are skipped.
+
+Two small kernels. The first reads the mask once and writes one code per granule of GM x GN places:
+nothing visible, something, everything (for an additive mask: everything and nothing added). The
+second turns codes, causality and key lengths into a list of tile numbers per row (or column) of
+tiles, the fully visible ones apart, which attention then walks without a branch in its loop.
+
+Codes and lists are kept as long as the mask lives and are made anew when torch says it was written
+to (its version counter; writes through ``.data`` or by foreign kernels do not count there). While a
+CUDA graph is captured nothing is kept or looked up: the graph recomputes them at each replay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .runtime import launch, recording
+from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK
+
+_CHUNK = 64
+_BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
+
+
+class Mask(NamedTuple):
+    """A mask as the kernels take it; strides are 0 in dimensions it does not depend on."""
+
+    kind: int
+    data: Tensor | None  # (1 or B, 1 or H, 1 or T, 1 or S), uint8 or floating
+    strides: tuple[int, int, int, int]
+
+
+class TileLists(NamedTuple):
+    """Per row of tiles: counts (fully visible, all visible) and tile numbers (fully visible from
+    0 on, the others from ``capacity`` on). Strides count rows of tiles."""
+
+    counts: Tensor
+    numbers: Tensor
+    stride_b: int
+    stride_h: int
+    capacity: int
+
+
+def prepare_mask(mask: Tensor | None) -> Mask:
+    """``mask`` (up to four dimensions, broadcastable) without the dimensions it does not depend on."""
+    if mask is None:
+        return Mask(NO_MASK, None, (0, 0, 0, 0))
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    for dim in range(4):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    sizes, strides = mask.shape, mask.stride()
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+    if mask.dtype == torch.bool:
+        return Mask(BOOL_MASK, mask.view(torch.uint8), strides)
+    return Mask(FLOAT_MASK, mask.float() if mask.dtype == torch.float64 else mask, strides)
+
+
+@triton.jit
+def mask_code_kernel(
+    mask_ptr,
+    code_ptr,  # (Bm, Hm, granules in T, granules in S) uint8
+    stride_b,
+    stride_h,
+    stride_t,
+    stride_s,
+    heads,
+    queries,
+    keys,
+    GRANULE_T: tl.constexpr,
+    GRANULE_S: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    across, down = tl.cdiv(keys, GRANULE_S), tl.cdiv(queries, GRANULE_T)
+    s = (program % across) * GRANULE_S + tl.arange(0, GRANULE_S)
+    rest = program // across
+    t = (rest % down) * GRANULE_T + tl.arange(0, GRANULE_T)
+    rest = rest // down
+    base = mask_ptr + (rest // heads) * stride_b + (rest % heads) * stride_h
+    inside = (t < queries)[:, None] & (s < keys)[None, :]
+    entry = tl.load(base + t[:, None] * stride_t + s[None, :] * stride_s, mask=inside, other=0)
+    if MASK == _BOOL_MASK:
+        seen = entry != 0
+        plain = seen
+    else:
+        seen = entry != float("-inf")
+        plain = entry == 0.0
+    some = tl.max(tl.max((seen & inside).to(tl.int32), 1), 0)
+    every = 1 - tl.max(tl.max((~plain & inside).to(tl.int32), 1), 0)
+    tl.store(code_ptr + program, (some + some * every).to(tl.uint8))
+
+
+@triton.jit
+def tile_list_kernel(
+    code_ptr,
+    length_ptr,  # (B,) or None
+    count_ptr,  # (rows of tiles, 2) int32
+    number_ptr,  # (rows of tiles, 2 * capacity) int32
+    stride_b,
+    stride_h,
+    stride_t,
+    stride_s,
+    heads,
+    tiles,
+    others,
+    granules_t,
+    granules_s,
+    queries,
+    keys,
+    capacity,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    FACTOR_T: tl.constexpr,  # granules per tile
+    FACTOR_S: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BY_KEYS: tl.constexpr,  # one list per tile of keys instead of per tile of queries
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    tile = program % tiles
+    rest = program // tiles
+    base = code_ptr + (rest // heads) * stride_b + (rest % heads) * stride_h
+    end = keys
+    if length_ptr is not None:
+        end = tl.minimum(tl.load(length_ptr + rest // heads), keys).to(tl.int32)
+    full_count = 0
+    part_count = 0
+    for start in range(0, others, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        if BY_KEYS:
+            tile_t, tile_s = other.to(tl.int64), tile + other * 0
+        else:
+            tile_t, tile_s = tile + other * 0, other.to(tl.int64)
+        some = tl.zeros([CHUNK], tl.int32)
+        every = tl.full([CHUNK], 1, tl.int32)
+        for i in tl.static_range(FACTOR_T):
+            for j in tl.static_range(FACTOR_S):
+                gt, gs = tile_t * FACTOR_T + i, tile_s * FACTOR_S + j
+                # A dimension that the mask does not depend on has one granule, and stride 0.
+                inside = (other < others) & ((gt < granules_t) | (stride_t == 0))
+                inside = inside & ((gs < granules_s) | (stride_s == 0))
+                code = tl.load(base + gt * stride_t + gs * stride_s, mask=inside, other=0).to(tl.int32)
+                some = tl.maximum(some, tl.minimum(code, 1))
+                every = tl.where(inside & (code < 2), 0, every)
+        first_t, first_s = tile_t * BLOCK_T, tile_s * BLOCK_S
+        seen = (some > 0) & (other < others) & (first_s < end)
+        full = seen & (every > 0) & (first_s + BLOCK_S <= end)
+        if CAUSAL:
+            seen = seen & (first_s <= tl.minimum(first_t + BLOCK_T, queries) - 1)
+            full = full & seen & (first_s + BLOCK_S - 1 <= first_t)
+        part = seen & ~full
+        full_place = full_count + tl.cumsum(full.to(tl.int32), 0) - 1
+        part_place = part_count + tl.cumsum(part.to(tl.int32), 0) - 1
+        row = number_ptr + program * 2 * capacity
+        tl.store(row + full_place, other, mask=full)
+        tl.store(row + capacity + part_place, other, mask=part)
+        full_count += tl.sum(full.to(tl.int32), 0)
+        part_count += tl.sum(part.to(tl.int32), 0)
+    tl.store(count_ptr + program * 2, full_count)
+    tl.store(count_ptr + program * 2 + 1, full_count + part_count)
+
+
+def _codes(mask: Mask, granule: tuple[int, int]) -> Tensor:
+    assert mask.data is not None
+    batch, heads, queries, keys = mask.data.shape
+    down, across = triton.cdiv(queries, granule[0]), triton.cdiv(keys, granule[1])
+    codes = torch.empty((batch, heads, down, across), dtype=torch.uint8, device=mask.data.device)
+    launch(
+        mask_code_kernel,
+        (codes.numel(),),
+        mask.data,
+        codes,
+        *mask.strides,
+        heads,
+        queries,
+        keys,
+        warps=4,
+        stages=1,
+        GRANULE_T=granule[0] if queries > 1 else 1,
+        GRANULE_S=granule[1],
+        MASK=mask.kind,
+    )
+    return codes
+
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _cache(mask: Tensor) -> dict[object, object] | None:
+    """What is kept for ``mask`` as it is now; None: nothing may be kept."""
+    if recording() or mask.is_inference():
+        return None
+    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    root = mask if mask._base is None else mask._base
+    version, store = _kept.get(root, (None, None))
+    if version != root._version:
+        store = {}
+        _kept[root] = (root._version, store)
+    return store
+
+
+def tile_lists(
+    owner: Tensor,
+    mask: Mask,
+    sizes: tuple[int, int, int, int],
+    lengths: Tensor | None,
+    causal: bool,
+    granule: tuple[int, int],
+    block: tuple[int, int],
+    by_keys: bool,
+) -> TileLists:
+    """The lists of visible tiles of ``block`` = (queries, keys) places for sizes (B, H, T, S).
+
+    ``owner`` is the mask tensor as the caller gave it: what is found is kept with it.
+    """
+    assert mask.data is not None
+    cache = _cache(owner)
+    # A stream that did not make a list may run ahead of its making.
+    stream = torch.cuda.current_stream(owner.device).cuda_stream if owner.is_cuda else None
+    view = (owner.shape, owner.stride(), owner.storage_offset(), owner.dtype, stream)
+    code_key = (view, granule)
+    # Lengths are other data of another life, so lists that depend on them are not kept.
+    list_key = (view, granule, block, sizes, causal, by_keys)
+    keep_list = cache is not None and (lengths is None or by_keys)
+    if keep_list and list_key in cache:  # type: ignore[operator]
+        return cache[list_key]  # type: ignore[index, return-value]
+    codes = cache.get(code_key) if cache is not None else None
+    if codes is None:
+        codes = _codes(mask, granule)
+        if cache is not None:
+            cache[code_key] = codes
+    lists = _lists(codes, sizes, None if by_keys else lengths, causal, granule, block, by_keys)  # type: ignore[arg-type]
+    if keep_list:
+        cache[list_key] = lists  # type: ignore[index]
+    return lists
+
+
+def _lists(
+    codes: Tensor,
+    sizes: tuple[int, int, int, int],
+    lengths: Tensor | None,
+    causal: bool,
+    granule: tuple[int, int],
+    block: tuple[int, int],
+    by_keys: bool,
+) -> TileLists:
+    batch, _, queries, keys = sizes
+    rows_b = codes.shape[0] if lengths is None else batch
+    rows_h = codes.shape[1]
+    down, across = triton.cdiv(queries, block[0]), triton.cdiv(keys, block[1])
+    tiles, others = (across, down) if by_keys else (down, across)
+    device = codes.device
+    counts = torch.empty((rows_b * rows_h * tiles, 2), dtype=torch.int32, device=device)
+    numbers = torch.empty((rows_b * rows_h * tiles, 2 * others), dtype=torch.int32, device=device)
+    strides = [0 if n == 1 else s for n, s in zip(codes.shape, codes.stride(), strict=True)]
+    launch(
+        tile_list_kernel,
+        (rows_b * rows_h * tiles,),
+        codes,
+        lengths,
+        counts,
+        numbers,
+        *strides,
+        rows_h,
+        tiles,
+        others,
+        codes.shape[2],
+        codes.shape[3],
+        queries,
+        keys,
+        others,
+        warps=1,
+        stages=1,
+        BLOCK_T=block[0],
+        BLOCK_S=block[1],
+        FACTOR_T=block[0] // granule[0],
+        FACTOR_S=block[1] // granule[1],
+        CAUSAL=causal,
+        BY_KEYS=by_keys,
+        CHUNK=_CHUNK,
+    )
+    stride_h = tiles if rows_h > 1 else 0
+    stride_b = tiles * rows_h if rows_b > 1 else 0
+    return TileLists(counts, numbers, stride_b, stride_h, others)

@@ -1,0 +1,172 @@
+"""What the attention kernels share: tile loads, dots, scores and which places are visible.
+
+A place (t, s) is visible if s is below the key length, if causal s <= t, if a bool mask is True and
+if an additive mask is not -inf there. Hidden scores are -inf.
+
+Scores come in one of two units. With an additive mask (or a scale <= 0) they are natural: scaled,
+mask added, so that finfo.min in a mask stays finite. Otherwise they are bare products of q and k; the
+scale the kernels are given then holds log2(e) too, is positive, and is applied together with the
+subtraction of the maximum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .runtime import INTERPRETED
+
+LOG2E = 1.4426950408889634
+
+# The interpreter multiplies the bit patterns of bf16; an exact product in fp32 is what hardware does.
+_UPCAST: tl.constexpr = tl.constexpr(INTERPRETED)
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+
+NO_MASK = 0
+BOOL_MASK = 1
+FLOAT_MASK = 2
+_BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
+
+
+@triton.jit
+def dot(a, b, accumulator, PRECISION: tl.constexpr):
+    """a @ b + accumulator in fp32."""
+    if _UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b in fp32."""
+    if _UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def load_rows(
+    base,
+    rows,
+    stride,
+    columns,
+    row_limit,
+    COLUMN_LIMIT: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    """Tile [R, C]; rows at or beyond ``row_limit`` and columns beyond COLUMN_LIMIT are 0."""
+    at = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if CHECK_ROWS:
+        if columns.shape[0] == COLUMN_LIMIT:
+            return tl.load(at, mask=(rows < row_limit)[:, None], other=0.0)
+        return tl.load(
+            at, mask=(rows < row_limit)[:, None] & (columns < COLUMN_LIMIT)[None, :], other=0.0
+        )
+    if columns.shape[0] == COLUMN_LIMIT:
+        return tl.load(at)
+    return tl.load(at, mask=(columns < COLUMN_LIMIT)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(
+    base,
+    rows,
+    stride,
+    columns,
+    value,
+    row_limit,
+    COLUMN_LIMIT: tl.constexpr,
+):
+    at = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    inside = (rows < row_limit)[:, None] & (columns < COLUMN_LIMIT)[None, :]
+    tl.store(at, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def power(scores, base, scale, NATURAL: tl.constexpr):
+    """The exponential of (scores - base), ``base`` being in the units that are saved.
+
+    Other scores than natural ones still lack the scale here: multiplying and subtracting is one
+    instruction.
+    """
+    if NATURAL:
+        return tl.exp2((scores - base) * _LOG2E)
+    return tl.exp2(scores * scale - base)
+
+
+@triton.jit
+def largest(scores, scale, NATURAL: tl.constexpr):
+    """Row maxima, in the units that are saved."""
+    if NATURAL:
+        return tl.max(scores, 1)
+    return tl.max(scores, 1) * scale
+
+
+@triton.jit
+def visible_scores(
+    qk,
+    queries,
+    keys,
+    scale,
+    key_end,
+    mask_ptr,
+    stride_mask_t,
+    stride_mask_s,
+    query_limit,
+    key_limit,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    NATURAL: tl.constexpr,
+):
+    """(scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
+
+    Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. MASK_ROWS is False
+    where the mask does not depend on the query.
+    """
+    visible = keys < key_end
+    if CAUSAL:
+        visible = visible & (keys <= queries)
+    scores = qk
+    if NATURAL:
+        scores = qk * scale
+    if MASK != 0:
+        at = mask_ptr + keys.to(tl.int64) * stride_mask_s
+        inside = keys < key_limit
+        if MASK_ROWS:
+            at += queries.to(tl.int64) * stride_mask_t
+            inside = inside & (queries < query_limit)
+        entry = tl.load(at, mask=inside, other=0)
+        if MASK == _BOOL_MASK:
+            visible = visible & (entry != 0)
+        else:
+            entry = entry.to(tl.float32)
+            scores += entry
+            visible = visible & (entry != float("-inf"))
+    return tl.where(visible, scores, float("-inf")), visible
+
+
+@triton.jit
+def tile_number(
+    i,
+    full,
+    first,
+    list_ptr,
+    capacity,
+    LISTED: tl.constexpr,
+):
+    """Number of the i-th visible tile: fully visible ones first, then the others.
+
+    Without lists the tiles are first, first + 1, ...
+    """
+    if LISTED:
+        return tl.load(list_ptr + tl.where(i < full, i, capacity + i - full))
+    return first + i
+
+
+@triton.jit
+def any_not_finite(x):
+    """Whether any element is NaN or infinite."""
+    return tl.max(tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1), 0) > 0
