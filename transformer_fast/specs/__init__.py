@@ -1,0 +1,13 @@
+"""The op table: what tests, benchmarks, comparisons and documents iterate over."""
+
+from .attention import ATTENTION
+from .feed_forward import FEED_FORWARD
+from .layer_norm import ADD_LAYER_NORM, LAYER_NORM
+from .linear import LINEAR
+from .spec import Case, OpSpec
+
+OPS: dict[str, OpSpec] = {
+    spec.name: spec for spec in (LAYER_NORM, ADD_LAYER_NORM, ATTENTION, LINEAR, FEED_FORWARD)
+}
+
+__all__ = ["OPS", "Case", "OpSpec"]

@@ -1,0 +1,55 @@
+"""Op table: attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..reference.attention import visible_places
+from .attention_cases import BENCH_CASES, CASES
+from .spec import OpSpec, bytes_of
+
+
+def _sizes(arguments: tuple[Any, ...]) -> tuple[int, int, int, int, int, int]:
+    query, key, value = arguments[:3]
+    batch, heads, length, size = query.shape
+    return batch, heads, length, key.shape[-2], size, value.shape[-1]
+
+
+def _flops(arguments: tuple[Any, ...]) -> float:
+    batch, heads, length, keys, size, value_size = _sizes(arguments)
+    return 2.0 * batch * heads * length * keys * (size + value_size)
+
+
+def _bytes(arguments: tuple[Any, ...]) -> float:
+    query, key, value, mask, key_lengths, *_, need_weights = arguments
+    batch, heads, length, keys, _, value_size = _sizes(arguments)
+    written = batch * heads * length * (value_size + (keys if need_weights else 0))
+    return bytes_of(query, key, value, mask, key_lengths) + written * query.element_size()
+
+
+def _useful_share(arguments: tuple[Any, ...]) -> float:
+    query, key, _, mask, key_lengths, is_causal, *_ = arguments
+    visible = visible_places(query, key, mask, key_lengths, is_causal)
+    if visible is None or visible.numel() == 0:
+        return 1.0
+    return int(torch.count_nonzero(visible)) / visible.numel()
+
+
+ATTENTION = OpSpec(
+    name="attention",
+    summary="Scaled dot-product attention with masks, causality, key lengths and dropout.",
+    paper='"Attention Is All You Need", section 3.2.1',
+    arguments=(
+        "query", "key", "value", "attn_mask", "key_lengths", "is_causal", "scale", "dropout_p",
+        "seed", "enable_gqa", "need_weights",
+    ),
+    results=("output", "weights"),
+    gradients_of=("query", "key", "value", "attn_mask"),
+    cases=CASES,
+    bench_cases=BENCH_CASES,
+    flops=_flops,
+    bytes=_bytes,
+    useful_share=_useful_share,
+)  # fmt: skip

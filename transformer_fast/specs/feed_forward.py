@@ -1,0 +1,120 @@
+"""Op table: feed_forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .spec import Case, Draw, OpSpec, bytes_of, case
+
+
+def _feed_forward(
+    lead: tuple[int, ...],
+    model: int,
+    hidden: int,
+    *,
+    outputs: int | None = None,
+    bias: tuple[bool, bool] = (True, True),
+    activation: Any = "relu",
+    dropout_p: float = 0.0,
+) -> Callable[[Draw], tuple[Any, ...]]:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        out = model if outputs is None else outputs
+        x = draw.normal(*lead, model)
+        weight1, weight2 = draw.weight(hidden, model), draw.weight(out, hidden)
+        bias1 = draw.normal(hidden) if bias[0] else None
+        bias2 = draw.normal(out) if bias[1] else None
+        seed = draw.seed() if 0.0 < dropout_p < 1.0 else None
+        return x, weight1, bias1, weight2, bias2, activation, dropout_p, seed
+
+    return build
+
+
+def _strided(draw: Draw) -> tuple[Any, ...]:
+    x = draw.normal(5, 6, 70)[:, ::2, 3:43]
+    weight1, weight2 = draw.weight(40, 72).t(), draw.weight(33, 80)[:, 4:76]
+    return (
+        x,
+        weight1,
+        draw.normal(1).expand(72),
+        weight2,
+        draw.normal(33, 2)[:, 1],
+        "relu",
+        0.0,
+        None,
+    )
+
+
+def _expanded(draw: Draw) -> tuple[Any, ...]:
+    _, *rest = _feed_forward((20,), 24, 64)(draw)
+    return draw.normal(24).expand(20, 24), *rest
+
+
+_CASES = (
+    case("relu", _feed_forward((19,), 32, 96)),
+    case("gelu", _feed_forward((19,), 32, 96, activation="gelu")),
+    case("gelu_tanh", _feed_forward((19,), 32, 96, activation="gelu_tanh")),
+    case("silu", _feed_forward((19,), 32, 96, activation="silu")),
+    case("three dimensions", _feed_forward((3, 7), 32, 64)),
+    case("primes", _feed_forward((37,), 31, 101, outputs=29)),
+    case("2^k + 1", _feed_forward((65,), 33, 129)),
+    case("many row blocks", _feed_forward((300,), 40, 72)),
+    case("one row", _feed_forward((1,), 300, 517)),
+    case("one dimension", _feed_forward((), 300, 130)),
+    case("one hidden value", _feed_forward((30,), 20, 1)),
+    case("no bias", _feed_forward((19,), 32, 96, bias=(False, False))),
+    case("first bias only", _feed_forward((19,), 32, 96, bias=(True, False))),
+    case("second bias only", _feed_forward((19,), 32, 96, bias=(False, True))),
+    case("strided", _strided),
+    case("expanded", _expanded),
+    case("callable activation", _feed_forward((19,), 24, 40, activation=Tensor.tanh)),
+    case("dropout", _feed_forward((3, 7), 32, 90, dropout_p=0.1)),
+    case("everything dropped", _feed_forward((19,), 32, 64, dropout_p=1.0)),
+)
+
+
+def _bench(rows: int, activation: str = "relu", dropout_p: float = 0.0) -> Case:
+    name = f"{rows}x512x2048, {activation}" + (f", dropout {dropout_p}" if dropout_p else "")
+    return case(name, _feed_forward((rows,), 512, 2048, activation=activation, dropout_p=dropout_p))
+
+
+def _rows(arguments: tuple[Any, ...]) -> int:
+    x = arguments[0]
+    return x.numel() // x.shape[-1] if x.shape[-1] else 0
+
+
+def _flops(arguments: tuple[Any, ...]) -> float:
+    _, weight1, _, weight2, *_ = arguments
+    return 2.0 * _rows(arguments) * (weight1.numel() + weight2.numel())
+
+
+def _bytes(arguments: tuple[Any, ...]) -> float:
+    x, weight1, bias1, weight2, bias2, *_ = arguments
+    result = _rows(arguments) * weight2.shape[0] * x.element_size()
+    return bytes_of(x, weight1, bias1, weight2, bias2) + result
+
+
+FEED_FORWARD = OpSpec(
+    name="feed_forward",
+    summary="The position-wise feed-forward network.",
+    paper='"Attention Is All You Need", section 3.3',
+    arguments=(
+        "input", "weight1", "bias1", "weight2", "bias2", "activation", "dropout_p", "seed",
+    ),
+    results=("output",),
+    gradients_of=("input", "weight1", "bias1", "weight2", "bias2"),
+    cases=_CASES,
+    bench_cases=(
+        _bench(4096),
+        _bench(1024),
+        _bench(256),
+        _bench(32),
+        _bench(1),
+        _bench(4096, "gelu"),
+        _bench(4096, dropout_p=0.1),
+    ),
+    flops=_flops,
+    bytes=_bytes,
+)  # fmt: skip

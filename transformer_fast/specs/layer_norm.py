@@ -1,0 +1,181 @@
+"""Op table: layer_norm and add_layer_norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .spec import Case, Draw, OpSpec, bytes_of, case
+
+_EPS = 1e-5
+
+
+def _plain(*shape: int, scale: float = 1.0, shift: float = 0.0, eps: float = _EPS) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        columns = shape[-1]
+        x = draw.normal(*shape, scale=scale, shift=shift)
+        return x, (columns,), draw.normal(columns), draw.normal(columns), eps
+
+    return build
+
+
+def _affine(weight: bool, bias: bool) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, shape, w, b, eps = _plain(9, 64)(draw)
+        return x, shape, w if weight else None, b if bias else None, eps
+
+    return build
+
+
+def _laid_out(*shape: int, change: Any) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x = change(draw.normal(*shape))
+        columns = x.shape[-1]
+        return x, (columns,), draw.normal(columns), draw.normal(columns), _EPS
+
+    return build
+
+
+def _two_dimensions(draw: Draw) -> tuple[Any, ...]:
+    return draw.normal(5, 7, 12), (7, 12), draw.normal(7, 12), draw.normal(7, 12), _EPS
+
+
+def _constant_rows(draw: Draw) -> tuple[Any, ...]:
+    x = draw.normal(10, 1).expand(10, 48)
+    return x, (48,), draw.normal(48), draw.normal(48), _EPS
+
+
+def _strided_affine(draw: Draw) -> tuple[Any, ...]:
+    x, weight = draw.normal(11, 40), draw.normal(40, 2)[:, 1]
+    return x, (40,), weight, draw.normal(1).expand(40), _EPS
+
+
+_CASES = (
+    case("rows of 64", _plain(9, 64)),
+    case("three dimensions", _plain(3, 5, 48)),
+    case("prime columns", _plain(13, 61)),
+    case("2^k + 1 columns", _plain(7, 257)),
+    case("one row", _plain(1, 1031)),
+    case("one dimension", _plain(384)),
+    case("one column", _plain(400, 1)),
+    case("no weight, no bias", _affine(False, False)),
+    case("weight only", _affine(True, False)),
+    case("bias only", _affine(False, True)),
+    case("two dimensions normalised", _two_dimensions),
+    case("values far from zero", _plain(9, 96, shift=100.0)),
+    case("values of the size of eps", _plain(9, 96, scale=3e-3)),
+    case("large eps", _plain(9, 96, eps=0.5)),
+    case("constant rows", _constant_rows),
+    case("transposed", _laid_out(56, 8, change=lambda x: x.t())),
+    case("every third row", _laid_out(27, 48, change=lambda x: x[::3])),
+    case("columns of wider rows", _laid_out(9, 100, change=lambda x: x[:, 3:67])),
+    case("every other column", _laid_out(9, 96, change=lambda x: x[:, ::2])),
+    case("expanded rows", _laid_out(1, 60, change=lambda x: x.expand(9, 60))),
+    case("strided weight, expanded bias", _strided_affine),
+)
+
+
+def _with_residual(name: str, dropout_p: float = 0.0) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, shape, weight, bias, eps = next(c for c in _CASES if c.name == name).build(
+            draw.dtype, draw.device, draw.generator
+        )
+        residual = draw.normal(*x.shape)
+        seed = draw.seed() if 0.0 < dropout_p < 1.0 else None
+        return x, residual, shape, weight, bias, eps, dropout_p, seed
+
+    return build
+
+
+def _same_tensor_twice(draw: Draw) -> tuple[Any, ...]:
+    x, shape, weight, bias, eps = _plain(9, 64)(draw)
+    return x, x, shape, weight, bias, eps, 0.0, None
+
+
+def _residual_laid_out(draw: Draw) -> tuple[Any, ...]:
+    x, shape, weight, bias, eps = _plain(4, 9, 32)(draw)
+    return x, draw.normal(9, 4, 32).transpose(0, 1), shape, weight, bias, eps, 0.0, None
+
+
+_ADD_CASES = (
+    *(case(c.name, _with_residual(c.name)) for c in _CASES),
+    case("residual laid out otherwise", _residual_laid_out),
+    case("residual is input", _same_tensor_twice),
+    case("dropout", _with_residual("three dimensions", 0.1)),
+    case("dropout, two dimensions normalised", _with_residual("two dimensions normalised", 0.3)),
+    case("dropout, prime columns", _with_residual("prime columns", 0.5)),
+    case("everything dropped", _with_residual("rows of 64", 1.0)),
+)
+
+
+def _bench(rows: int, columns: int) -> Case:
+    return case(f"{rows}x{columns}", _plain(rows, columns))
+
+
+def _add_bench(rows: int, columns: int, dropout_p: float = 0.0) -> Case:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, shape, weight, bias, eps = _plain(rows, columns)(draw)
+        seed = draw.seed() if dropout_p else None
+        return x, draw.normal(rows, columns), shape, weight, bias, eps, dropout_p, seed
+
+    return case(f"{rows}x{columns}" + (f", dropout {dropout_p}" if dropout_p else ""), build)
+
+
+def _flops(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> float:
+    # Mean 1, centre 1, square and add 2, scale 1, weight 1, bias 1; roots are not counted
+    return float(x.numel()) * (5 + (weight is not None) + (bias is not None))
+
+
+def _layer_norm_flops(arguments: tuple[Any, ...]) -> float:
+    x, _, weight, bias, _ = arguments
+    return _flops(x, weight, bias)
+
+
+def _layer_norm_bytes(arguments: tuple[Any, ...]) -> float:
+    x, _, weight, bias, _ = arguments
+    return bytes_of(x, weight, bias) + x.numel() * x.element_size()
+
+
+def _add_layer_norm_flops(arguments: tuple[Any, ...]) -> float:
+    x, _, _, weight, bias, *_ = arguments
+    return _flops(x, weight, bias) + x.numel()
+
+
+def _add_layer_norm_bytes(arguments: tuple[Any, ...]) -> float:
+    x, residual, _, weight, bias, *_ = arguments
+    return bytes_of(x, residual, weight, bias) + 2 * x.numel() * x.element_size()
+
+
+LAYER_NORM = OpSpec(
+    name="layer_norm",
+    summary="Layer normalisation over the trailing dimensions.",
+    paper='Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1',
+    arguments=("input", "normalized_shape", "weight", "bias", "eps"),
+    results=("output",),
+    gradients_of=("input", "weight", "bias"),
+    cases=_CASES,
+    bench_cases=(_bench(4096, 512), _bench(65536, 512), _bench(4096, 2048), _bench(32, 512)),
+    flops=_layer_norm_flops,
+    bytes=_layer_norm_bytes,
+)
+
+ADD_LAYER_NORM = OpSpec(
+    name="add_layer_norm",
+    summary="Residual connection with dropout, and layer normalisation of the sum, in one pass.",
+    paper='"Attention Is All You Need", sections 3.1 and 5.4',
+    arguments=(
+        "input", "residual", "normalized_shape", "weight", "bias", "eps", "dropout_p", "seed",
+    ),
+    results=("normalized", "sum"),
+    gradients_of=("input", "residual", "weight", "bias"),
+    cases=_ADD_CASES,
+    bench_cases=(
+        _add_bench(4096, 512),
+        _add_bench(65536, 512),
+        _add_bench(32, 512),
+        _add_bench(4096, 512, 0.1),
+    ),
+    flops=_add_layer_norm_flops,
+    bytes=_add_layer_norm_bytes,
+)  # fmt: skip

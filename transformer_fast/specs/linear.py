@@ -1,0 +1,128 @@
+"""Op table: linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .spec import Case, Draw, OpSpec, bytes_of, case
+
+
+def _linear(
+    lead: tuple[int, ...],
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool = True,
+    activation: str | None = None,
+    residual: bool = False,
+) -> Callable[[Draw], tuple[Any, ...]]:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, weight = draw.normal(*lead, inputs), draw.weight(outputs, inputs)
+        b = draw.normal(outputs) if bias else None
+        return x, weight, b, activation, draw.normal(*lead, outputs) if residual else None
+
+    return build
+
+
+def _transposed_input(draw: Draw) -> tuple[Any, ...]:
+    return draw.normal(33, 40).t(), draw.weight(24, 33), draw.normal(24), None, None
+
+
+def _transposed_weight(draw: Draw) -> tuple[Any, ...]:
+    return draw.normal(21, 33), draw.weight(33, 29).t(), None, None, None
+
+
+def _strided(draw: Draw) -> tuple[Any, ...]:
+    x = draw.normal(6, 9, 80)[:, ::3, 5:48]
+    weight = draw.weight(50, 90)[:, 3:46]
+    residual = draw.normal(3, 6, 50).transpose(0, 1)
+    return x, weight, draw.normal(50, 2)[:, 0], "relu", residual
+
+
+def _expanded(draw: Draw) -> tuple[Any, ...]:
+    x = draw.normal(1, 32).expand(12, 32)
+    return x, draw.weight(40, 32), draw.normal(1).expand(40), None, draw.normal(40).expand(12, 40)
+
+
+def _callable(draw: Draw) -> tuple[Any, ...]:
+    x, weight, bias, _, _ = _linear((15,), 32, 32)(draw)
+    return x, weight, bias, Tensor.sin, None
+
+
+_CASES = (
+    case("bias", _linear((19,), 48, 40)),
+    case("no bias", _linear((19,), 48, 40, bias=False)),
+    case("three dimensions", _linear((3, 7), 32, 48)),
+    case("primes", _linear((37,), 61, 53, residual=True)),
+    case("2^k + 1", _linear((65,), 129, 33, activation="relu")),
+    case("many row blocks", _linear((260,), 70, 66)),
+    case("one row", _linear((1,), 67, 510)),
+    case("one dimension", _linear((), 67, 512)),
+    case("one input", _linear((40,), 1, 12)),
+    case("one output", _linear((400,), 24, 1)),
+    case("long sums", _linear((11,), 2050, 40)),
+    case("relu", _linear((17,), 48, 40, activation="relu")),
+    case("gelu", _linear((17,), 48, 40, activation="gelu")),
+    case("gelu_tanh", _linear((17,), 48, 40, activation="gelu_tanh")),
+    case("silu", _linear((17,), 48, 40, activation="silu")),
+    case("residual", _linear((17,), 48, 40, residual=True)),
+    case("silu, residual, no bias", _linear((17,), 48, 40, bias=False, activation="silu",
+                                            residual=True)),
+    case("transposed input", _transposed_input),
+    case("transposed weight", _transposed_weight),
+    case("strided", _strided),
+    case("expanded", _expanded),
+    case("callable activation", _callable),
+)  # fmt: skip
+
+
+def _bench(
+    rows: int, inputs: int, outputs: int, activation: str | None = None, residual: bool = False
+) -> Case:
+    name = f"{rows}x{inputs}x{outputs}"
+    name += (f", {activation}" if activation else "") + (", residual" if residual else "")
+    return case(name, _linear((rows,), inputs, outputs, activation=activation, residual=residual))
+
+
+def _shape(arguments: tuple[Any, ...]) -> tuple[int, int, int]:
+    x, weight = arguments[:2]
+    outputs, inputs = weight.shape
+    return x.numel() // inputs if inputs else 0, inputs, outputs
+
+
+def _flops(arguments: tuple[Any, ...]) -> float:
+    rows, inputs, outputs = _shape(arguments)
+    return 2.0 * rows * inputs * outputs
+
+
+def _bytes(arguments: tuple[Any, ...]) -> float:
+    x, weight, bias, _, residual = arguments
+    rows, _, outputs = _shape(arguments)
+    return bytes_of(x, weight, bias, residual) + rows * outputs * x.element_size()
+
+
+LINEAR = OpSpec(
+    name="linear",
+    summary="A linear map, then optionally an activation and a residual.",
+    paper='"Attention Is All You Need", section 3.2.2 (projections)',
+    arguments=("input", "weight", "bias", "activation", "residual"),
+    results=("output",),
+    gradients_of=("input", "weight", "bias", "residual"),
+    cases=_CASES,
+    bench_cases=(
+        _bench(4096, 512, 1536),
+        _bench(4096, 512, 512),
+        _bench(4096, 512, 512, residual=True),
+        _bench(4096, 512, 2048, activation="relu"),
+        _bench(1024, 512, 1536),
+        _bench(256, 512, 512),
+        _bench(32, 512, 512),
+        _bench(1, 512, 512),
+        _bench(1, 512, 32000),
+    ),
+    flops=_flops,
+    bytes=_bytes,
+)
