@@ -1,0 +1,24 @@
+"""The ruler: fp64 oracle, error budget and hostile memory, for tests, benchmarks and `compare`."""
+
+from .gradients import check_gradients, gradients, measure_gradients
+from .memory import all_among_nan, among_nan, nan_memory
+from .oracle import call_of, oracle, promote, require_grad
+from .parity import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, check, measure
+
+__all__ = [
+    "GRADIENT_FACTOR",
+    "OUTPUT_FACTOR",
+    "Parity",
+    "all_among_nan",
+    "among_nan",
+    "call_of",
+    "check",
+    "check_gradients",
+    "gradients",
+    "measure",
+    "measure_gradients",
+    "nan_memory",
+    "oracle",
+    "promote",
+    "require_grad",
+]

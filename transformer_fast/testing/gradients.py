@@ -1,0 +1,90 @@
+"""The same budget for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..specs import OPS
+from .oracle import as_results, is_floating, promote, require_grad
+from .parity import GRADIENT_FACTOR, Parity, compare, worst_of
+
+
+def upstream(like: Tensor, seed: int) -> Tensor:
+    """A gradient for a result: normal values, rounded to its dtype, the same in every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+def gradients(
+    op: str,
+    run: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    names: tuple[str, ...] | None = None,
+    rounded_to: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Gradients, by argument, of a fixed linear function of all results.
+
+    Args:
+        run: has the signature of ``reference.<op>``.
+        names: of which arguments; None means all that can have one.
+        rounded_to: the upstream gradients are rounded to this dtype first, so that the oracle
+            starts from the same ones as the kernel.
+    """
+    arguments = require_grad(op, arguments, names)
+    leaves = {
+        name: value
+        for name, value in OPS[op].named(arguments).items()
+        if is_floating(value) and value.requires_grad
+    }
+    with torch.enable_grad():
+        results = as_results(run(*arguments))
+    differentiable, starts = [], []
+    for number, result in enumerate(results):
+        if result is not None and result.requires_grad:
+            differentiable.append(result)
+            start = upstream(result, number)
+            starts.append(start.to(rounded_to).to(result.dtype) if rounded_to else start)
+    if not differentiable:
+        raise AssertionError(f"{op}: no result has a gradient")
+    found = torch.autograd.grad(differentiable, list(leaves.values()), starts, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+
+
+def measure_gradients(
+    op: str,
+    run: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    factor: float = GRADIENT_FACTOR,
+    names: tuple[str, ...] | None = None,
+) -> Parity:
+    """How far the gradients of ``run`` are from the truth: the argument nearest its limit."""
+    reference = OPS[op].reference
+    dtype = arguments[0].dtype
+    got = gradients(op, run, arguments, names)
+    expected = gradients(op, reference, arguments, names)
+    true = gradients(op, reference, promote(arguments), names, rounded_to=dtype)
+    return worst_of(
+        [compare(f"grad of {n}", got[n], expected[n], true[n], factor) for n in expected]
+    )
+
+
+def check_gradients(
+    op: str,
+    run: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    factor: float = GRADIENT_FACTOR,
+    names: tuple[str, ...] | None = None,
+) -> Parity:
+    """`measure_gradients`, raising AssertionError with the place beyond its limit."""
+    parity = measure_gradients(op, run, arguments, factor=factor, names=names)
+    if not parity.ok:
+        raise AssertionError(f"{op}: {parity}")
+    return parity

@@ -1,0 +1,66 @@
+"""What is right: the reference in fp64 on the very inputs of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Call
+from ..functional._check import wants_grad
+from ..specs import OPS
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def promote(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with their floating-point tensors in fp64; masks, lengths and seeds stay."""
+    return tuple(x.detach().double() if is_floating(x) else x for x in arguments)
+
+
+def as_results(result: Any) -> tuple[Tensor | None, ...]:
+    """What an op returned, as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+@torch.no_grad()
+def oracle(op: str, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The results of the op by its reference in fp64."""
+    return as_results(OPS[op].reference(*promote(arguments)))
+
+
+def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
+    """The call that a kernel's limits are asked about."""
+    spec = OPS[op]
+    named = spec.named(arguments)
+    tensors = tuple(named[name] for name in spec.gradients_of if name != "attn_mask")
+    mask = named.get("attn_mask")
+    return Call(
+        op,
+        tensors,
+        wants_grad(*tensors, mask),
+        named.get("dropout_p", 0.0),
+        named.get("activation"),
+        mask,
+        named.get("is_causal", False),
+        named.get("key_lengths"),
+        named.get("need_weights", False),
+    )
+
+
+def require_grad(
+    op: str, arguments: tuple[Any, ...], names: tuple[str, ...] | None = None
+) -> tuple[Any, ...]:
+    """The arguments, with leaves that want gradients for those of ``names`` that can have them.
+
+    Same values, same memory, same strides. ``names=None``: all that the op table says.
+    """
+    spec = OPS[op]
+    names = spec.gradients_of if names is None else names
+    return tuple(
+        value.detach().requires_grad_() if name in names and is_floating(value) else value
+        for name, value in zip(spec.arguments, arguments, strict=True)
+    )
