@@ -86,7 +86,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     first = tensors[0]
     assert first is not None
     kind = first.device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
