@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_fast import nn
+from transformer_fast.nn import multihead_attention
 
 OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(nn, name)
@@ -42,6 +46,16 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
         return leaf
 
     return tree_map(one, tree)
+
+
+def copied(module: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy."""
+    copy_ = copy.deepcopy(module)
+    for layer in copy_.modules():
+        # Copies of torch's decoder layers forget activations that are modules and take relu.
+        if "activation" in layer._modules:
+            layer.__dict__.pop("activation", None)
+    return copy_
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -84,26 +98,82 @@ def run(
     return [t.detach() for t in tensors(output)], gradients(output, wanted)
 
 
-def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Same numbers as torch's module: at most twice its error against fp64, plus one rounding.
+def _jitter(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element one rounding up, down or as it is."""
+    sign = torch.randint(-1, 2, tensor.shape, generator=generator)
+    moved = tensor.detach() * (1 + sign * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
+    return moved.requires_grad_(tensor.requires_grad)
 
-    On tensors of a few dozen elements one call's error is a matter of luck, so both are measured as
-    the worst of several calls whose inputs differ by a factor, and so in how they round.
+
+def reference_error(
+    theirs: torch.nn.Module, args: Any, kwargs: Any, oracle: tuple[list[Tensor], list[Tensor]]
+) -> tuple[float, float]:
+    """Torch's error in outputs and in gradients (if the oracle has any).
+
+    On tensors of a few dozen elements, some of them ill-conditioned, one call's error is a matter
+    of luck. So it is the worst of several calls: as given, and with every input and parameter in
+    doubt by one rounding.
     """
-    exact = copy.deepcopy(theirs).double()
-    allowed = error = 0.0
-    for factor in (1.0, 0.9, 1.1, 1.2):
-        scaled = _scaled(args, factor)
-        oracle, _ = run(exact, cast(scaled, torch.float64), cast(kwargs, torch.float64), grad=False)
-        expected, _ = run(theirs, scaled, kwargs, grad=False)
-        got, _ = run(ours, scaled, kwargs, grad=False)
-        assert [x.dtype for x in got] == [x.dtype for x in expected]
-        allowed = max(allowed, relative_error(expected, oracle))
-        error = max(error, relative_error(got, oracle))
-    assert error <= 2 * allowed + torch.finfo(got[0].dtype).eps
+    generator = torch.Generator().manual_seed(0)
+    outputs = grads = 0.0
+    for draw in range(6):
+        module, given = theirs, args
+        if draw:
+            module = copied(theirs)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.copy_(_jitter(parameter, generator))
+            moved = {id(x): _jitter(x, generator) for x in args}
+            given = tuple(moved[id(x)] for x in args)
+        found, found_grads = run(module, given, kwargs, grad=bool(oracle[1]))
+        outputs = max(outputs, relative_error(found, oracle[0]))
+        grads = max(grads, relative_error(found_grads, oracle[1]))
+    return outputs, grads
 
 
-def _scaled(args: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:
-    """The tensors times ``factor``; what was one tensor stays one."""
-    made = {id(x): x * factor for x in args}
-    return tuple(made[id(x)] for x in args)
+def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Same numbers as torch's module: at most twice its error against fp64, plus one rounding."""
+    exact = cast(args, torch.float64), cast(kwargs, torch.float64)
+    oracle = run(copied(theirs).double(), *exact, grad=False)
+    allowed, _ = reference_error(theirs, args, kwargs, oracle)
+    got, _ = run(ours, args, kwargs, grad=False)
+    assert all(x.dtype == args[0].dtype for x in got)
+    assert relative_error(got, oracle[0]) <= 2 * allowed + torch.finfo(args[0].dtype).eps
+
+
+def attention_pair(
+    width: int, heads: int, **kwargs: Any
+) -> tuple[torch.nn.MultiheadAttention, torch.nn.MultiheadAttention]:
+    """Torch's module and ours, with the same parameters, none of them zero."""
+    theirs = torch.nn.MultiheadAttention(width, heads, **kwargs)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases start as zeros, which would hide mistakes
+            parameter.normal_(0, 0.5)
+    ours = to_ours(theirs)
+    assert isinstance(ours, nn.MultiheadAttention)
+    return theirs, ours
+
+
+@contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    """Whether torch's own modules may take their inference path."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class Recorder:
+    """Stands in for `attend` and keeps what it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []
+        right = multihead_attention.attend
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+            self.calls.append(((q, k, v), mask, kwargs["is_causal"]))
+            return right(q, k, v, mask, **kwargs)
+
+        monkeypatch.setattr(multihead_attention, "attend", attend)

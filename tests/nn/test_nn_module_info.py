@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from nn_ruler import OURS, cast, relative_error, run, to_ours
+from nn_ruler import (
+    OURS,
+    cast,
+    copied,
+    fast_path,
+    reference_error,
+    relative_error,
+    run,
+    to_ours,
+)
 from torch.testing._internal.common_modules import module_db
 
 from transformer_fast.nn import masks
@@ -49,19 +56,9 @@ class Case:
         self.theirs.load_state_dict(self.ours.state_dict(), strict=True)
         self.ours.train(training)
         self.theirs.train(training)
-        self.oracle = copy.deepcopy(self.theirs).double()
+        self.oracle = copied(self.theirs).double()
         self.args, self.kwargs = sample.forward_input.args, dict(sample.forward_input.kwargs)
         self.reference = sample.reference_fn
-
-
-@contextmanager
-def fast_path(enabled: bool) -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def cases(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> list[Case]:
@@ -77,23 +74,22 @@ def errors(found: list[Case], grad: bool) -> list[tuple[float, float, float, flo
     """For each case the errors of torch in fp32 and of ours, in outputs and then in gradients."""
     rows = []
     for case in found:
-        oracle, oracle_grads = run(
-            case.oracle, cast(case.args, torch.float64), cast(case.kwargs, torch.float64), grad
-        )
-        theirs, their_grads = run(
-            copy.deepcopy(case.theirs).float(),
+        exact = cast(case.args, torch.float64), cast(case.kwargs, torch.float64)
+        oracle = run(case.oracle, *exact, grad)
+        theirs, their_grads = reference_error(
+            copied(case.theirs).float(),
             cast(case.args, torch.float32),
             cast(case.kwargs, torch.float32),
-            grad,
+            oracle,
         )
         ours, our_grads = run(case.ours, case.args, case.kwargs, grad)
         assert all(t.dtype == case.dtype for t in ours)
         rows.append(
             (
-                relative_error(theirs, oracle),
-                relative_error(ours, oracle),
-                relative_error(their_grads, oracle_grads),
-                relative_error(our_grads, oracle_grads),
+                theirs,
+                relative_error(ours, oracle[0]),
+                their_grads,
+                relative_error(our_grads, oracle[1]),
             )
         )
     return rows
@@ -111,11 +107,12 @@ def check(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> None:
         rows = errors(cases(cls, dtype, training, grad), grad)
     assert len(rows) >= 7
     scale = EPS[dtype] / EPS[torch.float32]
-    allowed = scale * 2 * max(row[0] for row in rows) + EPS[dtype]
-    allowed_grad = scale * 3 * max(row[2] for row in rows) + EPS[dtype]
-    for row in rows:
-        assert row[1] <= allowed
-        assert row[3] <= allowed_grad
+    # Where a softmax saturates, a gradient's rounding in fp32 tells nothing of that in fp64, so
+    # gradients are held to the worst sample.
+    worst = max(row[2] for row in rows)
+    for theirs, ours, _, our_grads in rows:
+        assert ours <= 2 * scale * theirs + EPS[dtype]
+        assert our_grads <= 3 * scale * worst + EPS[dtype]
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

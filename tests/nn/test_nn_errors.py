@@ -1,0 +1,177 @@
+"""Bad input: the type and the words of torch's own exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nn_ruler import to_ours
+
+from transformer_fast import nn
+
+M, H, B, T, S = 8, 2, 2, 3, 4
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def no(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+Q, K = x(T, B, M), x(S, B, M)
+
+CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
+    "query is a list": ({}, ([1.0], K, K), {}),
+    "query 1-D": ({}, (x(M), K, K), {}),
+    "query 4-D": ({}, (x(T, B, M, 1), K, K), {}),
+    "batched query, unbatched key": ({}, (Q, x(S, M), x(S, M)), {}),
+    "unbatched query, batched key": ({}, (x(T, M), K, K), {}),
+    "embedding": ({}, (x(T, B, M + 1), K, K), {}),
+    "key and value lengths": ({}, (Q, K, x(S + 1, B, M)), {}),
+    "key and value lengths, batch first": (
+        {"batch_first": True},
+        (x(B, T, M), x(B, S, M), x(B, S + 1, M)),
+        {},
+    ),
+    "key and value lengths, kdim": ({"kdim": 5}, (Q, x(S, B, 5), x(S + 1, B, M)), {}),
+    "kdim": ({"kdim": 5}, (Q, K, K), {}),
+    "vdim": ({"vdim": 5}, (Q, K, K), {}),
+    "key features": ({}, (Q, x(S, B, 5), x(S, B, 5)), {}),
+    "shared key features": ({}, (Q, *(2 * [x(S, B, 5)])), {}),
+    "batch sizes": ({}, (Q, x(S, B + 1, M), x(S, B + 1, M)), {}),
+    "batch sizes, batch first": ({"batch_first": True}, (x(B, T, M), x(3, S, M), x(3, S, M)), {}),
+    "integer padding": ({}, (Q, K, K), {"key_padding_mask": no(B, S).int()}),
+    "integer mask": ({}, (Q, K, K), {"attn_mask": no(T, S).int()}),
+    "padding is a list": ({}, (Q, K, K), {"key_padding_mask": [True]}),
+    "mask is a list": ({}, (Q, K, K), {"attn_mask": [True]}),
+    "padding 3-D": ({}, (Q, K, K), {"key_padding_mask": no(B, S, 1)}),
+    "unbatched, padding 2-D": ({}, (x(T, M), x(S, M), x(S, M)), {"key_padding_mask": no(1, S)}),
+    "mask 4-D": ({}, (Q, K, K), {"attn_mask": no(B, H, T, S)}),
+    "unbatched, mask 4-D": ({}, (x(T, M), x(S, M), x(S, M)), {"attn_mask": no(1, H, T, S)}),
+    "unbatched, mask 3-D": ({}, (x(T, M), x(S, M), x(S, M)), {"attn_mask": no(H, T, S + 1)}),
+    "mask 2-D": ({}, (Q, K, K), {"attn_mask": no(S, T)}),
+    "mask 3-D": ({}, (Q, K, K), {"attn_mask": no(B, T, S)}),
+    "padding batch": ({}, (Q, K, K), {"key_padding_mask": no(B + 1, S)}),
+    "padding length": ({}, (Q, K, K), {"key_padding_mask": no(B, S + 1)}),
+    "padding length, zero key": (
+        {"add_zero_attn": True, "add_bias_kv": True},
+        (Q, K, K),
+        {"key_padding_mask": no(B, S + 1)},
+    ),
+    "hint without mask": ({}, (Q, Q, Q), {"is_causal": True}),
+    "hint without mask, weights": ({}, (Q, Q, Q), {"is_causal": True, "need_weights": True}),
+    "dropout": ({"dropout": 1.5}, (Q, K, K), {"need_weights": True}),
+    "missing argument": ({}, (Q, K), {}),
+    "unknown argument": ({}, (Q, K, K), {"mask": None}),
+}
+
+
+def told(call: Callable[[], Any]) -> tuple[type, str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the other side says which
+        call()
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention(name: str) -> None:
+    options, args, kwargs = CALLS[name]
+    theirs = torch.nn.MultiheadAttention(M, H, **options)
+    ours = to_ours(theirs)
+    kwargs = {"need_weights": False, **kwargs}
+    expected = told(lambda: theirs(*args, **kwargs))
+    found = told(lambda: ours(*args, **kwargs))
+    assert found == expected
+
+
+def test_attention_dtypes() -> None:
+    """The type is torch's; the words name both dtypes."""
+    theirs = torch.nn.MultiheadAttention(M, H)
+    ours = to_ours(theirs)
+    double = Q.double()
+    for args, kwargs in (
+        ((double, double, double), {}),
+        ((Q, Q, Q), {"attn_mask": torch.zeros(T, T, dtype=torch.float64)}),
+    ):
+        expected, _ = told(lambda: theirs(*args, **kwargs, need_weights=False))  # noqa: B023
+        found, text = told(lambda: ours(*args, **kwargs, need_weights=False))  # noqa: B023
+        assert found is expected is RuntimeError
+        assert "dtype" in text
+
+
+CONSTRUCTORS = {
+    "MultiheadAttention": [(0, 2), (8, 0), (8, 3), (-8, 2), (8,)],
+    "LayerNorm": [(), (-1,), ("8",), (8, 1e-5, True, True, "nowhere")],
+    "TransformerEncoderLayer": [(8,), (8, 3), (8, 2, 16, 2.0), (8, 2, 16, 0.1, "tanh")],
+    "TransformerDecoderLayer": [(8,), (8, 3), (8, 2, 16, -1.0), (8, 2, 16, 0.1, "tanh")],
+    "TransformerEncoder": [(), (torch.nn.Identity(), "2")],
+    "TransformerDecoder": [(), (torch.nn.Identity(), "2")],
+    "Transformer": [(8, 3), (8, 2, 1, 1, 16, 0.1, "tanh")],
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructors(name: str) -> None:
+    for args in CONSTRUCTORS[name]:
+        expected = told(lambda: getattr(torch.nn, name)(*args))  # noqa: B023
+        found = told(lambda: getattr(nn, name)(*args))  # noqa: B023
+        assert found == expected
+
+
+LAYER_NORM = {
+    "width": ((8,), x(2, 7)),
+    "rank": (((2, 8),), x(8)),
+    "shape": (((2, 8),), x(3, 8)),
+    "list": ((8,), [1.0]),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_NORM)
+def test_layer_norm(name: str) -> None:
+    args, given = LAYER_NORM[name]
+    theirs = torch.nn.LayerNorm(*args)
+    assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))
+
+
+SOURCE, TARGET = x(S, B, M), x(T, B, M)
+MODELS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "batches": ("model", (SOURCE, x(T, B + 1, M)), {}),
+    "features": ("model", (SOURCE, x(T, B, M + 1)), {}),
+    "integer source mask": ("model", (SOURCE, TARGET), {"src_mask": no(S, S).int()}),
+    "integer target mask": (
+        "model",
+        (SOURCE, TARGET),
+        # Left to find out by itself, torch stumbles over the integers before it can name them.
+        {"tgt_mask": no(T, T).int(), "tgt_is_causal": False},
+    ),
+    "integer padding": ("model", (SOURCE, TARGET), {"src_key_padding_mask": no(B, S).int()}),
+    "source mask": ("model", (SOURCE, TARGET), {"src_mask": no(S, T)}),
+    "memory mask": ("model", (SOURCE, TARGET), {"memory_mask": no(S, T)}),
+    "hint": ("model", (SOURCE, TARGET), {"tgt_is_causal": True}),
+    "encoder: integer mask": ("encoder", (SOURCE,), {"mask": no(S, S).int()}),
+    "encoder: hint": ("encoder", (SOURCE,), {"is_causal": True}),
+    "layer: integer mask": ("encoder.layers.0", (SOURCE,), {"src_mask": no(S, S).int()}),
+    "layer: integer padding": (
+        "encoder.layers.0",
+        (SOURCE,),
+        {"src_key_padding_mask": no(B, S).int()},
+    ),
+    "layer: 4-D": ("encoder.layers.0", (x(S, B, M, 1),), {}),
+    "decoder layer: memory": ("decoder.layers.0", (TARGET, x(S, B, M + 1)), {}),
+    "decoder layer: no memory": ("decoder.layers.0", (TARGET,), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    path, args, kwargs = MODELS[name]
+    model = torch.nn.Transformer(M, H, 1, 1, 16)
+    theirs, ours = (
+        m.get_submodule(path if path != "model" else "") for m in (model, to_ours(model))
+    )
+    assert told(lambda: ours(*args, **kwargs)) == told(lambda: theirs(*args, **kwargs))

@@ -1,0 +1,126 @@
+"""Weights and modules move between torch's classes and ours: state_dict, copies, pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from nn_ruler import OURS
+
+from transformer_fast import nn
+
+BUILD: dict[str, Callable[[object], torch.nn.Module]] = {
+    "LayerNorm": lambda n: n.LayerNorm((3, 8)),  # type: ignore[attr-defined]
+    "LayerNorm without bias": lambda n: n.LayerNorm(8, bias=False),  # type: ignore[attr-defined]
+    "LayerNorm without affine": lambda n: n.LayerNorm(8, elementwise_affine=False),  # type: ignore[attr-defined]
+    "MultiheadAttention": lambda n: n.MultiheadAttention(8, 2, add_bias_kv=True),  # type: ignore[attr-defined]
+    "MultiheadAttention kdim": lambda n: n.MultiheadAttention(8, 2, kdim=4, vdim=5),  # type: ignore[attr-defined]
+    "TransformerEncoderLayer": lambda n: n.TransformerEncoderLayer(8, 2, 16),  # type: ignore[attr-defined]
+    "TransformerDecoderLayer": lambda n: n.TransformerDecoderLayer(8, 2, 16),  # type: ignore[attr-defined]
+    "TransformerEncoder": lambda n: n.TransformerEncoder(  # type: ignore[attr-defined]
+        n.TransformerEncoderLayer(8, 2, 16, batch_first=True),  # type: ignore[attr-defined]
+        2,
+        n.LayerNorm(8),  # type: ignore[attr-defined]
+    ),
+    "TransformerDecoder": lambda n: n.TransformerDecoder(  # type: ignore[attr-defined]
+        n.TransformerDecoderLayer(8, 2, 16),  # type: ignore[attr-defined]
+        2,
+    ),
+    "Transformer": lambda n: n.Transformer(8, 2, 1, 1, 16),  # type: ignore[attr-defined]
+}
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_the_same_seed_gives_the_same_module(name: str) -> None:
+    torch.manual_seed(0)
+    theirs = BUILD[name](torch.nn)
+    torch.manual_seed(0)
+    ours = BUILD[name](nn)
+    assert type(ours) is OURS[type(theirs)]
+    expected, found = theirs.state_dict(), ours.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert [n for n, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
+    assert repr(ours) == repr(theirs)
+    changed = {"use_nested_tensor"}  # never used by ours
+    assert ours.__dict__.keys() == theirs.__dict__.keys()
+    for key, value in theirs.__dict__.items():
+        if not key.startswith("_") and key not in changed:
+            assert ours.__dict__[key] == value, key
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_state_moves_both_ways(name: str) -> None:
+    theirs, ours = BUILD[name](torch.nn), BUILD[name](nn)
+    for source, target in ((theirs, ours), (ours, theirs)):
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.normal_()
+        file = io.BytesIO()
+        torch.save(source.state_dict(), file)
+        file.seek(0)
+        target.load_state_dict(torch.load(file, weights_only=True), strict=True)
+        for one, other in zip(source.parameters(), target.parameters(), strict=True):
+            assert torch.equal(one, other)
+    if theirs.state_dict():
+        with pytest.raises(RuntimeError, match="Missing key"):
+            ours.load_state_dict({}, strict=True)
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies(name: str, how: str) -> None:
+    ours = BUILD[name](nn).eval()
+    ours.note = "kept"  # type: ignore[assignment]
+    if how == "deepcopy":
+        again = copy.deepcopy(ours)
+    elif how == "pickle":
+        again = pickle.loads(pickle.dumps(ours))
+    else:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    assert [type(m) for m in again.modules()] == [type(m) for m in ours.modules()]
+    assert again.note == "kept"
+    assert not again.training
+    for one, other in zip(ours.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one is not other
+
+
+def test_states_of_old_versions() -> None:
+    attention = nn.MultiheadAttention(8, 2)
+    state = attention.__dict__.copy()
+    del state["_qkv_same_embed_dim"]
+    old = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+    old.__setstate__(state)
+    x = torch.randn(3, 1, 8)
+    torch.testing.assert_close(old(x, x, x), attention(x, x, x))
+    for cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        state = cls(8, 2, 16).__dict__.copy()
+        del state["activation"]
+        layer = cls.__new__(cls)
+        layer.__setstate__(state)
+        assert layer.activation is torch.nn.functional.relu
+
+
+def test_dtype_and_device_arguments() -> None:
+    for name in ("TransformerEncoderLayer", "TransformerDecoderLayer"):
+        layer = getattr(nn, name)(8, 2, 16, device="meta", dtype=torch.bfloat16)
+        assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+    model = nn.Transformer(8, 2, 1, 1, 16, dtype=torch.float64)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_modules_move_and_convert() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0).double()
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    assert layer(x).dtype == torch.float64
+    assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+    assert layer.to("meta")(torch.empty(3, 2, 8, dtype=torch.bfloat16, device="meta")).is_meta
