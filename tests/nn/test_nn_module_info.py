@@ -22,6 +22,7 @@ from nn_ruler import (
 )
 from torch.testing._internal.common_modules import module_db
 
+from transformer_fast import _native, strict
 from transformer_fast.nn import masks
 
 INFOS = {info.module_cls: info for info in module_db if info.module_cls in OURS}
@@ -121,6 +122,14 @@ def check(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> None:
 def test_same_numbers(cls: type, dtype: torch.dtype, training: bool) -> None:
     """Training with gradients, inference without (where torch takes its fast path)."""
     check(cls, dtype, training, grad=training)
+
+
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+@pytest.mark.parametrize("cls", INFOS, ids=lambda cls: cls.__name__)
+def test_kernels_take_every_sample(cls: type) -> None:
+    """Inference in fp32, with the reference forbidden."""
+    with strict():
+        check(cls, torch.float32, training=False, grad=False)
 
 
 @pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.LayerNorm])

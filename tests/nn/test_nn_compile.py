@@ -1,0 +1,153 @@
+"""The modules in torch.compile (one graph, no breaks), torch.export and torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_fast import nn
+
+B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
+CAUSAL = nn.Transformer.generate_square_subsequent_mask
+
+
+def _padding(length: int) -> torch.Tensor:
+    hidden = torch.zeros(B, length, dtype=torch.bool)
+    hidden[1, 2:] = True
+    return hidden
+
+
+def _x(length: int = T) -> torch.Tensor:
+    return torch.randn(B, length, M)
+
+
+CASES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
+    "LayerNorm": lambda: (nn.LayerNorm(M), (_x(),), {}),
+    "attention": lambda: (nn.MultiheadAttention(M, H, batch_first=True), 3 * (_x(),), {}),
+    "attention, masks": lambda: (
+        nn.MultiheadAttention(M, H, add_zero_attn=True, batch_first=True),
+        (_x(), _x(S), _x(S)),
+        {"key_padding_mask": _padding(S), "need_weights": False},
+    ),
+    "encoder layer": lambda: (
+        nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True),
+        (_x(),),
+        {"src_mask": CAUSAL(T), "is_causal": True},
+    ),
+    "encoder layer, hooked": lambda: (
+        _hooked(nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, norm_first=True, batch_first=True)),
+        (_x(),),
+        {"src_key_padding_mask": _padding(T)},
+    ),
+    "decoder layer": lambda: (
+        nn.TransformerDecoderLayer(M, H, HIDDEN, 0.0, "gelu", norm_first=True, batch_first=True),
+        (_x(), _x(S)),
+        {"tgt_mask": CAUSAL(T).isinf(), "memory_key_padding_mask": _padding(S)},
+    ),
+    "encoder": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2),
+        (_x(), CAUSAL(T).isinf(), _padding(T)),
+        {},
+    ),
+    "transformer": lambda: (
+        nn.Transformer(M, H, 1, 1, HIDDEN, 0.0, batch_first=True),
+        (_x(S), _x()),
+        {"tgt_mask": CAUSAL(T), "src_key_padding_mask": _padding(S)},
+    ),
+}
+
+
+def _hooked(layer: torch.nn.Module) -> torch.nn.Module:
+    layer.linear1.register_forward_hook(lambda module, args, output: output + 1)
+    return layer
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph_forward_and_backward(name: str) -> None:
+    module, args, kwargs = CASES[name]()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    grads = []
+    for call in (module, compiled):
+        module.zero_grad()
+        output = _first(call(*args, **kwargs))
+        output.square().sum().backward()
+        grads.append([output.detach(), *(p.grad for p in module.parameters())])
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected)
+    module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args, **kwargs), module(*args, **kwargs))
+
+
+def test_dropout_in_the_graph() -> None:
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.4, batch_first=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = _x()
+    torch.manual_seed(5)
+    first = compiled(x)
+    assert not torch.equal(compiled(x), first)
+    torch.manual_seed(5)
+    assert torch.equal(compiled(x), first)
+
+
+def test_a_hook_added_later_is_seen() -> None:
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = _x()
+    before = compiled(x)
+    layer.norm1.register_forward_hook(lambda module, args, output: output * 2)
+    torch.compiler.reset()
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert not torch.allclose(compiled(x), before)
+
+
+def test_lengths_may_vary() -> None:
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True).eval()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (5, 6, 9):
+            x, hidden = _x(length), _padding(length)
+            torch.testing.assert_close(
+                compiled(x, src_key_padding_mask=hidden), layer(x, src_key_padding_mask=hidden)
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "encoder layer, hooked"])
+def test_export(name: str) -> None:
+    module, args, kwargs = CASES[name]()
+    module.eval()
+    program = torch.export.export(module, args, kwargs)
+    torch.testing.assert_close(program.module()(*args, **kwargs), module(*args, **kwargs))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_per_sample_gradients() -> None:
+    """vmap of grad, as differential privacy and meta-learning use it."""
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, parameters, (x[None],)).square().sum()
+
+    x = _x()
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for index in range(B):
+        layer.zero_grad()
+        layer(x[index : index + 1]).square().sum().backward()
+        for key, parameter in parameters.items():
+            torch.testing.assert_close(
+                found[key][index], parameter.grad, rtol=1e-4, atol=1e-5, msg=key
+            )
