@@ -139,7 +139,7 @@ struct Block {
     for (long j = 0; j < count; j += kPanel)
       panel_rows(work.query, work.query_stride, rows, work.keys + (start + j) * args.size,
                  args.size, work.scores + j, kScoreStride, least(kPanel, count - j),
-                 {nullptr, false, false});
+                 {nullptr, false, false}, work.keys + (start + j + kPanel) * args.size);
     const float* shared = nullptr;
     if (args.mask != nullptr && args.mask_stride[2] == 0) shared = mask_row(0, start, count);
     for (long i = 0; i < rows; ++i) {
@@ -156,7 +156,7 @@ struct Block {
       } else if (scaled) {
         for (long j = 0; j < seen; ++j) s[j] *= args.scale;
       }
-      for (long j = seen; j < round_up(count, kLanes); ++j) s[j] = -kInf;
+      for (long j = seen; j < round_up(count, kPanel); ++j) s[j] = -kInf;
     }
   }
 
@@ -164,26 +164,31 @@ struct Block {
   // their sum.
   float exponentiate(float* s, long count, float peak) const {
     const Vec minus = set1(peak == -kInf ? 0.0f : -peak), times = set1(factor);
-    Vec sum = zero();
-    for (long j = 0; j < count; j += kLanes) {
-      const Vec x = load(s + j);
-      const Vec e = exp(fma(x, times, minus));
-      sum = sum + e;
-      store(s + j, select(equal(x, set1(-kInf)), set1(kHidden), e));
+    Vec sum[2] = {zero(), zero()};
+    for (long j = 0; j < count; j += 2 * kLanes) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) {
+        const Vec x = load(s + j + u * kLanes);
+        const Vec e = select(equal(x, set1(-kInf)), set1(kHidden), exp(fma(x, times, minus)));
+        sum[u] = sum[u] + e;
+        store(s + j + u * kLanes, e);
+      }
     }
-    return reduce_add(sum);
+    return reduce_add(sum[0] + sum[1]);
   }
 
   void softmax_row(long i, long count) const {
     float* s = work.scores + i * kScoreStride;
-    Vec highest = set1(-kInf);
-    for (long j = 0; j < count; j += kLanes) highest = max(load(s + j), highest);
+    Vec highest[2] = {set1(-kInf), set1(-kInf)};
+    for (long j = 0; j < count; j += 2 * kLanes) {  // rows have room for whole panels
+      highest[0] = max(load(s + j), highest[0]);
+      highest[1] = max(load(s + j + kLanes), highest[1]);
+    }
     const float before = work.peak[i];
-    const float here = reduce_max(highest) * factor;
+    const float here = reduce_max(max(highest[0], highest[1])) * factor;
     const float peak = before > here ? before : here;
     const float sum = exponentiate(s, count, peak);
     float keep = 1.0f;
-    if (peak != before) {
+    if (peak != before && before != -kInf) {
       float one[kLanes];
       store(one, exp(set1(before - peak)));
       keep = one[0];
@@ -214,13 +219,19 @@ struct Block {
     for (long j = 0; j < args.value_size; j += kPanel)
       panel_rows(work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
                  work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
-                 {nullptr, true, false});
+                 {nullptr, true, false},
+                 work.values + (j + kPanel) * work.keys_up + start * kPanel);
   }
 
-  static void divide_row(const float* from, long n, float by, float* to) {
+  static void scale_row(const float* from, long n, float by, float* to) {
     long j = 0;
-    for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j) / set1(by));
-    for (; j < n; ++j) to[j] = from[j] / by;
+    for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j) * set1(by));
+    for (; j < n; ++j) to[j] = from[j] * by;
+  }
+
+  float* output_row(long i) const {
+    return args.output + b * args.output_stride[0] + head * args.output_stride[1] +
+           (first + i) * args.output_stride[2];
   }
 
   void begin() const {
@@ -235,6 +246,9 @@ struct Block {
       }
       float* o = work.sums + i * work.sum_stride;
       for (long j = 0; j < work.value_columns; j += kLanes) store(o + j, zero());
+      const float* out = output_row(i);
+      for (long d = 0; d < args.value_size; d += 16)
+        _mm_prefetch(reinterpret_cast<const char*>(out + d), _MM_HINT_T1);
       work.peak[i] = -kInf;
       work.total[i] = 0.0f;
     }
@@ -244,10 +258,9 @@ struct Block {
     for (long i = 0; i < rows; ++i) {
       const float total = work.total[i];
       const float* o = work.sums + i * work.sum_stride;
-      float* out = args.output + b * args.output_stride[0] + head * args.output_stride[1] +
-                   (first + i) * args.output_stride[2];
+      float* out = output_row(i);
       // What was never added to is 0 already.
-      divide_row(o, args.value_size, total == 0.0f ? 1.0f : total, out);
+      scale_row(o, args.value_size, total == 0.0f ? 1.0f : 1.0f / total, out);
       args.lse[(b * args.heads + head) * args.queries + first + i] =
           total == 0.0f ? -kInf : work.peak[i] + __builtin_logf(total);
     }

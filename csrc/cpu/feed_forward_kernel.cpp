@@ -59,13 +59,15 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
         bias = edge_bias;
       }
       panel_rows(x, layout.x_stride, rows, args.packed1 + (f + j) * args.k, args.k, hidden + j,
-                 layout.hidden_stride, columns, {bias, false, args.activation == kRelu});
+                 layout.hidden_stride, columns, {bias, false, args.activation == kRelu},
+                 args.packed1 + (f + j + kPanel) * args.k);
     }
     if (args.activation > kRelu)
       activate_rows(hidden, layout.hidden_stride, rows, units, args.activation);
     for (long j = 0; j < args.n; j += kPanel)
       panel_rows(hidden, layout.hidden_stride, rows, args.packed2 + j * args.f + f * kPanel, units,
-                 y + j, layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false});
+                 y + j, layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false},
+                 args.packed2 + (j + kPanel) * args.f + f * kPanel);
   }
   for (long i = 0; i < rows; ++i)
     copy_row(y + i * layout.y_stride, args.n, args.y + (begin + i) * args.n, args.n);

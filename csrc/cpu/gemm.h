@@ -21,8 +21,9 @@ TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
 TF_INLINE long least(long x, long y) { return x < y ? x : y; }
 TF_INLINE long most(long x, long y) { return x > y ? x : y; }
 
-// A running sum of n terms errs like n; sums of kChain terms that are then added up err like
-// sqrt(n * kChain). This keeps the error of long products at that of the best libraries.
+// Steps of k in one go. A running sum of n terms errs like n; sums of kChain terms that are then
+// added up err like sqrt(n * kChain), which keeps long products as exact as the best libraries'. And
+// kChain rows of a panel stay in the first-level cache while all rows of A pass by.
 constexpr long kChain = 128;
 
 // What becomes of a tile's sums.
@@ -32,24 +33,48 @@ struct TileEnds {
   bool relu;          // clamp at the end
 };
 
+// Memory to fetch meanwhile: `step` bytes on at each step of k.
+struct Ahead {
+  const char* place;
+  long step;
+};
+
 template <int kRows, int kVecs>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
-          const TileEnds& ends) {
+          const TileEnds& ends, Ahead ahead) {
   Vec acc[kRows][kVecs];
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
     acc[i][j] = zero();
-  for (long p = 0; p < k; ++p) {
+  // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
+  // pointers than that do not fit into registers.
+  const float* row[(kRows + 2) / 3];
+  TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] = a + 3 * i * a_stride;
+  const auto step = [&](int u) __attribute__((always_inline)) {
     Vec b[kVecs];
-    TF_UNROLL for (int j = 0; j < kVecs; ++j) {
-      b[j] = load(panel + j * kLanes);
-      // The panel streams from the second-level cache.
-      _mm_prefetch(reinterpret_cast<const char*>(panel + 8 * kPanel + j * kLanes), _MM_HINT_T0);
-    }
-    panel += kPanel;
+    TF_UNROLL for (int j = 0; j < kVecs; ++j) b[j] = load(panel + u * kPanel + j * kLanes);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
-      const Vec x = set1(a[i * a_stride + p]);
+      const Vec x = set1(row[i / 3][(i % 3) * a_stride + u]);
       TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] = fma(x, b[j], acc[i][j]);
     }
+  };
+  const auto advance = [&](int steps) __attribute__((always_inline)) {
+    TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] += steps;
+    panel += steps * kPanel;
+  };
+  long p = 0;
+  for (; p + 4 <= k; p += 4) {
+    _mm_prefetch(ahead.place, _MM_HINT_T0);
+    step(0);
+    step(1);
+    _mm_prefetch(ahead.place + 2 * ahead.step, _MM_HINT_T0);
+    step(2);
+    step(3);
+    ahead.place += 4 * ahead.step;
+    advance(4);
+  }
+  for (; p < k; ++p) {
+    step(0);
+    advance(1);
   }
   if (ends.accumulate) {
     TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
@@ -70,7 +95,7 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
 }
 
 using TileFunction = void (*)(const float*, long, const float*, long, float*, long,
-                              const TileEnds&);
+                              const TileEnds&, Ahead);
 
 #if defined(__AVX512F__)
 constexpr TileFunction kTiles[2][kTileRows] = {
@@ -85,32 +110,29 @@ constexpr TileFunction kTiles[2][kTileRows] = {
 #endif
 
 // Rows of one panel: c (m x columns) with columns <= kPanel. Writes whole vectors: up to
-// round_up(columns, kLanes) columns of c. The rows are split evenly, so that no tile is flat.
+// round_up(columns, kLanes) columns of c. The rows are split evenly, so that no tile is flat. What
+// of B is needed next (at last: `next`) is fetched meanwhile, a share by each tile.
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
-                          float* c, long c_stride, long columns, const TileEnds& ends) {
+                          float* c, long c_stride, long columns, const TileEnds& ends,
+                          const float* next) {
   const TileFunction* tiles = kTiles[columns > kLanes ? 1 : 0];
-  long count = (m + kTileRows - 1) / kTileRows;
-  for (long i = 0; i < m; --count) {
-    const long rows = (m - i + count - 1) / count;
-    const TileFunction run = tiles[rows - 1];
-    long p = 0;
-    do {
-      const long depth = least(kChain, k - p);
-      const bool last = p + depth == k;
-      run(a + i * a_stride + p, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride,
-          {ends.bias, ends.accumulate || p > 0, ends.relu && last});
-      p += depth;
-    } while (p < k);
-    i += rows;
-  }
-}
-
-// C = A B for scratch memory: c has room for round_up(n, kLanes) columns.
-TF_INLINE void multiply(const float* a, long a_stride, long m, const float* packed, long k, long n,
-                        float* c, long c_stride, bool accumulate) {
-  const TileEnds ends{nullptr, accumulate, false};
-  for (long j = 0; j < n; j += kPanel)
-    panel_rows(a, a_stride, m, packed + j * k, k, c + j, c_stride, least(kPanel, n - j), ends);
+  const long count = (m + kTileRows - 1) / kTileRows;
+  const long step = kPanel * static_cast<long>(sizeof(float)) / count;
+  long p = 0;
+  do {
+    const long depth = least(kChain, k - p);
+    const bool last = p + depth == k;
+    const TileEnds here{ends.bias, ends.accumulate || p > 0, ends.relu && last};
+    const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
+    for (long i = 0, left = count; i < m; --left) {
+      const long rows = (m - i + left - 1) / left;
+      tiles[rows - 1](a + i * a_stride + p, a_stride, panel + p * kPanel, depth, c + i * c_stride,
+                      c_stride, here, {ahead, step});
+      ahead += depth * step;
+      i += rows;
+    }
+    p += depth;
+  } while (p < k);
 }
 
 // One panel from the rows of a matrix: panel[p][j] = rows[j][p] for j < count <= kPanel, p < k, and

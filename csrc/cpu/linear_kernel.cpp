@@ -72,18 +72,20 @@ void linear_block(const LinearArgs& args, long row_begin, long row_end, long pan
       for (long p = panel_begin; p < panel_end; ++p) {
         const long column = p * kPanel, columns = least(kPanel, args.n - column);
         const float* panel = args.packed + column * args.k + depth * kPanel;
+        const float* next = panel + kPanel * args.k;
         float* y = args.y + row * args.y_stride + column;
         const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
         const bool relu = last && args.activation == kRelu;
         if (columns == kPanel) {
-          panel_rows(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu});
+          panel_rows(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu},
+                     next);
         } else {
           if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
           if (!first)
             for (long i = 0; i < rows; ++i)
               copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
           panel_rows(a, a_stride, rows, panel, k, edge, kPanel, columns,
-                     {bias != nullptr ? edge_bias : nullptr, !first, relu});
+                     {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
           for (long i = 0; i < rows; ++i)
             copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
         }
