@@ -1,0 +1,32 @@
+"""``python -m transformer_fast info`` and ``python -m transformer_fast compare``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .cli import compare, info
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m transformer_fast",
+        description="What this machine can run, and how kernels compare with the reference on it.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | compare")
+    for command, summary in (
+        (info, "what can run here, and why the rest cannot"),
+        (compare, "parity and speed of every kernel against the reference, here, on real text"),
+    ):
+        name = command.__name__.rpartition(".")[2]
+        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.main, parser=sub)
+    options = parser.parse_args(arguments)
+    return options.run(options.parser, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""``python -m transformer_fast compare``: is it right here, and how fast is it here?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .. import _native
+from ..dispatch import BACKENDS, OPS
+from ..measure import machine
+from ..measure.clock import QUICK, Plan
+from ..measure.contest import Contest, Row, run_contest
+from ..measure.roof import why_no_roof
+from ..measure.text import Batch, batches, pairs
+from . import form, notes, table, text_models, text_ops
+from .console import bullets, output, progress
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+CASES = (*OPS, *text_models.NAMES)
+
+_PLAN = Plan(rounds=25, seconds=2.0, least=5, sample=0.003)
+#: The text: paragraphs per batch, and where a paragraph is cut.
+_BATCHES, _SIZE, _LONGEST = 2, 8, 384
+_MODEL_LONGEST = 160
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--op", nargs="+", choices=CASES, default=list(CASES), metavar="OP",
+        help=f"what to compare, of: {', '.join(CASES)} (all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", nargs="+", choices=BACKENDS, default=None, metavar="BACKEND",
+        help=f"backends that get a row, of: {', '.join(BACKENDS)} (all that take the call)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="a torch device, like cpu or cuda:0 (cpu)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", metavar="DTYPE",
+        help=f"one of: {', '.join(DTYPES)} (float32)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and less text")
+    parser.add_argument(
+        "--compile", action="store_true", help="let torch.compile compete (takes minutes)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures there")
+
+
+def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).item()
+    except Exception as error:
+        # torch has no common class for "no such device here"; the first line says which it is.
+        parser.error(
+            f"argument --device: {name!r} cannot be used here: {str(error).splitlines()[0]}"
+        )
+    return device
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"argument --threads: must be at least 1, not {options.threads}")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
+    return _device(parser, options.device)
+
+
+def _makers(
+    options: argparse.Namespace, device: torch.device, text: list[Batch]
+) -> list[Callable[[], Contest]]:
+    dtype = DTYPES[options.dtype]
+    wanted = options.backend or BACKENDS
+    inside: list[str | None] = [None] if options.backend is None else list(options.backend)
+    pair = pairs(1, _SIZE // 2 if options.quick else _SIZE, _MODEL_LONGEST)
+    return [
+        *text_ops.contests(options.op, wanted, text, dtype, device),
+        *text_models.contests(options.op, inside, text, pair, dtype, device, options.compile),
+    ]
+
+
+@contextmanager
+def _reporting(total: int) -> Iterator[Callable[[str | None], None]]:
+    """``report(name)`` when a contest starts, ``report(None)`` when it ends."""
+    with progress() as bar:
+        task = bar.add_task("", total=total)
+
+        def report(name: str | None) -> None:
+            if name is None:
+                bar.advance(task)
+            else:
+                bar.update(task, description=name)
+
+        yield report
+
+
+def run(
+    makers: Sequence[Callable[[], Contest]],
+    plan: Plan,
+    report: Callable[[str | None], None],
+    probe_before: bool = True,
+) -> tuple[list[Row], list[str]]:
+    """All contests: their rows, and notes on what ran inside modules."""
+    rows: list[Row] = []
+    remarks: list[str] = []
+    for make in makers:
+        report("preparing")
+        contest = make()
+        report(f"{contest.op} {contest.case}")
+        rows += run_contest(contest, plan, probe_before=probe_before)
+        remarks += notes.inside(contest.op, contest.inside)
+        report(None)
+    return rows, remarks
+
+
+def _print(
+    console: Console, rows: list[Row], sections: dict[str, list[str]], head: Sequence[str]
+) -> None:
+    for line in head:
+        console.print(line, style="dim", highlight=False, soft_wrap=False)
+    console.print()
+    console.print(table.build(rows, console.width))
+    console.print()
+    for line in table.LEGEND:
+        console.print(line, style="dim", highlight=False)
+    for title, lines in sections.items():
+        if lines:
+            style = "bold red" if title == "Failed" else "bold"
+            console.print(f"\n{title}", style=style)
+            bullets(console, lines)
+
+
+def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit status: 0, or 1 if a result is outside its error budget."""
+    device = _check(parser, options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
+    makers = _makers(options, device, text)
+    with _reporting(len(makers)) as report:
+        plan = QUICK if options.quick else _PLAN
+        rows, remarks = run(makers, plan, report, probe_before=not options.quick)
+    about = machine.describe(device)
+    real = sum(int(b.lengths.sum()) for b in text)
+    places = sum(b.tokens.numel() for b in text)
+    head = [
+        machine.line(about),
+        f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch')} of {_SIZE} "
+        f"paragraphs, {real:,} bytes in {places:,} places",
+    ]
+    sections = {
+        "Failed": notes.failures(rows),
+        "Not on a kernel": [*notes.fallbacks(rows), *remarks],
+        "Without a row": notes.absent(rows),
+    }
+    if (reason := why_no_roof(device)) is not None:
+        sections["No roof"] = [reason]
+    if _native.why_not is not None:
+        sections["No native kernels"] = [_native.why_not]
+    console = output()
+    _print(console, rows, sections, head)
+    if options.json is not None:
+        _write(options, about, rows, sections)
+    failed = sections["Failed"]
+    checked = sum(row.ok is not None and row.ours for row in rows)
+    verdict = f"{len(failed)} of {checked} results are wrong" if failed else (
+        f"all {checked} results are within the error budget"
+    )  # fmt: skip
+    console.print(f"\n{verdict}", style="bold red" if failed else "bold green", highlight=False)
+    return 1 if failed else 0
+
+
+def _write(
+    options: argparse.Namespace,
+    about: dict[str, Any],
+    rows: list[Row],
+    sections: dict[str, list[str]],
+) -> None:
+    result = {
+        "machine": about,
+        "options": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+            if key not in ("run", "parser", "json")
+        },
+        "notes": sections,
+        "rows": [asdict(row) | _named(row) for row in rows],
+    }
+    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _named(row: Row) -> dict[str, Any]:
+    """Named tuples as objects; json would make lists of them."""
+    fields = {"time": row.time, "vs_reference": row.vs_reference, "vs_torch": row.vs_torch}
+    return {key: value and value._asdict() for key, value in fields.items()}

@@ -1,0 +1,151 @@
+"""``python -m transformer_fast info``: what can run here, and why the rest cannot."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import _native
+from ..dispatch import BACKENDS, OPS, kernels
+from ..measure import machine
+from . import form
+from .console import bullets, output
+from .limits import kernel_row, reasons
+
+_SWITCHES = (
+    "TRANSFORMER_FAST_BACKEND",
+    "TRANSFORMER_FAST_STRICT",
+    "TRANSFORMER_FAST_CPU_ISA",
+    "TRITON_INTERPRET",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--probe", action="store_true", help="measure the machine's peak rates too (seconds)"
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile the Triton kernels ahead of time and show what they need (minutes)",
+    )
+
+
+def gpu_state() -> str:
+    """One sentence about GPUs."""
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return f"{', '.join(names)} (CUDA {torch.version.cuda})"
+    if torch.version.cuda is None:
+        return f"none: torch {torch.__version__} was built without CUDA"
+    return f"none: torch was built for CUDA {torch.version.cuda}, but it finds no device"
+
+
+def triton_state() -> str:
+    """One sentence about Triton, without importing it."""
+    if importlib.util.find_spec("triton") is None:
+        return "not installed (pip install triton); its kernels cannot run or be compiled"
+    version = importlib.metadata.version("triton")
+    if torch.cuda.is_available():
+        return f"{version}, runs on the GPU"
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return f"{version}, in its interpreter, on CPU tensors (TRITON_INTERPRET)"
+    return f"{version}; without a GPU it runs only in its interpreter (TRITON_INTERPRET=1)"
+
+
+def _native_lines() -> Iterable[tuple[str, str]]:
+    module = _native.module
+    if module is None:
+        yield "native kernels", f"none: {_native.why_not}"
+        return
+    build = module.build_info()
+    yield "native kernels", f"{build['compiler']}, for torch {build['torch_version']}"
+    yield "flags", build["flags"]
+    features = module.cpu_features()
+    has = [name for name, there in features.items() if there]
+    lacks = [name for name, there in features.items() if not there]
+    yield "CPU has", " ".join(has) or "nothing beyond x86-64"
+    if lacks:
+        yield "CPU lacks", " ".join(lacks)
+    supported = module.supported_isas()
+    beyond = [isa for isa in build["isa_flags"] if isa not in supported]
+    text = f"{module.isa()} in use, of {', '.join(supported)}"
+    if beyond:
+        text += f"; built, but not in this CPU: {', '.join(beyond)}"
+    yield "instruction sets", text
+
+
+def _facts() -> Table:
+    about = machine.describe()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    commit = f" ({about['commit']})" if about["commit"] else ""
+    rows = [
+        ("transformer_fast", about["transformer_fast"] + commit),
+        ("python", f"{about['python']}, {about['system']}, {sys.executable}"),
+        ("torch", about["torch"]),
+        ("CPU", about["cpu"]),
+        ("threads", f"{about['threads']} of {form.count(about['logical_cpus'] or 1, 'CPU')}"),
+        *_native_lines(),
+        ("GPU", gpu_state()),
+        ("triton", triton_state()),
+    ]
+    for name in _SWITCHES:
+        if name in os.environ:
+            rows.append((name, os.environ[name]))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _kernel_table() -> Table:
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for heading in ("op", "backend", "state", "devices", "dtypes", "gradients", "dropout"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("activations")
+    for op in OPS:
+        for number, kernel in enumerate(kernels(op)):
+            table.add_row("" if number else op, *kernel_row(kernel))
+    return table
+
+
+def _probe_table() -> Table:
+    from .probes import table
+
+    return table()
+
+
+def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Always 0: nothing here can be wrong, only absent."""
+    console: Console = output()
+    console.print(_facts(), highlight=False)
+    console.print("\n[bold]Kernels[/], in the order in which the dispatcher asks them")
+    console.print(_kernel_table(), highlight=False)
+    every = [kernel for op in OPS for kernel in kernels(op)]
+    present = {kernel.backend for kernel in every}
+    lines = reasons(every)
+    lines += [f"{name}: it has no kernels yet" for name in BACKENDS if name not in present]
+    if lines:
+        console.print("\n[bold]Cannot run here[/]")
+        bullets(console, lines)
+    if options.probe:
+        console.print("\n[bold]Measured peaks[/]")
+        if _native.module is None:
+            bullets(console, [f"no probes: {_native.why_not}"])
+        else:
+            console.print(_probe_table(), highlight=False)
+    if options.kernels:
+        from .compiled import show
+
+        console.print("\n[bold]Triton kernels, compiled ahead of time[/]")
+        show(console)
+    return 0

@@ -1,0 +1,68 @@
+"""Why some work has no row, or did not run on a kernel of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..measure.contest import Row
+from . import form
+
+#: Kernels of ours, as opposed to what they are measured against.
+_FALLBACKS = ("reference", "torch")
+
+
+def absent(rows: Iterable[Row]) -> list[str]:
+    """Contenders without a figure, by reason: 'triton: it runs on ... (all 9 cases)'."""
+    rows = list(rows)
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.time is None and not row.failed:
+            place = f"{row.op} {row.case}"
+            cases.setdefault((row.contender, row.reason or "no reason told"), []).append(place)
+    lines = []
+    for (contender, reason), places in cases.items():
+        total = len({(row.op, row.case) for row in rows if row.contender == contender})
+        if len(places) == total and total > 1:
+            where = f"all {total} cases"
+        elif len(places) <= 3:
+            where = "; ".join(places)
+        else:
+            where = form.count(len(places), "case")
+        lines.append(f"{contender}: {reason} ({where})")
+    return lines
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    return [f"{row.op} {row.case} on {row.contender}: {row.reason}" for row in rows if row.failed]
+
+
+def fallbacks(rows: Sequence[Row]) -> list[str]:
+    """Cases that go to the reference or to PyTorch, with what stood against our kernels."""
+    lines = []
+    for row in rows:
+        if row.chosen and row.contender in _FALLBACKS:
+            others = [
+                f"{other.contender}: {other.reason}"
+                for other in rows
+                if (other.op, other.case) == (row.op, row.case)
+                and other.contender not in _FALLBACKS
+                and other.reason
+            ]
+            because = f", because {'; '.join(others)}" if others else ""
+            lines.append(f"{row.op} {row.case} runs on '{row.contender}'{because}")
+    return lines
+
+
+def inside(op: str, reasons: Mapping[tuple[str, str], dict[str, list[str]]]) -> list[str]:
+    """The same for ops inside a module: what `calls.record` found."""
+    lines = []
+    for (inner, backend), against in reasons.items():
+        if backend in _FALLBACKS:
+            told = "; ".join(
+                f"{name}: {', '.join(why)}"
+                for name, why in against.items()
+                if why and name not in _FALLBACKS
+            )
+            because = f", because {told}" if told else ""
+            lines.append(f"{inner} in {op} runs on '{backend}'{because}")
+    return lines

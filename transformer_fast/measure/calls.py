@@ -1,0 +1,66 @@
+"""Which backend a call goes to, or went to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .. import dispatch
+from ..dispatch import OPS, Kernel
+from ..testing import call_of
+
+
+def chosen(op: str, arguments: tuple[Any, ...]) -> str | None:
+    """The backend that the dispatcher chooses; None if it refuses the call."""
+    return dispatch.explain_call(call_of(op, arguments)).backend
+
+
+@dataclass
+class Record:
+    """Which backends a stretch of code ran on."""
+
+    #: How often each (op, backend) ran.
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    #: For the first call of each (op, backend): what stood against the other backends.
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Within the block every kernel that runs is written down. For one thread; costs time."""
+    found = Record()
+
+    def watch(kernel: Kernel) -> Kernel:
+        key = kernel.op, kernel.backend
+
+        def run(*arguments: Any) -> Any:
+            if key not in found.calls:
+                found.reasons[key] = dispatch.explain_call(call_of(kernel.op, arguments)).reasons
+            found.calls[key] += 1
+            return kernel.run(*arguments)
+
+        return replace(kernel, run=run)
+
+    before = [kernel for op in OPS for kernel in dispatch.kernels(op)]
+    for kernel in before:
+        dispatch.register(watch(kernel))
+    try:
+        yield found
+    finally:
+        for kernel in before:
+            dispatch.register(kernel)
+
+
+def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
+    """``run`` with every op inside it on ``backend``; None leaves the choice to the dispatcher."""
+    if backend is None:
+        return run
+
+    def on_backend(*arguments: Any) -> Any:
+        with dispatch.use_backend(backend):
+            return run(*arguments)
+
+    return on_backend

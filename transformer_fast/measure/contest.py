@@ -1,0 +1,232 @@
+"""One case, its contenders, and what comes of it: parity first, then time, then the roof."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import roof
+from .clock import ORDINARY, Plan, alternate
+from .summary import Ratio, Summary, speed_up, summarise
+
+
+class Verdict(Protocol):
+    """How far a result is from the fp64 oracle; `testing.Parity` is one."""
+
+    @property
+    def error(self) -> float: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def ok(self) -> bool: ...
+
+
+#: Positional arguments of one call.
+Arguments = tuple[Any, ...]
+Judge = Callable[[Any, Arguments], Verdict]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that can do the work of a case, or the reason why it cannot."""
+
+    name: str
+    run: Callable[..., Any] | None
+    reason: str | None = None
+    #: Held to the error budget: a red result fails the whole run. Peers are not.
+    ours: bool = True
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One case. All contenders get the same arguments and must give the same result."""
+
+    op: str
+    case: str
+    #: Several equal pieces of work with different data, each of one or more calls.
+    inputs: Sequence[Sequence[Arguments]]
+    contenders: Sequence[Contender]
+    judge: Judge
+    #: Of one piece of work; useful_flops leaves out what masks hide.
+    flops: float
+    bytes: float
+    useful_flops: float
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    #: The contender that the dispatcher would choose.
+    chosen: str | None = None
+    #: Names of the contenders that others are measured against.
+    reference: str = "reference"
+    torch: tuple[str, ...] = ("torch",)
+    #: For modules: the (op, backend) that the dispatcher chose inside, and why not the others.
+    inside: Mapping[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
+
+
+@dataclass
+class Row:
+    """What one contender did in one case; all figures are for one piece of work."""
+
+    op: str
+    case: str
+    contender: str
+    ours: bool
+    chosen: bool
+    #: Why there are no figures, or none of speed.
+    reason: str | None = None
+    ok: bool | None = None
+    error: float | None = None
+    error_ratio: float | None = None
+    time: Summary | None = None
+    samples: list[float] = field(default_factory=list)
+    vs_reference: Ratio | None = None
+    vs_torch: Ratio | None = None
+    #: Which of torch's contenders was the fastest.
+    best_torch: str | None = None
+    #: Time at the roof / time taken.
+    roof_share: float | None = None
+    bound: str | None = None
+    flops: float = 0.0
+    useful_flops: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is ours and its result is wrong."""
+        return self.ours and self.ok is False
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (tuple, list)):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _told(error: Exception) -> str:
+    last = str(error).strip().splitlines()
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    message = last[0] if last else "no message"
+    return f"{type(error).__name__}: {message} ({where.name})"
+
+
+def _check(contest: Contest, contender: Contender, row: Row) -> bool:
+    """Fill in the row's parity; False if it may not be timed."""
+    assert contender.run is not None
+    calls = contest.inputs[0]
+    for arguments in calls:
+        before = [x.detach().clone() for x in _tensors(arguments)]
+        try:
+            verdict = contest.judge(contender.run(*arguments), arguments)
+        except Exception as error:
+            # A peer that breaks is a row with its reason; a kernel of ours that breaks is red.
+            row.ok, row.reason = (False if contender.ours else None), _told(error)
+            return False
+        for tensor, copy in zip(_tensors(arguments), before, strict=True):
+            if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
+                row.ok, row.reason = False, "it changed its input"
+                return False
+        row.ok = verdict.ok and row.ok is not False
+        row.error = _worse(row.error, verdict.error)
+        row.error_ratio = _worse(row.error_ratio, verdict.ratio)
+    if not row.ok:
+        row.reason = "its result is outside the error budget, so no speed is given"
+    return bool(row.ok)
+
+
+def _worse(one: float | None, other: float) -> float:
+    if one is None or other != other:
+        return other
+    return one if one != one else max(one, other)
+
+
+def _caller(contest: Contest, run: Callable[..., Any]) -> Callable[[int], None]:
+    def call(index: int) -> None:
+        for arguments in contest.inputs[index]:
+            run(*arguments)
+
+    return call
+
+
+def _recheck(contest: Contest, contenders: Mapping[str, Contender], rows: dict[str, Row]) -> None:
+    """After the timing, on data that parity has not seen yet."""
+    for name, contender in contenders.items():
+        assert contender.run is not None
+        arguments = contest.inputs[-1][-1]
+        try:
+            good = contest.judge(contender.run(*arguments), arguments).ok
+        except Exception:
+            good = False
+        if not good:
+            row = rows[name]
+            row.ok, row.time, row.samples = False, None, []
+            row.reason = "its result was right before the timing and is wrong after it"
+
+
+def _compare(contest: Contest, rows: list[Row]) -> None:
+    timed = {row.contender: row for row in rows if row.time is not None}
+    reference = timed.get(contest.reference)
+    peers = [timed[name] for name in contest.torch if name in timed]
+    best = min(peers, key=lambda row: row.time.median if row.time else 0.0, default=None)
+    for row in timed.values():
+        if reference is not None:
+            row.vs_reference = speed_up(reference.samples, row.samples)
+        if best is not None:
+            row.vs_torch = speed_up(best.samples, row.samples)
+            row.best_torch = best.contender
+
+
+@torch.no_grad()
+def run_contest(
+    contest: Contest,
+    plan: Plan = ORDINARY,
+    tick: Callable[[], None] | None = None,
+    probe_before: bool = True,
+) -> list[Row]:
+    """Check, time and compare the contenders of one case; a row for each, in their order.
+
+    No gradients are recorded, unless a contender turns them on. ``probe_before=False`` saves one
+    of the two measurements of the roof.
+    """
+    rows = {
+        contender.name: Row(
+            contest.op,
+            contest.case,
+            contender.name,
+            contender.ours,
+            contender.name == contest.chosen,
+            contender.reason,
+            flops=contest.flops,
+            useful_flops=contest.useful_flops,
+            bytes=contest.bytes,
+        )
+        for contender in contest.contenders
+    }
+    able: dict[str, Contender] = {}
+    for contender in contest.contenders:
+        if contender.run is not None and _check(contest, contender, rows[contender.name]):
+            able[contender.name] = contender
+    work = contest.useful_flops, contest.bytes, contest.dtype, contest.device
+    top = roof.probe(*work) if probe_before and able else None
+    samples = alternate(
+        {name: _caller(contest, c.run) for name, c in able.items() if c.run is not None},
+        len(contest.inputs),
+        plan,
+        contest.device,
+        tick,
+    )
+    after = roof.probe(*work) if able else None
+    for name, taken in samples.items():
+        rows[name].samples, rows[name].time = taken, summarise(taken)
+    _recheck(contest, able, rows)
+    top = after.better(top) if after is not None else None
+    for row in rows.values():
+        if row.time is not None and top is not None:
+            row.roof_share, row.bound = top.seconds / row.time.median, top.bound
+    _compare(contest, list(rows.values()))
+    return list(rows.values())

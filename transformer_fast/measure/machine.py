@@ -1,0 +1,109 @@
+"""The machine line: what a figure is worth nothing without."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _native
+from .._version import __version__
+
+#: What must agree before two results are compared.
+IDENTITY = ("cpu", "logical_cpus", "threads", "isa", "gpu")
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return " ".join((found[1] if found else platform.processor() or platform.machine()).split())
+
+
+def governor() -> str | None:
+    """The policy for the clock rate, where the system tells it."""
+    path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def commit() -> str | None:
+    """The git commit of this checkout, with '+' if files differ from it; None outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", "transformer_fast", "csrc"
+        )
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """All that may matter for a figure taken now on ``device``, ready for JSON."""
+    device = torch.device(device)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "cpu": cpu_model(),
+        "logical_cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "isa": _native.module.isa() if _native.module is not None else None,
+        "gpu": gpu,
+        "governor": governor(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformer_fast": __version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def line(machine: dict[str, Any]) -> str:
+    """One line for people."""
+    parts = [
+        machine["gpu"],
+        machine["cpu"],
+        f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread",
+        machine["isa"] or "no native module",
+        f"governor {machine['governor']}" if machine["governor"] else None,
+        f"torch {machine['torch']}",
+        f"transformer_fast {machine['transformer_fast']}"
+        + (f" ({machine['commit']})" if machine["commit"] else ""),
+        machine["date"][:10],
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """A file name for the machine's results."""
+    text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*", " ", machine["cpu"].lower())
+    parts = [machine["gpu"], text, machine["isa"] or "pure", f"{machine['threads']}-threads"]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(p.lower() for p in parts if p)).strip("-")
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What makes two machine lines different machines, in sentences; empty: the same."""
+    return [
+        f"{key} is {one.get(key)!r} in one and {other.get(key)!r} in the other"
+        for key in IDENTITY
+        if one.get(key) != other.get(key)
+    ]

@@ -1,0 +1,72 @@
+"""The contest of one op: every backend that takes the call, and PyTorch's own op."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .. import dispatch
+from ..dispatch import BACKENDS
+from ..specs import OPS
+from ..testing import call_of
+from . import torch_ops
+from .calls import chosen
+from .contest import Arguments, Contender, Contest
+from .judge import OpJudge
+
+
+def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list[Contender]:
+    call = call_of(op, arguments)
+    kernels = {kernel.backend: kernel for kernel in dispatch.kernels(op)}
+    found = []
+    for backend in BACKENDS:
+        if backend not in wanted:
+            continue
+        kernel = kernels.get(backend)
+        if kernel is None:
+            found.append(Contender(backend, None, "it has no kernel for this op"))
+        elif reasons := dispatch.why_not(kernel, call):
+            found.append(Contender(backend, None, "; ".join(reasons)))
+        else:
+            found.append(Contender(backend, kernel.run))
+    return found
+
+
+def _of_torch(op: str, arguments: Arguments) -> Contender:
+    reason = torch_ops.why_not(OPS[op].named(arguments).get("dropout_p", 0.0))
+    return Contender("torch", None if reason else torch_ops.OPS[op], reason, ours=False)
+
+
+def op_contest(
+    op: str,
+    case: str,
+    inputs: Sequence[Sequence[Arguments]],
+    backends: Collection[str] = BACKENDS,
+    peers: Sequence[Contender] = (),
+) -> Contest:
+    """A contest on these inputs (see `Contest.inputs`); the reference and torch always take part.
+
+    ``backends`` names those that are to have a row; one that refuses has its reason as the row.
+    """
+    first = inputs[0][0]
+    spec = OPS[op]
+    wanted = {*backends, "reference"} - {"torch"}
+    contenders = _of_backends(op, first, wanted)
+    torch_backend = _of_backends(op, first, ("torch",))[0]
+    # The dispatcher's torch backend, where it takes the call, is the op that a user would call.
+    contenders.append(torch_backend if torch_backend.run else _of_torch(op, first))
+    leading = next(x for x in first if isinstance(x, torch.Tensor))
+    return Contest(
+        op=op,
+        case=case,
+        inputs=inputs,
+        contenders=[*contenders, *peers],
+        judge=OpJudge(op),
+        flops=sum(spec.flops(arguments) for arguments in inputs[0]),
+        useful_flops=sum(spec.useful_flops(arguments) for arguments in inputs[0]),
+        bytes=sum(spec.bytes(arguments) for arguments in inputs[0]),
+        dtype=leading.dtype,
+        device=leading.device,
+        chosen=chosen(op, first),
+    )

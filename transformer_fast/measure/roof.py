@@ -1,0 +1,115 @@
+"""The roof: the shortest time in which this machine could do a piece of work.
+
+max(arithmetic / peak rate, memory traffic / bandwidth), with both rates measured (never read from
+a data sheet) beside the work they judge. On the CPU they are the native module's probes: a loop of
+multiply-adds in registers, and memcpy over as many bytes as the work touches, so that work which
+fits in a cache is held to that cache. On a GPU they are a large matrix product and a large copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import _native
+
+#: probe_copy_bandwidth takes no less per thread.
+_LEAST_BYTES = 4096
+#: Beyond this, more bytes only take more time: no cache is that large.
+_MOST_BYTES = 1 << 27
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Measured rates, in flop/s and bytes/s, and the work they are applied to."""
+
+    peak: float
+    bandwidth: float
+    flops: float
+    bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.flops / self.peak, self.bytes / self.bandwidth)
+
+    @property
+    def bound(self) -> str:
+        """Which of the two limits the work: 'compute' or 'bandwidth'."""
+        return "compute" if self.flops / self.peak >= self.bytes / self.bandwidth else "bandwidth"
+
+    def better(self, other: Roof | None) -> Roof:
+        """The higher of two measurements of each rate; noise only ever lowers them."""
+        if other is None:
+            return self
+        return Roof(
+            max(self.peak, other.peak),
+            max(self.bandwidth, other.bandwidth),
+            self.flops,
+            self.bytes,
+        )
+
+
+def why_no_roof(device: torch.device) -> str | None:
+    """Why nothing can be probed on this device, as a sentence, or None."""
+    if device.type == "cuda":
+        return None
+    if device.type != "cpu":
+        return f"there are no probes for {device.type} devices"
+    return _native.why_not
+
+
+def _cpu_peak(dtype: torch.dtype, threads: int) -> float:
+    module = _native.module
+    assert module is not None
+    if dtype == torch.bfloat16 and module.isa() in ("avx512_bf16", "amx"):
+        return module.probe_bf16_dot(threads) * 1e9
+    # fp16 is computed in fp32; fp64 has half as many lanes.
+    return module.probe_fma(threads) * (0.5e9 if dtype == torch.float64 else 1e9)
+
+
+def _rate(work: Callable[[], object], amount: float) -> float:
+    """Best of five, on the current GPU."""
+    best = 0.0
+    work()
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        best = max(best, amount / (start.elapsed_time(end) / 1e3))
+    return best
+
+
+def _gpu_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    size = 4096 if dtype in (torch.float32, torch.float64) else 8192
+    with torch.cuda.device(device):
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        b, c = torch.randn_like(a), torch.empty_like(a)
+        peak = _rate(lambda: torch.mm(a, b, out=c), 2.0 * size**3)
+        source = torch.empty(1 << 28, device=device, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return peak, _rate(lambda: target.copy_(source), 2.0 * source.numel())
+
+
+def probe(
+    flops: float, bytes: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Roof | None:
+    """Measure the rates now, for work of that size; None where nothing can be probed.
+
+    Takes a few tenths of a second, with torch's number of threads.
+    """
+    device = torch.device(device)
+    if why_no_roof(device) is not None:
+        return None
+    if device.type == "cuda":
+        return Roof(*_gpu_rates(dtype, device), flops, bytes)
+    module = _native.module
+    assert module is not None
+    threads = torch.get_num_threads()
+    # The probe copies between two buffers of this size.
+    size = int(min(_MOST_BYTES, max(bytes, 4 * _LEAST_BYTES * threads))) // 2
+    bandwidth = module.probe_copy_bandwidth(size, threads) * 1e9
+    return Roof(_cpu_peak(dtype, threads), bandwidth, flops, bytes)

@@ -1,0 +1,88 @@
+"""Real input: English text that every Python installation carries.
+
+The paragraphs of Python's own language reference (`pydoc_data.topics`), as bytes, in the order in
+which they stand there. Their lengths vary as lengths of paragraphs do, so batches of them have the
+padding that real batches have. What is shorter than a sentence (headings, lines of grammar) is left
+out.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Tokens are bytes; these two come after them.
+PADDING = 256
+BEGIN = 257
+VOCABULARY = 258
+
+_SHORTEST = 80
+
+
+@functools.cache
+def paragraphs() -> tuple[bytes, ...]:
+    """About 1,700 paragraphs, 400 kB."""
+    from pydoc_data.topics import topics
+
+    found = []
+    for name in sorted(topics):
+        for paragraph in re.split(r"\n\s*\n", topics[name]):
+            text = " ".join(paragraph.split()).encode()
+            if len(text) >= _SHORTEST:
+                found.append(text)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Paragraphs side by side."""
+
+    #: (B, T) int64, PADDING behind the end.
+    tokens: Tensor
+    #: (B,) int64.
+    lengths: Tensor
+
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool: True where there is text."""
+        return self.tokens != PADDING
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(self.tokens.to(device), self.lengths.to(device))
+
+
+def batch(texts: list[bytes], longest: int, begin: bool = False) -> Batch:
+    """One batch of ``texts``, each cut after ``longest`` tokens, with BEGIN in front if asked."""
+    rows = [([BEGIN] if begin else []) + list(text) for text in texts]
+    rows = [row[:longest] for row in rows]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.full((len(rows), int(lengths.max())), PADDING)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    return Batch(tokens, lengths)
+
+
+def _take(count: int, size: int, skip: int, after: int = 0) -> list[list[bytes]]:
+    texts = paragraphs()
+    if skip < 0 or count < 1 or size < 1 or skip + count * size + after > len(texts):
+        raise ValueError(
+            f"there are {len(texts)} paragraphs, which is not enough for {count} batches of {size} "
+            f"after the first {skip}"
+        )
+    starts = range(skip + after, skip + after + count * size, size)
+    return [list(texts[start : start + size]) for start in starts]
+
+
+def batches(count: int, size: int, longest: int = 512, skip: int = 0) -> list[Batch]:
+    """``count`` batches of ``size`` consecutive paragraphs; the first ``skip`` are passed over."""
+    return [batch(texts, longest) for texts in _take(count, size, skip)]
+
+
+def pairs(count: int, size: int, longest: int = 256, skip: int = 0) -> list[tuple[Batch, Batch]]:
+    """(source, target) batches for teacher forcing: each paragraph's target is the next one."""
+    targets = [batch(texts, longest, begin=True) for texts in _take(count, size, skip, 1)]
+    return list(zip(batches(count, size, longest, skip), targets, strict=True))

@@ -1,0 +1,137 @@
+"""What a user of PyTorch would call in place of each op, in the reference's signature.
+
+These are contenders, not a backend: they take masks that `backends.torch` refuses for the sake of
+what stands at hidden places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference.linear import activate
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = residual + input
+    return F.layer_norm(total, normalized_shape, weight, bias, eps), total
+
+
+def _joined_mask(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor | None, bool]:
+    """SDPA takes a mask or is_causal, not both; lengths it does not take."""
+    keys = key.shape[-2]
+    if key_lengths is not None:
+        real = torch.arange(keys, device=key.device) < key_lengths[:, None]
+        real = real[:, None, None, :]
+        if mask is None:
+            mask = real
+        elif mask.dtype == torch.bool:
+            mask = mask & real
+        else:
+            mask = mask.masked_fill(~real, -math.inf)
+    if mask is not None and is_causal:
+        past = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=key.device).tril()
+        mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -math.inf)
+        is_causal = False
+    return mask, is_causal
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    enable_gqa: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    mask, is_causal = _joined_mask(query, key, attn_mask, key_lengths, is_causal)
+    if not need_weights:
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return output, None
+    # What torch.nn.MultiheadAttention does when it is asked for the weights.
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device).tril()
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if hides else scores + mask
+    weights = torch.softmax(scores, dim=-1)
+    return weights @ value, weights
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor] | None,
+    residual: Tensor | None,
+) -> Tensor:
+    y = activate(F.linear(input, weight, bias), activation)
+    return y if residual is None else y + residual
+
+
+def feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    return F.linear(activate(F.linear(input, weight1, bias1), activation), weight2, bias2)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "layer_norm": layer_norm,
+    "add_layer_norm": add_layer_norm,
+    "attention": attention,
+    "linear": linear,
+    "feed_forward": feed_forward,
+}
+
+
+def why_not(dropout_p: float) -> str | None:
+    """Why there is nothing of PyTorch's to compare with, as a sentence, or None."""
+    if dropout_p != 0.0:
+        return "PyTorch drops other elements for the same seed, so its result cannot be checked"
+    return None
