@@ -58,7 +58,7 @@ inline Scratch& kernel_scratch() {
   return scratch;
 }
 inline Scratch& shared_scratch(int slot) {
-  thread_local Scratch scratch[2];
+  thread_local Scratch scratch[3];
   return scratch[slot];
 }
 

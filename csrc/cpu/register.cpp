@@ -170,7 +170,10 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
   }
 }
 
-// A weight in panels, in the calling thread's shared scratch at `place`.
+// Floats behind the panels of a packed weight: room for prefetching, and at the very end the width of
+// a panel, which tells whether the instruction set in use can read it.
+constexpr int64_t kPackedTail = 64;
+
 void pack(const Tensor& weight, float* place) {
   const Rows w = as_rows(weight);
   const int64_t width = TF_DISPATCH(panel_columns, );
@@ -180,6 +183,39 @@ void pack(const Tensor& weight, float* place) {
       [&](int64_t begin, int64_t end) {
         TF_DISPATCH(pack_panels, w.data, w.stride, weight.size(0), w.columns, place, begin, end);
       });
+}
+
+Tensor pack_weight(Tensor weight) {
+  check_float("pack_weight", "weight", weight);
+  STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
+  const int64_t size = TF_DISPATCH(packed_size, weight.size(0), weight.size(1)) + kPackedTail;
+  Tensor packed = fresh(weight, {size});
+  float* place = static_cast<float*>(packed.mutable_data_ptr());
+  if (weight.numel() > 0) pack(weight, place);
+  for (int64_t i = size - kPackedTail; i < size; ++i) place[i] = 0.0f;
+  place[size - 1] = static_cast<float>(TF_DISPATCH(panel_columns, ));
+  return packed;
+}
+
+// The panels of a weight: those given, if they are a packed copy of it that this instruction set
+// reads, else packed now into the calling thread's shared scratch.
+const float* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot,
+                       int64_t room) {
+  const int64_t n = weight.size(0), k = weight.size(1);
+  if (packed && packed->is_cpu() && packed->scalar_type() == ScalarType::Float &&
+      packed->is_contiguous() &&
+      packed->numel() == TF_DISPATCH(packed_size, n, k) + kPackedTail) {
+    const float* data = static_cast<const float*>(packed->const_data_ptr());
+    const bool width = data[packed->numel() - 1] == static_cast<float>(TF_DISPATCH(panel_columns, ));
+    const bool adjacent = k <= 1 || weight.stride(1) == 1;
+    if (width && adjacent &&
+        TF_DISPATCH(packed_matches, static_cast<const float*>(weight.const_data_ptr()),
+                    weight.stride(0), n, k, data))
+      return data;
+  }
+  float* place = shared_scratch(slot).floats(room);
+  pack(weight, place);
+  return place;
 }
 
 std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
@@ -222,8 +258,8 @@ int64_t row_count(const Tensor& input) {
   return rows;
 }
 
-Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias,
-              std::optional<Tensor> residual, int64_t activation) {
+Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed,
+              std::optional<Tensor> bias, std::optional<Tensor> residual, int64_t activation) {
   check_float("linear", "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
@@ -238,16 +274,17 @@ Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> bias,
   const Rows x = as_rows(input);
   const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
   const std::optional<Tensor> b = contiguous(bias);
-  float* packed = shared_scratch(0).floats(TF_DISPATCH(packed_size, n, k) + 1024);
-  pack(weight, packed);
-  run_linear({x.data, packed, optional_data(b), r.data,
+  const float* panels =
+      panels_of(weight, packed, 0, TF_DISPATCH(packed_size, n, k) + kPackedTail);
+  run_linear({x.data, panels, optional_data(b), r.data,
               static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
               static_cast<int>(activation)});
   shared_scratch(0).trim();
   return output;
 }
 
-Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> bias1, Tensor weight2,
+Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
+                    std::optional<Tensor> bias1, Tensor weight2, std::optional<Tensor> packed2,
                     std::optional<Tensor> bias2, int64_t activation) {
   const char* op = "feed_forward";
   check_float(op, "input", input);
@@ -260,22 +297,21 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> bias1, T
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
-  const int64_t size1 = TF_DISPATCH(packed_size, f, k) + 1024,
-                size2 = TF_DISPATCH(packed_size, n, f) + 1024;
-  float* packed = shared_scratch(0).floats(size1 + size2);
-  pack(weight1, packed);
-  pack(weight2, packed + size1);
+  const int64_t size1 = TF_DISPATCH(packed_size, f, k) + kPackedTail,
+                size2 = TF_DISPATCH(packed_size, n, f) + kPackedTail;
+  const float* panels1 = panels_of(weight1, packed1, 0, size1);
+  const float* panels2 = panels_of(weight2, packed2, 1, size2);
   float* y = static_cast<float*>(output.mutable_data_ptr());
   const int64_t threads = torch::stable::get_num_threads();
   if (m < 56 * threads) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
-    float* hidden = shared_scratch(1).floats(m * f);
-    run_linear({x.data, packed, optional_data(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
+    float* hidden = shared_scratch(2).floats(m * f);
+    run_linear({x.data, panels1, optional_data(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
                 static_cast<int>(activation)});
-    run_linear({hidden, packed + size1, optional_data(b2), nullptr, y, m, f, n, f, 0, n,
+    run_linear({hidden, panels2, optional_data(b2), nullptr, y, m, f, n, f, 0, n,
                 0});
   } else {
-    const FeedForwardArgs args{x.data, packed, optional_data(b1), packed + size1,
+    const FeedForwardArgs args{x.data, panels1, optional_data(b1), panels2,
                                optional_data(b2), y, m, k, f, n, x.stride,
                                static_cast<int>(activation)};
     const int64_t most = TF_DISPATCH(feed_forward_row_block, args);
@@ -287,8 +323,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> bias1, T
                   kernel_scratch().floats(scratch));
     });
   }
-  shared_scratch(0).trim();
-  shared_scratch(1).trim();
+  for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
   return output;
 }
 
@@ -303,17 +338,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
       "bool is_causal, float scale, bool need_weights) -> (Tensor output, Tensor lse, Tensor "
       "weights)");
+  m.def("cpu_pack_weight(Tensor weight) -> Tensor");
   m.def(
-      "cpu_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> "
+      "cpu_linear(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual, int activation) -> "
       "Tensor");
   m.def(
-      "cpu_feed_forward(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
-      "Tensor? bias2, int activation) -> Tensor");
+      "cpu_feed_forward(Tensor input, Tensor weight1, Tensor? packed1, Tensor? bias1, "
+      "Tensor weight2, Tensor? packed2, Tensor? bias2, int activation) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_layer_norm", TORCH_BOX(&tf::layer_norm));
   m.impl("cpu_attention", TORCH_BOX(&tf::attention));
+  m.impl("cpu_pack_weight", TORCH_BOX(&tf::pack_weight));
   m.impl("cpu_linear", TORCH_BOX(&tf::linear));
   m.impl("cpu_feed_forward", TORCH_BOX(&tf::feed_forward));
 }

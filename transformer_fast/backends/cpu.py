@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _native
 from ..dispatch import Call, Kernel, register
+from .cpu_packing import packed_weight
 
 _FLOAT = frozenset({torch.float32})
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -75,6 +76,7 @@ def linear(
     return torch.ops.transformer_fast.cpu_linear(
         input,
         weight,
+        packed_weight(weight),
         bias,
         residual,
         _ACTIVATIONS[activation],  # type: ignore[index]
@@ -94,8 +96,10 @@ def feed_forward(
     return torch.ops.transformer_fast.cpu_feed_forward(
         input,
         weight1,
+        packed_weight(weight1),
         bias1,
         weight2,
+        packed_weight(weight2),
         bias2,
         _ACTIVATIONS[activation],  # type: ignore[index]
     )
@@ -133,8 +137,18 @@ def _fake_attention(
     return output, lse, query.new_empty(shape)
 
 
+def _fake_pack_weight(weight: Tensor) -> Tensor:
+    # The size depends on the instruction set; no traced program asks for it.
+    raise NotImplementedError("weights are packed outside traced programs")
+
+
 def _fake_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
+    input: Tensor,
+    weight: Tensor,
+    packed: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
 ) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
@@ -142,8 +156,10 @@ def _fake_linear(
 def _fake_feed_forward(
     input: Tensor,
     weight1: Tensor,
+    packed1: Tensor | None,
     bias1: Tensor | None,
     weight2: Tensor,
+    packed2: Tensor | None,
     bias2: Tensor | None,
     activation: int,
 ) -> Tensor:
@@ -161,6 +177,7 @@ def _register() -> None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_layer_norm": _fake_layer_norm,
             "cpu_attention": _fake_attention,
+            "cpu_pack_weight": _fake_pack_weight,
             "cpu_linear": _fake_linear,
             "cpu_feed_forward": _fake_feed_forward,
         }

@@ -1,0 +1,106 @@
+"""Weights packed once for inference and reused, never stale.
+
+The kernels read a weight in panels. Packing costs about as much as multiplying a few dozen rows, so
+for calls without gradients the packed copy of an `nn.Parameter` (or of a view of one) is kept and
+used until the parameter changes: by an in-place update or ``load_state_dict`` (its version counter),
+by ``.to()`` or assignment to ``.data`` (its memory), by replacement or deletion (a weak reference).
+Writes that PyTorch cannot see (through ``.data`` views, NumPy, shared memory) are caught by
+comparing two dozen values at each call, which notices an update of the whole matrix but may miss one
+of a few elements; `forget` drops all copies.
+
+At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept, the oldest going first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Entry(NamedTuple):
+    owner: weakref.ref[Tensor]
+    version: int
+    address: int
+    #: Keeps the memory at `address` from being given to another tensor while the entry stands.
+    storage: Any
+    packed: Tensor
+
+
+_entries: OrderedDict[tuple[Any, ...], _Entry] = OrderedDict()
+_lock = threading.Lock()
+_limit = int(os.environ.get("TRANSFORMER_FAST_PACKED_MB", "4096")) << 20
+_held = 0
+
+
+def packed_weight(weight: Tensor) -> Tensor | None:
+    """The packed copy of a parameter, or None where none is kept (the kernel then packs itself)."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() and weight.requires_grad:
+        return None
+    owner = weight if weight._base is None else weight._base
+    if not isinstance(owner, torch.nn.Parameter):
+        return None
+    key = (id(owner), weight.storage_offset(), weight.shape, weight.stride())
+    entry = _entries.get(key)
+    if (
+        entry is not None
+        and entry.version == owner._version
+        and entry.address == weight.data_ptr()
+        and entry.owner() is owner
+        and entry.packed.dtype == weight.dtype
+    ):
+        return entry.packed
+    return _pack(key, owner, weight)
+
+
+def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor) -> Tensor | None:
+    global _held
+    # Before packing: a write in the meantime must not pass for the packed state.
+    version, address = owner._version, weight.data_ptr()
+    with torch.no_grad():
+        packed = torch.ops.transformer_fast.cpu_pack_weight(weight.detach())
+    size = packed.nbytes
+    with _lock:
+        _drop(key)
+        if size > _limit:
+            return packed
+        while _held + size > _limit:
+            _drop(next(iter(_entries)))
+        reference = weakref.ref(owner, lambda _: forget_key(key))
+        _entries[key] = _Entry(reference, version, address, weight.untyped_storage(), packed)
+        _held += size
+    return packed
+
+
+def _drop(key: tuple[Any, ...]) -> None:
+    global _held
+    entry = _entries.pop(key, None)
+    if entry is not None:
+        _held -= entry.packed.nbytes
+
+
+def forget_key(key: tuple[Any, ...]) -> None:
+    """Drop one copy (its parameter is gone)."""
+    # A weak reference's callback may run while this thread holds the lock.
+    if _lock.acquire(blocking=False):
+        try:
+            _drop(key)
+        finally:
+            _lock.release()
+
+
+def forget() -> None:
+    """Drop all packed copies; the next call of each kernel packs again."""
+    with _lock:
+        for key in list(_entries):
+            _drop(key)
+
+
+def held_bytes() -> int:
+    """Memory that packed copies take now."""
+    return _held
