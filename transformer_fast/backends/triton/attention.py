@@ -149,16 +149,16 @@ def attention_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, row_max, row_sum): the last two (B, H, T) fp32, for the backward and the weights."""
+    """(output, shift, norm): the last two (B, H, T) fp32, for the backward and the weights."""
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed
     )
     batch, heads, queries, keys = problem.sizes
     output = like_heads(query, value.shape[-1])
-    row_max = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
-    row_sum = torch.empty_like(row_max)
+    shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    norm = torch.empty_like(shift)
     if problem.empty:
-        return output.zero_(), row_max.zero_(), row_sum.zero_()
+        return output.zero_(), shift.zero_(), norm.zero_()
     tile = config.attention_forward(problem.architecture, max(problem.head), problem.half)
     lists = problem.lists(tile)
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
@@ -174,8 +174,8 @@ def attention_forward(
         None if lists is None else lists.counts,
         None if lists is None else lists.numbers,
         output,
-        row_max,
-        row_sum,
+        shift,
+        norm,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -199,4 +199,4 @@ def attention_forward(
         RAGGED=keys % tile.keys != 0,
         **problem.constants(),
     )
-    return output, row_max, row_sum
+    return output, shift, norm

@@ -13,14 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_bwd_kernel import inverse, tile_gradients
+from .attention_bwd_kernel import load_share, tile_gradients
 from .tiles import load_rows
 
 
 @triton.jit(do_not_specialize=["limit", "splits"])
 def attention_bias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dw_ptr, mask_ptr, length_ptr, seed_ptr,
-    max_ptr, sum_ptr, delta_ptr,
+    shift_ptr, norm_ptr, delta_ptr,
     share_ptr,  # (splits, Bm, Hm, Tm, S)
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_ks,
@@ -82,13 +82,15 @@ def attention_bias_kernel(
         at = v_ptr + b * stride_vb + (h // group) * stride_vh
         v = load_rows(at, key, stride_vs, column_v, end, DV, True)
         row = (b * heads + h) * queries + query
-        row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
-        share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+        shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+        share = shift
+        if NATURAL:
+            share = load_share(norm_ptr, row, query < queries)
         delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
         _, dscores = tile_gradients(
-            q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale, end,
+            q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
             mask_ptr + b * stride_mb + h * stride_mh, stride_mt, stride_ms, queries, keys, limit,
-            keep_scale, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+            keep_scale, True, False, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
         )  # fmt: skip
         total += dscores
 

@@ -19,13 +19,13 @@ def _query_gradient(
     grad_output: Tensor,
     grad_weights: Tensor | None,
     extra: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
+    shift: Tensor,
+    norm: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(dQ, delta)."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, queries, keys = problem.sizes
-    grad_query, delta = like_heads(q, q.shape[-1]), torch.empty_like(row_max)
+    grad_query, delta = like_heads(q, q.shape[-1]), torch.empty_like(shift)
     tile = config.attention_backward_query(problem.architecture, max(problem.head), problem.half)
     lists = problem.lists(tile)
     launch(
@@ -43,8 +43,8 @@ def _query_gradient(
         problem.seed,
         None if lists is None else lists.counts,
         None if lists is None else lists.numbers,
-        row_max,
-        row_sum,
+        shift,
+        norm,
         delta,
         grad_query,
         *q.stride()[:3],
@@ -80,8 +80,8 @@ def _key_gradients(
     problem: Problem,
     grad_output: Tensor,
     grad_weights: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
+    shift: Tensor,
+    norm: Tensor,
     delta: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(dK, dV)."""
@@ -103,8 +103,8 @@ def _key_gradients(
         problem.seed,
         None if lists is None else lists.counts,
         None if lists is None else lists.numbers,
-        row_max,
-        row_sum,
+        shift,
+        norm,
         delta,
         grad_key,
         grad_value,
@@ -142,8 +142,8 @@ def _mask_gradient(
     owner: Tensor,
     grad_output: Tensor,
     grad_weights: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
+    shift: Tensor,
+    norm: Tensor,
     delta: Tensor,
 ) -> Tensor:
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
@@ -171,8 +171,8 @@ def _mask_gradient(
         mask.data,
         problem.lengths,
         problem.seed,
-        row_max,
-        row_sum,
+        shift,
+        norm,
         delta,
         shares,
         *q.stride()[:3],
@@ -215,13 +215,13 @@ def attention_backward(
     seed: Tensor | None,
     output: Tensor,
     weights: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
+    shift: Tensor,
+    norm: Tensor,
     need_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if ``need_mask``, of the additive attn_mask.
 
-    ``output``, ``row_max`` and ``row_sum`` are what the forward returned. ``grad_weights`` is the
+    ``output``, ``shift`` and ``norm`` are what the forward returned. ``grad_weights`` is the
     gradient of the returned weights, and then ``weights`` are those.
     """
     problem = make_problem(
@@ -242,15 +242,15 @@ def attention_backward(
         grad_weights = grad_weights.contiguous()
         extra = (weights.float() * grad_weights.float()).sum(-1)
     grad_query, delta = _query_gradient(
-        problem, output, grad_output, grad_weights, extra, row_max, row_sum
+        problem, output, grad_output, grad_weights, extra, shift, norm
     )
     grad_key, grad_value = _key_gradients(
-        problem, grad_output, grad_weights, row_max, row_sum, delta
+        problem, grad_output, grad_weights, shift, norm, delta
     )
     grad_mask = None
     if need_mask:
         assert attn_mask is not None
         grad_mask = _mask_gradient(
-            problem, attn_mask, grad_output, grad_weights, row_max, row_sum, delta
+            problem, attn_mask, grad_output, grad_weights, shift, norm, delta
         )
     return grad_query, grad_key, grad_value, grad_mask

@@ -6,7 +6,7 @@ returned weights (usually absent) and all products elementwise unless written wi
     dP = K' (dO @ V^T + dW),   delta = rowsum(P dP) = rowsum(dO O) + rowsum(W dW)
     dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
 
-P is computed again from the saved row maxima and sums. One kernel makes dQ (a program per tile of
+P is computed again from the saved shift and norm of each row. One kernel makes dQ (a program per tile of
 queries), one dK and dV (a program per tile of keys, walking over all query heads of its group):
 7 matrix products instead of the 5 of a kernel that adds dQ up with atomics, and the same bits in
 every run. Accumulators are fp32.
@@ -35,42 +35,54 @@ from .tiles import (
 
 
 @triton.jit
-def inverse(row_sum):
-    # Rows that see nothing have the sum 0 and no weights.
-    return tl.where(row_sum == 0.0, 0.0, 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
+def load_share(norm_ptr, row, inside):
+    """What the exponential of natural scores is still to be multiplied by."""
+    norm = tl.load(norm_ptr + row, mask=inside, other=0.0)
+    # Rows that see nothing have the norm 0 and no weights.
+    return tl.where(norm == 0.0, 0.0, 1.0 / tl.where(norm == 0.0, 1.0, norm))
 
 
 @triton.jit
 def tile_gradients(
     q, k, v, do,
     query, key, start,
-    row, row_max, share, delta,
+    row, shift, share, delta,
     dw_ptr, seed, scale, end,
     mask_base, stride_mt, stride_ms,
     queries, keys, limit, keep_scale,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
     DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed."""
+    """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed.
+
+    BOUNDED is False where no key is beyond ``end``, or where it does not matter: columns of dS that
+    the caller clears.
+    """
     if TRANSPOSED:
         scores = product(k, tl.trans(q), PRECISION)
         dweights = product(v, tl.trans(do), PRECISION)
         query_at, key_at, row_at = query[None, :], key[:, None], row[None, :]
-        row_max, share, delta = row_max[None, :], share[None, :], delta[None, :]
+        shift, delta = shift[None, :], delta[None, :]
+        if NATURAL:
+            share = share[None, :]
     else:
         scores = product(q, tl.trans(k), PRECISION)
         dweights = product(do, tl.trans(v), PRECISION)
         query_at, key_at, row_at = query[:, None], key[None, :], row[:, None]
-        row_max, share, delta = row_max[:, None], share[:, None], delta[:, None]
+        shift, delta = shift[:, None], delta[:, None]
+        if NATURAL:
+            share = share[:, None]
     if MASKED:
         scores, visible = visible_scores(
             scores, query_at, key_at, scale, end, mask_base, stride_mt, stride_ms, queries, keys,
-            CAUSAL, MASK, MASK_ROWS, NATURAL,
+            BOUNDED, CAUSAL, MASK, MASK_ROWS, NATURAL,
         )  # fmt: skip
     elif NATURAL:
         scores *= scale
-    weights = power(scores, row_max, scale, NATURAL) * share
+    weights = power(scores, shift, scale, NATURAL)
+    if NATURAL:
+        weights *= share
     if dw_ptr is not None:
         inside = (query_at < queries) & (key_at < keys)
         dweights += tl.load(dw_ptr + row_at * keys + key_at, mask=inside, other=0.0).to(tl.float32)
@@ -102,8 +114,8 @@ def attention_backward_query_kernel(
     seed_ptr,
     count_ptr,
     number_ptr,
-    max_ptr,  # (B, H, T) fp32
-    sum_ptr,  # (B, H, T) fp32
+    shift_ptr,  # (B, H, T) fp32
+    norm_ptr,  # (B, H, T) fp32
     delta_ptr,  # (B, H, T) fp32, written here for the other kernels
     dq_ptr,  # (B, H, T, D)
     stride_qb, stride_qh, stride_qt,
@@ -145,8 +157,10 @@ def attention_backward_query_kernel(
     if extra_ptr is not None:
         delta += tl.load(extra_ptr + row, mask=query < queries, other=0.0)
     tl.store(delta_ptr + row, delta, mask=query < queries)
-    row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
-    share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+    shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+    share = shift
+    if NATURAL:
+        share = load_share(norm_ptr, row, query < queries)
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
@@ -154,7 +168,8 @@ def attention_backward_query_kernel(
     if MASK != 0:
         mask_base = mask_ptr + b * stride_mb + h * stride_mh
 
-    MASKED: tl.constexpr = CAUSAL or MASK != 0 or RAGGED or length_ptr is not None
+    BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
+    MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
     end = keys
     if length_ptr is not None:
         end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
@@ -183,21 +198,21 @@ def attention_backward_query_kernel(
             k = load_rows(k_base, key, stride_ks, column, keys, D, False)
             v = load_rows(v_base, key, stride_vs, column_v, keys, DV, False)
             _, dscores = tile_gradients(
-                q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale, end,
+                q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
                 mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                False, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                False, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
             dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
     if MASKED:
         for i in range(full, total):
             start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
             key = start + tl.arange(0, BLOCK_S)
-            k = load_rows(k_base, key, stride_ks, column, end, D, True)
-            v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
+            k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
+            v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
             _, dscores = tile_gradients(
-                q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale, end,
+                q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
                 mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
             dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
     # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
@@ -207,12 +222,12 @@ def attention_backward_query_kernel(
             for i in tl.range(0, total, num_stages=1):
                 start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
                 key = start + tl.arange(0, BLOCK_S)
-                k = load_rows(k_base, key, stride_ks, column, end, D, True)
-                v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
+                k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
+                v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
                 _, dscores = tile_gradients(
-                    q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale,
+                    q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                     end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                 )  # fmt: skip
                 # A visible key that is not finite has made dscores NaN already.
                 k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)
@@ -233,8 +248,8 @@ def attention_backward_key_kernel(
     seed_ptr,
     count_ptr,  # lists by keys
     number_ptr,
-    max_ptr,
-    sum_ptr,
+    shift_ptr,
+    norm_ptr,
     delta_ptr,  # (B, H, T) fp32, from the kernel of dQ
     dk_ptr,  # (B, Hkv, S, D)
     dv_ptr,  # (B, Hkv, S, DV)
@@ -310,13 +325,15 @@ def attention_backward_key_kernel(
                 q = load_rows(q_base, query, stride_qt, column, queries, D, RAGGED)
                 do = load_rows(do_base, query, stride_gt, column_v, queries, DV, RAGGED)
                 row = row_base + query
-                row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
-                share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+                shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+                share = shift
+                if NATURAL:
+                    share = load_share(norm_ptr, row, query < queries)
                 delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
                 kept, dscores = tile_gradients(
-                    q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale,
+                    q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                     end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    False, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    False, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                 )  # fmt: skip
                 dv = dot(kept.to(do.dtype), do, dv, PRECISION)
                 dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
@@ -327,13 +344,15 @@ def attention_backward_key_kernel(
                 q = load_rows(q_base, query, stride_qt, column, queries, D, RAGGED)
                 do = load_rows(do_base, query, stride_gt, column_v, queries, DV, RAGGED)
                 row = row_base + query
-                row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
-                share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
+                shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+                share = shift
+                if NATURAL:
+                    share = load_share(norm_ptr, row, query < queries)
                 delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
                 kept, dscores = tile_gradients(
-                    q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed, scale,
+                    q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                     end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    True, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    True, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                 )  # fmt: skip
                 dv = dot(kept.to(do.dtype), do, dv, PRECISION)
                 dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
@@ -351,19 +370,21 @@ def attention_backward_key_kernel(
                 for number in tl.range(0, all_tiles, num_stages=1):
                     query = number * BLOCK_T + tl.arange(0, BLOCK_T)
                     row = row_base + query
-                    row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
-                    row_sum = tl.load(sum_ptr + row, mask=query < queries, other=0.0)
-                    share = inverse(row_sum)
+                    shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+                    share = shift
+                    if NATURAL:
+                        share = load_share(norm_ptr, row, query < queries)
+                    norm = tl.load(norm_ptr + row, mask=query < queries, other=0.0)
                     delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
-                    # Other than 0: a sum that is NaN belongs to a query that sees something.
-                    sees = (row_sum != 0.0)[:, None]
+                    # Other than 0: a norm that is NaN belongs to a query that sees something.
+                    sees = (norm != 0.0)[:, None]
                     q = load_rows(q_base, query, stride_qt, column, queries, D, True)
                     do = load_rows(do_base, query, stride_gt, column_v, queries, DV, True)
                     q, do = tl.where(sees, q, 0.0), tl.where(sees, do, 0.0)
                     kept, dscores = tile_gradients(
-                        q, k, v, do, query, key, start, row, row_max, share, delta, dw_ptr, seed,
+                        q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed,
                         scale, end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                        True, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                        True, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                     )  # fmt: skip
                     dv = dot(kept.to(do.dtype), do, dv, PRECISION)
                     dk = dot(dscores.to(q.dtype), q, dk, PRECISION)

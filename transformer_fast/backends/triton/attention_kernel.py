@@ -7,8 +7,10 @@ online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022): ru
 running sum l, accumulator in fp32. Tiles visible to all of its queries come first and take no
 masking at all; the others follow; tiles visible to none are not in the walk.
 
-m and l are both saved (not only m + log l): where a mask adds finfo.min to a whole row, m + log l
-rounds to m, and the backward would lose the sum.
+Saved per row: ``shift`` and ``norm``, such that P = exp(score - shift) / norm with an additive mask,
+where m + log l may round to m (finfo.min in a whole row) and the sum would be lost. Otherwise
+shift = m + log l and P = exp(score - shift), one value and one multiplication less. A norm of 0 always
+tells of a row that sees nothing.
 
 Hidden keys and values may hold NaN. Scores are replaced where hidden, so keys do no harm; for values
 0 * NaN would. Rather than clean every tile, the result is looked at once: only if it is not finite
@@ -37,8 +39,8 @@ from .tiles import (
 
 @triton.jit
 def _online_step(
-    scores, scale, row_max, row_sum, accumulator, value, keep, MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    scores, scale, row_max, row_sum, accumulator, value, start, dropout_row, seed, limit,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     new_max = tl.maximum(row_max, largest(scores, scale, NATURAL))
     base = new_max
@@ -49,6 +51,7 @@ def _online_step(
     shrink = power(row_max, base, 1.0, NATURAL)
     row_sum = row_sum * shrink + tl.sum(weights, 1)
     if DROPOUT:
+        keep = keep_tile(seed, dropout_row, start, limit, scores.shape[1])
         weights = tl.where(keep, weights, 0.0)
     accumulator = dot(weights.to(value.dtype), value, accumulator * shrink[:, None], PRECISION)
     return new_max, row_sum, accumulator
@@ -65,8 +68,8 @@ def attention_forward_kernel(
     count_ptr,  # lists of visible tiles, or None
     number_ptr,
     out_ptr,  # (B, H, T, DV)
-    max_ptr,  # (B, H, T) fp32
-    sum_ptr,  # (B, H, T) fp32
+    shift_ptr,  # (B, H, T) fp32
+    norm_ptr,  # (B, H, T) fp32
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_ks,
     stride_vb, stride_vh, stride_vs,
@@ -105,7 +108,8 @@ def attention_forward_kernel(
     if MASK != 0:
         mask_base = mask_ptr + b * stride_mb + h * stride_mh
 
-    MASKED: tl.constexpr = CAUSAL or MASK != 0 or RAGGED or length_ptr is not None
+    BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
+    MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
     end = keys
     if length_ptr is not None:
         end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
@@ -129,7 +133,6 @@ def attention_forward_kernel(
     row_max = tl.full([BLOCK_T], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_T], tl.float32)
     accumulator = tl.zeros([BLOCK_T, BLOCK_DV], tl.float32)
-    keep = True
     if LISTED or MASK == 0:
         for i in range(0, full):
             start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
@@ -138,34 +141,36 @@ def attention_forward_kernel(
             scores = product(q, tl.trans(k), PRECISION)
             if NATURAL:
                 scores *= scale
-            if DROPOUT:
-                keep = keep_tile(seed, dropout_row, start, limit, BLOCK_S)
             v = load_rows(v_base, key, stride_vs, column_v, keys, DV, False)
             row_max, row_sum, accumulator = _online_step(
-                scores, scale, row_max, row_sum, accumulator, v, keep, False, DROPOUT, NATURAL, PRECISION
+                scores, scale, row_max, row_sum, accumulator, v, start, dropout_row, seed, limit,
+                False, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
     if MASKED:
         for i in range(full, total):
             start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
             key = start + tl.arange(0, BLOCK_S)
-            k = load_rows(k_base, key, stride_ks, column, end, D, True)
+            k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
             scores, visible = visible_scores(
                 product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end, mask_base,
-                stride_mt, stride_ms, queries, keys, CAUSAL, MASK, MASK_ROWS, NATURAL,
+                stride_mt, stride_ms, queries, keys, BOUNDED, CAUSAL, MASK, MASK_ROWS, NATURAL,
             )  # fmt: skip
-            if DROPOUT:
-                keep = keep_tile(seed, dropout_row, start, limit, BLOCK_S)
-            v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
+            v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
             row_max, row_sum, accumulator = _online_step(
-                scores, scale, row_max, row_sum, accumulator, v, keep, True, DROPOUT, NATURAL, PRECISION
+                scores, scale, row_max, row_sum, accumulator, v, start, dropout_row, seed, limit,
+                True, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
 
     # A row that sees nothing has l = 0: output 0, and m = 0 keeps the backward free of infinities.
-    share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+    some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    share = 1.0 / some_sum
     row_max = tl.where(row_sum == 0.0, 0.0, row_max)
     stat = bh.to(tl.int64) * queries + query
-    tl.store(max_ptr + stat, row_max, mask=query < queries)
-    tl.store(sum_ptr + stat, row_sum, mask=query < queries)
+    shift = row_max
+    if not NATURAL:
+        shift += tl.log2(some_sum)
+    tl.store(shift_ptr + stat, shift, mask=query < queries)
+    tl.store(norm_ptr + stat, row_sum, mask=query < queries)
     if DROPOUT:
         share *= keep_scale
     accumulator *= share[:, None]
@@ -177,21 +182,25 @@ def attention_forward_kernel(
         if any_not_finite(accumulator):
             tl.debug_barrier()  # other threads stored the first result
             CHUNK: tl.constexpr = 32 if BLOCK_DV > 32 else BLOCK_DV
+            PIECE: tl.constexpr = 16
             for first_column in range(0, BLOCK_DV, CHUNK):
                 some = first_column + tl.arange(0, CHUNK)
                 clean = tl.zeros([BLOCK_T, CHUNK], tl.float32)
                 spoilt = tl.zeros([BLOCK_T, CHUNK], tl.float32)
-                for i in tl.range(0, total, num_stages=1):
-                    start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
-                    key = start + tl.arange(0, BLOCK_S)
-                    k = load_rows(k_base, key, stride_ks, column, end, D, True)
+                # In small pieces: this rare walk must not cost the common one registers.
+                for j in tl.range(0, total * (BLOCK_S // PIECE), num_stages=1):
+                    number = tile_number(j // (BLOCK_S // PIECE), full, 0, list_ptr, capacity, LISTED)
+                    start = number * BLOCK_S + j % (BLOCK_S // PIECE) * PIECE
+                    key = start + tl.arange(0, PIECE)
+                    k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
                     scores, visible = visible_scores(
                         product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end,
-                        mask_base, stride_mt, stride_ms, queries, keys, CAUSAL, MASK, MASK_ROWS, NATURAL,
+                        mask_base, stride_mt, stride_ms, queries, keys, BOUNDED, CAUSAL, MASK,
+                        MASK_ROWS, NATURAL,
                     )  # fmt: skip
                     weights = power(scores, row_max[:, None], scale, NATURAL) * share[:, None]
                     if DROPOUT:
-                        keep = keep_tile(seed, dropout_row, start, limit, BLOCK_S)
+                        keep = keep_tile(seed, dropout_row, start, limit, PIECE)
                         weights = tl.where(keep, weights, 0.0)
                     inside = (key < end)[:, None] & (some < DV)[None, :]
                     at = v_base + key.to(tl.int64)[:, None] * stride_vs + some[None, :]
@@ -199,7 +208,8 @@ def attention_forward_kernel(
                     finite = tl.abs(v.to(tl.float32)) < float("inf")
                     clean = dot(weights.to(v.dtype), tl.where(finite, v, 0.0), clean, PRECISION)
                     seen = (visible & (scores == scores)).to(tl.float32).to(v.dtype)
-                    spoilt = dot(seen, (~finite).to(tl.float32).to(v.dtype), spoilt, PRECISION)
+                    other = (~finite).to(tl.float32).to(v.dtype)
+                    spoilt = dot(seen, other, spoilt, PRECISION)
                 at = out_base + query.to(tl.int64)[:, None] * stride_ot + some[None, :]
                 inside = (query < queries)[:, None] & (some < DV)[None, :] & (spoilt == 0.0)
                 tl.store(at, clean.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
-"""The attention weights, made from the row maxima and sums the forward saved.
+"""The attention weights, made from the shift and norm of each row that the forward saved.
 
-    weights = dropout(exp(scores - max) / sum),  0 where hidden
+    weights = dropout(exp(scores - shift) / norm),  0 where hidden
 
 (B, H, T, S) in the input's dtype: what multiplied V. One program per tile; nothing is read twice but
 q and k, and attention itself stays free of the T x S matrix.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import config
 from .attention import Problem
-from .attention_bwd_kernel import inverse
+from .attention_bwd_kernel import load_share
 from .philox import keep_tile
 from .runtime import launch
 from .tiles import load_rows, power, product, visible_scores
@@ -22,7 +22,7 @@ from .tiles import load_rows, power, product, visible_scores
 
 @triton.jit(do_not_specialize=["limit"])
 def attention_weights_kernel(
-    q_ptr, k_ptr, mask_ptr, length_ptr, seed_ptr, max_ptr, sum_ptr,
+    q_ptr, k_ptr, mask_ptr, length_ptr, seed_ptr, shift_ptr, norm_ptr,
     weight_ptr,  # (B, H, T, S) contiguous
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_ks,
@@ -55,12 +55,13 @@ def attention_weights_kernel(
         mask_base = mask_ptr + b * stride_mb + h * stride_mh
     scores, visible = visible_scores(
         product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end, mask_base,
-        stride_mt, stride_ms, queries, keys, CAUSAL, MASK, MASK_ROWS, NATURAL,
+        stride_mt, stride_ms, queries, keys, True, CAUSAL, MASK, MASK_ROWS, NATURAL,
     )  # fmt: skip
     row = bh.to(tl.int64) * queries + query
-    row_max = tl.load(max_ptr + row, mask=query < queries, other=0.0)
-    share = inverse(tl.load(sum_ptr + row, mask=query < queries, other=0.0))
-    weights = power(scores, row_max[:, None], scale, NATURAL) * share[:, None]
+    shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+    weights = power(scores, shift[:, None], scale, NATURAL)
+    if NATURAL:
+        weights *= load_share(norm_ptr, row, query < queries)[:, None]
     if DROPOUT:
         keep = keep_tile(tl.load(seed_ptr), row, start, limit, BLOCK_S)
         weights = tl.where(keep, weights * keep_scale, 0.0)
@@ -70,8 +71,8 @@ def attention_weights_kernel(
     tl.store(at, weights.to(weight_ptr.dtype.element_ty), mask=inside)
 
 
-def attention_weights(problem: Problem, row_max: Tensor, row_sum: Tensor) -> Tensor:
-    """(B, H, T, S) weights of a call whose forward returned ``row_max`` and ``row_sum``."""
+def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
+    """(B, H, T, S) weights of a call whose forward returned ``shift`` and ``norm``."""
     q, k, mask = problem.query, problem.key, problem.mask
     batch, heads, queries, keys = problem.sizes
     weights = q.new_empty(problem.sizes)
@@ -87,8 +88,8 @@ def attention_weights(problem: Problem, row_max: Tensor, row_sum: Tensor) -> Ten
         mask.data,
         problem.lengths,
         problem.seed,
-        row_max,
-        row_sum,
+        shift,
+        norm,
         weights,
         *q.stride()[:3],
         *k.stride()[:3],

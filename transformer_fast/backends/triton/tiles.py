@@ -116,6 +116,7 @@ def visible_scores(
     stride_mask_s,
     query_limit,
     key_limit,
+    BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
@@ -124,9 +125,12 @@ def visible_scores(
     """(scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
 
     Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. MASK_ROWS is False
-    where the mask does not depend on the query.
+    where the mask does not depend on the query, BOUNDED is False where all keys are below ``key_end``.
     """
-    visible = keys < key_end
+    # The comparison with itself is a True of the right shape, which costs nothing.
+    visible = keys == keys
+    if BOUNDED:
+        visible = keys < key_end
     if CAUSAL:
         visible = visible & (keys <= queries)
     scores = qk
@@ -134,7 +138,9 @@ def visible_scores(
         scores = qk * scale
     if MASK != 0:
         at = mask_ptr + keys.to(tl.int64) * stride_mask_s
-        inside = keys < key_limit
+        inside = keys == keys
+        if BOUNDED:
+            inside = keys < key_limit
         if MASK_ROWS:
             at += queries.to(tl.int64) * stride_mask_t
             inside = inside & (queries < query_limit)
