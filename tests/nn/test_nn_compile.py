@@ -133,6 +133,56 @@ def test_export(name: str) -> None:
     torch.testing.assert_close(program.module()(*args, **kwargs), module(*args, **kwargs))
 
 
+class Inside(torch.nn.Module):
+    """A user's module with one of ours in it."""
+
+    def __init__(self, inner: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner, self.kwargs = inner, kwargs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, **self.kwargs) * 2
+
+
+class InsideTwo(Inside):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.inner(x, y, **self.kwargs) * 2
+
+
+class Attending(Inside):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, _weights = self.inner(x, x, x, **self.kwargs)
+        return output * 2
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("encoder",)])
+def test_fx_makes_one_node(name: str) -> None:
+    """As it does of modules of torch.nn, which it never looks into."""
+    inner, args, kwargs = CASES[name]()
+    if name == "attention":
+        args = args[:1]
+    if name == "attention, masks":
+        args, kwargs = args[:1], {"key_padding_mask": _padding(T)}
+    wrapper = (Attending if "attention" in name else Inside) if len(args) == 1 else InsideTwo
+    module = wrapper(inner, kwargs).eval()
+    traced = torch.fx.symbolic_trace(module)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert calls == ["inner"]
+    torch.testing.assert_close(traced(*args), module(*args))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["LayerNorm", "encoder layer", "decoder layer"])
+def test_jit_trace_records_torchs_ops(name: str, training: bool) -> None:
+    inner, args, _ = CASES[name]()
+    inner.train(training)
+    with torch.set_grad_enabled(training):
+        traced = torch.jit.trace(inner, args)
+        assert "transformer_fast::" not in str(traced.inlined_graph)
+        torch.testing.assert_close(traced(*args), inner(*args))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_per_sample_gradients() -> None:
     """vmap of grad, as differential privacy and meta-learning use it."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from .tracing import by_torch, is_torchs
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -19,4 +20,6 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_torchs(input):
+            return by_torch(self, super().forward, input)
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)

@@ -67,7 +67,7 @@ def combine(
 
 
 def _data_is_known(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.is_meta and not torch.compiler.is_compiling()
+    return type(tensor) is Tensor and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import functional
 from ..functional.attention import attend
 from . import bypass, masks
+from .tracing import by_torch, is_torchs
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -29,7 +30,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
       reads its weight.
     - A key_padding_mask is never expanded to the T x S scores.
 
-    Nested tensors are given to torch's own implementation.
+    Nested tensors are given to torch's own implementation, and so is what torch.jit.trace records.
+    torch.jit.script is not supported.
 
     Source: "Attention Is All You Need", section 3.2.2.
     """
@@ -64,13 +66,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
         """
+        if is_torchs(query) or key.is_nested or value.is_nested:
+            return by_torch(
+                self, super().forward, query, key, value, key_padding_mask, need_weights,
+                attn_mask, average_attn_weights, is_causal,
+            )  # fmt: skip
         same_kind = masks.check_masks(attn_mask, "attn_mask", key_padding_mask, "key_padding_mask")
         batched = query.dim() == 3
-        if query.is_nested or key.is_nested or value.is_nested:
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask,
-                average_attn_weights, is_causal,
-            )  # fmt: skip
         F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
@@ -204,31 +206,32 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
         width, bias = self.embed_dim, self.in_proj_bias
-        if not self._qkv_same_embed_dim:
-            biases = (None, None, None) if bias is None else bias.chunk(3)
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            projected = [
-                functional.linear(x, w, b)
-                for x, w, b in zip((query, key, value), weights, biases, strict=True)
-            ]
-        elif same:
-            projected = list(functional.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1))
+        if self._qkv_same_embed_dim and same:
+            packed = functional.linear(query, self.in_proj_weight, bias)
+            q, k, v = self._heads(packed, sequence, 3)
+            return q, k, v
+        inputs = (query, key) if shared and self._qkv_same_embed_dim else (query, key, value)
+        sizes = [width, 2 * width] if len(inputs) == 2 else [width, width, width]
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.split(sizes)
         else:
-            sizes = [width, 2 * width] if shared else [width, width, width]
-            inputs = (query, key) if shared else (query, key, value)
-            slices = self.in_proj_weight.split(sizes)
-            biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
-            projected = [
-                functional.linear(x, w, b) for x, w, b in zip(inputs, slices, biases, strict=True)
-            ]
-            if shared:
-                projected[1:] = projected[1].chunk(2, dim=-1)
-        q, k, v = (self._heads(x, sequence) for x in projected)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
+        heads = []
+        for x, weight, part, size in zip(inputs, weights, biases, sizes, strict=True):
+            heads += self._heads(functional.linear(x, weight, part), sequence, size // width)
+        q, k, v = heads
         return q, k, v
 
-    def _heads(self, x: Tensor, sequence: int) -> Tensor:
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        return x.transpose(1, 2) if sequence == 1 else x.permute(1, 2, 0, 3)
+    def _heads(self, projected: Tensor, sequence: int, parts: int) -> list[Tensor]:
+        """(..., parts * M) as that many (B, H, L, D)."""
+        rows, columns, _ = projected.shape
+        split = projected.view(rows, columns, parts * self.num_heads, self.head_dim)
+        # Split before transposing: the gradients then meet in the projection's own layout.
+        tensors = split.chunk(parts, dim=2) if parts > 1 else (split,)
+        if sequence == 1:
+            return [x.transpose(1, 2) for x in tensors]
+        return [x.permute(1, 2, 0, 3) for x in tensors]
 
     def _append(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """(B, H, S, D) with the learned key or value, then the zero one, behind the others."""

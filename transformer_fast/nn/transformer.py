@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import masks
 from .layer_norm import LayerNorm
+from .tracing import by_torch, is_torchs
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -65,9 +66,9 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: whether mask is the causal mask; None: find out.
         """
+        if is_torchs(src):
+            return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
         same_kind = masks.check_masks(mask, "mask", src_key_padding_mask, "src_key_padding_mask")
-        if src.is_nested:
-            return super().forward(src, mask, src_key_padding_mask, is_causal)
         if not same_kind or not all(_takes_bool_masks(layer) for layer in self.layers):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
@@ -108,6 +109,11 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 memory_is_causal: as in `TransformerDecoderLayer`.
             tgt_is_causal: whether tgt_mask is the causal mask; None: find out.
         """
+        if is_torchs(tgt):
+            return by_torch(
+                self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
+                memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+            )  # fmt: skip
         tgt_is_causal = masks.is_causal_mask(tgt_mask, tgt_is_causal, _length(tgt, self.layers[0]))
         output = tgt
         for layer in self.layers:
@@ -125,7 +131,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 
 
 class Transformer(torch.nn.Transformer):
-    """`torch.nn.Transformer` with our encoder and decoder; forward and the rest are torch's.
+    """`torch.nn.Transformer` with our encoder and decoder; all else is torch's.
 
     ``custom_encoder`` and ``custom_decoder`` are used as they are. The same seed gives the same
     initial weights as torch.
@@ -184,3 +190,28 @@ class Transformer(torch.nn.Transformer):
             device,
             dtype,
         )
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The decoder's output, of tgt's shape; arguments as in `TransformerDecoder`.
+
+        Raises:
+            RuntimeError: src and tgt differ in batch size, or their width is not d_model.
+        """
+        return by_torch(
+            self, super().forward, src, tgt, src_mask, tgt_mask, memory_mask,
+            src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask, src_is_causal,
+            tgt_is_causal, memory_is_causal,
+        )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import bypass, masks
 from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
+from .tracing import by_torch, is_torchs
 
 
 def _adopt(layer: torch.nn.Module) -> None:
@@ -36,8 +37,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     The residual, its dropout and the norm behind it run as one op, and so does the FFN, unless one
     of the modules involved is hooked, replaced or parametrised: then the modules are called.
     ``_sa_block`` and ``_ff_block`` of subclasses are honoured. Dropout in the fused ops draws other
-    elements than torch does. Queries that may attend to nothing: see `MultiheadAttention`. Nested
-    tensors are given to torch's own implementation.
+    elements than torch does. Queries that may attend to nothing, nested tensors and tracing: see
+    `MultiheadAttention`.
 
     Source: "Attention Is All You Need", section 3.1; Xiong et al. 2020 for norm_first.
     """
@@ -81,11 +82,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: a promise that src_mask, which must be given, is the causal mask.
         """
+        if is_torchs(src):
+            return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
         same_kind = masks.check_masks(
             src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask"
         )
-        if src.is_nested:
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         replaced = bypass.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
         if replaced or not same_kind or type(self.self_attn) is not MultiheadAttention:
             # Torch's layer hands float masks on, and code that is not ours may count on it.
@@ -181,6 +182,11 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             tgt_is_causal: a promise that tgt_mask, which must be given, is the causal mask.
             memory_is_causal: the same of memory_mask.
         """
+        if is_torchs(tgt):
+            return by_torch(
+                self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
+                memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+            )  # fmt: skip
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if bypass.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
