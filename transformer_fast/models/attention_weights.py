@@ -1,0 +1,94 @@
+"""Attention weights on request: only the layers asked for compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Places of need_weights and average_attn_weights in MultiheadAttention.forward's arguments.
+_NEED, _AVERAGE = 4, 6
+
+
+class _Recorder:
+    """Makes one attention compute each head's weights, and hides that from its caller."""
+
+    def __init__(self, name: str, found: dict[str, Tensor]) -> None:
+        self.name, self.found = name, found
+        self.need = self.average = True
+
+    def before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        wanted = list(args)
+        self.need = wanted[_NEED] if len(wanted) > _NEED else kwargs.get("need_weights", True)
+        self.average = (
+            wanted[_AVERAGE] if len(wanted) > _AVERAGE else kwargs.get("average_attn_weights", True)
+        )
+        kwargs = dict(kwargs)
+        for place, name, value in (
+            (_NEED, "need_weights", True),
+            (_AVERAGE, "average_attn_weights", False),
+        ):
+            if len(wanted) > place:
+                wanted[place] = value
+            else:
+                kwargs[name] = value
+        return tuple(wanted), kwargs
+
+    def after(self, module: torch.nn.Module, args: Any, result: Any) -> tuple[Tensor, Any]:
+        output, weights = result
+        self.found[self.name] = weights.detach()
+        if not self.need:
+            return output, None
+        return output, weights.mean(dim=-3) if self.average else weights
+
+
+@contextmanager
+def attention_weights(model: torch.nn.Module, *names: str) -> Iterator[dict[str, Tensor]]:
+    """Within the block, the attention weights that ``model`` computes: {name: (B, H, T, S)}.
+
+        with attention_weights(model, "decoder.*.multihead_attn") as weights:
+            model(source, target)
+        weights["decoder.stack.layers.0.multihead_attn"]
+
+    Each name gives the last call's weights, after dropout, detached. Attentions that are not asked
+    for run as ever. Works for every model built of torch.nn.MultiheadAttention or ours. Generation
+    within the block recomputes all tokens at each step, so that the weights are those of the whole
+    sequence.
+
+    Args:
+        names: which attentions, as in ``model.named_modules()``, "*" standing for anything; none
+            means all.
+
+    Raises:
+        ValueError: no attention of the model fits a name.
+    """
+    attentions = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.MultiheadAttention)
+    }
+    chosen: dict[str, torch.nn.MultiheadAttention] = {}
+    for pattern in names or ("*",):
+        fitting = {n: m for n, m in attentions.items() if fnmatchcase(n, pattern)}
+        if not fitting:
+            raise ValueError(
+                f"no attention of the model fits {pattern!r}; it has {', '.join(attentions) or '-'}"
+            )
+        chosen |= fitting
+    found: dict[str, Tensor] = {}
+    handles = []
+    try:
+        for name, module in chosen.items():
+            recorder = _Recorder(name, found)
+            handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(recorder.after))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,144 @@
+"""From token ids to vectors and back: the first and the last step of every model here."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from .positions import Positions
+
+
+class TokenEmbedding(torch.nn.Module):
+    """Token ids (B, L) to vectors (B, L, M): ``dropout(scale * table[token] (P) + position)``.
+
+    Args:
+        vocab_size: number V of token ids.
+        d_model: size M of the vectors.
+        embedding_size: size E of the table's rows; where it is not M, a matrix P (M, E) follows.
+            None means M.
+        positions: module that gives the position vectors; None adds none.
+        dropout: probability of dropping an element of the sum.
+        scale: multiplies the table's rows; None means sqrt(E), the paper's.
+        pad_token: its row starts as zeros and gets no gradient from look-ups; None: no such row.
+
+    Source: "Attention Is All You Need", sections 3.4, 3.5 and 5.4.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        embedding_size: int | None = None,
+        positions: Positions | None = None,
+        dropout: float = 0.1,
+        scale: float | None = None,
+        pad_token: int | None = None,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        size = d_model if embedding_size is None else embedding_size
+        self.table = torch.nn.Embedding(vocab_size, size, pad_token, device=device, dtype=dtype)
+        self.projection: torch.nn.Linear | None = None
+        if size != d_model:
+            self.projection = torch.nn.Linear(size, d_model, False, device=device, dtype=dtype)
+        self.positions = positions
+        self.dropout = torch.nn.Dropout(dropout)
+        self.scale = math.sqrt(size) if scale is None else scale
+        self.reset_parameters()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.table.num_embeddings
+
+    @property
+    def pad_token(self) -> int | None:
+        return self.table.padding_idx
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.table.weight, std=self.table.embedding_dim**-0.5)
+        if self.pad_token is not None:
+            with torch.no_grad():
+                self.table.weight[self.pad_token] = 0.0
+        if self.projection is not None:
+            torch.nn.init.xavier_uniform_(self.projection.weight)
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Vectors of tokens (B, L) whose first stands at position ``start``."""
+        return self.dropout(self.vectors(tokens, start))
+
+    def vectors(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """`forward` without dropout."""
+        x = self.table(tokens)
+        position = None if self.positions is None else self.positions(tokens.shape[1], start)
+        if self.projection is None and position is not None:
+            return torch.add(position, x, alpha=self.scale)
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.projection is not None:
+            x = functional.linear(x, self.projection.weight)
+        return x if position is None else x + position
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:g}"
+
+
+class OutputProjection(torch.nn.Module):
+    """Vectors (..., M) to logits (..., V): ``x W^T + b``, or ``(x P^T) W^T + b``.
+
+    Args:
+        d_model: size M of the vectors.
+        vocab_size: number V of token ids.
+        tied_to: embedding whose table (V, E) is W, one and the same parameter; P (E, M) exists
+            where E is not M. None: W (V, M) is a parameter of its own.
+        bias: whether there is a bias b.
+
+    Source: "Attention Is All You Need", section 3.4; Press and Wolf 2017 for tied weights.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        *,
+        tied_to: TokenEmbedding | None = None,
+        bias: bool = True,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.tied = tied_to is not None
+        self.weight: torch.nn.Parameter
+        self.projection: torch.nn.Linear | None = None
+        if tied_to is None:
+            shape = (vocab_size, d_model)
+            self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        else:
+            self.weight = tied_to.table.weight  # type: ignore[assignment]
+            size = tied_to.table.embedding_dim
+            if size != d_model:
+                self.projection = torch.nn.Linear(d_model, size, False, device=device, dtype=dtype)
+        self.bias: torch.nn.Parameter | None = None
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.tied:
+            torch.nn.init.xavier_uniform_(self.weight)
+        if self.projection is not None:
+            torch.nn.init.xavier_uniform_(self.projection.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.projection is not None:
+            input = functional.linear(input, self.projection.weight)
+        return functional.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, bias={self.bias is not None}, tied={self.tied}"

@@ -1,0 +1,163 @@
+"""A decoder that remembers keys and values, so that each new token costs one token's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...nn import bypass
+from ..embedding import OutputProjection
+from .kernels import Linear, bind_layer_norm, bind_linear, product_dtype
+from .layers import StackWeights
+from .sublayers import CrossAttention, FeedForward, MemoryPlaces, SelfAttention
+
+#: (tokens (R, T), position of the first) -> vectors (R, T, M)
+Embed = Callable[[Tensor, int], Tensor]
+#: (vectors (R, T, M)) -> logits (R, T, V)
+Project = Callable[[Tensor], Tensor]
+
+
+def bind_project(project: Any, rows: int) -> Linear:
+    """``project`` for (R, M), on our kernels where it is a plain matrix."""
+    if bypass.is_plain(project, (torch.nn.Linear,)):
+        return bind_linear(rows, project.weight, project.bias)
+    if bypass.is_plain(project, (OutputProjection,)):
+        last = bind_linear(rows, project.weight, project.bias)
+        if project.projection is None:
+            return last
+        if bypass.is_plain(project.projection, (torch.nn.Linear,)):
+            first = bind_linear(rows, project.projection.weight, None)
+            return lambda x: last(first(x))
+    return lambda x: project(x[:, None]).squeeze(1)
+
+
+class CachedDecoder:
+    """Logits of the next token, R sequences at a time, without computing the past again.
+
+    ``start`` takes the first tokens, ``step`` one more of each sequence. B sources may have several
+    sequences each (beams), all in one tensor of R = B * beams rows, a source's side by side.
+
+    Args:
+        stack: what `read_stack` found.
+        embed, project: what stands before and behind the stack.
+        memory: (B, S, M) what the decoder attends to; None if it has no such sub-layer.
+        memory_padding: bool (B, S), True at places to ignore; None: none.
+        capacity: most tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        stack: StackWeights,
+        embed: Embed,
+        project: Project,
+        memory: Tensor | None,
+        memory_padding: Tensor | None,
+        capacity: int,
+    ) -> None:
+        self.stack, self.embed, self.project, self.capacity = stack, embed, project, capacity
+        self.places = MemoryPlaces.of(memory_padding)
+        self.length = 0  # tokens seen so far
+        self.beams = 1
+        self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
+        norm_first = stack.norm_first
+        for layer in stack.layers:
+            cross = None
+            if layer.cross_attention is not None:
+                assert memory is not None
+                weights, norm = layer.cross_attention, layer.cross_norm
+                cross = CrossAttention(weights, norm, norm_first, memory)
+            own = SelfAttention(layer.self_attention, layer.self_norm, norm_first)
+            last = FeedForward(layer.feed_forward, layer.feed_forward_norm, norm_first)
+            self.layers.append((own, cross, last))
+        self._bound: tuple[int, int] | None = None
+        # (layers, key and value, R, H, capacity, D), and a second one where beams change places.
+        self.cache = self.spare = torch.empty(0)
+
+    def start(self, tokens: Tensor) -> Tensor:
+        """Logits (R, V) of the token after the first ones, (R, P)."""
+        rows, length = tokens.shape
+        x = self.embed(tokens, 0)
+        size = self.stack.d_model // self.stack.heads
+        shape = (len(self.layers), 2, rows, self.stack.heads, self.capacity, size)
+        self.cache = x.new_empty(shape, dtype=product_dtype(x))
+        return self._run(x, rows, length)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (R, V) of the token after these, (R,)."""
+        return self._run(self.embed(tokens.unsqueeze(1), self.length), tokens.shape[0], 1)
+
+    def _run(self, x: Tensor, rows: int, length: int) -> Tensor:
+        x = x.reshape(rows * length, -1)
+        if self._bound != (rows, length):
+            self._bind(x, rows, length)
+        start, self.length = self.length, self.length + length
+        # All layers' views at once: a view costs about as much as a small kernel.
+        places = self.cache.narrow(4, start, length).unbind(0)
+        seen = self.cache.narrow(4, 0, self.length).flatten(0, 1).unbind(0)
+        residual = x
+        if self.first_norm is not None:
+            x = self.first_norm(x)
+        for i, (own, cross, feed_forward) in enumerate(self.layers):
+            x, residual = own.step(x, residual, places[i], seen[2 * i], seen[2 * i + 1])
+            if cross is not None:
+                x, residual = cross.step(x, residual)
+            x, residual = feed_forward.step(x, residual)
+        if length > 1:
+            x = x.view(rows, length, -1)[:, -1]
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return self.logits(x)
+
+    def _bind(self, x: Tensor, rows: int, length: int) -> None:
+        self._bound = (rows, length)
+        stack = self.stack
+        keys = self.cache[0, 0]
+        for own, cross, feed_forward in self.layers:
+            own.bind(x, keys, rows, length)
+            if cross is not None:
+                cross.bind(x, self.places)
+            feed_forward.bind(x)
+        first, final = stack.first_norm, stack.final_norm
+        self.first_norm = None if first is None else bind_layer_norm(x, first)
+        self.final_norm = None if final is None else bind_layer_norm(x[:rows], final)
+        self.logits = bind_project(self.project, rows)
+
+    def spread(self, beams: int) -> None:
+        """Make ``beams`` equal sequences of each."""
+        self.beams *= beams
+        rows = torch.arange(self.cache.shape[2], device=self.cache.device)
+        self.cache = self._selected(rows.repeat_interleave(beams))
+        self.spare = torch.empty_like(self.cache)
+        self._bound = None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence r continues as sequence ``rows[r]`` was, one of the same source."""
+        self._select(rows, self.spare)
+        self.cache, self.spare = self.spare, self.cache
+
+    def keep(self, sources: Tensor) -> None:
+        """Go on with these sources only, and their sequences."""
+        beam = torch.arange(self.beams, device=sources.device)
+        self.cache = self._selected((sources[:, None] * self.beams + beam).flatten())
+        if self.beams > 1:
+            self.spare = torch.empty_like(self.cache)
+        self.places = self.places.keep(sources)
+        for _, cross, _ in self.layers:
+            if cross is not None:
+                cross.keep(sources)
+        self._bound = None
+
+    def _selected(self, rows: Tensor) -> Tensor:
+        shape = list(self.cache.shape)
+        shape[2] = rows.shape[0]
+        new = self.cache.new_empty(shape)
+        self._select(rows, new)
+        return new
+
+    def _select(self, rows: Tensor, out: Tensor) -> None:
+        """Only what has been written so far is copied."""
+        used, to = self.cache.narrow(4, 0, self.length), out.narrow(4, 0, self.length)
+        torch.index_select(used, 2, rows, out=to)

@@ -1,0 +1,151 @@
+"""The three sub-layers of a decoding step, each one function from input to the next one's input.
+
+x and residual are (R * T, M): R sequences, T new tokens each. In a post-norm stack they are one
+tensor; in a pre-norm stack x is the normalised residual. Every function returns the same pair for
+the sub-layer that follows. ``bind`` chooses kernels and comes before the first step of each shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernels import bind_add_norm, bind_attention, bind_feed_forward, bind_linear
+from .layers import AttentionWeights, FeedForwardWeights, NormWeights
+
+
+class SelfAttention:
+    """Attention of the new tokens to themselves and to all before them."""
+
+    def __init__(
+        self, weights: AttentionWeights, norm: NormWeights | None, norm_first: bool
+    ) -> None:
+        self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
+        self.heads = weights.heads
+        self.width = weights.in_weight.shape[1]
+        self.size = self.width // self.heads
+        self.scale = self.size**-0.5
+
+    def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
+        """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
+        w = self.weights
+        self.project_in = bind_linear(rows * length, w.in_weight, w.in_bias)
+        self.project_out = bind_linear(rows * length, w.out_weight, w.out_bias)
+        self.norm = bind_add_norm(sample, self.norm_weights, self.norm_first)
+        # Tokens that come together are the first ones, so the causal mask begins where they do.
+        self.causal = length > 1
+        query = keys.new_empty((rows, self.heads, length, self.size))
+        self.attention = bind_attention(query, keys, None, None, self.causal)
+        self.shape = (rows, length, 3, self.heads, self.size)
+
+    def step(
+        self, x: Tensor, residual: Tensor, place: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``place`` (2, R, H, T, D) takes the new keys and values; it ends ``keys``, ``values``."""
+        qkv = self.project_in(x).view(self.shape).permute(2, 0, 3, 1, 4)
+        place.copy_(qkv.narrow(0, 1, 2))
+        y = self.attention(
+            qkv.select(0, 0), keys, values, None, None, self.causal, self.scale, 0.0, None, False,
+            False,
+        )[0]  # fmt: skip
+        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        return self.norm(y, residual)
+
+
+@dataclass
+class MemoryPlaces:
+    """Which places of the memory are real, in the cheapest form that says it."""
+
+    #: int64 (B,): the real ones come first. None: see mask.
+    lengths: Tensor | None
+    #: bool (B, 1, 1, S), True = may attend. None: all, or see lengths.
+    mask: Tensor | None
+
+    @staticmethod
+    def of(padding: Tensor | None) -> MemoryPlaces:
+        """From a mask (B, S), True at padding."""
+        if padding is None:
+            return MemoryPlaces(None, None)
+        real = ~padding
+        lengths = real.sum(dim=1)
+        first = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
+        if torch.equal(first, real):
+            return MemoryPlaces(lengths, None)
+        return MemoryPlaces(None, real[:, None, None, :])
+
+    def keep(self, sources: Tensor) -> MemoryPlaces:
+        lengths, mask = (
+            None if t is None else t.index_select(0, sources) for t in (self.lengths, self.mask)
+        )
+        return MemoryPlaces(lengths, mask)
+
+
+class CrossAttention:
+    """Attention to the memory, whose keys and values are computed once.
+
+    The beams of a source are further queries to that source's keys, so nothing is copied for them.
+    """
+
+    def __init__(
+        self,
+        weights: AttentionWeights,
+        norm: NormWeights | None,
+        norm_first: bool,
+        memory: Tensor,
+    ) -> None:
+        self.norm_weights, self.norm_first = norm, norm_first
+        self.heads = weights.heads
+        self.width = width = weights.in_weight.shape[1]
+        self.size = width // self.heads
+        self.scale = self.size**-0.5
+        w, b = weights.in_weight, weights.in_bias
+        self.in_weight, self.in_bias = w[:width], None if b is None else b[:width]
+        self.out_weight, self.out_bias = weights.out_weight, weights.out_bias
+        sources, places, _ = memory.shape
+        project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
+        both = project(memory.reshape(sources * places, width))
+        both = both.view(sources, places, 2, self.heads, self.size)
+        # (2, B, H, S, D): each head's keys lie together, since every step reads them all.
+        self.memory = both.permute(2, 0, 3, 1, 4).contiguous()
+
+    def keep(self, sources: Tensor) -> None:
+        self.memory = self.memory.index_select(1, sources)
+
+    def bind(self, sample: Tensor, places: MemoryPlaces) -> None:
+        rows = sample.shape[0]
+        self.keys, self.values = self.memory.unbind(0)
+        sources = self.keys.shape[0]
+        self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
+        self.project_in = bind_linear(rows, self.in_weight, self.in_bias)
+        self.project_out = bind_linear(rows, self.out_weight, self.out_bias)
+        self.norm = bind_add_norm(sample, self.norm_weights, self.norm_first)
+        self.mask, self.lengths = places.mask, places.lengths
+        query = self.keys.new_empty(self.shape).transpose(1, 2)
+        self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
+
+    def step(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        query = self.project_in(x).view(self.shape).transpose(1, 2)
+        y = self.attention(
+            query, self.keys, self.values, self.mask, self.lengths, False, self.scale, 0.0, None,
+            False, False,
+        )[0]  # fmt: skip
+        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        return self.norm(y, residual)
+
+
+class FeedForward:
+    """The position-wise feed-forward network."""
+
+    def __init__(
+        self, weights: FeedForwardWeights, norm: NormWeights | None, norm_first: bool
+    ) -> None:
+        self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
+
+    def bind(self, sample: Tensor) -> None:
+        self.network = bind_feed_forward(sample.shape[0], self.weights)
+        self.norm = bind_add_norm(sample, self.norm_weights, self.norm_first)
+
+    def step(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(self.network(x), residual)

@@ -1,0 +1,168 @@
+"""Encoder and Decoder: an embedding and a stack of layers each, whole models' two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .embedding import TokenEmbedding
+from .positions import make_positions
+from .stacks import LayerOptions, decoder_stack, encoder_stack
+from .tokens import causal_mask, check_padding_mask, check_tokens, padding_mask
+
+
+class _Half(torch.nn.Module):
+    _make_stack: Callable[[LayerOptions, int], torch.nn.Module]
+    #: What errors call the tokens.
+    tokens_name = "tokens"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        *,
+        norm: str = "layer_norm",
+        final_norm: bool | None = None,
+        bias: bool = True,
+        embedding_size: int | None = None,
+        embedding_scale: float | None = None,
+        positions: str | None = "sinusoidal",
+        max_len: int = 5000,
+        pad_token: int | None = None,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        options = LayerOptions(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, norm,
+            final_norm, bias, device, dtype,
+        )  # fmt: skip
+        options.check()
+        self.max_len = max_len
+        self.embedding = TokenEmbedding(
+            vocab_size,
+            d_model,
+            embedding_size=embedding_size,
+            positions=make_positions(positions, max_len, d_model, device, dtype),
+            dropout=dropout,
+            scale=embedding_scale,
+            pad_token=pad_token,
+            device=device,
+            dtype=dtype,
+        )
+        self.stack = type(self)._make_stack(options, num_layers)
+
+    def padding_mask(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
+        """What `forward` takes for padding (B, L): the given mask, or where pad_token stands."""
+        name = self.tokens_name
+        return padding_mask("padding", name, tokens, self.embedding.pad_token, padding)
+
+    def _check(self, tokens: Tensor) -> None:
+        check_tokens(self.tokens_name, tokens, self.embedding.vocab_size)
+        if tokens.shape[1] > self.max_len:
+            raise ValueError(
+                f"{self.tokens_name} has {tokens.shape[1]} tokens, more than max_len={self.max_len}"
+            )
+
+
+class Encoder(_Half):
+    """Embedding, positions and a stack of `transformer_fast.nn.TransformerEncoderLayer`.
+
+    By itself it is an encoder-only model (put a head on its output), with ``is_causal=True`` the
+    body of a decoder-only one (`LanguageModel`), and it is the encoder of `Transformer`.
+
+    Args:
+        vocab_size: number V of token ids.
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias,
+            device, dtype: as in torch.nn.TransformerEncoderLayer.
+        num_layers: number of layers.
+        norm: "layer_norm", or "annotated" for `AnnotatedLayerNorm`.
+        final_norm: whether a norm follows the last layer; None: only with norm_first.
+        embedding_size: size E of the embedding's rows, projected to d_model where it differs; None
+            means d_model.
+        embedding_scale: multiplies the embeddings; None means sqrt(E), the paper's.
+        positions: "sinusoidal", "learned", or None for none.
+        max_len: longest sequence.
+        pad_token: id that stands for padding; None: no id does.
+
+    Raises:
+        ValueError: an option that is unknown or out of range.
+
+    Source: "Attention Is All You Need", section 3.1.
+    """
+
+    _make_stack = staticmethod(encoder_stack)
+
+    def forward(
+        self, tokens: Tensor, padding: Tensor | None = None, *, is_causal: bool = False
+    ) -> Tensor:
+        """The vectors (B, L, M) of tokens (B, L).
+
+        Args:
+            padding: bool (B, L), True at tokens to ignore; None: where pad_token stands.
+            is_causal: token t sees tokens s <= t only. Kept apart from the padding: neither mask is
+                expanded into the other.
+
+        Raises:
+            TypeError, ValueError, IndexError: tokens that are no ids, of another shape, empty,
+                longer than max_len, or not in the vocabulary; a mask that does not fit.
+        """
+        self._check(tokens)
+        padding = self.padding_mask(tokens, padding)
+        mask = causal_mask(tokens.shape[1], tokens.device) if is_causal else None
+        return self.stack(self.embedding(tokens), mask, padding, is_causal)
+
+
+class Decoder(_Half):
+    """Embedding, positions and a stack of `transformer_fast.nn.TransformerDecoderLayer`.
+
+    Args: as in `Encoder`.
+
+    Source: "Attention Is All You Need", section 3.1.
+    """
+
+    _make_stack = staticmethod(decoder_stack)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        memory: Tensor,
+        memory_padding: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """The vectors (B, T, M) of tokens (B, T), each seeing those before it and the memory.
+
+        Args:
+            memory: (B, S, M), the encoder's output.
+            memory_padding: bool (B, S), True at places of the memory to ignore; None: none.
+            padding: bool (B, T), True at tokens to ignore; None: where pad_token stands.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `Encoder`.
+        """
+        self._check(tokens)
+        padding = self.padding_mask(tokens, padding)
+        if memory.dim() != 3 or memory.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                f"memory must have shape (batch, length, d_model) with batch {tokens.shape[0]}, as "
+                f"{self.tokens_name} has, not {list(memory.shape)}"
+            )
+        if memory_padding is not None:
+            check_padding_mask("memory_padding", memory_padding, "memory", tuple(memory.shape[:2]))
+        return self.stack(
+            self.embedding(tokens),
+            memory,
+            tgt_mask=causal_mask(tokens.shape[1], tokens.device),
+            tgt_key_padding_mask=padding,
+            memory_key_padding_mask=memory_padding,
+            tgt_is_causal=True,
+        )

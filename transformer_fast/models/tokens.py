@@ -1,0 +1,83 @@
+"""Checks of token ids, and the padding masks that follow from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def data_is_known(tensor: Tensor) -> bool:
+    """Whether the values can be looked at: not while tracing, not under a function transform."""
+    return (
+        type(tensor) is Tensor
+        and not tensor.is_meta
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
+    """Raise unless ``tokens`` is (B, L), L >= 1, of ids in [0, vocab_size).
+
+    On a GPU the ids are checked by the device itself, without making the host wait: a wrong one
+    stops the next operation that waits for the device.
+    """
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name} must be a Tensor of token ids, not {type(tokens).__name__}")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must hold token ids, int64 or int32, not {tokens.dtype}")
+    if tokens.dim() != 2:
+        raise ValueError(f"{name} must have shape (batch, length), not {list(tokens.shape)}")
+    if tokens.shape[1] == 0:
+        raise ValueError(f"{name} is empty: each sequence must have at least one token")
+    if tokens.numel() == 0 or not data_is_known(tokens):
+        return
+    if tokens.device.type == "cpu":
+        lowest, highest = (x.item() for x in tokens.aminmax())
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise IndexError(f"{name} must hold token ids in [0, {vocab_size}), but holds {wrong}")
+    else:
+        known = ((tokens >= 0) & (tokens < vocab_size)).all()
+        torch._assert_async(known, f"{name} must hold token ids in [0, {vocab_size})")
+
+
+def check_token(name: str, token: int | None, vocab_size: int) -> None:
+    """Raise unless a special token is None or an id of the vocabulary."""
+    if token is not None and not 0 <= token < vocab_size:
+        raise ValueError(f"{name} must be a token id in [0, {vocab_size}), not {token}")
+
+
+def check_padding_mask(name: str, mask: Any, tokens_name: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool Tensor, True at padding, not {kind}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(
+            f"{name} must have the shape of {tokens_name}, {list(shape)}, not {list(mask.shape)}"
+        )
+
+
+def padding_mask(
+    name: str, tokens_name: str, tokens: Tensor, pad_token: int | None, given: Tensor | None
+) -> Tensor | None:
+    """The mask (B, L), True at padding: the given one, or where the pad token stands.
+
+    None if nothing is padding, as far as that is known without waiting for a device.
+    """
+    if given is not None:
+        check_padding_mask(name, given, tokens_name, tuple(tokens.shape))
+        return given
+    if pad_token is None:
+        return None
+    mask = tokens == pad_token
+    if mask.device.type == "cpu" and data_is_known(mask) and not mask.any():
+        return None
+    return mask
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """(L, L) in torch.nn's polarity: True above the diagonal, where a query may not look."""
+    return torch.ones((length, length), dtype=torch.bool, device=device).triu_(1)
