@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,15 +12,23 @@ from torch import Tensor
 from ..reference.linear import ACTIVATIONS
 
 
-def require_tensor(function: str, name: str, position: int, value: Any) -> None:
+def same_error_as(torch_call: Callable[[], Any], otherwise: Exception) -> NoReturn:
+    """Raise what torch raises for the same call, or ``otherwise`` if torch takes it."""
+    with torch.no_grad():
+        torch_call()
+    raise otherwise
+
+
+def require_tensor(function: str, name: str, position: int | None, value: Any) -> None:
+    """``position``: None for keyword-only arguments."""
     if not isinstance(value, Tensor):
+        place = "" if position is None else f" (position {position})"
         raise TypeError(
-            f"{function}(): argument '{name}' (position {position}) must be Tensor, "
-            f"not {type(value).__name__}"
+            f"{function}(): argument '{name}'{place} must be Tensor, not {type(value).__name__}"
         )
 
 
-def require_optional_tensor(function: str, name: str, position: int, value: Any) -> None:
+def require_optional_tensor(function: str, name: str, position: int | None, value: Any) -> None:
     if value is not None:
         require_tensor(function, name, position, value)
 
@@ -29,12 +38,28 @@ def require_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must have a floating-point dtype, not {tensor.dtype}")
 
 
-def require_probability(name: str, p: Any) -> float:
-    if not isinstance(p, (int, float)) or isinstance(p, bool):
-        raise TypeError(f"{name} must be a float in [0, 1], not {type(p).__name__}")
+def require_float(function: str, name: str, value: Any, position: int | None = None) -> Any:
+    """The value as a number, wherever torch would take it for one; symbolic while tracing."""
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.dim() == 0):
+        return float(value)
+    place = "" if position is None else f" (position {position})"
+    raise TypeError(
+        f"{function}(): argument '{name}'{place} must be float, not {type(value).__name__}"
+    )
+
+
+def require_bool(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type(value).__name__}")
+
+
+def require_probability(function: str, name: str, p: Any) -> float:
+    p = float(require_float(function, name, p))
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, not {p}")
-    return float(p)
+    return p
 
 
 def require_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
@@ -49,7 +74,7 @@ def require_same_device(first_name: str, first: Tensor, **others: Tensor | None)
 def require_activation(activation: Any) -> None:
     if activation is None or callable(activation):
         return
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"activation must be one of {', '.join(ACTIVATIONS)}, or a callable, not {activation!r}"
         )

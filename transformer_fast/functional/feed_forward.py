@@ -20,7 +20,7 @@ from ._check import (
     require_tensor,
     wants_grad,
 )
-from .linear import check_one_dtype, check_weight
+from .linear import dtype_problem, weight_problem
 
 
 def prepare_feed_forward(
@@ -44,13 +44,19 @@ def prepare_feed_forward(
     require_floating("input", input)
     if input.dim() == 0:
         raise ValueError("input must have at least one dimension, not 0")
-    p = require_probability("dropout_p", dropout_p)
-    check_weight("input", input.shape[-1], "weight1", weight1, "bias1", bias1)
-    check_weight("the hidden block", weight1.shape[0], "weight2", weight2, "bias2", bias2)
+    p = require_probability("feed_forward", "dropout_p", dropout_p)
+    wrong = weight_problem(("input", "weight1", "bias1"), input.shape[-1], weight1, bias1)
+    if wrong is None:
+        names = ("the hidden block", "weight2", "bias2")
+        wrong = weight_problem(names, weight1.shape[0], weight2, bias2)
+    if wrong is not None:
+        raise ValueError(wrong)
     require_same_device("input", input, weight1=weight1, bias1=bias1, weight2=weight2, bias2=bias2)
     tensors = autocast(input, weight1, bias1, weight2, bias2)
     x, w1, b1, w2, b2 = tensors
-    check_one_dtype("input", x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
+    wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
+    if wrong is not None:
+        raise ValueError(wrong)
     activation = named_activation(activation)  # type: ignore[assignment]
     call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
     seed = draw_seed(input.device) if 0.0 < p < 1.0 else None

@@ -7,18 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
 from ._check import (
-    require_floating,
+    require_float,
     require_optional_tensor,
     require_probability,
     require_same_device,
     require_tensor,
+    same_error_as,
     wants_grad,
 )
+
+
+def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int, ...]:
+    integers = (int, torch.SymInt, numbers.Integral)
+    if isinstance(normalized_shape, integers) and not isinstance(normalized_shape, bool):
+        return (normalized_shape,)  # type: ignore[return-value]
+    name = f"{function}(): argument 'normalized_shape' (position {position})"
+    if not isinstance(normalized_shape, (tuple, list)):
+        raise TypeError(f"{name} must be tuple of ints, not {type(normalized_shape).__name__}")
+    for place, size in enumerate(normalized_shape):
+        if not isinstance(size, integers):
+            raise TypeError(
+                f"{name} must be tuple of ints, but found element of type {type(size).__name__} "
+                f"at pos {place}"
+            )
+    return tuple(normalized_shape)
 
 
 def _prepare(
@@ -27,14 +45,15 @@ def _prepare(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
-) -> tuple[int, ...]:
+    eps: float,
+    position: int,
+) -> tuple[tuple[int, ...], float]:
+    """The checks both ops share; ``position`` is that of normalized_shape."""
     require_tensor(function, "input", 1, input)
-    require_optional_tensor(function, "weight", 3, weight)
-    require_optional_tensor(function, "bias", 4, bias)
-    if isinstance(normalized_shape, numbers.Integral):
-        shape: tuple[int, ...] = (int(normalized_shape),)
-    else:
-        shape = tuple(normalized_shape)  # type: ignore[arg-type]
+    require_optional_tensor(function, "weight", position + 1, weight)
+    require_optional_tensor(function, "bias", position + 2, bias)
+    eps = require_float(function, "eps", eps, position + 3)
+    shape = _as_sizes(function, position, normalized_shape)
     if not shape:
         raise RuntimeError(
             "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
@@ -52,9 +71,11 @@ def _prepare(
             f"Given normalized_shape={list(shape)}, expected input with shape [*, {sizes}], but "
             f"got input of size{list(input.shape)}"
         )
-    require_floating("input", input)
     require_same_device("input", input, weight=weight, bias=bias)
-    return shape
+    if not input.is_floating_point():
+        wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
+        same_error_as(lambda: F.layer_norm(input, shape, weight, bias, eps), wrong)
+    return shape, eps
 
 
 def prepare_layer_norm(
@@ -64,7 +85,7 @@ def prepare_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Call, tuple[Any, ...]]:
-    shape = _prepare("layer_norm", input, normalized_shape, weight, bias)
+    shape, eps = _prepare("layer_norm", input, normalized_shape, weight, bias, eps, 2)
     call = Call("layer_norm", (input, weight, bias), wants_grad(input, weight, bias))
     return call, (input, shape, weight, bias, eps)
 
@@ -110,8 +131,8 @@ def prepare_add_layer_norm(
     *,
     dropout_p: float = 0.0,
 ) -> tuple[Call, tuple[Any, ...]]:
-    shape = _prepare("add_layer_norm", input, normalized_shape, weight, bias)
     require_tensor("add_layer_norm", "residual", 2, residual)
+    shape, eps = _prepare("add_layer_norm", input, normalized_shape, weight, bias, eps, 3)
     if residual.shape != input.shape:
         raise ValueError(
             f"residual must have the shape of input, {list(input.shape)}, not "
@@ -121,7 +142,7 @@ def prepare_add_layer_norm(
     if input.dtype != residual.dtype:
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
-    p = require_probability("dropout_p", dropout_p)
+    p = require_probability("add_layer_norm", "dropout_p", dropout_p)
     tensors = (input, residual, weight, bias)
     call = Call("add_layer_norm", tensors, wants_grad(*tensors), p)
     seed = draw_seed(input.device) if 0.0 < p < 1.0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import Call, select
@@ -12,46 +13,51 @@ from ._check import (
     autocast,
     named_activation,
     require_activation,
-    require_floating,
     require_optional_tensor,
     require_same_device,
     require_tensor,
+    same_error_as,
     wants_grad,
 )
 
 
-def check_weight(
-    input_name: str,
-    columns: int,
-    weight_name: str,
-    weight: Tensor,
-    bias_name: str,
-    bias: Tensor | None,
-) -> None:
+def weight_problem(
+    names: tuple[str, str, str], columns: int, weight: Tensor, bias: Tensor | None
+) -> str | None:
+    """What is wrong with the shapes of a linear map, given the names of input, weight and bias."""
     if weight.dim() != 2:
-        raise ValueError(
-            f"{weight_name} must be a matrix (out_features, in_features), not of shape "
+        return (
+            f"{names[1]} must be a matrix (out_features, in_features), not of shape "
             f"{list(weight.shape)}"
         )
     if weight.shape[1] != columns:
-        raise RuntimeError(
-            f"mat1 and mat2 shapes cannot be multiplied: {input_name} has {columns} features and "
-            f"{weight_name} takes {weight.shape[1]} ({weight.shape[0]}x{weight.shape[1]})"
+        return (
+            f"{names[0]} has {columns} features, but {names[1]} of shape {list(weight.shape)} "
+            f"takes {weight.shape[1]}"
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"{bias_name} must have shape [{weight.shape[0]}], one value per row of {weight_name}, "
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return (
+            f"{names[2]} must have shape [{weight.shape[0]}], one value per row of {names[1]}, "
             f"not {list(bias.shape)}"
         )
+    return None
 
 
-def check_one_dtype(first_name: str, first: Tensor, **others: Tensor | None) -> None:
+def dtype_problem(input: Tensor, **others: Tensor | None) -> str | None:
+    """Which argument has another dtype than input."""
     for name, tensor in others.items():
-        if tensor is not None and tensor.dtype != first.dtype:
-            raise RuntimeError(
-                f"{first_name} and {name} must have the same dtype, but got {first.dtype} and "
-                f"{tensor.dtype}"
-            )
+        if tensor is not None and tensor.dtype != input.dtype:
+            return f"{name} must have the dtype of input, {input.dtype}, not {tensor.dtype}"
+    return None
+
+
+def _bias_row(bias: Tensor, columns: int) -> Tensor:
+    """The bias as one value per column, where it broadcasts to that, as torch lets it."""
+    if bias.numel() == 1:
+        return bias.reshape(1).expand(columns)
+    if bias.numel() == columns == bias.shape[-1]:
+        return bias.reshape(columns)
+    return bias
 
 
 def prepare_linear(
@@ -65,22 +71,31 @@ def prepare_linear(
     require_tensor("linear", "input", 1, input)
     require_tensor("linear", "weight", 2, weight)
     require_optional_tensor("linear", "bias", 3, bias)
-    require_optional_tensor("linear", "residual", 5, residual)
+    require_optional_tensor("linear", "residual", None, residual)
     require_activation(activation)
-    require_floating("input", input)
-    if input.dim() == 0:
-        raise RuntimeError(
-            "both arguments to linear need to be at least 1D, but they are 0D and 2D"
-        )
-    check_weight("input", input.shape[-1], "weight", weight, "bias", bias)
-    require_same_device("input", input, weight=weight, bias=bias, residual=residual)
-    if residual is not None and residual.shape != (*input.shape[:-1], weight.shape[0]):
-        raise ValueError(
-            f"residual must have the shape of the result, {[*input.shape[:-1], weight.shape[0]]}, "
-            f"not {list(residual.shape)}"
-        )
     tensors = autocast(input, weight, bias, residual)
-    check_one_dtype("input", tensors[0], weight=tensors[1], bias=tensors[2], residual=tensors[3])  # type: ignore[arg-type]
+    input, weight, bias, residual = tensors  # type: ignore[assignment]
+    require_same_device("input", input, weight=weight, bias=bias, residual=residual)
+    if bias is not None and bias.shape != weight.shape[:1] and weight.dim() == 2:
+        bias = _bias_row(bias, weight.shape[0])
+    if input.dim() == 0:
+        wrong: str | None = "input must have at least one dimension, not 0"
+    else:
+        wrong = weight_problem(("input", "weight", "bias"), input.shape[-1], weight, bias)
+    wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
+    if wrong is not None:
+        same_error_as(lambda: F.linear(input, weight, bias), ValueError(wrong))
+    if residual is not None:
+        shape = (*input.shape[:-1], weight.shape[0])
+        if residual.shape != shape:
+            raise ValueError(
+                f"residual must have the shape of the result, {list(shape)}, not "
+                f"{list(residual.shape)}"
+            )
+        wrong = dtype_problem(input, residual=residual)
+        if wrong is not None:
+            raise ValueError(wrong)
+    tensors = (input, weight, bias, residual)
     activation = named_activation(activation)
     call = Call("linear", tensors, wants_grad(*tensors), activation=activation)
     return call, (*tensors[:3], activation, tensors[3])
@@ -99,10 +114,11 @@ def linear(
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features), like `torch.nn.Linear.weight`.
-        bias: (out_features,); None means zeros.
+        weight: (out_features, in_features), like `torch.nn.Linear.weight`; or (in_features,), and
+            then the result has no last dimension.
+        bias: (out_features,), or what broadcasts to it; None means zeros.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu", a callable, or None for none.
-        residual: (..., out_features), added last; None means nothing.
+        residual: the shape of the result, added last; None means nothing.
         backend: None lets the dispatcher choose; a name never falls back.
 
     Raises:
@@ -111,5 +127,10 @@ def linear(
 
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """
+    if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
+        row = weight.unsqueeze(0)
+        column = None if residual is None else residual.unsqueeze(-1)
+        y = linear(input, row, bias, activation=activation, residual=column, backend=backend)
+        return y.squeeze(-1)
     call, arguments = prepare_linear(input, weight, bias, activation=activation, residual=residual)
     return select(call, backend).run(*arguments)

@@ -1,0 +1,198 @@
+"""Checks of scaled_dot_product_attention, and the folding of its arguments to (B, H, L, D)."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ._check import require_bool, same_error_as
+
+NAME = "scaled_dot_product_attention"
+
+_CPP_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+    torch.int64: "long int",
+    torch.int32: "int",
+    torch.int16: "short int",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _CPP_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _raise_like_torch(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, otherwise: Exception
+) -> NoReturn:
+    # One query is enough to fail and costs little. The path of plain matrix products is the one
+    # that checks its sizes.
+    with sdpa_kernel([SDPBackend.MATH]):
+        same_error_as(
+            lambda: F.scaled_dot_product_attention(
+                query[..., :1, :], key, value, enable_gqa=enable_gqa
+            ),
+            otherwise,
+        )
+
+
+def check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {_dtype_name(mask.dtype)} and  query.dtype: "
+            f"{_dtype_name(query.dtype)} instead."
+        )
+
+
+def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{_dtype_name(query.dtype)} key.dtype: {_dtype_name(key.dtype)} and value.dtype: "
+            f"{_dtype_name(value.dtype)} instead."
+        )
+    if not query.device == key.device == value.device:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+        )
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise RuntimeError(
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
+            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if not query.is_floating_point():
+        wrong = ValueError(f"query must have a floating-point dtype, not {query.dtype}")
+        _raise_like_torch(query, key, value, False, wrong)
+
+
+def check_flags(is_causal: bool, enable_gqa: bool) -> None:
+    require_bool(NAME, "is_causal", is_causal)
+    require_bool(NAME, "enable_gqa", enable_gqa)
+
+
+def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Of (B, H, T, D), (B, Hkv, S, D) and (B, Hkv, S, Dv)."""
+    wrong = None
+    if query.shape[-1] != key.shape[-1]:
+        wrong = (
+            f"query and key must have the same head size (last dimension), but got "
+            f"{query.shape[-1]} and {key.shape[-1]}"
+        )
+    elif key.shape[-2] != value.shape[-2]:
+        wrong = (
+            f"key and value must have the same length (dimension -2), but got {key.shape[-2]} and "
+            f"{value.shape[-2]}"
+        )
+    elif value.shape[1] != key.shape[1]:
+        wrong = (
+            f"key and value must have the same number of heads, but got {key.shape[1]} and "
+            f"{value.shape[1]}"
+        )
+    elif query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+        wrong = (
+            "Number of heads in key and value must divide the number of heads in query, but got "
+            f"{key.shape[1]} and {query.shape[1]}"
+        )
+        raise RuntimeError(wrong)
+    if wrong is not None:
+        _raise_like_torch(query, key, value, enable_gqa, RuntimeError(wrong))
+
+
+def is_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether the three are (B, H, L, D) already, with nothing to broadcast."""
+    q, k, v = query.shape, key.shape, value.shape
+    return (
+        len(q) == len(k) == len(v) == 4
+        and q[0] == k[0] == v[0]
+        and (enable_gqa or q[1] == k[1] == v[1])
+    )
+
+
+def fold(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
+    """The three as (B, H, L, D), views wherever their strides allow, and what B was folded from.
+
+    All leading dimensions broadcast, that of heads too unless ``enable_gqa``.
+    """
+    first = query, key, value
+    if max(x.dim() for x in first) <= 3 and not enable_gqa:
+        # One leading dimension is the batch, as for `key_lengths`; there is one head.
+        query, key, value = (x.unsqueeze(-3) for x in first)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unsqueeze(-3)
+    query, key, value = (
+        x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) for x in (query, key, value)
+    )
+    try:
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        heads = [x.shape[-3] for x in (query, key, value)]
+        if not enable_gqa:
+            heads = [torch.broadcast_shapes(*((h,) for h in heads))[0]] * 3
+    except RuntimeError:
+        shapes = ", ".join(str(list(x.shape)) for x in first)
+        wrong = f"the leading dimensions of query, key and value must broadcast, but got {shapes}"
+        _raise_like_torch(*first, enable_gqa, RuntimeError(wrong))
+    query, key, value = (
+        x.expand(*batch, h, *x.shape[-2:]).reshape(math.prod(batch), h, *x.shape[-2:])
+        for x, h in zip((query, key, value), heads, strict=True)
+    )
+    return query, key, value, mask, batch
+
+
+def result_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size | None:
+    """The leading shape of the result where it is not (B, H)."""
+    if is_folded(query, key, value, enable_gqa):
+        return None
+    if enable_gqa:
+        lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        return torch.Size((*lead, *query.shape[-3:-2]))
+    return torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+
+
+def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -> Tensor:
+    """The mask as (1 or B, 1 or H, 1 or T, 1 or S), a view wherever its strides allow."""
+    target = (*batch, *sizes)
+    for place, (given, size) in enumerate(
+        zip(reversed(mask.shape), reversed(target), strict=False)
+    ):
+        if given not in (1, size):
+            raise RuntimeError(
+                f"The size of tensor a ({size}) must match the size of tensor b ({given}) at "
+                f"non-singleton dimension {max(len(target), mask.dim()) - 1 - place}"
+            )
+    if mask.dim() > len(target):
+        raise RuntimeError(
+            f"output with shape {list(target)} doesn't match the broadcast shape "
+            f"{list(torch.broadcast_shapes(target, mask.shape))}"
+        )
+    mask = mask.reshape((1,) * (len(target) - mask.dim()) + tuple(mask.shape))
+    lead = mask.shape[:-3]
+    if all(size == 1 for size in lead):
+        return mask.reshape(1, *mask.shape[-3:])
+    if tuple(lead) != tuple(batch):
+        mask = mask.expand(*batch, *mask.shape[-3:])
+    return mask.reshape(math.prod(batch), *mask.shape[-3:])
+
+
+def check_lengths(key_lengths: Tensor, batch: int) -> None:
+    if key_lengths.dtype == torch.bool or key_lengths.is_floating_point():
+        raise TypeError(f"key_lengths must have an integer dtype, not {key_lengths.dtype}")
+    if tuple(key_lengths.shape) != (batch,):
+        raise ValueError(
+            f"key_lengths must have shape [{batch}], one length per batch element, not "
+            f"{list(key_lengths.shape)}"
+        )
