@@ -2,6 +2,7 @@
 // variance is taken around the mean, never as E[x^2] - E[x]^2.
 #include "cpu/layer_norm_kernel.h"
 
+#include "cpu/philox.h"
 #include "cpu/vec.h"
 
 namespace tf::TF_ISA {
@@ -20,7 +21,16 @@ TF_INLINE void store_some(float* p, Vec x, long n) {
   n == kLanes ? store(p, x) : store_n(p, x, n);
 }
 
-void one_row(const LayerNormArgs& args, long row) {
+// What dropout multiplies a row of x by, in scratch.
+void row_factors(const LayerNormArgs& args, long row, float* factors) {
+  const long columns = args.dropout_columns, rows = args.n / columns;
+  // In this order what is written beyond one row is overwritten by the next.
+  for (long r = 0; r < rows; ++r)
+    dropout_factors(args.dropout, static_cast<uint64_t>(row * rows + r), 0, columns,
+                    factors + r * columns);
+}
+
+void one_row(const LayerNormArgs& args, long row, float* factors) {
   const long n = args.n;
   const float* x = args.x + row * args.x_stride;
   float* y = args.y + row * n;
@@ -29,8 +39,11 @@ void one_row(const LayerNormArgs& args, long row) {
   if (args.residual != nullptr) {
     const float* residual = args.residual + row * args.residual_stride;
     float* sum = args.sum + row * n;
+    if (args.dropout.on) row_factors(args, row, factors);
     each_vector(n, [&](long j, long count) {
-      const Vec s = load_some(x + j, count) + load_some(residual + j, count);
+      Vec s = load_some(x + j, count);
+      if (args.dropout.on) s = drop(s, load_some(factors + j, count));
+      s = s + load_some(residual + j, count);
       store_some(sum + j, s, count);
       total[0] = total[0] + s;
     });
@@ -77,8 +90,12 @@ void one_row(const LayerNormArgs& args, long row) {
 
 }  // namespace
 
-void layer_norm_rows(const LayerNormArgs& args, long begin, long end) {
-  for (long row = begin; row < end; ++row) one_row(args, row);
+long layer_norm_scratch(const LayerNormArgs& args) {
+  return args.dropout.on ? args.n + 2 * kLanes : 0;
+}
+
+void layer_norm_rows(const LayerNormArgs& args, long begin, long end, float* scratch) {
+  for (long row = begin; row < end; ++row) one_row(args, row, scratch);
 }
 
 }  // namespace tf::TF_ISA

@@ -1,11 +1,12 @@
 // LayerNorm with the residual connection before it; rows [begin, end) of one call.
 #pragma once
 
+#include "cpu/dropout.h"
 #include "cpu/isa.h"
 
 namespace tf {
 
-// y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, s = x + residual.
+// y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, s = residual + dropout(x).
 struct LayerNormArgs {
   const float* x;         // (rows, n), rows x_stride apart
   const float* residual;  // (rows, n) or nullptr
@@ -17,8 +18,14 @@ struct LayerNormArgs {
   float* rstd;            // (rows)
   long n, x_stride, residual_stride;
   float eps;
+  // Rows of the tensor whose elements are dropped; n is a multiple of it.
+  long dropout_columns;
+  Dropout dropout;
 };
 
-TF_KERNEL(void layer_norm_rows(const LayerNormArgs& args, long begin, long end))
+// Floats of scratch layer_norm_rows needs.
+TF_KERNEL(long layer_norm_scratch(const LayerNormArgs& args))
+
+TF_KERNEL(void layer_norm_rows(const LayerNormArgs& args, long begin, long end, float* scratch))
 
 }  // namespace tf

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/attention_kernel.h"
+#include "cpu/dropout_host.h"
 #include "cpu/feed_forward_kernel.h"
 #include "cpu/host.h"
 #include "cpu/layer_norm_kernel.h"
@@ -17,7 +18,9 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optional<Tensor> residual,
                                                       std::optional<Tensor> weight,
                                                       std::optional<Tensor> bias,
-                                                      int64_t normalized, double eps) {
+                                                      int64_t normalized, double eps,
+                                                      double dropout_p,
+                                                      std::optional<Tensor> seed) {
   check_float("layer_norm", "input", input);
   STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
                   "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
@@ -61,10 +64,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
                              normalized,
                              x.stride,
                              r.stride,
-                             static_cast<float>(eps)};
+                             static_cast<float>(eps),
+                             input.dim() > 0 ? input.size(input.dim() - 1) : 1,
+                             make_dropout("layer_norm", dropout_p, seed)};
     const int64_t grain = std::max<int64_t>(1, 16384 / normalized);
+    const int64_t scratch = TF_DISPATCH(layer_norm_scratch, args);
     torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(layer_norm_rows, args, begin, end);
+      TF_DISPATCH(layer_norm_rows, args, begin, end, kernel_scratch().floats(scratch));
     });
   }
   return {output, sum, mean, rstd};
@@ -333,7 +339,8 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "cpu_layer_norm(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
-      "int normalized, float eps) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+      "int normalized, float eps, float dropout_p, Tensor? seed) -> "
+      "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
       "bool is_causal, float scale, bool need_weights) -> (Tensor output, Tensor lse, Tensor "

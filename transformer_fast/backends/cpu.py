@@ -25,7 +25,7 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     return torch.ops.transformer_fast.cpu_layer_norm(
-        input, None, weight, bias, math.prod(normalized_shape), eps
+        input, None, weight, bias, math.prod(normalized_shape), eps, 0.0, None
     )[0]
 
 
@@ -40,7 +40,7 @@ def add_layer_norm(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     normalized, total, _, _ = torch.ops.transformer_fast.cpu_layer_norm(
-        input, residual, weight, bias, math.prod(normalized_shape), eps
+        input, residual, weight, bias, math.prod(normalized_shape), eps, dropout_p, seed
     )
     return normalized, total
 
@@ -112,6 +112,8 @@ def _fake_layer_norm(
     bias: Tensor | None,
     normalized: int,
     eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = input.numel() // normalized if normalized else 0
     output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
