@@ -11,11 +11,6 @@ from nn_ruler import Recorder, assert_close, attention_pair
 B, H, T, S, M = 2, 3, 4, 5, 6
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def pair(**kwargs: Any) -> tuple[torch.nn.MultiheadAttention, torch.nn.MultiheadAttention]:
     return attention_pair(M, H, **kwargs)
 

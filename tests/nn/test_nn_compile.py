@@ -71,7 +71,6 @@ def _first(output: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    torch.manual_seed(0)
     torch.compiler.reset()
 
 

@@ -19,11 +19,6 @@ B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def pair(name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     options = {"dropout": 0.0, "batch_first": True, **options}
     theirs = getattr(torch.nn, name)(M, H, HIDDEN, **options)

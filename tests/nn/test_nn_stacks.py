@@ -18,11 +18,6 @@ B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
 CAUSAL = nn.Transformer.generate_square_subsequent_mask
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def models(**options: Any) -> tuple[torch.nn.Transformer, nn.Transformer]:
     """The same seed gives the same model, ours built by our own constructor."""
     options = {"batch_first": True, **options}
