@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from . import config
+from .attention_decode import attention_decode, decodes
 from .attention_kernel import attention_forward_kernel
 from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
 from .philox import Dropout, dropout_arguments
@@ -159,6 +160,9 @@ def attention_forward(
     norm = torch.empty_like(shift)
     if problem.empty:
         return output.zero_(), shift.zero_(), norm.zero_()
+    if decodes(problem):
+        attention_decode(problem, output, shift, norm)
+        return output, shift, norm
     tile = config.attention_forward(problem.architecture, max(problem.head), problem.half)
     lists = problem.lists(tile)
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .runtime import INTERPRETED, Launch
 
@@ -67,6 +68,9 @@ def _describe(launch: Launch) -> ASTSource:
         divisible = False
         if parameter.is_constexpr or value is None:
             kind = "constexpr"
+        elif isinstance(value, TensorDescriptor):
+            block = ", ".join(map(str, value.block_shape))
+            kind = f"tensordesc<{_TYPES[value.base.dtype]}[{block}]>"
         elif isinstance(value, Tensor):
             kind = "*" + _TYPES[value.dtype]
             divisible = value.storage_offset() * value.element_size() % 16 == 0

@@ -128,3 +128,43 @@ def attention_bias(architecture: int, head: int, half: bool) -> AttentionTile:
     if architecture == 0:
         return AttentionTile(16, 16, 4, 1)
     return AttentionTile(64, 64, 4, 2)
+
+
+class ProductTile(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+    slices: int = 1
+
+
+def matmul(architecture: int, rows: int, columns: int, half: bool) -> ProductTile:
+    if architecture == 0:
+        return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
+    if not half:
+        return ProductTile(64, 64, 32, 8, 4, 3)
+    if architecture in (90, 100):
+        return ProductTile(128, 128, 64, 8, 8, 4, True)
+    return ProductTile(128, 128, 32, 8, 8, 3)
+
+
+def attention_weights(architecture: int, head: int, half: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 32, 4, 1)
+    return AttentionTile(64, 64, 4, 1) if half else AttentionTile(32, 32, 4, 1)
+
+
+class DecodeTile(NamedTuple):
+    keys: int
+    each: int  # keys that make a program worth its start
+    warps: int
+    stages: int
+
+
+def attention_decode(architecture: int, head: int, half: bool) -> DecodeTile:
+    if architecture == 0:
+        return DecodeTile(16, 16, 4, 1)
+    return DecodeTile(64, 256, 4, 3)

@@ -66,7 +66,7 @@ def launch(
         return
     if 0 in grid:
         return
-    device = args[0].device
+    device = next(x.device for x in args if isinstance(x, Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
