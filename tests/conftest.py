@@ -1,0 +1,53 @@
+"""What all tests share: fixed random numbers, and a process that every test leaves as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from transformer_fast import _native, dispatch
+
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def fixed_random_numbers() -> None:
+    torch.manual_seed(20170612)
+
+
+@pytest.fixture(autouse=True)
+def process_left_alone() -> Iterator[None]:
+    """A backend, thread count or instruction set that a test forgets would decide later tests."""
+    yield
+    assert dispatch._state.backend is None
+    assert not dispatch._state.strict
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20170612)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The test may set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=_native.module.supported_isas() if _native.module else ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this machine has, in use."""
+    if _native.module is None:
+        pytest.skip(str(_native.why_not))
+    before = _native.module.isa()
+    _native.module.set_isa(request.param)
+    yield request.param
+    _native.module.set_isa(before)

@@ -1,0 +1,97 @@
+"""Gradients of the references against finite differences, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from transformer_fast.specs import OPS
+from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.testing.oracle import as_results, is_floating
+
+DOUBLE = torch.float64
+ALL_CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in OPS[op].cases]
+
+
+def differentiable(op, arguments):
+    """A function of the arguments that have gradients, and those arguments."""
+    spec = OPS[op]
+    places = [
+        place
+        for place, (name, value) in enumerate(zip(spec.arguments, arguments, strict=True))
+        if name in spec.gradients_of and is_floating(value)
+    ]
+
+    def function(*leaves):
+        called = list(arguments)
+        for place, leaf in zip(places, leaves, strict=True):
+            called[place] = leaf
+        results = as_results(spec.reference(*called))
+        return tuple(r for r in results if r is not None and r.requires_grad)
+
+    # gradcheck wants inputs whose elements do not share memory.
+    leaves = [arguments[p].detach().clone(memory_format=torch.contiguous_format) for p in places]
+    return function, [leaf.requires_grad_() for leaf in leaves]
+
+
+def finite(arguments):
+    """Finite differences need finite inputs, and masks that do not hide by -inf."""
+    return all(bool(x.isfinite().all()) for x in arguments if is_floating(x))
+
+
+@pytest.mark.parametrize(("op", "case"), ALL_CASES)
+def test_along_a_random_direction(op, case, generator):
+    arguments = case.build(DOUBLE, "cpu", generator)
+    if op == "attention" and not finite(arguments[:3]):
+        pytest.skip("finite differences need finite inputs")
+    mask = arguments[3] if op == "attention" else None
+    if mask is not None and is_floating(mask) and mask.abs().max() > 1e6:
+        # A step from -inf or finfo.min is no step; the mask's gradient is in other cases.
+        constant = mask
+        function, leaves = differentiable(op, (*arguments[:3], None, *arguments[4:]))
+        build = OPS[op].reference
+        function = lambda *qkv: as_results(build(*qkv, constant, *arguments[4:]))[0]  # noqa: E731
+    else:
+        function, leaves = differentiable(op, arguments)
+    assert gradcheck(function, leaves, fast_mode=True)
+
+
+def small(op):
+    def draw(*shape):
+        return torch.randn(shape, dtype=DOUBLE)
+
+    seed = torch.tensor(9)
+    qkv = draw(2, 2, 3, 2), draw(2, 2, 4, 2), draw(2, 2, 4, 3)
+    mask = torch.rand(2, 1, 3, 4) < 0.6
+    mask[0, 0, 1] = False  # a row that sees nothing
+    lengths = torch.tensor([3, 0])
+    return {
+        "layer_norm": [(draw(3, 4), (4,), draw(4), draw(4), 1e-5)],
+        "add_layer_norm": [
+            (draw(3, 4), draw(3, 4), (4,), draw(4), draw(4), 1e-5, p, seed) for p in (0.0, 0.4)
+        ],
+        "attention": [
+            arrange(*qkv, weights=True),
+            arrange(*qkv, mask=mask, weights=True),
+            arrange(*qkv, mask=draw(1, 2, 3, 4), causal=True),
+            arrange(*qkv, lengths=lengths, scale=-0.7, dropout_p=0.3, seed=seed),
+            arrange(draw(1, 4, 3, 2), *(draw(1, 2, 3, 2) for _ in range(2)), gqa=True),
+        ],
+        "linear": [
+            (draw(3, 4), draw(2, 4), draw(2), name, draw(3, 2))
+            for name in (None, "relu", "gelu", "gelu_tanh", "silu", torch.tanh)
+        ],
+        "feed_forward": [
+            (draw(3, 2), draw(4, 2), draw(4), draw(2, 4), draw(2), name, p, seed)
+            for name, p in (("relu", 0.0), ("gelu", 0.3), ("gelu_tanh", 0.0), ("silu", 0.5))
+        ],
+    }[op]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_element_and_twice(op):
+    for arguments in small(op):
+        function, leaves = differentiable(op, arguments)
+        assert gradcheck(function, leaves)
+        assert gradgradcheck(function, leaves, fast_mode=True)
