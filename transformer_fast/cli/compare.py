@@ -31,9 +31,9 @@ DTYPES = {
 }
 CASES = (*OPS, *text_models.NAMES)
 
-_PLAN = Plan(rounds=25, seconds=2.0, least=5, sample=0.003)
+_PLAN = Plan(rounds=25, seconds=1.5, least=5, sample=0.003)
 #: The text: paragraphs per batch, and where a paragraph is cut.
-_BATCHES, _SIZE, _LONGEST = 2, 8, 384
+_BATCHES, _SIZE, _LONGEST = 2, 8, 256
 _MODEL_LONGEST = 160
 
 
@@ -158,8 +158,8 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     places = sum(b.tokens.numel() for b in text)
     head = [
         machine.line(about),
-        f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch')} of {_SIZE} "
-        f"paragraphs, {real:,} bytes in {places:,} places",
+        f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch', 'batches')} "
+        f"of {_SIZE} paragraphs, {real:,} bytes in {places:,} places",
     ]
     sections = {
         "Failed": notes.failures(rows),

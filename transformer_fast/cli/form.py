@@ -50,5 +50,5 @@ def rate(amount: float, time: float) -> str:
     return three_digits(amount / time / 1e9)
 
 
-def count(amount: int, noun: str) -> str:
-    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+def count(amount: int, noun: str, several: str | None = None) -> str:
+    return f"{amount:,} {noun if amount == 1 else several or noun + 's'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from . import roof
 from .clock import ORDINARY, Plan, alternate
+from .memory import peak
 from .summary import Ratio, Summary, speed_up, summarise
 
 
@@ -93,6 +95,8 @@ class Row:
     flops: float = 0.0
     useful_flops: float = 0.0
     bytes: float = 0.0
+    #: Memory that one piece of work takes at its highest.
+    peak_bytes: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -187,11 +191,12 @@ def run_contest(
     plan: Plan = ORDINARY,
     tick: Callable[[], None] | None = None,
     probe_before: bool = True,
+    memory: bool = False,
 ) -> list[Row]:
     """Check, time and compare the contenders of one case; a row for each, in their order.
 
     No gradients are recorded, unless a contender turns them on. ``probe_before=False`` saves one
-    of the two measurements of the roof.
+    of the two measurements of the roof; ``memory=True`` adds the peak memory.
     """
     rows = {
         contender.name: Row(
@@ -212,7 +217,8 @@ def run_contest(
         if contender.run is not None and _check(contest, contender, rows[contender.name]):
             able[contender.name] = contender
     work = contest.useful_flops, contest.bytes, contest.dtype, contest.device
-    top = roof.probe(*work) if probe_before and able else None
+    has_roof = bool(able) and (contest.flops > 0.0 or contest.bytes > 0.0)
+    top = roof.probe(*work) if probe_before and has_roof else None
     samples = alternate(
         {name: _caller(contest, c.run) for name, c in able.items() if c.run is not None},
         len(contest.inputs),
@@ -220,10 +226,15 @@ def run_contest(
         contest.device,
         tick,
     )
-    after = roof.probe(*work) if able else None
+    after = roof.probe(*work) if has_roof else None
     for name, taken in samples.items():
         rows[name].samples, rows[name].time = taken, summarise(taken)
     _recheck(contest, able, rows)
+    if memory:
+        for name, contender in able.items():
+            if rows[name].ok and contender.run is not None:
+                work_once = functools.partial(_caller(contest, contender.run), 0)
+                rows[name].peak_bytes = peak(work_once, contest.device)
     top = after.better(top) if after is not None else None
     for row in rows.values():
         if row.time is not None and top is not None:

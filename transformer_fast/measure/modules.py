@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import nn as our_nn
 from .calls import Record, forced, record
 from .contest import Arguments, Contender, Contest
 from .judge import ModuleJudge
 
 #: Runs a module on one call's arguments.
 Forward = Callable[..., Tensor]
+#: From a call's arguments: (flops, useful flops, bytes).
+Work = Callable[..., tuple[float, float, float]]
+
+#: Contenders of which the fastest stands for PyTorch.
+OF_TORCH = ("torch eager", "torch fast path", "torch.compile")
 
 
 @contextmanager
@@ -33,7 +39,9 @@ def fast_path(enabled: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _with_fast_path(run: Forward, enabled: bool) -> Forward:
+def with_fast_path(run: Forward, enabled: bool) -> Forward:
+    """``run`` with torch.nn's fast path on or off."""
+
     def forward(*arguments: Any) -> Tensor:
         with fast_path(enabled):
             return run(*arguments)
@@ -41,11 +49,31 @@ def _with_fast_path(run: Forward, enabled: bool) -> Forward:
     return forward
 
 
-def _compiled(module: nn.Module) -> Contender:
-    """torch.compile in its default mode, on the eager path."""
+def compiled(module: nn.Module) -> Forward:
+    """The module under torch.compile, on the eager path: the fast path's ops end a graph."""
     torch._dynamo.reset()
-    compiled = torch.compile(module)
-    return Contender("torch.compile", _with_fast_path(compiled, False), ours=False)
+    return with_fast_path(torch.compile(module, dynamic=False), False)
+
+
+def twins(
+    make: Callable[[Any], nn.Module], dtype: torch.dtype, device: torch.device | str
+) -> tuple[nn.Module, nn.Module]:
+    """The module ``make(nn)`` from our classes and from torch's, with one state_dict, for eval."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = make(torch.nn)
+        # As after training: fresh norms and biases are exactly 1 and 0, which hides mistakes.
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    ours = make(our_nn)
+    ours.load_state_dict(theirs.state_dict())
+    return ours.eval().to(device, dtype), theirs.eval().to(device, dtype)
+
+
+def parameter_bytes(module: nn.Module) -> float:
+    return float(sum(p.numel() * p.element_size() for p in module.parameters()))
 
 
 def _automatic(ours: nn.Module, arguments: Arguments) -> tuple[Contender, Record]:
@@ -64,6 +92,7 @@ def _of_backend(ours: nn.Module, backend: str, arguments: Arguments) -> Contende
     return Contender(backend, run)
 
 
+@torch.no_grad()
 def module_contest(
     op: str,
     case: str,
@@ -71,80 +100,50 @@ def module_contest(
     theirs: nn.Module,
     inputs: Sequence[Sequence[Arguments]],
     real: Callable[..., Tensor],
-    work: Callable[..., tuple[float, float, float]],
+    work: Work,
     backends: Sequence[str | None] = (None,),
-    compile: bool = False,
     peers: Sequence[Contender] = (),
 ) -> Contest:
     """A contest between two modules with the same state_dict, both in evaluation mode.
 
     Args:
         real: from a call's arguments, a bool tensor (B, T): the places whose results count.
-        work: from a call's arguments, (flops, useful flops, bytes).
+        work: what it costs; only real places are useful.
         backends: what ``ours`` is run on; None is the dispatcher's choice.
-        compile: whether torch.compile takes part.
 
     The oracle is ``theirs`` in fp64 on torch's eager path, and the error that is allowed is that of
     ``ours`` on the reference backend, in the dtype under test.
     """
     first = inputs[0][0]
     parameters = next(theirs.parameters())
+    automatic, found = _automatic(ours, first)
+    contenders = [
+        automatic if backend is None else _of_backend(ours, backend, first)
+        for backend in backends
+        if backend not in ("reference", "torch")
+    ]
     reference = forced(ours, "reference")
-    with torch.no_grad():
-        automatic, found = _automatic(ours, first)
-        contenders = [
-            automatic if backend is None else _of_backend(ours, backend, first)
-            for backend in backends
-            if backend not in ("reference", "torch")
-        ]
     if "reference" not in [contender.name for contender in contenders]:
         contenders.append(Contender("reference", reference))
-    contenders.append(Contender("torch eager", _with_fast_path(theirs, False), ours=False))
-    contenders.append(Contender("torch fast path", _with_fast_path(theirs, True), ours=False))
-    if compile:
-        contenders.append(_compiled(theirs))
-    oracle = _with_fast_path(copy.deepcopy(theirs).double(), False)
-    totals = [
-        sum(part) for part in zip(*(work(*arguments) for arguments in inputs[0]), strict=True)
+    contenders += [
+        Contender("torch eager", with_fast_path(theirs, False), ours=False),
+        Contender("torch fast path", with_fast_path(theirs, True), ours=False),
     ]
+    oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
+    works = [work(*arguments) for arguments in inputs[0]]
+    flops, useful, moved = (sum(part) for part in zip(*works, strict=True))
     return Contest(
         op=op,
         case=case,
         inputs=inputs,
         contenders=[*contenders, *peers],
         judge=ModuleJudge(oracle, reference, real),
-        flops=totals[0],
-        useful_flops=totals[1],
-        bytes=totals[2],
+        flops=flops,
+        useful_flops=useful,
+        bytes=moved,
         dtype=parameters.dtype,
         device=parameters.device,
         chosen=automatic.name,
-        torch=("torch eager", "torch fast path", "torch.compile"),
+        torch=OF_TORCH,
         inside=found.reasons,
-    )
-
-
-# Arithmetic of the Transformer's parts, per the paper's section 3: 2 per multiply-add.
-
-
-def attention_flops(rows: float, pairs: float, model: int) -> float:
-    """Projections of ``rows`` queries (and as many keys), scores and mixing of ``pairs``."""
-    return 8.0 * rows * model * model + 4.0 * pairs * model
-
-
-def cross_attention_flops(rows: float, keys: float, pairs: float, model: int) -> float:
-    return 4.0 * (rows + keys) * model * model + 4.0 * pairs * model
-
-
-def encoder_layer_flops(rows: float, pairs: float, model: int, hidden: int) -> float:
-    return attention_flops(rows, pairs, model) + 4.0 * rows * model * hidden
-
-
-def decoder_layer_flops(
-    rows: float, keys: float, pairs: float, cross_pairs: float, model: int, hidden: int
-) -> float:
-    return (
-        attention_flops(rows, pairs, model)
-        + cross_attention_flops(rows, keys, cross_pairs, model)
-        + 4.0 * rows * model * hidden
     )

@@ -13,7 +13,7 @@ from ..testing import call_of
 from . import torch_ops
 from .calls import chosen
 from .contest import Arguments, Contender, Contest
-from .judge import OpJudge
+from .judge import judge_of, scores_of
 
 
 def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list[Contender]:
@@ -26,11 +26,25 @@ def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list
         kernel = kernels.get(backend)
         if kernel is None:
             found.append(Contender(backend, None, "it has no kernel for this op"))
+        elif too_large := _too_large(op, backend, arguments):
+            found.append(Contender(backend, None, too_large))
         elif reasons := dispatch.why_not(kernel, call):
             found.append(Contender(backend, None, "; ".join(reasons)))
         else:
             found.append(Contender(backend, kernel.run))
     return found
+
+
+#: The reference holds several copies of attention's scores; beyond this many bytes it has no row.
+_MOST_SCORE_BYTES = 3 << 30
+
+
+def _too_large(op: str, backend: str, arguments: Arguments) -> str | None:
+    if op == "attention" and backend == "reference":
+        size = scores_of(arguments) * max(4, arguments[0].element_size())
+        if size > _MOST_SCORE_BYTES:
+            return f"its scores alone would take {size / 2**30:.0f} GiB"
+    return None
 
 
 def _of_torch(op: str, arguments: Arguments) -> Contender:
@@ -62,11 +76,12 @@ def op_contest(
         case=case,
         inputs=inputs,
         contenders=[*contenders, *peers],
-        judge=OpJudge(op),
+        judge=judge_of(op, first),
         flops=sum(spec.flops(arguments) for arguments in inputs[0]),
         useful_flops=sum(spec.useful_flops(arguments) for arguments in inputs[0]),
         bytes=sum(spec.bytes(arguments) for arguments in inputs[0]),
         dtype=leading.dtype,
         device=leading.device,
         chosen=chosen(op, first),
+        torch=("torch", "torch.compile"),
     )

@@ -51,6 +51,11 @@ class Batch:
         """(B, T) bool: True where there is text."""
         return self.tokens != PADDING
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no padding."""
+        return bool((self.lengths == self.tokens.shape[1]).all())
+
     def to(self, device: torch.device | str) -> Batch:
         return Batch(self.tokens.to(device), self.lengths.to(device))
 

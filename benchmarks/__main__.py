@@ -1,0 +1,37 @@
+"""``python -m benchmarks``: run, scaling, compare, report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import regression, report, run
+from .suites import SCALING, SUITES
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command (``run``, if none is named); its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    timed = commands.add_parser("run", help="ops, layers, models, training (the default)")
+    run.add_arguments(timed, SUITES)
+    timed.set_defaults(run=run.main, parser=timed)
+    scaling = commands.add_parser("scaling", help="how time grows with each size; takes long")
+    run.add_arguments(scaling, SCALING)
+    scaling.set_defaults(run=run.main_scaling, parser=scaling)
+    compare = commands.add_parser("compare", help="this tree against a revision or a result file")
+    regression.add_arguments(compare)
+    compare.set_defaults(run=regression.main, parser=compare)
+    pages = commands.add_parser("report", help="Markdown and HTML from the result files")
+    report.add_arguments(pages)
+    pages.set_defaults(run=report.main, parser=pages)
+    if not given or (given[0] not in commands.choices and given[0] not in ("-h", "--help")):
+        given.insert(0, "run")
+    options = parser.parse_args(given)
+    return options.run(options.parser, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

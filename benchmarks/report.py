@@ -1,0 +1,6 @@
+def add_arguments(p):
+    pass
+
+
+def main(p, o):
+    return 0

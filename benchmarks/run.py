@@ -1,0 +1,151 @@
+"""``python -m benchmarks run`` and ``scaling``: time suites, print them, write them down."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from transformer_fast import _native
+from transformer_fast.cli import notes, table
+from transformer_fast.cli.compare import DTYPES
+from transformer_fast.cli.console import bullets, output, progress
+from transformer_fast.dispatch import BACKENDS, OPS
+from transformer_fast.measure import machine
+from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH
+from transformer_fast.measure.contest import Row, run_contest
+
+from . import peers, store
+from .scope import Scope
+from .suites import SCALING, SUITES, Suite
+
+_QUICK_PEERS = ("onednn_prepacked",)
+
+
+def add_arguments(parser: argparse.ArgumentParser, suites: Iterable[str]) -> None:
+    names = list(suites)
+    parser.add_argument(
+        "--suite", nargs="+", choices=names, default=names, metavar="SUITE",
+        help=f"of: {'; '.join(names)} (all)",
+    )  # fmt: skip
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument(
+        "--peer", nargs="*", default=None,
+        help="peers by file name in benchmarks/peers; none: --peer without a name (all)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="small cases, few rounds; not kept")
+    how.add_argument("--thorough", action="store_true", help="more rounds and longer samples")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="where results go (benchmarks/results/<machine>.json; nowhere if --quick)",
+    )  # fmt: skip
+
+
+def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Scope:
+    names = options.peer
+    if names is None and options.quick:
+        names = _QUICK_PEERS
+    try:
+        device = torch.device(options.device)
+        torch.empty(1, device=device).item()
+        found = peers.load(names)
+    except Exception as error:
+        parser.error(str(error).splitlines()[0])
+    return Scope(
+        plan=QUICK if options.quick else THOROUGH if options.thorough else ORDINARY,
+        dtype=DTYPES[options.dtype],
+        device=device,
+        backends=tuple(options.backend),
+        peers=found,
+        ops=tuple(options.op),
+        quick=options.quick,
+    )
+
+
+def run_suite(
+    name: str, suite: Suite, scope: Scope, report: Callable[[str, int, int], None]
+) -> list[Row]:
+    """The rows of a suite; ``report(label, done, total)`` before each contest."""
+    work = list(suite(scope))
+    rows: list[Row] = []
+    for number, (label, make) in enumerate(work):
+        report(f"{name}: {label}", number, len(work))
+        contest = make()
+        rows += run_contest(
+            contest, scope.plan, probe_before=not scope.quick, memory=not scope.quick
+        )
+    return rows
+
+
+def _show(console: Console, name: str, rows: list[Row]) -> None:
+    console.rule(name)
+    console.print(table.build(rows, console.width))
+    for title, lines in (
+        ("Failed", notes.failures(rows)),
+        ("Not on a kernel", notes.fallbacks(rows)),
+        ("Without a row", notes.absent(rows)),
+    ):
+        if lines:
+            console.print(f"[bold]{title}[/]")
+            bullets(console, lines)
+
+
+def _run(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, suites: Any, kind: str
+) -> int:
+    if options.threads is not None:
+        if options.threads < 1:
+            parser.error(f"argument --threads: must be at least 1, not {options.threads}")
+        torch.set_num_threads(options.threads)
+    scope = scope_of(parser, options)
+    console = output()
+    about = machine.describe(scope.device)
+    console.print(machine.line(about), highlight=False)
+    if _native.why_not is not None:
+        console.print(f"no native kernels: {_native.why_not}", style="red", highlight=False)
+    path = options.json
+    if path is None and not options.quick:
+        path = store.FOLDER / f"{machine.slug(about)}{kind}.json"
+    failed = 0
+    suffix = "" if options.dtype == "float32" else f", {options.dtype}"
+    for name in options.suite:
+        with progress() as bar:
+            task = bar.add_task(name)
+
+            def report(label: str, done: int, total: int, bar: Any = bar, task: Any = task) -> None:
+                bar.update(task, description=label, completed=done, total=total)
+
+            rows = run_suite(name, suites[name], scope, report)
+        if not rows:
+            continue
+        _show(console, name, rows)
+        failed += sum(row.failed for row in rows)
+        if path is not None:
+            plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}
+            # Written suite by suite: a run that is ended early keeps what it has.
+            store.write(path, {name + suffix: {"machine": about, **plan, "rows": rows}})
+    if path is not None:
+        console.print(f"\nwritten to {path}", highlight=False)
+    if failed:
+        console.print(f"\n{failed} results are wrong", style="bold red")
+    return 1 if failed else 0
+
+
+def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """1 if a result of ours is outside its error budget, else 0."""
+    return _run(parser, options, SUITES, "")
+
+
+def main_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The same for the scaling suites, into a file of their own."""
+    return _run(parser, options, SCALING, "-scaling")

@@ -1,0 +1,22 @@
+"""What is measured: each suite gives makers of contests, so that inputs exist one case at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..scope import Maker, Scope
+from . import backward, layers, models, ops, overhead, scaling, training
+
+Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
+
+#: The ordinary run, in the order of its report.
+SUITES: dict[str, Suite] = {
+    "ops": ops.suite,
+    "backward": backward.suite,
+    "layers": layers.suite,
+    "models": models.suite,
+    "training": training.suite,
+    "overhead": overhead.suite,
+}
+#: Apart, because they take long.
+SCALING: dict[str, Suite] = {f"scaling: {name}": suite for name, suite in scaling.SUITES.items()}

@@ -1,0 +1,69 @@
+"""Encoder layers of the paper's size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from transformer_fast.measure.contest import Arguments, Contest
+from transformer_fast.measure.transformers import Size, encoder_layer_contest
+
+from .. import peers
+from ..scope import Maker, Scope
+
+_SIZE = Size()
+#: (B, T), and the share of places that hold text.
+_CASES = (
+    (8, 128, 1.0),
+    (32, 128, 1.0),
+    (2, 1024, 1.0),
+    (1, 32, 1.0),
+    (8, 128, 0.65),
+    (32, 128, 0.65),
+)
+_QUICK = ((8, 128, 1.0), (1, 32, 1.0), (8, 128, 0.65))
+
+
+def lengths(batch: int, length: int, share: float) -> torch.Tensor:
+    """Lengths that are ``share`` of ``length`` on average, spread evenly and as far as that goes."""
+    lowest, highest = max(0.0, 2 * share - 1), min(1.0, 2 * share)
+    spread = torch.linspace(lowest, highest, batch) if batch > 1 else torch.tensor([share])
+    return (spread * length).round().clamp(min=1).long()
+
+
+def calls(scope: Scope, batch: int, length: int, share: float) -> list[list[Arguments]]:
+    padding = None
+    if share < 1.0:
+        padding = torch.arange(length) >= lengths(batch, length, share)[:, None]
+        padding = padding.to(scope.device)
+    shape = batch, length, _SIZE.model
+    return [
+        [
+            (
+                torch.randn(shape, generator=scope.generator(i)).to(scope.device, scope.dtype),
+                None,
+                padding,
+            )
+        ]
+        for i in range(2)
+    ]
+
+
+def _contest(scope: Scope, batch: int, length: int, share: float) -> Contest:
+    case = f"({batch},{length}) {_SIZE.label}" + (f", {share:.0%} real" if share < 1.0 else "")
+    return encoder_layer_contest(
+        case,
+        calls(scope, batch, length, share),
+        _SIZE,
+        peers=lambda layer, arguments: peers.contenders(
+            scope.peers, "encoder_layer", layer, arguments
+        ),
+    )
+
+
+def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    for batch, length, share in _QUICK if scope.quick else _CASES:
+        label = f"encoder_layer ({batch},{length}), {share:.0%} real"
+        yield label, functools.partial(_contest, scope, batch, length, share)

@@ -1,0 +1,36 @@
+"""The op table's bench cases, forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from transformer_fast.measure.contest import Contest
+from transformer_fast.measure.ops import op_contest
+from transformer_fast.specs import OPS, Case
+
+from .. import peers
+from ..scope import Maker, Scope
+
+#: Beyond this a case is too long for a quick run.
+_QUICK_FLOPS = 3e9
+
+
+def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
+    """The bench cases in the scope; of a quick run, the small ones."""
+    for op in scope.ops:
+        for case in OPS[op].bench_cases:
+            if scope.quick and OPS[op].flops(case.build(scope.dtype, "meta", None)) > _QUICK_FLOPS:
+                continue
+            yield op, case
+
+
+def _contest(scope: Scope, op: str, case: Case) -> Contest:
+    inputs = scope.draw(op, case)
+    others = peers.contenders(scope.peers, "op", op, inputs[0][0])
+    return op_contest(op, case.name, inputs, scope.backends, others)
+
+
+def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    for op, case in cases(scope):
+        yield f"{op} {case}", functools.partial(_contest, scope, op, case)

@@ -1,0 +1,85 @@
+"""What a call costs beside its work: the public functions on next to no data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from transformer_fast import functional
+from transformer_fast.measure.contest import Contender, Contest
+from transformer_fast.measure.ops import op_contest
+from transformer_fast.specs import Case
+
+from ..scope import Maker, Scope
+
+
+def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    return functional.layer_norm(x, shape, weight, bias, eps)
+
+
+def _add_layer_norm(
+    x: Any, residual: Any, shape: Any, weight: Any, bias: Any, eps: float, *_: Any
+) -> Any:
+    return functional.add_layer_norm(x, residual, shape, weight, bias, eps)
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any) -> Any:
+    return functional.scaled_dot_product_attention(query, key, value), None
+
+
+def _linear(x: Any, weight: Any, bias: Any, *_: Any) -> Any:
+    return functional.linear(x, weight, bias)
+
+
+def _feed_forward(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, *_: Any) -> Any:
+    return functional.feed_forward(x, w1, b1, w2, b2)
+
+
+_PUBLIC: dict[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm,
+    "add_layer_norm": _add_layer_norm,
+    "attention": _attention,
+    "linear": _linear,
+    "feed_forward": _feed_forward,
+}
+
+
+def _arguments(op: str) -> Callable[..., tuple[Any, ...]]:
+    def build(dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> Any:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        if op == "layer_norm":
+            return normal(1, 8), (8,), normal(8), normal(8), 1e-5
+        if op == "add_layer_norm":
+            return normal(1, 8), normal(1, 8), (8,), normal(8), normal(8), 1e-5, 0.0, None
+        if op == "attention":
+            qkv = (normal(1, 1, 1, 8) for _ in range(3))
+            return (*qkv, None, None, False, None, 0.0, None, False, False)
+        if op == "linear":
+            return normal(1, 8), normal(8, 8), normal(8), None, None
+        return normal(1, 8), normal(8, 8), normal(8), normal(8, 8), normal(8), "relu", 0.0, None
+
+    return build
+
+
+def _contest(scope: Scope, op: str) -> Contest:
+    inputs = scope.draw(op, Case("call", _arguments(op)))
+    contest = op_contest(op, "call", inputs, ("reference",))
+    public = Contender(f"{contest.chosen}, public function", _PUBLIC[op])
+    return replace(
+        contest,
+        contenders=[public, *contest.contenders],
+        chosen=public.name,
+        # Arithmetic has no part in it, so there is no roof to come near to.
+        flops=0.0, useful_flops=0.0, bytes=0.0,
+    )  # fmt: skip
+
+
+def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    for op in scope.ops:
+        yield f"{op} call", functools.partial(_contest, scope, op)
