@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import _native
+from ..autograd import AddLayerNorm, LayerNorm, needs_function
 from ..dispatch import Call, Kernel, register
+from . import cpu_backward  # noqa: F401 - registers the gradients
 from .cpu_packing import packed_weight
 
 _FLOAT = frozenset({torch.float32})
@@ -24,6 +26,8 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
+    if needs_function(input, weight, bias):
+        return LayerNorm.apply("cpu", input, normalized_shape, weight, bias, eps)[0]
     return torch.ops.transformer_fast.cpu_layer_norm(
         input, None, weight, bias, math.prod(normalized_shape), eps, 0.0, None
     )[0]
@@ -39,6 +43,10 @@ def add_layer_norm(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if needs_function(input, residual, weight, bias):
+        return AddLayerNorm.apply(
+            "cpu", input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
+        )[:2]
     normalized, total, _, _ = torch.ops.transformer_fast.cpu_layer_norm(
         input, residual, weight, bias, math.prod(normalized_shape), eps, dropout_p, seed
     )
@@ -187,8 +195,8 @@ def _register() -> None:
             torch.library.register_fake(f"transformer_fast::{name}", fake)
     activations = frozenset(_ACTIVATIONS)
     for kernel in (
-        Kernel("layer_norm", "cpu", layer_norm),
-        Kernel("add_layer_norm", "cpu", add_layer_norm),
+        Kernel("layer_norm", "cpu", layer_norm, gradients=True),
+        Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
         Kernel("attention", "cpu", attention, refuses=_refuse_attention),
         Kernel("linear", "cpu", linear, activations=activations),
         Kernel("feed_forward", "cpu", feed_forward, activations=activations),

@@ -1,0 +1,139 @@
+// LayerNorm backward. With h = (s - mean) rstd and g = dy weight, the mean taken over a row:
+//
+//   ds = rstd (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
+//
+// A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
+// second pass adds the shares; blocks do not depend on the number of threads, so neither does the
+// result.
+#include "cpu/layer_norm_backward_kernel.h"
+
+#include "cpu/philox.h"
+#include "cpu/vec.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Rows summed up before they are added to the block's share: sums of few terms stay exact.
+constexpr long kChain = 32;
+constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
+
+TF_INLINE Vec load_some(const float* p, long n) { return n == kLanes ? load(p) : load_n(p, n); }
+TF_INLINE void store_some(float* p, Vec x, long n) {
+  n == kLanes ? store(p, x) : store_n(p, x, n);
+}
+
+template <class F>
+TF_INLINE void each_vector(long n, const F& f) {
+  long j = 0;
+  for (; j + kLanes <= n; j += kLanes) f(j, static_cast<long>(kLanes));
+  if (j < n) f(j, n - j);
+}
+
+struct Row {
+  const LayerNormBackwardArgs& args;
+  const float *grad, *source;
+  float mean, rstd;
+
+  Row(const LayerNormBackwardArgs& a, long row)
+      : args(a),
+        grad(a.grad + row * a.grad_stride),
+        source(a.source + row * a.source_stride),
+        mean(a.mean[row]),
+        rstd(a.rstd[row]) {}
+
+  TF_INLINE Vec normal(long j, long count) const {
+    return (load_some(source + j, count) - set1(mean)) * set1(rstd);
+  }
+  TF_INLINE Vec weighted(long j, long count) const {
+    const Vec dy = load_some(grad + j, count);
+    return args.weight == nullptr ? dy : dy * load_some(args.weight + j, count);
+  }
+};
+
+void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
+  const long n = args.n;
+  const Row in(args, row);
+  Vec sum_g = zero(), sum_gh = zero();
+  each_vector(n, [&](long j, long count) {
+    const Vec g = in.weighted(j, count);
+    sum_g = sum_g + g;
+    sum_gh = fma(g, in.normal(j, count), sum_gh);  // g is 0 in the lanes beyond the row
+  });
+  const float inverse = 1.0f / static_cast<float>(n);
+  const Vec mean_g = set1(reduce_add(sum_g) * inverse), mean_gh = set1(reduce_add(sum_gh) * inverse);
+  const bool drops = args.grad_input != nullptr && args.dropout.on;
+  if (drops) {
+    const long rows_in_row = n / args.dropout_columns;
+    // In this order what is written beyond one row is overwritten by the next.
+    for (long r = 0; r < rows_in_row; ++r)
+      dropout_factors(args.dropout, static_cast<uint64_t>(row * rows_in_row + r), 0,
+                      args.dropout_columns, factors + r * args.dropout_columns);
+  }
+  const float* extra =
+      args.grad_sum != nullptr ? args.grad_sum + row * args.grad_sum_stride : nullptr;
+  each_vector(n, [&](long j, long count) {
+    const Vec h = in.normal(j, count);
+    Vec d = (in.weighted(j, count) - mean_g - h * mean_gh) * set1(in.rstd);
+    if (extra != nullptr) d = d + load_some(extra + j, count);
+    if (args.grad_source != nullptr) store_some(args.grad_source + row * n + j, d, count);
+    if (drops) d = drop(d, load_some(factors + j, count));
+    if (args.grad_input != nullptr) store_some(args.grad_input + row * n + j, d, count);
+  });
+}
+
+void add_share(const LayerNormBackwardArgs& args, long row, float* dweight, float* dbias) {
+  const Row in(args, row);
+  each_vector(args.n, [&](long j, long count) {
+    const Vec dy = load_some(in.grad + j, count);
+    store_some(dweight + j, fma(dy, in.normal(j, count), load_some(dweight + j, count)), count);
+    store_some(dbias + j, load_some(dbias + j, count) + dy, count);
+  });
+}
+
+void clear(float* p, long n) {
+  for (long j = 0; j < n; ++j) p[j] = 0.0f;
+}
+
+void move_into(float* chain, long n, float* share) {
+  each_vector(n, [&](long j, long count) {
+    store_some(share + j, load_some(share + j, count) + load_some(chain + j, count), count);
+  });
+  clear(chain, n);
+}
+
+}  // namespace
+
+long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
+
+void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+  const long n = args.n;
+  float* chain = scratch;
+  float* factors = chain + 2 * n;
+  float* share = args.partial != nullptr ? args.partial + block * 2 * n : nullptr;
+  if (share != nullptr) {
+    clear(chain, 2 * n);
+    clear(share, 2 * n);
+  }
+  const long begin = args.rows * block / args.blocks;
+  const long end = args.rows * (block + 1) / args.blocks;
+  const bool source = args.grad_source != nullptr || args.grad_input != nullptr;
+  for (long row = begin; row < end; ++row) {
+    if (source) source_gradient(args, row, factors);
+    if (share == nullptr) continue;
+    add_share(args, row, chain, chain + n);
+    if ((row - begin) % kChain == kChain - 1) move_into(chain, 2 * n, share);
+  }
+  if (share != nullptr) move_into(chain, 2 * n, share);
+}
+
+void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total,
+                             long begin, long end) {
+  each_vector(end - begin, [&](long j, long count) {
+    Vec sum = zero();
+    for (long block = 0; block < args.blocks; ++block)
+      sum = sum + load_some(args.partial + (block * 2 + which) * args.n + begin + j, count);
+    store_some(total + begin + j, sum, count);
+  });
+}
+
+}  // namespace tf::TF_ISA

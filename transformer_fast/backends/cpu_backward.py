@@ -1,0 +1,128 @@
+"""The gradients of the CPU kernels: pairs for `autograd`, and the operators' fakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native, autograd
+
+_ops = torch.ops.transformer_fast
+
+
+def _shaped(flat: Tensor, shape: tuple[int, ...], wanted: bool) -> Tensor:
+    return flat.view(shape) if wanted and len(shape) > 1 else flat
+
+
+def _layer_norm_forward(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    output, _, mean, rstd = _ops.cpu_layer_norm(
+        input, None, weight, bias, math.prod(normalized_shape), eps, 0.0, None
+    )
+    return output, mean, rstd
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dinput, _, dweight, dbias = _ops.cpu_layer_norm_backward(
+        grad, None, input, mean, rstd, weight, math.prod(normalized_shape), 0.0, None,
+        wants[0], False, wants[1], wants[2],
+    )  # fmt: skip
+    return (
+        dinput,
+        _shaped(dweight, normalized_shape, wants[1]),
+        _shaped(dbias, normalized_shape, wants[2]),
+    )
+
+
+def _add_layer_norm_forward(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _ops.cpu_layer_norm(  # type: ignore[no-any-return]
+        input, residual, weight, bias, math.prod(normalized_shape), eps, dropout_p, seed
+    )
+
+
+def _add_layer_norm_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    drops = dropout_p > 0.0
+    dsource, dinput, dweight, dbias = _ops.cpu_layer_norm_backward(
+        grad, grad_sum, sum, mean, rstd, weight, math.prod(normalized_shape), dropout_p, seed,
+        wants[1] or (wants[0] and not drops), wants[0] and drops, wants[2], wants[3],
+    )  # fmt: skip
+    return (
+        dinput if drops else dsource,
+        dsource,
+        _shaped(dweight, normalized_shape, wants[2]),
+        _shaped(dbias, normalized_shape, wants[3]),
+    )
+
+
+def _fake_layer_norm_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    source: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    normalized: int,
+    dropout_p: float,
+    seed: Tensor | None,
+    want_source: bool,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        source.new_empty(source.shape if want_source else (0,)),
+        source.new_empty(source.shape if want_input else (0,)),
+        source.new_empty((normalized if want_weight else 0,)),
+        source.new_empty((normalized if want_bias else 0,)),
+    )
+
+
+def _register() -> None:
+    autograd.register("layer_norm", "cpu", _layer_norm_forward, _layer_norm_backward)
+    autograd.register("add_layer_norm", "cpu", _add_layer_norm_forward, _add_layer_norm_backward)
+    if _native.module is not None:
+        fakes: dict[str, Callable[..., Any]] = {
+            "cpu_layer_norm_backward": _fake_layer_norm_backward,
+        }
+        for name, fake in fakes.items():
+            torch.library.register_fake(f"transformer_fast::{name}", fake)
+
+
+_register()
