@@ -139,10 +139,8 @@ def test_the_lowest_number_is_finite(dtype):
 
 
 @pytest.mark.parametrize("lengths", [[-7, 0], [4, 5], [2, 99]])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
 def test_key_lengths_at_and_beyond_the_ends(lengths, dtype):
-    if min(lengths) < 0 and not dtype.is_signed:
-        pytest.skip("no such numbers in this dtype")
     qkv = [torch.randn(2, 1, n, 4) for n in (3, 4, 4)]
     _, weights = attend(*qkv, lengths=torch.tensor(lengths, dtype=dtype), weights=True)
     for row, length in zip(weights, lengths, strict=True):
@@ -284,11 +282,16 @@ def torch_has_it(arguments):
     return plain and rows_are_seen and bool(key.isfinite().all())
 
 
-@pytest.mark.parametrize("case", OPS["attention"].cases, ids=str)
-def test_agrees_with_torch(case, generator):
-    arguments = case.build(DOUBLE, "cpu", generator)
-    if not torch_has_it(arguments):
-        pytest.skip("torch's op does not have this call")
+def built(case):
+    return case.build(DOUBLE, "cpu", torch.Generator().manual_seed(0))
+
+
+CASES_OF_TORCH = [case for case in OPS["attention"].cases if torch_has_it(built(case))]
+
+
+@pytest.mark.parametrize("case", CASES_OF_TORCH, ids=str)
+def test_agrees_with_torch(case):
+    arguments = built(case)
     query, key, value, mask, _, causal, scale, _, _, gqa, _ = arguments
     expected = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
@@ -296,6 +299,5 @@ def test_agrees_with_torch(case, generator):
     torch.testing.assert_close(attention(*arguments)[0], expected)
 
 
-def test_most_cases_are_compared_with_torch(generator):
-    cases = [c.build(DOUBLE, "cpu", generator) for c in OPS["attention"].cases]
-    assert sum(map(torch_has_it, cases)) >= len(cases) / 2
+def test_most_cases_are_compared_with_torch():
+    assert len(CASES_OF_TORCH) >= len(OPS["attention"].cases) / 2

@@ -1,0 +1,222 @@
+"""The ruler itself: its arithmetic, wrong gradients that it must fail, hostile memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_fast import reference, testing
+from transformer_fast.specs import OPS
+from transformer_fast.testing.gradients import upstream
+from transformer_fast.testing.parity import compare
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def arguments_of(op: str, case: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    return OPS[op].case(case).build(dtype, "cpu", torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_the_reference_passes(op, dtype, generator):
+    for case in OPS[op].cases:
+        arguments = case.build(dtype, "cpu", generator)
+        parity = testing.check(op, OPS[op].reference(*arguments), arguments)
+        assert parity.ratio <= 1.0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_another_order_of_sums_passes(op, generator):
+    """fp64 arithmetic rounded at the end, and the reference on reversed sums, are both right."""
+    for case in OPS[op].cases:
+        arguments = case.build(torch.float32, "cpu", generator)
+        rounded = tuple(None if x is None else x.float() for x in testing.oracle(op, arguments))
+        parity = testing.check(op, rounded[0] if len(rounded) == 1 else rounded, arguments)
+        assert parity.ratio <= 1.0
+
+
+# Gradients ---------------------------------------------------------------------------------------
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient has a bug."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bug: str) -> Tensor:
+        ctx.bug = bug
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        if ctx.bug == "doubled":
+            grad = grad * 2
+        elif ctx.bug == "zero":
+            grad = torch.zeros_like(grad)
+        elif ctx.bug == "NaN":
+            grad.view(-1)[-1] = math.nan
+        elif ctx.bug == "one element":
+            grad.view(-1)[grad.numel() // 2] += 1e-4 * grad.abs().max()
+        elif ctx.bug == "rounded to bf16":
+            grad = grad.bfloat16().to(grad.dtype)
+        return grad, None
+
+
+@pytest.mark.parametrize("bug", ["doubled", "zero", "NaN", "one element", "rounded to bf16"])
+@pytest.mark.parametrize(
+    ("op", "case", "name"),
+    [
+        ("layer_norm", "rows of 64", "weight"),
+        ("add_layer_norm", "rows of 64", "residual"),
+        ("attention", "causal", "key"),
+        ("attention", "float mask (B,H,T,S)", "attn_mask"),
+        ("linear", "residual", "weight"),
+        ("feed_forward", "gelu", "weight1"),
+    ],
+)
+def test_wrong_gradient_fails(op, case, name, bug):
+    spec, arguments = OPS[op], arguments_of(op, case)
+    place = spec.arguments.index(name)
+
+    def run(*called):
+        wrong = WrongGradient.apply(called[place], bug)
+        return spec.reference(*called[:place], wrong, *called[place + 1 :])
+
+    with pytest.raises(AssertionError, match=rf"^{op}: grad of {name}\["):
+        testing.check_gradients(op, run, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_the_references_gradients_pass(op, dtype, generator):
+    for case in OPS[op].cases[::3]:
+        arguments = case.build(dtype, "cpu", generator)
+        assert testing.check_gradients(op, OPS[op].reference, arguments).ratio <= 1.0
+
+
+def test_gradients_by_hand():
+    arguments = (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), None, None, None)
+    found = testing.gradients("linear", reference.linear, arguments)
+    start = upstream(torch.empty(1, 1), 0)
+    assert torch.equal(found["input"], start * torch.tensor([[3.0, 4.0]]))
+    assert torch.equal(found["weight"], start * torch.tensor([[1.0, 2.0]]))
+    assert found.keys() == {"input", "weight"}
+
+
+def test_a_result_cut_off_from_autograd_is_told():
+    arguments = arguments_of("linear", "bias")
+    with pytest.raises(AssertionError, match="no result has a gradient"):
+        testing.check_gradients("linear", lambda *a: reference.linear(*a).detach(), arguments)
+
+
+# The arithmetic of the budget --------------------------------------------------------------------
+
+TRUE = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
+EPS = torch.finfo(torch.float32).eps
+
+
+def test_limit_by_hand():
+    expected = torch.tensor([1.0, -4.0 - 8 * EPS, 2.0])
+    found = compare("x", torch.tensor([1.0, -4.0, 2.0 + 4 * EPS]), expected, TRUE, 2.0)
+    assert found.reference_error == 8 * EPS
+    assert found.error == 4 * EPS
+    assert found.limit == 2 * 8 * EPS + EPS * 4
+    assert found.ratio == 0.5
+    assert found.ok
+    assert found.where == "x[2] is 2.00000048, not 2"
+
+
+def test_a_lucky_reference_counts_as_half_a_unit_of_rounding():
+    found = compare("x", TRUE.float(), TRUE.float(), TRUE, 2.0)
+    assert found.reference_error == 0.0
+    assert found.limit == 2 * (EPS / 2 * 4) + EPS * 4
+    assert found.ratio == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_not_finite_fails_first(bad):
+    found = compare("x", torch.tensor([1.0, bad, 2.0]), TRUE.float(), TRUE, 1e9)
+    assert not found.ok
+    assert found.where == f"x[1] is {bad:g}, not -4"
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_where_the_oracle_is_not_finite_the_result_must_be_the_same(special):
+    true = torch.tensor([1.0, special], dtype=torch.float64)
+    right = torch.tensor([1.0, special])
+    assert compare("x", right, right, true, 2.0).ok
+    assert not compare("x", torch.tensor([1.0, 7.0]), right, true, 2.0).ok
+    assert not compare("x", torch.tensor([2.0, special]), right, true, 2.0).ok
+
+
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        (torch.zeros(3, 1), r"x is float32 \[3, 1\] on cpu instead of float32 \[3\] on cpu"),
+        (torch.zeros(3).bfloat16(), r"x is bfloat16 \[3\]"),
+        (torch.zeros(3, device="meta"), r"on meta instead of"),
+        (None, "x is None instead of"),
+    ],
+)
+def test_the_form_must_be_right_too(got, message):
+    found = compare("x", got, TRUE.float(), TRUE, 2.0)
+    assert not found.ok
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(found.where)
+
+
+def test_empty_and_missing_results_are_right():
+    empty = torch.empty(0, 3)
+    assert compare("x", empty, empty, empty.double(), 2.0).ok
+    assert compare("x", None, None, None, 2.0).ok
+
+
+# Hostile memory ----------------------------------------------------------------------------------
+
+
+def test_fresh_memory_is_nan_and_is_ordinary_again():
+    with testing.nan_memory():
+        assert torch.empty(100).isnan().all()
+        assert torch.randn(3).new_empty(50).isnan().all()
+        assert torch.empty_like(torch.randn(9).bfloat16()).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_memory_is_ordinary_again_after_an_error():
+    with pytest.raises(KeyError), testing.nan_memory():
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(4, 3).t(),
+        torch.randn(6, 8)[::2, 1:7:3],
+        torch.randn(1, 5).expand(4, 5),
+        torch.randn(2, 1, 3).expand(2, 4, 3),
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.rand(5, 6) < 0.5,
+        torch.arange(7),
+    ],
+    ids=lambda t: f"{t.dtype} {list(t.shape)} {list(t.stride())}",
+)
+@pytest.mark.parametrize("offset", [0, 1, 5])
+def test_among_nan_keeps_values_and_strides(tensor, offset):
+    placed = testing.among_nan(tensor, offset)
+    assert torch.equal(placed, tensor)
+    assert placed.stride() == tensor.stride()
+    assert placed.data_ptr() % 64 == offset * tensor.element_size() % 64 or not tensor.numel()
+    if tensor.is_floating_point():
+        around = placed.as_strided((placed.untyped_storage().nbytes() // 4,), (1,), 0)
+        distinct = tensor.numel() and 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            distinct *= size if stride else 1
+        assert around.isfinite().sum() == distinct
