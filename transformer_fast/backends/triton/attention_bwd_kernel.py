@@ -215,25 +215,40 @@ def attention_backward_query_kernel(
                 True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
             dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
+    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
+    store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, queries, D)
+
     # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
     if CAUSAL or MASK != 0:
         if any_not_finite(dq):
-            dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-            for i in tl.range(0, total, num_stages=1):
-                start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
-                key = start + tl.arange(0, BLOCK_S)
-                k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
-                v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
-                _, dscores = tile_gradients(
-                    q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
-                    end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
-                )  # fmt: skip
-                # A visible key that is not finite has made dscores NaN already.
-                k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)
-                dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
-    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
-    store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, queries, D)
+            tl.debug_barrier()  # other threads stored the first result
+            PIECE: tl.constexpr = 16
+            CHUNK: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
+            PIECES: tl.constexpr = BLOCK_S // PIECE
+            # In small pieces: this rare walk must not cost the common one registers.
+            for first_column in range(0, BLOCK_D, CHUNK):
+                some = first_column + tl.arange(0, CHUNK)
+                clean = tl.zeros([BLOCK_T, CHUNK], tl.float32)
+                for j in tl.range(0, total * PIECES, num_stages=1):
+                    number = tile_number(j // PIECES, full, 0, list_ptr, capacity, LISTED)
+                    start = number * BLOCK_S + j % PIECES * PIECE
+                    key = start + tl.arange(0, PIECE)
+                    k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
+                    v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
+                    _, dscores = tile_gradients(
+                        q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
+                        end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                        True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    )  # fmt: skip
+                    inside = (key < end)[:, None] & (some < D)[None, :]
+                    piece_at = k_base + key.to(tl.int64)[:, None] * stride_ks + some[None, :]
+                    piece = tl.load(piece_at, mask=inside, other=0.0)
+                    # A visible key that is not finite has made dscores NaN already.
+                    piece = tl.where(tl.abs(piece.to(tl.float32)) < float("inf"), piece, 0.0)
+                    clean = dot(dscores.to(piece.dtype), piece, clean, PRECISION)
+                clean_at = dq_base + query.to(tl.int64)[:, None] * stride_dqt + some[None, :]
+                inside = (query < queries)[:, None] & (some < D)[None, :]
+                tl.store(clean_at, (clean * grad_scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -356,40 +371,60 @@ def attention_backward_key_kernel(
                 )  # fmt: skip
                 dv = dot(kept.to(do.dtype), do, dv, PRECISION)
                 dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
+    # Hidden keys of this tile may hold anything, and only their own rows have it.
+    seen = (key < end)[:, None]
+    dk_base = dk_ptr + b * stride_dkb + hk * stride_dkh
+    dv_base = dv_ptr + b * stride_dvb + hk * stride_dvh
+    dk, dv = tl.where(seen, dk * grad_scale, 0.0), tl.where(seen, dv, 0.0)
+    store_rows(dk_base, key, stride_dks, column, dk, keys, D)
+    store_rows(dv_base, key, stride_dvs, column_v, dv, keys, DV)
+
     # Only a mask makes queries that see nothing.
     if MASK != 0:
         if any_not_finite(dk) | any_not_finite(dv):
-            dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-            dv = tl.zeros([BLOCK_S, BLOCK_DV], tl.float32)
-            for member in range(0, group):
-                h = hk * group + member
-                q_base = q_ptr + b * stride_qb + h * stride_qh
-                do_base = do_ptr + b * stride_gb + h * stride_gh
-                row_base = (b * key_heads * group + h) * queries
-                mask_base = mask_ptr + b * stride_mb + h * stride_mh
-                for number in tl.range(0, all_tiles, num_stages=1):
-                    query = number * BLOCK_T + tl.arange(0, BLOCK_T)
-                    row = row_base + query
-                    shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+            tl.debug_barrier()  # other threads stored the first result
+            PIECE: tl.constexpr = 16
+            WIDEST: tl.constexpr = BLOCK_D if BLOCK_D > BLOCK_DV else BLOCK_DV
+            CHUNK: tl.constexpr = 32 if WIDEST > 32 else WIDEST
+            pieces = tl.cdiv(queries, PIECE)
+            # In small pieces: this rare walk must not cost the common one registers.
+            for first_column in range(0, WIDEST, CHUNK):
+                some = first_column + tl.arange(0, CHUNK)
+                dk_clean = tl.zeros([BLOCK_S, CHUNK], tl.float32)
+                dv_clean = tl.zeros([BLOCK_S, CHUNK], tl.float32)
+                for j in tl.range(0, group * pieces, num_stages=1):
+                    h = hk * group + j // pieces
+                    query = j % pieces * PIECE + tl.arange(0, PIECE)
+                    row = (b * key_heads * group + h) * queries + query
+                    inside = query < queries
+                    shift = tl.load(shift_ptr + row, mask=inside, other=0.0)
                     share = shift
                     if NATURAL:
-                        share = load_share(norm_ptr, row, query < queries)
-                    norm = tl.load(norm_ptr + row, mask=query < queries, other=0.0)
-                    delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+                        share = load_share(norm_ptr, row, inside)
+                    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
                     # Other than 0: a norm that is NaN belongs to a query that sees something.
-                    sees = (norm != 0.0)[:, None]
-                    q = load_rows(q_base, query, stride_qt, column, queries, D, True)
-                    do = load_rows(do_base, query, stride_gt, column_v, queries, DV, True)
-                    q, do = tl.where(sees, q, 0.0), tl.where(sees, do, 0.0)
+                    sees = (tl.load(norm_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
+                    at = query.to(tl.int64)[:, None]
+                    q_at = q_ptr + b * stride_qb + h * stride_qh + at * stride_qt
+                    do_at = do_ptr + b * stride_gb + h * stride_gh + at * stride_gt
+                    q = tl.load(q_at + column[None, :], mask=sees & (column < D)[None, :], other=0.0)
+                    inside = sees & (column_v < DV)[None, :]
+                    do = tl.load(do_at + column_v[None, :], mask=inside, other=0.0)
+                    mask_base = mask_ptr + b * stride_mb + h * stride_mh
                     kept, dscores = tile_gradients(
                         q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed,
                         scale, end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
                         True, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                     )  # fmt: skip
-                    dv = dot(kept.to(do.dtype), do, dv, PRECISION)
-                    dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
-    # Hidden keys of this tile may hold anything, and only their own rows have it.
-    seen = (key < end)[:, None]
-    dk, dv = tl.where(seen, dk * grad_scale, 0.0), tl.where(seen, dv, 0.0)
-    store_rows(dk_ptr + b * stride_dkb + hk * stride_dkh, key, stride_dks, column, dk, keys, D)
-    store_rows(dv_ptr + b * stride_dvb + hk * stride_dvh, key, stride_dvs, column_v, dv, keys, DV)
+                    piece = tl.load(do_at + some[None, :], mask=sees & (some < DV)[None, :], other=0.0)
+                    dv_clean = dot(kept.to(piece.dtype), piece, dv_clean, PRECISION)
+                    piece = tl.load(q_at + some[None, :], mask=sees & (some < D)[None, :], other=0.0)
+                    dk_clean = dot(dscores.to(piece.dtype), piece, dk_clean, PRECISION)
+                dk_clean = tl.where(seen, dk_clean * grad_scale, 0.0)
+                dv_clean = tl.where(seen, dv_clean, 0.0)
+                inside = (key < keys)[:, None]
+                at = dk_base + key.to(tl.int64)[:, None] * stride_dks + some[None, :]
+                kind = dk_ptr.dtype.element_ty
+                tl.store(at, dk_clean.to(kind), mask=inside & (some < D)[None, :])
+                at = dv_base + key.to(tl.int64)[:, None] * stride_dvs + some[None, :]
+                tl.store(at, dv_clean.to(kind), mask=inside & (some < DV)[None, :])
