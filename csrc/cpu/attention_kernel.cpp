@@ -27,7 +27,7 @@ struct Workspace {
   long floats = 0;
 
   Workspace(const AttentionArgs& args, float* scratch)
-      : query_stride(round_up(args.size, kLanes) + kPad),
+      : query_stride(kTurned * round_up(args.size, kLanes)),
         value_columns(round_up(args.value_size, kPanel)),
         sum_stride(value_columns + kPad),
         keys_up(round_up(args.keys, kPanel)) {
@@ -38,7 +38,7 @@ struct Workspace {
     };
     keys = take(keys_up * args.size);
     values = take(keys_up * value_columns);
-    query = take(kQueryBlock * query_stride);
+    query = take(kQueryBlock / kTileRows * query_stride);
     scores = take(kQueryBlock * kScoreStride);
     bias = take(kScoreStride);
     sums = take(kQueryBlock * sum_stride);
@@ -137,7 +137,7 @@ struct Block {
   // vectors; returns its visible prefix through `row_seen`.
   void score_tile(long start, long count) const {
     for (long j = 0; j < count; j += kPanel)
-      panel_rows(work.query, work.query_stride, rows, work.keys + (start + j) * args.size,
+      panel_rows<Form::turned>(work.query, work.query_stride, rows, work.keys + (start + j) * args.size,
                  args.size, work.scores + j, kScoreStride, least(kPanel, count - j),
                  {nullptr, false, false}, work.keys + (start + j + kPanel) * args.size);
     const float* shared = nullptr;
@@ -217,7 +217,7 @@ struct Block {
   void mix(long start, long count) const {
     if (work.wild[start / kKeyTile]) return mix_wild(start, count);
     for (long j = 0; j < args.value_size; j += kPanel)
-      panel_rows(work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
+      panel_rows<Form::rows>(work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
                  work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
                  {nullptr, true, false},
                  work.values + (j + kPanel) * work.keys_up + start * kPanel);
@@ -235,15 +235,19 @@ struct Block {
   }
 
   void begin() const {
+    const float* q = args.query + b * args.query_stride[0] + head * args.query_stride[1] +
+                     first * args.query_stride[2];
+    if (args.query_stride[3] == 1) {
+      turn_rows(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
+    } else {
+      each_tile(rows, [&](long t, long i, long count) {
+        for (long d = 0; d < args.size; ++d)
+          for (long r = 0; r < count; ++r)
+            work.query[t * work.query_stride + d * kTurned + r] =
+                q[(i + r) * args.query_stride[2] + d * args.query_stride[3]];
+      });
+    }
     for (long i = 0; i < rows; ++i) {
-      const float* q = args.query + b * args.query_stride[0] + head * args.query_stride[1] +
-                       (first + i) * args.query_stride[2];
-      float* to = work.query + i * work.query_stride;
-      if (args.query_stride[3] == 1) {
-        copy_row(q, args.size, to, args.size);
-      } else {
-        for (long d = 0; d < args.size; ++d) to[d] = q[d * args.query_stride[3]];
-      }
       float* o = work.sums + i * work.sum_stride;
       for (long j = 0; j < work.value_columns; j += kLanes) store(o + j, zero());
       const float* out = output_row(i);

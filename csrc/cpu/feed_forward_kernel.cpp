@@ -10,38 +10,43 @@ namespace tf::TF_ISA {
 namespace {
 
 constexpr long kHidden = 512;  // hidden units per slice
-constexpr long kPad = 16;      // keeps the rows of a tile out of each other's cache sets
+constexpr long kPad = 16;      // keeps the rows of y out of each other's cache sets
 constexpr long kBudget = 768 * 1024 / sizeof(float);
 
+// Sizes in floats; x and the hidden slice lie turned, tile by tile.
 struct Layout {
-  long x_stride, hidden_stride, y_stride;
+  long x_tile, hidden_tile, y_stride;
   explicit Layout(const FeedForwardArgs& args)
-      : x_stride(round_up(args.k, kLanes) + kPad),
-        hidden_stride(least(kHidden, round_up(args.f, kPanel)) + kPad),
+      : x_tile(kTurned * round_up(args.k, kLanes)),
+        hidden_tile(kTurned * least(kHidden, round_up(args.f, kPanel))),
         y_stride(round_up(args.n, kPanel) + kPad) {}
-  long row() const { return x_stride + hidden_stride + y_stride; }
+  long tiles(long rows) const {
+    return (rows + kTileRows - 1) / kTileRows * (x_tile + hidden_tile);
+  }
 };
 
 }  // namespace
 
 long feed_forward_row_block(const FeedForwardArgs& args) {
-  const long rows = kBudget / Layout(args).row() / kTileRows * kTileRows;
-  return most(2 * kTileRows, least(8 * kTileRows, rows));
+  const Layout layout(args);
+  const long tile = layout.tiles(1) + kTileRows * layout.y_stride;
+  return kTileRows * most(2, least(8, kBudget / tile));
 }
 
 long feed_forward_scratch(const FeedForwardArgs& args, long rows) {
-  return rows * Layout(args).row() + kPanel;
+  const Layout layout(args);
+  return layout.tiles(rows) + rows * (layout.y_stride + kPanel) + kPanel;
 }
 
 void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float* scratch) {
   const Layout layout(args);
-  const long rows = end - begin;
+  const long rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
   float* x = scratch;
-  float* hidden = x + rows * layout.x_stride;
-  float* y = hidden + rows * layout.hidden_stride;
-  float* edge_bias = y + rows * layout.y_stride;
-  for (long i = 0; i < rows; ++i)
-    copy_row(args.x + (begin + i) * args.x_stride, args.k, x + i * layout.x_stride, args.k);
+  float* hidden = x + tiles * layout.x_tile;
+  float* y = hidden + tiles * layout.hidden_tile;
+  float* slice = y + rows * layout.y_stride;  // a panel's worth of hidden units, by rows
+  float* edge_bias = slice + rows * kPanel;
+  turn_rows(args.x + begin * args.x_stride, args.x_stride, rows, args.k, x, layout.x_tile);
   for (long i = 0; i < rows; ++i) {
     if (args.bias2 != nullptr) {
       copy_row(args.bias2, args.n, y + i * layout.y_stride, round_up(args.n, kLanes));
@@ -58,16 +63,17 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
         copy_row(bias, columns, edge_bias, kPanel);
         bias = edge_bias;
       }
-      panel_rows(x, layout.x_stride, rows, args.packed1 + (f + j) * args.k, args.k, hidden + j,
-                 layout.hidden_stride, columns, {bias, false, args.activation == kRelu},
-                 args.packed1 + (f + j + kPanel) * args.k);
+      panel_rows<Form::turned>(x, layout.x_tile, rows, args.packed1 + (f + j) * args.k, args.k,
+                               slice, kPanel, columns, {bias, false, args.activation == kRelu},
+                               args.packed1 + (f + j + kPanel) * args.k);
+      if (args.activation > kRelu) activate_rows(slice, kPanel, rows, columns, args.activation);
+      turn_rows(slice, kPanel, rows, columns, hidden + j * kTurned, layout.hidden_tile);
     }
-    if (args.activation > kRelu)
-      activate_rows(hidden, layout.hidden_stride, rows, units, args.activation);
     for (long j = 0; j < args.n; j += kPanel)
-      panel_rows(hidden, layout.hidden_stride, rows, args.packed2 + j * args.f + f * kPanel, units,
-                 y + j, layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false},
-                 args.packed2 + (j + kPanel) * args.f + f * kPanel);
+      panel_rows<Form::turned>(hidden, layout.hidden_tile, rows,
+                               args.packed2 + j * args.f + f * kPanel, units, y + j,
+                               layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false},
+                               args.packed2 + (j + kPanel) * args.f + f * kPanel);
   }
   for (long i = 0; i < rows; ++i)
     copy_row(y + i * layout.y_stride, args.n, args.y + (begin + i) * args.n, args.n);

@@ -39,7 +39,12 @@ struct Ahead {
   long step;
 };
 
-template <int kRows, int kVecs>
+// How a tile finds its rows of A: as they are, a_stride apart, or turned by turn_rows() into columns,
+// kTurned values for each k, so that one pointer with constant offsets reaches them all.
+enum class Form { rows, turned };
+constexpr int kTurned = (kTileRows + kLanes - 1) / kLanes * kLanes;
+
+template <Form kForm, int kRows, int kVecs>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
           const TileEnds& ends, Ahead ahead) {
   Vec acc[kRows][kVecs];
@@ -47,28 +52,29 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     acc[i][j] = zero();
   // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
   // pointers than that do not fit into registers.
-  const float* row[(kRows + 2) / 3];
-  TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] = a + 3 * i * a_stride;
+  constexpr int kPointers = kForm == Form::rows ? (kRows + 2) / 3 : 1;
+  const float* row[kPointers];
+  TF_UNROLL for (int i = 0; i < kPointers; ++i) row[i] = a + 3 * i * a_stride;
   const auto step = [&](int u) __attribute__((always_inline)) {
     Vec b[kVecs];
     TF_UNROLL for (int j = 0; j < kVecs; ++j) b[j] = load(panel + u * kPanel + j * kLanes);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
-      const Vec x = set1(row[i / 3][(i % 3) * a_stride + u]);
+      const Vec x = set1(kForm == Form::rows ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
+                                             : row[0][u * kTurned + i]);
       TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] = fma(x, b[j], acc[i][j]);
     }
   };
   const auto advance = [&](int steps) __attribute__((always_inline)) {
-    TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] += steps;
+    TF_UNROLL for (int i = 0; i < kPointers; ++i)
+      row[i] += kForm == Form::rows ? steps : steps * kTurned;
     panel += steps * kPanel;
   };
   long p = 0;
   for (; p + 4 <= k; p += 4) {
-    _mm_prefetch(ahead.place, _MM_HINT_T0);
-    step(0);
-    step(1);
-    _mm_prefetch(ahead.place + 2 * ahead.step, _MM_HINT_T0);
-    step(2);
-    step(3);
+    TF_UNROLL for (int u = 0; u < 4; ++u) {
+      _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T0);
+      step(u);
+    }
     ahead.place += 4 * ahead.step;
     advance(4);
   }
@@ -98,24 +104,38 @@ using TileFunction = void (*)(const float*, long, const float*, long, float*, lo
                               const TileEnds&, Ahead);
 
 #if defined(__AVX512F__)
-constexpr TileFunction kTiles[2][kTileRows] = {
-    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>, tile<7, 1>,
-     tile<8, 1>, tile<9, 1>, tile<10, 1>, tile<11, 1>, tile<12, 1>, tile<13, 1>, tile<14, 1>},
-    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>, tile<7, 2>,
-     tile<8, 2>, tile<9, 2>, tile<10, 2>, tile<11, 2>, tile<12, 2>, tile<13, 2>, tile<14, 2>}};
+#define TF_TILES(form, vecs)                                                                   \
+  {tile<form, 1, vecs>,  tile<form, 2, vecs>,  tile<form, 3, vecs>,  tile<form, 4, vecs>,      \
+   tile<form, 5, vecs>,  tile<form, 6, vecs>,  tile<form, 7, vecs>,  tile<form, 8, vecs>,      \
+   tile<form, 9, vecs>,  tile<form, 10, vecs>, tile<form, 11, vecs>, tile<form, 12, vecs>,     \
+   tile<form, 13, vecs>, tile<form, 14, vecs>}
 #else
-constexpr TileFunction kTiles[2][kTileRows] = {
-    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>},
-    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>}};
+#define TF_TILES(form, vecs)                                                              \
+  {tile<form, 1, vecs>, tile<form, 2, vecs>, tile<form, 3, vecs>, tile<form, 4, vecs>,    \
+   tile<form, 5, vecs>, tile<form, 6, vecs>}
 #endif
+template <Form kForm>
+constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kForm, 2)};
+
+// Rows split evenly into tiles, so that no tile is flat. f(tile, first row, rows).
+template <class F>
+TF_INLINE void each_tile(long m, const F& f) {
+  const long count = (m + kTileRows - 1) / kTileRows;
+  for (long t = 0, i = 0; t < count; ++t) {
+    const long rows = (m - i + count - t - 1) / (count - t);
+    f(t, i, rows);
+    i += rows;
+  }
+}
 
 // Rows of one panel: c (m x columns) with columns <= kPanel. Writes whole vectors: up to
-// round_up(columns, kLanes) columns of c. The rows are split evenly, so that no tile is flat. What
-// of B is needed next (at last: `next`) is fetched meanwhile, a share by each tile.
+// round_up(columns, kLanes) columns of c. What of B is needed next (at last: `next`) is fetched
+// meanwhile, a share by each tile. a_stride: between rows of A, or between tiles where it is turned.
+template <Form kForm>
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
                           float* c, long c_stride, long columns, const TileEnds& ends,
                           const float* next) {
-  const TileFunction* tiles = kTiles[columns > kLanes ? 1 : 0];
+  const TileFunction* tiles = kTiles<kForm>[columns > kLanes ? 1 : 0];
   const long count = (m + kTileRows - 1) / kTileRows;
   const long step = kPanel * static_cast<long>(sizeof(float)) / count;
   long p = 0;
@@ -124,15 +144,35 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
     const bool last = p + depth == k;
     const TileEnds here{ends.bias, ends.accumulate || p > 0, ends.relu && last};
     const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
-    for (long i = 0, left = count; i < m; --left) {
-      const long rows = (m - i + left - 1) / left;
-      tiles[rows - 1](a + i * a_stride + p, a_stride, panel + p * kPanel, depth, c + i * c_stride,
-                      c_stride, here, {ahead, step});
+    each_tile(m, [&](long t, long i, long rows) {
+      const float* from =
+          kForm == Form::rows ? a + i * a_stride + p : a + t * a_stride + p * kTurned;
+      tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride, here,
+                      {ahead, step});
       ahead += depth * step;
-      i += rows;
-    }
+    });
     p += depth;
   } while (p < k);
+}
+
+// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kTurned * k. May
+// write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
+TF_INLINE void turn_rows(const float* from, long from_stride, long m, long k, float* to,
+                         long stride) {
+  each_tile(m, [&](long t, long i, long rows) {
+    const float* first = from + i * from_stride;
+    float* out = to + t * stride;
+    for (long r = 0; r < rows; r += kLanes) {
+      const long have = least(kLanes, rows - r);
+      long p = 0;
+      for (; p + kLanes <= k; p += kLanes)
+        transpose_rows(first + r * from_stride + p, from_stride, have, out + p * kTurned + r,
+                       kTurned);
+      for (; p < k; ++p)
+        for (long q = 0; q < have; ++q)
+          out[p * kTurned + r + q] = first[(r + q) * from_stride + p];
+    }
+  });
 }
 
 // One panel from the rows of a matrix: panel[p][j] = rows[j][p] for j < count <= kPanel, p < k, and

@@ -1,5 +1,5 @@
-// Linear map with epilogue. A block of rows is copied once into scratch whose row stride keeps the
-// rows of a tile out of each other's cache sets; the weights stream by in panels.
+// Linear map with epilogue. A block of rows is turned once into the form its tiles read; the weights
+// stream by in panels.
 #include "cpu/linear_kernel.h"
 
 #include "cpu/activation.h"
@@ -10,7 +10,6 @@ namespace {
 
 constexpr long kRowBlock = 8 * kTileRows;
 constexpr long kDepth = 2048;  // columns of A in scratch at a time
-constexpr long kPad = 16;
 
 // Activation and residual on a block that is still in cache.
 void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows, long column,
@@ -63,14 +62,15 @@ void pack_panels(const float* weight, long stride, long n, long k, float* packed
 }
 
 long linear_scratch(const LinearArgs& args) {
-  return kRowBlock * (round_up(least(args.k, kDepth), kLanes) + kPad) + kRowBlock * kPanel + kPanel;
+  return kRowBlock / kTileRows * kTurned * round_up(least(args.k, kDepth), kLanes) +
+         kRowBlock * kPanel + kPanel;
 }
 
 void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
                   long panel_end, float* scratch) {
-  const long a_stride = round_up(least(args.k, kDepth), kLanes) + kPad;
+  const long a_stride = kTurned * round_up(least(args.k, kDepth), kLanes);
   float* a = scratch;
-  float* edge = a + kRowBlock * a_stride;  // a panel's columns where y has fewer
+  float* edge = a + kRowBlock / kTileRows * a_stride;  // a panel's columns where y has fewer
   float* edge_bias = edge + kRowBlock * kPanel;
   const long count = (row_end - row_begin + kRowBlock - 1) / kRowBlock;
   for (long block = 0, row = row_begin; block < count; ++block) {
@@ -79,8 +79,7 @@ void linear_block(const LinearArgs& args, long row_begin, long row_end, long pan
     do {
       const long k = least(kDepth, args.k - depth);
       const bool first = depth == 0, last = depth + k >= args.k;
-      for (long i = 0; i < rows; ++i)
-        copy_row(args.x + (row + i) * args.x_stride + depth, k, a + i * a_stride, k);
+      turn_rows(args.x + row * args.x_stride + depth, args.x_stride, rows, k, a, a_stride);
       for (long p = panel_begin; p < panel_end; ++p) {
         const long column = p * kPanel, columns = least(kPanel, args.n - column);
         const float* panel = args.packed + column * args.k + depth * kPanel;
@@ -89,14 +88,14 @@ void linear_block(const LinearArgs& args, long row_begin, long row_end, long pan
         const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
         const bool relu = last && args.activation == kRelu;
         if (columns == kPanel) {
-          panel_rows(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu},
+          panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu},
                      next);
         } else {
           if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
           if (!first)
             for (long i = 0; i < rows; ++i)
               copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
-          panel_rows(a, a_stride, rows, panel, k, edge, kPanel, columns,
+          panel_rows<Form::turned>(a, a_stride, rows, panel, k, edge, kPanel, columns,
                      {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
           for (long i = 0; i < rows; ++i)
             copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);

@@ -6,11 +6,12 @@
 namespace tf::TF_ISA {
 namespace {
 
-// to[j * to_stride + i] = from[i * from_stride + j] for i, j < kLanes.
-TF_INLINE void transpose_block(const float* from, long from_stride, float* to, long to_stride) {
+// to[j * to_stride + i] = i < rows ? from[i * from_stride + j] : 0, for i, j < kLanes.
+TF_INLINE void transpose_rows(const float* from, long from_stride, long rows, float* to,
+                              long to_stride) {
 #if defined(__AVX512F__)
   __m512 r[16], t[16];
-  TF_UNROLL for (int i = 0; i < 16; ++i) r[i] = load(from + i * from_stride);
+  TF_UNROLL for (int i = 0; i < 16; ++i) r[i] = i < rows ? load(from + i * from_stride) : zero();
   TF_UNROLL for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -37,7 +38,7 @@ TF_INLINE void transpose_block(const float* from, long from_stride, float* to, l
   }
 #elif defined(__AVX2__)
   __m256 r[8], t[8];
-  TF_UNROLL for (int i = 0; i < 8; ++i) r[i] = load(from + i * from_stride);
+  TF_UNROLL for (int i = 0; i < 8; ++i) r[i] = i < rows ? load(from + i * from_stride) : zero();
   TF_UNROLL for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -53,14 +54,20 @@ TF_INLINE void transpose_block(const float* from, long from_stride, float* to, l
     store(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 #else
-  Vec a = load(from), b = load(from + from_stride);
-  Vec c = load(from + 2 * from_stride), d = load(from + 3 * from_stride);
+  Vec a = load(from), b = rows > 1 ? load(from + from_stride) : zero();
+  Vec c = rows > 2 ? load(from + 2 * from_stride) : zero();
+  Vec d = rows > 3 ? load(from + 3 * from_stride) : zero();
   _MM_TRANSPOSE4_PS(a, b, c, d);
   store(to, a);
   store(to + to_stride, b);
   store(to + 2 * to_stride, c);
   store(to + 3 * to_stride, d);
 #endif
+}
+
+// The same for a whole block; the constant folds the conditions away.
+TF_INLINE void transpose_block(const float* from, long from_stride, float* to, long to_stride) {
+  transpose_rows(from, from_stride, kLanes, to, to_stride);
 }
 
 }  // namespace
