@@ -21,12 +21,15 @@ def fixed_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def process_left_alone() -> Iterator[None]:
-    """A backend, thread count or instruction set that a test forgets would decide later tests."""
+    """A backend or flag that a test forgets to put back would decide later tests."""
+
+    def flags() -> tuple[object, ...]:
+        state = dispatch._state.backend, dispatch._state.strict
+        return *state, torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+
+    before = flags()
     yield
-    assert dispatch._state.backend is None
-    assert not dispatch._state.strict
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.is_grad_enabled()
+    assert flags() == before
 
 
 @pytest.fixture

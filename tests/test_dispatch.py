@@ -1,0 +1,353 @@
+"""The dispatcher: order, named backends, strict mode, explanations, environment, cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import timeit
+from pathlib import Path
+
+import pytest
+import torch
+
+import transformer_fast
+from transformer_fast import dispatch, functional, strict, use_backend
+from transformer_fast.dispatch import Call, Kernel, register, select, why_not
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOAT = frozenset({torch.float32})
+X = torch.zeros(2, 3)
+CALL = Call("linear", (X,), False)
+
+
+def runs_as(name):
+    """A kernel function that tells who it is."""
+    return lambda *arguments: name
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """An empty table of kernels; returns a function that adds one for linear."""
+    monkeypatch.setattr(dispatch, "_state", dispatch._State(kernels={"linear": ()}))
+
+    def add(backend, **limits):
+        register(Kernel("linear", backend, runs_as(backend), **limits))
+
+    return add
+
+
+# Choosing ----------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_op_and_ends_in_the_reference():
+    for op in dispatch.OPS:
+        backends = [kernel.backend for kernel in dispatch.kernels(op)]
+        assert backends[-1] == "reference"
+        assert backends == sorted(backends, key=dispatch.BACKENDS.index)
+        assert len(set(backends)) == len(backends)
+    assert dispatch.BACKENDS == ("cuda", "triton", "cpu", "torch", "reference")
+
+
+def test_order_of_asking_is_not_that_of_registering(table):
+    for backend in ("reference", "cpu", "triton", "torch", "cuda"):
+        table(backend)
+    for backend in dispatch.BACKENDS:
+        assert select(CALL).backend == backend
+        table(backend, unavailable="it is not here")  # replaces the first
+    assert len(dispatch.kernels("linear")) == 5
+
+
+def test_first_that_fits(table):
+    table("reference")
+    table("torch")
+    table("cpu", dtypes=frozenset({torch.float64}))
+    assert select(CALL).run() == "torch"
+    assert select(Call("linear", (X.double(),), False)).run() == "cpu"
+
+
+def test_unproven_runs_only_when_named(table):
+    table("reference")
+    table("triton", proven=False)
+    assert select(CALL).backend == "reference"
+    assert select(CALL, "triton").run() == "triton"
+    told = dispatch.explain_call(CALL)
+    assert told.reasons["triton"] == [
+        "it is not yet proven on a GPU, so it runs only when it is named"
+    ]
+
+
+def test_named_backend_never_falls_back(table):
+    table("reference")
+    table("cpu", dtypes=FLOAT, dropout=False)
+    call = Call("linear", (X.double(),), True, dropout_p=0.1)
+    with pytest.raises(NotImplementedError) as error:
+        select(call, "cpu")
+    assert str(error.value) == (
+        "backend 'cpu' cannot run this call of linear: it takes float32 and the call has float64; "
+        "the call needs gradients and it has no backward; the call has dropout and it has none."
+    )
+
+
+def test_backend_without_a_kernel(table):
+    table("reference")
+    with pytest.raises(NotImplementedError, match=r"^backend 'cuda' has no kernel for linear\.$"):
+        select(CALL, "cuda")
+
+
+@pytest.mark.parametrize("name", ["gpu", "CPU", ""])
+def test_unknown_backend(name):
+    message = f"backend must be one of cuda, triton, cpu, torch, reference, not {name!r}"
+    for called in (
+        lambda: select(CALL, name),
+        lambda: functional.linear(X, X, backend=name),
+        lambda: use_backend(name).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            called()
+
+
+@pytest.mark.parametrize(("op", "backend"), [("conv", "cpu"), ("linear", "mps")])
+def test_register_knows_ops_and_backends(op, backend):
+    with pytest.raises(ValueError, match="unknown op or backend"):
+        register(Kernel(op, backend, runs_as("x")))
+
+
+def test_every_public_function_takes_a_named_backend():
+    weight = torch.randn(4, 4)
+    x = torch.randn(1, 1, 3, 4)
+    for called in (
+        lambda **b: functional.layer_norm(x, (4,), **b),
+        lambda **b: functional.add_layer_norm(x, x, (4,), **b),
+        lambda **b: functional.linear(x, weight, **b),
+        lambda **b: functional.feed_forward(x, weight, None, weight, None, **b),
+        lambda **b: functional.scaled_dot_product_attention(x, x, x, **b),
+    ):
+        called(backend="reference")
+        with pytest.raises(NotImplementedError, match=r"^backend 'cuda' (cannot|has no kernel)"):
+            called(backend="cuda")
+
+
+# use_backend and strict --------------------------------------------------------------------------
+
+
+def test_use_backend_nests_and_ends(table):
+    for backend in ("reference", "torch", "cpu"):
+        table(backend)
+    assert select(CALL).backend == "cpu"
+    with use_backend("reference"):
+        assert select(CALL).backend == "reference"
+        with use_backend("torch"):
+            assert select(CALL).backend == "torch"
+            with use_backend(None):
+                assert select(CALL).backend == "cpu"
+            assert select(CALL).backend == "torch"
+        assert select(CALL).backend == "reference"
+        assert select(CALL, "cpu").backend == "cpu"  # what the call says goes first
+    assert select(CALL).backend == "cpu"
+
+
+@pytest.mark.parametrize("context", [lambda: use_backend("reference"), strict])
+def test_contexts_end_after_an_error(context):
+    before = dispatch._state.backend, dispatch._state.strict
+    with pytest.raises(ZeroDivisionError), context():
+        assert 1 / ((dispatch._state.backend, dispatch._state.strict) == before)
+    assert (dispatch._state.backend, dispatch._state.strict) == before
+
+
+def test_use_backend_does_not_fall_back(table):
+    table("reference")
+    table("cpu", unavailable="it was not built")
+    with use_backend("cpu"), pytest.raises(NotImplementedError, match="it was not built"):
+        select(CALL)
+
+
+def test_use_backend_holds_in_every_thread():
+    seen = []
+    with use_backend("reference"):
+        worker = threading.Thread(target=lambda: seen.append(select(CALL).backend))
+        worker.start()
+        worker.join()
+    assert seen == ["reference"]
+
+
+def test_use_backend_as_a_decorator():
+    @use_backend("reference")
+    def decorated():
+        return select(CALL).backend
+
+    assert decorated() == "reference"
+    assert dispatch._state.backend is None
+
+
+def test_strict_refuses_the_reference_with_the_reasons(table):
+    table("reference")
+    table("torch", unavailable="it is elsewhere")
+    table("cpu", dtypes=frozenset({torch.float64}))
+    table("triton", proven=False)
+    with strict():
+        with pytest.raises(NotImplementedError) as error:
+            select(CALL)
+        assert str(error.value).splitlines() == [
+            "strict mode: no kernel takes this call of linear:",
+            "  triton: it is not yet proven on a GPU, so it runs only when it is named.",
+            "  cpu: it takes float64 and the call has float32.",
+            "  torch: it is elsewhere.",
+        ]
+        with strict(False):
+            assert select(CALL).backend == "reference"
+        assert select(CALL, "reference").backend == "reference"  # named is named
+        assert select(Call("linear", (X.double(),), False)).backend == "cpu"
+    assert select(CALL).backend == "reference"
+
+
+# explain -----------------------------------------------------------------------------------------
+
+
+def test_explain_tells_all_in_sentences(table):
+    table("reference")
+    table("torch")
+    table("cpu", dtypes=frozenset({torch.float64, torch.bfloat16}))
+    told = dispatch.explain_call(CALL)
+    assert told.backend == "torch"
+    assert str(told) == (
+        "linear runs on 'torch'.\n"
+        "  not 'cpu': it takes bfloat16, float64 and the call has float32.\n"
+        "  not 'reference': one before it in the order fits."
+    )
+
+
+def test_explain_a_refused_call(table):
+    table("reference")
+    table("cpu", dtypes=frozenset({torch.float64}))
+    told = dispatch.explain_call(CALL, "cpu")
+    assert told.backend is None
+    assert str(told).startswith("linear: this call would be refused.\n  not 'cpu': it takes")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "arguments", "options"),
+    [
+        ("layer_norm", functional.layer_norm, (X, (3,)), {}),
+        ("add_layer_norm", functional.add_layer_norm, (X, X, 3), {"dropout_p": 0.1}),
+        (
+            "attention",
+            functional.scaled_dot_product_attention,
+            (X, X, X),
+            {"is_causal": True, "need_weights": True},
+        ),
+        ("linear", functional.linear, (X, X), {"activation": torch.sin}),
+        ("feed_forward", functional.feed_forward, (X, X, None, X.t(), None), {}),
+    ],
+)
+def test_explain_takes_functions_and_names(name, function, arguments, options):
+    by_name = transformer_fast.explain(name, *arguments, **options)
+    by_function = transformer_fast.explain(function, *arguments, **options)
+    assert by_name == by_function
+    assert by_name.op == name
+    assert str(by_name).startswith(f"{name} runs on '{by_name.backend}'.")
+    assert set(by_name.reasons) == {kernel.backend for kernel in dispatch.kernels(name)}
+    named = transformer_fast.explain(name, *arguments, **options, backend="reference")
+    assert named.backend == "reference"
+    with use_backend("reference"):
+        assert transformer_fast.explain(name, *arguments, **options).backend == "reference"
+
+
+def test_explain_tells_what_happens():
+    """The kernel that explain names is the one that runs."""
+    for requires_grad in (False, True):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            x = torch.randn(4, 8, dtype=dtype, requires_grad=requires_grad)
+            told = transformer_fast.explain("layer_norm", x, (8,))
+            call = Call("layer_norm", (x, None, None), requires_grad)
+            assert told.backend == select(call).backend
+            for kernel in dispatch.kernels("layer_norm"):
+                if kernel.backend == told.backend:
+                    assert why_not(kernel, call) == []
+
+
+def test_explain_does_not_run_the_op():
+    def fail(x):
+        raise AssertionError
+
+    told = transformer_fast.explain("linear", X, X, activation=fail)
+    assert told.backend == "reference"
+
+
+@pytest.mark.parametrize("op", ["conv", torch.relu, 3])
+def test_explain_unknown_op(op):
+    with pytest.raises(ValueError, match=r"^op must be one of layer_norm, add_layer_norm, "):
+        transformer_fast.explain(op, X)
+
+
+def test_explain_bad_call_raises_like_the_function():
+    with pytest.raises(RuntimeError, match="Given normalized_shape="):
+        transformer_fast.explain("layer_norm", X, (5,))
+
+
+# Environment -------------------------------------------------------------------------------------
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    for backend in dispatch.BACKENDS:
+        monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend)
+        dispatch._read_environment()
+        assert dispatch._state.backend == backend
+    for value, meant in (("", False), ("0", False), ("1", True), ("yes", True)):
+        monkeypatch.setenv("TRANSFORMER_FAST_STRICT", value)
+        dispatch._read_environment()
+        assert dispatch._state.strict is meant
+    monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "fastest")
+    with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_BACKEND must be .*'fast"):
+        dispatch._read_environment()
+
+
+def in_a_new_process(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        text=True,
+        capture_output=True,
+    )
+
+
+def test_environment_of_a_new_process():
+    code = (
+        "import torch, transformer_fast as t\n"
+        "x = torch.zeros(2, 3)\n"
+        "print(t.explain('layer_norm', x, 3).backend)\n"
+        "with t.use_backend(None):\n"
+        "    try: t.functional.linear(x, x, activation=torch.sin)\n"
+        "    except NotImplementedError as error: print(str(error).splitlines()[0])\n"
+    )
+    done = in_a_new_process(code, TRANSFORMER_FAST_BACKEND="torch", TRANSFORMER_FAST_STRICT="1")
+    assert done.stdout.splitlines() == [
+        "torch",
+        "strict mode: no kernel takes this call of linear:",
+    ], done.stderr
+
+
+def test_unknown_backend_in_the_environment_of_a_new_process():
+    done = in_a_new_process("import transformer_fast", TRANSFORMER_FAST_BACKEND="fastest")
+    assert done.returncode != 0
+    assert "ValueError: TRANSFORMER_FAST_BACKEND must be one of cuda," in done.stderr
+
+
+# Cost --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_select_costs_little():
+    """At most 3 us, in the best of many short series: the machine may be busy with other things."""
+    x = torch.randn(1, 8, 64, 64)
+    calls = (
+        Call("layer_norm", (x, x, x), False),
+        Call("attention", (x, x, x), False, is_causal=True),
+        Call("feed_forward", (x, x, x, x, x), False, 0.0, "relu"),
+    )
+    for call in calls:
+        best = min(timeit.repeat(lambda call=call: select(call), number=200, repeat=200)) / 200
+        assert best <= 3e-6, f"{call.op}: {best * 1e6:.2f} us"

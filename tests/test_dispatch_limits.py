@@ -1,0 +1,242 @@
+"""Every limit of every kernel: a call it accepts, one it refuses, and with which sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_fast import dispatch
+from transformer_fast.dispatch import Call, Kernel, select, why_not
+from transformer_fast.specs import OPS
+from transformer_fast.testing import call_of, require_grad
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KERNELS = [
+    pytest.param(kernel, id=f"{op}-{kernel.backend}")
+    for op in dispatch.OPS
+    for kernel in dispatch.kernels(op)
+]
+
+
+def device_of(kernel: Kernel) -> str:
+    return kernel.devices[0] if kernel.devices else "cpu"
+
+
+def calls_of(kernel: Kernel, requires_grad: bool = False) -> list[tuple[str, Call]]:
+    """The op table's calls, as this kernel would meet them on its own device."""
+    found = []
+    for dtype in DTYPES:
+        if kernel.dtypes and dtype not in kernel.dtypes:
+            continue
+        for case in OPS[kernel.op].cases:
+            arguments = case.build(dtype, "cpu", torch.Generator().manual_seed(0))
+            if requires_grad:
+                names = OPS[kernel.op].gradients_of
+                if not kernel.mask_gradient:
+                    names = tuple(name for name in names if name != "attn_mask")
+                arguments = require_grad(kernel.op, arguments, names)
+            found.append((case.name, call_of(kernel.op, arguments)))
+        break
+    return found
+
+
+def accepted(kernel: Kernel, **wanted: Any) -> Call:
+    """A call of the op table that nothing speaks against, apart from where it would run."""
+    here = dataclasses.replace(kernel, devices=(), unavailable=None)
+    for _, call in calls_of(kernel, wanted.get("needs_grad", False)):
+        wished = all(getattr(call, name) == value for name, value in wanted.items())
+        if wished and not why_not(here, call):
+            return call
+    raise AssertionError(f"no case of {kernel.op} is accepted by {kernel.backend} with {wanted}")
+
+
+def check_refusal(kernel: Kernel, call: Call, sentence: str) -> None:
+    """The sentence is among the reasons, and the named backend raises with it."""
+    assert sentence in why_not(kernel, call)
+    state = dispatch._State(kernels={kernel.op: (kernel,)})
+    before, dispatch._state = dispatch._state, state
+    try:
+        with pytest.raises(NotImplementedError) as error:
+            select(call, kernel.backend)
+    finally:
+        dispatch._state = before
+    assert sentence in str(error.value)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_device(kernel):
+    call = accepted(kernel)
+    if kernel.devices:
+        elsewhere = call._replace(
+            tensors=tuple(None if t is None else t.to("meta") for t in call.tensors)
+        )
+        told = f"it runs on {' and '.join(kernel.devices)} tensors and these are on meta"
+        check_refusal(kernel, elsewhere, told)
+    else:
+        assert why_not(dataclasses.replace(kernel, unavailable=None), call) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_unavailable(kernel):
+    call = accepted(kernel)
+    absent = dataclasses.replace(kernel, unavailable="the moon is in the wrong quarter")
+    check_refusal(absent, call, "the moon is in the wrong quarter")
+    if kernel.unavailable is not None:
+        check_refusal(kernel, call, kernel.unavailable)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dtype(kernel):
+    call = accepted(kernel)
+    names = ", ".join(sorted(map(name_of, kernel.dtypes)))
+    for dtype in DTYPES:
+        cast = call._replace(
+            tensors=tuple(None if t is None else t.to(dtype) for t in call.tensors)
+        )
+        here = dataclasses.replace(kernel, devices=(), unavailable=None)
+        if not kernel.dtypes or dtype in kernel.dtypes:
+            assert why_not(here, cast) == []
+        else:
+            check_refusal(here, cast, f"it takes {names} and the call has {name_of(dtype)}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_dtype(kernel):
+    call = accepted(kernel)
+    mixed = list(call.tensors)
+    place = max(i for i, t in enumerate(mixed) if t is not None)
+    mixed[place] = mixed[place].to(torch.float64)
+    here = dataclasses.replace(kernel, devices=(), unavailable=None)
+    if kernel.dtypes:
+        told = "its arguments must have one dtype and the call mixes several"
+        check_refusal(here, call._replace(tensors=tuple(mixed)), told)
+    else:
+        assert why_not(here, call._replace(tensors=tuple(mixed))) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients(kernel):
+    if kernel.gradients:
+        assert accepted(kernel, needs_grad=True).needs_grad
+    else:
+        told = "the call needs gradients and it has no backward"
+        check_refusal(kernel, accepted(kernel)._replace(needs_grad=True), told)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_mask_gradient(kernel):
+    if kernel.op != "attention" or not kernel.gradients:
+        return
+    call = accepted(kernel, needs_grad=True)
+    query = call.tensors[0]
+    mask = torch.zeros(1, 1, 1, 1, dtype=query.dtype, requires_grad=True)
+    masked = call._replace(mask=mask, is_causal=False, key_lengths=None)
+    told = "the call needs the gradient of attn_mask and its backward has none"
+    if kernel.mask_gradient:
+        assert told not in why_not(kernel, masked)
+    else:
+        check_refusal(kernel, masked, told)
+        assert told not in why_not(kernel, masked._replace(mask=mask.detach()))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dropout(kernel):
+    call = accepted(kernel)
+    told = "the call has dropout and it has none"
+    for p in (0.1, 1.0):
+        if kernel.dropout:
+            assert told not in why_not(kernel, call._replace(dropout_p=p))
+        else:
+            check_refusal(kernel, call._replace(dropout_p=p), told)
+    assert told not in why_not(kernel, call._replace(dropout_p=0.0))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_activation(kernel):
+    call = accepted(kernel)
+    theirs = "the activation is a callable of yours and it knows named ones only"
+    if kernel.activations is None:
+        assert theirs not in why_not(kernel, call._replace(activation=torch.sin))
+        return
+    check_refusal(kernel, call._replace(activation=torch.sin), theirs)
+    check_refusal(kernel, call._replace(activation="mish"), "it has no activation 'mish'")
+    for name in kernel.activations:
+        reasons = why_not(kernel, call._replace(activation=name))
+        assert not any("activation" in reason for reason in reasons)
+
+
+# What Kernel.refuses says: for each sentence, what brings it about -------------------------------
+
+Change = Callable[[Call], Call]
+MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+MASKED = (
+    "PyTorch lets NaN at hidden places through, and what a row with nothing to attend to gives "
+    "depends on its path, so it takes unmasked calls only"
+)
+REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
+    ("attention", "cpu"): [
+        (
+            "it reads bool and float32 masks and this one is float64",
+            lambda call: call._replace(mask=MASK.double()),
+        ),
+        (
+            "it reads bool and float32 masks and this one is float16",
+            lambda call: call._replace(mask=MASK.half()),
+        ),
+    ],
+    ("attention", "torch"): [
+        (MASKED, lambda call: call._replace(mask=MASK)),
+        (MASKED, lambda call: call._replace(is_causal=True)),
+        (MASKED, lambda call: call._replace(key_lengths=torch.tensor([1]))),
+        (
+            "PyTorch's fused attention returns no weights",
+            lambda call: call._replace(need_weights=True),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence", "change"),
+    [(key, *entry) for key, entries in REFUSED.items() for entry in entries],
+)
+def test_refuses(key, sentence, change):
+    op, backend = key
+    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == backend)
+    call = accepted(kernel)
+    assert sentence not in why_not(kernel, call)
+    check_refusal(kernel, change(call), sentence)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_that_refuses_is_listed(kernel):
+    """A kernel with limits of its own needs their sentences in REFUSED (those of a GPU backend are
+    tested beside it)."""
+    if kernel.refuses is not None and kernel.backend in ("cpu", "torch"):
+        assert (kernel.op, kernel.backend) in REFUSED
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_accept_most_of_what_they_claim(kernel):
+    """Limits that refused everything would make every other test of a kernel pass."""
+    if kernel.backend == "torch" and kernel.op == "attention":
+        return
+    here = dataclasses.replace(kernel, devices=(), unavailable=None)
+    calls = calls_of(kernel)
+    assert sum(not why_not(here, call) for _, call in calls) >= len(calls) / 2
+
+
+def test_all_reasons_are_told_at_once():
+    (kernel,) = (k for k in dispatch.kernels("linear") if k.backend == "cpu")
+    x = torch.zeros(2, 2, dtype=torch.float64, device="meta")
+    call = Call("linear", (x, x, None, None), False, activation=torch.sin)
+    reasons = why_not(dataclasses.replace(kernel, unavailable=None), call)
+    assert len(reasons) == 3
