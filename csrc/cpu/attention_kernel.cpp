@@ -1,7 +1,7 @@
 // Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Keys are transposed
-// and values copied into panels once per call of attention_queries; then each block of queries walks
-// over tiles of keys: scores on the register tile of gemm.h, softmax by rows in cache, weights times
-// values on the same tile.
+// and values copied into panels once per call of attention_queries; then each block of queries
+// walks over tiles of keys: scores on the register tile of gemm.h, softmax by rows in cache,
+// weights times values on the same tile.
 #include "cpu/attention_kernel.h"
 
 #include "cpu/gemm.h"
@@ -76,6 +76,11 @@ bool all_hide(const char* place, long step, long n, bool is_bool) {
   return true;
 }
 
+// Where a batch element's rows of a head begin.
+TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
+  return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
+}
+
 // One block of queries of one head against the packed keys.
 struct Block {
   const AttentionArgs& args;
@@ -137,9 +142,10 @@ struct Block {
   // vectors; returns its visible prefix through `row_seen`.
   void score_tile(long start, long count) const {
     for (long j = 0; j < count; j += kPanel)
-      panel_rows<Form::turned>(work.query, work.query_stride, rows, work.keys + (start + j) * args.size,
-                 args.size, work.scores + j, kScoreStride, least(kPanel, count - j),
-                 {nullptr, false, false}, work.keys + (start + j + kPanel) * args.size);
+      panel_rows<Form::turned>(work.query, work.query_stride, rows,
+                               work.keys + (start + j) * args.size, args.size, work.scores + j,
+                               kScoreStride, least(kPanel, count - j), {nullptr, false, false},
+                               work.keys + (start + j + kPanel) * args.size);
     const float* shared = nullptr;
     if (args.mask != nullptr && args.mask_stride[2] == 0) shared = mask_row(0, start, count);
     for (long i = 0; i < rows; ++i) {
@@ -217,10 +223,10 @@ struct Block {
   void mix(long start, long count) const {
     if (work.wild[start / kKeyTile]) return mix_wild(start, count);
     for (long j = 0; j < args.value_size; j += kPanel)
-      panel_rows<Form::rows>(work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
-                 work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
-                 {nullptr, true, false},
-                 work.values + (j + kPanel) * work.keys_up + start * kPanel);
+      panel_rows<Form::rows>(
+          work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
+          work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
+          {nullptr, true, false}, work.values + (j + kPanel) * work.keys_up + start * kPanel);
   }
 
   static void scale_row(const float* from, long n, float by, float* to) {
@@ -230,12 +236,12 @@ struct Block {
   }
 
   float* output_row(long i) const {
-    return args.output + b * args.output_stride[0] + head * args.output_stride[1] +
+    return args.output + head_offset(args.query_starts, args.output_stride, b, head) +
            (first + i) * args.output_stride[2];
   }
 
   void begin() const {
-    const float* q = args.query + b * args.query_stride[0] + head * args.query_stride[1] +
+    const float* q = args.query + head_offset(args.query_starts, args.query_stride, b, head) +
                      first * args.query_stride[2];
     if (args.query_stride[3] == 1) {
       turn_rows(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
@@ -265,6 +271,7 @@ struct Block {
       float* out = output_row(i);
       // What was never added to is 0 already.
       scale_row(o, args.value_size, total == 0.0f ? 1.0f : 1.0f / total, out);
+      if (args.lse == nullptr) continue;
       args.lse[(b * args.heads + head) * args.queries + first + i] =
           total == 0.0f ? -kInf : work.peak[i] + __builtin_logf(total);
     }
@@ -282,8 +289,8 @@ struct Block {
       const bool none = seen == 0 || skips(start, seen);
       if (!none) score_tile(start, seen);
       for (long i = 0; i < rows; ++i) {
-        float* to = args.weights +
-                    ((b * args.heads + head) * args.queries + first + i) * args.keys + start;
+        float* to =
+            args.weights + ((b * args.heads + head) * args.queries + first + i) * args.keys + start;
         const bool blank = none || work.total[i] == 0.0f;
         if (!blank) {
           float* s = work.scores + i * kScoreStride;
@@ -311,7 +318,7 @@ struct Block {
 
 // Copies strided rows into a contiguous buffer when the channels are not adjacent.
 void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
-  const float* k = args.key + b * args.key_stride[0] + head * args.key_stride[1];
+  const float* k = args.key + head_offset(args.key_starts, args.key_stride, b, head);
   for (long s = 0; s < limit; s += kPanel) {
     const long count = least(kPanel, limit - s);
     float* panel = work.keys + s * args.size;
@@ -327,7 +334,7 @@ void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long he
 }
 
 void pack_values(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
-  const float* v = args.value + b * args.value_stride[0] + head * args.value_stride[1];
+  const float* v = args.value + head_offset(args.key_starts, args.value_stride, b, head);
   for (long s = 0; s < limit; ++s) {
     const float* row = v + s * args.value_stride[2];
     // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
@@ -363,26 +370,26 @@ long attention_scratch(const AttentionArgs& args) { return Workspace(args, nullp
 void attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
                        float* scratch) {
   const Workspace work(args, scratch);
-  long limit = args.keys;
+  const long queries = query_count(args, b);
+  long limit = key_count(args, b);
   if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
   // The furthest key that a query of this range may see.
-  const long last = end - begin >= args.queries || (begin / args.queries) != (end - 1) / args.queries
-                        ? args.queries
-                        : (end - 1) % args.queries + 1;
+  const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
+  const long last = all ? queries : (end - 1) % queries + 1;
   const long packed = args.causal ? least(limit, last) : limit;
   pack_keys(args, work, b, key_head, packed);
   pack_values(args, work, b, key_head, packed);
   const long group = args.heads / args.key_heads;
   for (long item = begin; item < end;) {
-    const long first = item % args.queries;
-    const long left = least(args.queries - first, end - item);
+    const long first = item % queries;
+    const long left = least(queries - first, end - item);
     const long blocks = (left + kQueryBlock - 1) / kQueryBlock;
     const long rows = (left + blocks - 1) / blocks;
     const long seen = args.causal ? least(limit, first + rows) : limit;
     const Block block{.args = args,
                       .work = work,
                       .b = b,
-                      .head = key_head * group + item / args.queries,
+                      .head = key_head * group + item / queries,
                       .first = first,
                       .rows = rows,
                       .limit = seen};

@@ -14,8 +14,8 @@
 
 namespace tf {
 
-using torch::stable::Tensor;
 using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 // 64-byte aligned memory of this thread that grows and is reused, so that pages are paid for once.
 // A request beyond kKeep bytes is given back after the call.
@@ -57,8 +57,9 @@ inline Scratch& kernel_scratch() {
   thread_local Scratch scratch;
   return scratch;
 }
+constexpr int kSharedSlots = 6;
 inline Scratch& shared_scratch(int slot) {
-  thread_local Scratch scratch[3];
+  thread_local Scratch scratch[kSharedSlots];
   return scratch[slot];
 }
 
@@ -98,7 +99,8 @@ inline void check_float(const char* op, const char* name, const Tensor& tensor) 
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, op, ": ", name, " must be float32");
 }
 
-// A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen so.
+// A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen
+// so.
 struct Rows {
   Tensor owner;
   const float* data;

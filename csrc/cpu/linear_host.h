@@ -10,7 +10,7 @@
 namespace tf {
 
 inline void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
-                  const std::optional<Tensor>& bias) {
+                         const std::optional<Tensor>& bias) {
   check_float(op, name, weight);
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
                   columns, ")");
@@ -24,6 +24,72 @@ inline void check_weight(const char* op, const char* name, const Tensor& weight,
 inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   if (!tensor) return std::nullopt;
   return torch::stable::contiguous(*tensor);
+}
+
+// Floats behind the panels of a packed weight: room for prefetching, and at the very end the width
+// of a panel, which tells whether the instruction set in use can read it.
+constexpr int64_t kPackedTail = 64;
+
+inline void pack(const Tensor& weight, float* place) {
+  const Rows w = as_rows(weight);
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const int64_t panels = (weight.size(0) + width - 1) / width;
+  torch::stable::parallel_for(
+      0, panels, std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, w.columns))),
+      [&](int64_t begin, int64_t end) {
+        TF_DISPATCH(pack_panels, w.data, w.stride, weight.size(0), w.columns, place, begin, end);
+      });
+}
+
+// The panels of a weight: those given, if they are a packed copy of it that this instruction set
+// reads, else packed now into the calling thread's shared scratch.
+inline const float* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot,
+                              int64_t room) {
+  const int64_t n = weight.size(0), k = weight.size(1);
+  if (packed && packed->is_cpu() && packed->scalar_type() == ScalarType::Float &&
+      packed->is_contiguous() && packed->numel() == TF_DISPATCH(packed_size, n, k) + kPackedTail) {
+    const float* data = static_cast<const float*>(packed->const_data_ptr());
+    const bool width =
+        data[packed->numel() - 1] == static_cast<float>(TF_DISPATCH(panel_columns, ));
+    const bool adjacent = k <= 1 || weight.stride(1) == 1;
+    if (width && adjacent &&
+        TF_DISPATCH(packed_matches, static_cast<const float*>(weight.const_data_ptr()),
+                    weight.stride(0), n, k, data))
+      return data;
+  }
+  float* place = shared_scratch(slot).floats(room);
+  pack(weight, place);
+  return place;
+}
+
+float* mutable_data(Tensor* tensor) {
+  return tensor == nullptr ? nullptr : static_cast<float*>(tensor->mutable_data_ptr());
+}
+
+// preactivation: where x W^T + bias is kept for the backward, or nullptr.
+Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
+                      std::optional<Tensor> bias, std::optional<Tensor> residual,
+                      int64_t activation, Tensor* preactivation) {
+  check_float("linear", "input", input);
+  STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
+  check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
+  Tensor output = result_rows(input, weight.size(0));
+  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
+  if (residual) {
+    check_float("linear", "residual", *residual);
+    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
+                    "linear: residual must have the shape of the result");
+  }
+  if (m * n == 0) return output;
+  const Rows x = as_rows(input);
+  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
+  const std::optional<Tensor> b = contiguous(bias);
+  const float* panels = panels_of(weight, packed, 0, TF_DISPATCH(packed_size, n, k) + kPackedTail);
+  run_linear({x.data, panels, optional_data(b), r.data,
+              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
+              static_cast<int>(activation), mutable_data(preactivation)});
+  shared_scratch(0).trim();
+  return output;
 }
 
 // Splits rows between threads where there are many, else panels.

@@ -1,13 +1,14 @@
-// The CPU operators: schemas, checks that keep a wrong call from crashing, allocation, threads. What
-// a call means is checked above, in transformer_fast/functional; the arithmetic is in the kernels.
+// The CPU operators: schemas, checks that keep a wrong call from crashing, allocation, threads.
+// What a call means is checked above, in transformer_fast/functional; the arithmetic is in the
+// kernels.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 #include <vector>
 
-#include "cpu/attention_kernel.h"
+#include "cpu/attention_host.h"
 #include "cpu/dropout_host.h"
-#include "cpu/feed_forward_kernel.h"
+#include "cpu/feed_forward_host.h"
 #include "cpu/host.h"
 #include "cpu/layer_norm_kernel.h"
 #include "cpu/linear_host.h"
@@ -113,8 +114,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor va
   if (key_lengths) {
     STD_TORCH_CHECK(key_lengths->is_cpu() && key_lengths->numel() == batch,
                     "attention: key_lengths must hold one length per batch element");
-    Tensor flat = torch::stable::contiguous(
-        torch::stable::to(*key_lengths, std::optional(ScalarType::Long)));
+    Tensor flat =
+        torch::stable::contiguous(torch::stable::to(*key_lengths, std::optional(ScalarType::Long)));
     const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
     lengths.assign(data, data + batch);
     args.key_lengths = lengths.data();
@@ -146,37 +147,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor va
   args.causal = is_causal;
   if (batch * heads * queries == 0) return {output, lse, weights};
 
-  // An item is some queries of the heads that share a key head. Each packs its keys again, so an
-  // item is all of them unless that leaves threads idle.
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t groups = batch * key_heads, rows = heads / key_heads * queries;
-  const int64_t wanted = groups >= 4 * threads || threads == 1 ? 1 : 4 * threads / groups + 1;
-  const int64_t chunks = std::max<int64_t>(1, std::min(wanted, rows / 256));
-  const int64_t scratch = TF_DISPATCH(attention_scratch, args);
-  for_each_item(groups * chunks, [&](int64_t item) {
-    // The last chunks of a causal group are the longest; they go first.
-    const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
-    const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
-    TF_DISPATCH(attention_queries, args, group / key_heads, group % key_heads, begin, end,
-                kernel_scratch().floats(scratch));
-    kernel_scratch().trim();
-  });
+  run_attention(args);
   return {output, lse, weights};
-}
-
-// Floats behind the panels of a packed weight: room for prefetching, and at the very end the width of
-// a panel, which tells whether the instruction set in use can read it.
-constexpr int64_t kPackedTail = 64;
-
-void pack(const Tensor& weight, float* place) {
-  const Rows w = as_rows(weight);
-  const int64_t width = TF_DISPATCH(panel_columns, );
-  const int64_t panels = (weight.size(0) + width - 1) / width;
-  torch::stable::parallel_for(
-      0, panels, std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, w.columns))),
-      [&](int64_t begin, int64_t end) {
-        TF_DISPATCH(pack_panels, w.data, w.stride, weight.size(0), w.columns, place, begin, end);
-      });
 }
 
 Tensor pack_weight(Tensor weight) {
@@ -191,50 +163,20 @@ Tensor pack_weight(Tensor weight) {
   return packed;
 }
 
-// The panels of a weight: those given, if they are a packed copy of it that this instruction set
-// reads, else packed now into the calling thread's shared scratch.
-const float* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot,
-                       int64_t room) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  if (packed && packed->is_cpu() && packed->scalar_type() == ScalarType::Float &&
-      packed->is_contiguous() &&
-      packed->numel() == TF_DISPATCH(packed_size, n, k) + kPackedTail) {
-    const float* data = static_cast<const float*>(packed->const_data_ptr());
-    const bool width = data[packed->numel() - 1] == static_cast<float>(TF_DISPATCH(panel_columns, ));
-    const bool adjacent = k <= 1 || weight.stride(1) == 1;
-    if (width && adjacent &&
-        TF_DISPATCH(packed_matches, static_cast<const float*>(weight.const_data_ptr()),
-                    weight.stride(0), n, k, data))
-      return data;
-  }
-  float* place = shared_scratch(slot).floats(room);
-  pack(weight, place);
-  return place;
+Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed, std::optional<Tensor> bias,
+              std::optional<Tensor> residual, int64_t activation) {
+  return linear_keeping(input, weight, packed, bias, residual, activation, nullptr);
 }
 
-Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed,
-              std::optional<Tensor> bias, std::optional<Tensor> residual, int64_t activation) {
-  check_float("linear", "input", input);
+std::tuple<Tensor, Tensor> linear_with_preactivation(Tensor input, Tensor weight,
+                                                     std::optional<Tensor> bias,
+                                                     std::optional<Tensor> residual,
+                                                     int64_t activation) {
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
-  check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
-  Tensor output = result_rows(input, weight.size(0));
-  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
-  if (residual) {
-    check_float("linear", "residual", *residual);
-    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
-                    "linear: residual must have the shape of the result");
-  }
-  if (m * n == 0) return output;
-  const Rows x = as_rows(input);
-  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
-  const std::optional<Tensor> b = contiguous(bias);
-  const float* panels =
-      panels_of(weight, packed, 0, TF_DISPATCH(packed_size, n, k) + kPackedTail);
-  run_linear({x.data, panels, optional_data(b), r.data,
-              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
-              static_cast<int>(activation)});
-  shared_scratch(0).trim();
-  return output;
+  Tensor preactivation = result_rows(input, weight.size(0));
+  Tensor output =
+      linear_keeping(input, weight, std::nullopt, bias, residual, activation, &preactivation);
+  return {output, preactivation};
 }
 
 Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
@@ -246,8 +188,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2);
   Tensor output = result_rows(input, weight2.size(0));
-  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0),
-                n = weight2.size(0);
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
@@ -256,27 +197,9 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   const float* panels1 = panels_of(weight1, packed1, 0, size1);
   const float* panels2 = panels_of(weight2, packed2, 1, size2);
   float* y = static_cast<float*>(output.mutable_data_ptr());
-  const int64_t threads = torch::stable::get_num_threads();
-  if (m < 56 * threads) {
-    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
-    float* hidden = shared_scratch(2).floats(m * f);
-    run_linear({x.data, panels1, optional_data(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
-                static_cast<int>(activation)});
-    run_linear({hidden, panels2, optional_data(b2), nullptr, y, m, f, n, f, 0, n,
-                0});
-  } else {
-    const FeedForwardArgs args{x.data, panels1, optional_data(b1), panels2,
-                               optional_data(b2), y, m, k, f, n, x.stride,
-                               static_cast<int>(activation)};
-    const int64_t most = TF_DISPATCH(feed_forward_row_block, args);
-    int64_t blocks = (m + most - 1) / most;
-    blocks = (blocks + threads - 1) / threads * threads;
-    const int64_t scratch = TF_DISPATCH(feed_forward_scratch, args, (m + blocks - 1) / blocks);
-    for_each_item(blocks, [&](int64_t item) {
-      TF_DISPATCH(feed_forward_rows, args, m * item / blocks, m * (item + 1) / blocks,
-                  kernel_scratch().floats(scratch));
-    });
-  }
+  run_feed_forward({x.data, panels1, optional_data(b1), panels2, optional_data(b2), y, m, k, f, n,
+                    x.stride, static_cast<int>(activation)},
+                   2);
   for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
   return output;
 }
@@ -295,8 +218,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "weights)");
   m.def("cpu_pack_weight(Tensor weight) -> Tensor");
   m.def(
-      "cpu_linear(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual, int activation) -> "
+      "cpu_linear(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual, int "
+      "activation) -> "
       "Tensor");
+  m.def(
+      "cpu_linear_with_preactivation(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+      "int activation) -> (Tensor output, Tensor preactivation)");
   m.def(
       "cpu_feed_forward(Tensor input, Tensor weight1, Tensor? packed1, Tensor? bias1, "
       "Tensor weight2, Tensor? packed2, Tensor? bias2, int activation) -> Tensor");
@@ -307,5 +234,6 @@ STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_attention", TORCH_BOX(&tf::attention));
   m.impl("cpu_pack_weight", TORCH_BOX(&tf::pack_weight));
   m.impl("cpu_linear", TORCH_BOX(&tf::linear));
+  m.impl("cpu_linear_with_preactivation", TORCH_BOX(&tf::linear_with_preactivation));
   m.impl("cpu_feed_forward", TORCH_BOX(&tf::feed_forward));
 }

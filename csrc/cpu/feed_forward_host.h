@@ -1,0 +1,31 @@
+// Sharing the feed-forward network out between threads.
+#pragma once
+
+#include "cpu/feed_forward_kernel.h"
+#include "cpu/linear_host.h"
+
+namespace tf {
+
+// `slot`: the shared scratch for the hidden block of a call of few rows.
+inline void run_feed_forward(const FeedForwardArgs& args, int slot) {
+  const int64_t threads = torch::stable::get_num_threads();
+  if (args.m < 56 * threads) {
+    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
+    float* hidden = shared_scratch(slot).floats(args.m * args.f);
+    run_linear({args.x, args.packed1, args.bias1, nullptr, hidden, args.m, args.k, args.f,
+                args.x_stride, 0, args.f, args.activation});
+    run_linear({hidden, args.packed2, args.bias2, nullptr, args.y, args.m, args.f, args.n, args.f,
+                0, args.n, 0});
+    return;
+  }
+  const int64_t most = TF_DISPATCH(feed_forward_row_block, args);
+  int64_t blocks = (args.m + most - 1) / most;
+  blocks = (blocks + threads - 1) / threads * threads;
+  const int64_t scratch = TF_DISPATCH(feed_forward_scratch, args, (args.m + blocks - 1) / blocks);
+  for_each_item(blocks, [&](int64_t item) {
+    TF_DISPATCH(feed_forward_rows, args, args.m * item / blocks, args.m * (item + 1) / blocks,
+                kernel_scratch().floats(scratch));
+  });
+}
+
+}  // namespace tf
