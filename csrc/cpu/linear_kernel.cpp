@@ -11,12 +11,14 @@ namespace {
 constexpr long kRowBlock = 8 * kTileRows;
 constexpr long kDepth = 2048;  // columns of A in scratch at a time
 
-// Activation and residual on a block that is still in cache.
+// Activation and residual on a block that is still in cache; what comes before them is kept if wanted.
 void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows, long column,
             long columns) {
-  if (args.activation > kRelu) {
+  if (args.activation > kRelu || args.preactivation != nullptr) {
     for (long i = 0; i < rows; ++i) {
       float* r = c + i * c_stride;
+      if (args.preactivation != nullptr)
+        copy_row(r, columns, args.preactivation + (row + i) * args.n + column, columns);
       long j = 0;
       for (; j + kLanes <= columns; j += kLanes)
         store(r + j, activate(load(r + j), args.activation));
@@ -86,7 +88,7 @@ void linear_block(const LinearArgs& args, long row_begin, long row_end, long pan
         const float* next = panel + kPanel * args.k;
         float* y = args.y + row * args.y_stride + column;
         const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
-        const bool relu = last && args.activation == kRelu;
+        const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
         if (columns == kPanel) {
           panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu},
                      next);

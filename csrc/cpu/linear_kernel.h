@@ -13,6 +13,7 @@ struct LinearArgs {
   float* y;               // (m, n), rows y_stride apart
   long m, k, n, x_stride, residual_stride, y_stride;
   int activation;
+  float* preactivation = nullptr;  // (m, n), contiguous: x W^T + bias is kept here, or nullptr
 };
 
 // Columns of a weight panel, and floats that a packed (n, k) matrix takes.

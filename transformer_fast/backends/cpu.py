@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ..autograd import AddLayerNorm, LayerNorm, needs_function
+from ..autograd import AddLayerNorm, LayerNorm, Linear, needs_function
 from ..dispatch import Call, Kernel, register
-from . import cpu_backward  # noqa: F401 - registers the gradients
+from .cpu_backward import ACTIVATIONS
 from .cpu_packing import packed_weight
 
 _FLOAT = frozenset({torch.float32})
-_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
 def layer_norm(
@@ -81,13 +80,15 @@ def linear(
     activation: str | Callable[[Tensor], Tensor] | None,
     residual: Tensor | None,
 ) -> Tensor:
+    if needs_function(input, weight, bias, residual):
+        return Linear.apply("cpu", input, weight, bias, activation, residual)[0]
     return torch.ops.transformer_fast.cpu_linear(
         input,
         weight,
         packed_weight(weight),
         bias,
         residual,
-        _ACTIVATIONS[activation],  # type: ignore[index]
+        ACTIVATIONS[activation],  # type: ignore[index]
     )
 
 
@@ -109,7 +110,7 @@ def feed_forward(
         weight2,
         packed_weight(weight2),
         bias2,
-        _ACTIVATIONS[activation],  # type: ignore[index]
+        ACTIVATIONS[activation],  # type: ignore[index]
     )
 
 
@@ -193,12 +194,12 @@ def _register() -> None:
         }
         for name, fake in fakes.items():
             torch.library.register_fake(f"transformer_fast::{name}", fake)
-    activations = frozenset(_ACTIVATIONS)
+    activations = frozenset(ACTIVATIONS)
     for kernel in (
         Kernel("layer_norm", "cpu", layer_norm, gradients=True),
         Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
         Kernel("attention", "cpu", attention, refuses=_refuse_attention),
-        Kernel("linear", "cpu", linear, activations=activations),
+        Kernel("linear", "cpu", linear, gradients=True, activations=activations),
         Kernel("feed_forward", "cpu", feed_forward, activations=activations),
     ):
         register(

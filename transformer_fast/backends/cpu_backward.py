@@ -13,6 +13,9 @@ from .. import _native, autograd
 
 _ops = torch.ops.transformer_fast
 
+#: Numbered as in csrc/cpu/activation.h.
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
 
 def _shaped(flat: Tensor, shape: tuple[int, ...], wanted: bool) -> Tensor:
     return flat.view(shape) if wanted and len(shape) > 1 else flat
@@ -91,6 +94,35 @@ def _add_layer_norm_backward(
     )
 
 
+def _linear_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if activation is None:
+        output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
+        return output, output.new_empty((0,))
+    return _ops.cpu_linear_with_preactivation(  # type: ignore[no-any-return]
+        input, weight, bias, residual, ACTIVATIONS[activation]
+    )
+
+
+def _linear_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    preactivation: Tensor,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
+        grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
+    )
+
+
 def _fake_layer_norm_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
@@ -114,12 +146,39 @@ def _fake_layer_norm_backward(
     )
 
 
+def _fake_linear_with_preactivation(
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor]:
+    shape = (*input.shape[:-1], weight.shape[0])
+    return input.new_empty(shape), input.new_empty(shape)
+
+
+def _fake_linear_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    preactivation: Tensor | None,
+    activation: int,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape if want_input else (0,)),
+        weight.new_empty(weight.shape if want_weight else (0,)),
+        weight.new_empty((weight.shape[0] if want_bias else 0,)),
+    )
+
+
 def _register() -> None:
     autograd.register("layer_norm", "cpu", _layer_norm_forward, _layer_norm_backward)
     autograd.register("add_layer_norm", "cpu", _add_layer_norm_forward, _add_layer_norm_backward)
+    autograd.register("linear", "cpu", _linear_forward, _linear_backward)
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_layer_norm_backward": _fake_layer_norm_backward,
+            "cpu_linear_with_preactivation": _fake_linear_with_preactivation,
+            "cpu_linear_backward": _fake_linear_backward,
         }
         for name, fake in fakes.items():
             torch.library.register_fake(f"transformer_fast::{name}", fake)

@@ -1,0 +1,49 @@
+// What the backward operators around linear maps share.
+#pragma once
+
+#include "cpu/linear_backward_kernel.h"
+#include "cpu/linear_host.h"
+
+namespace tf {
+
+// W (n, k) in panels of its columns, so that run_linear() multiplies by W instead of W^T. With room
+// for prefetching behind.
+constexpr int64_t kColumnPackedTail = 1024;
+
+inline int64_t column_packed_room(const Tensor& weight) {
+  return TF_DISPATCH(column_packed_size, weight.size(0), weight.size(1)) + kColumnPackedTail;
+}
+
+inline void pack_columns(const Tensor& weight, float* place) {
+  const Rows w = as_rows(weight);
+  const int64_t width = TF_DISPATCH(panel_columns, ), n = weight.size(0), k = weight.size(1);
+  const int64_t panels = (k + width - 1) / width;
+  const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, n)));
+  torch::stable::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(pack_column_panels, w.data, w.stride, n, k, place, begin, end);
+  });
+}
+
+// Shares dW out to the threads in blocks. How it is cut does not reach the result.
+inline void run_weight_gradient(const WeightGradientArgs& args) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
+  const int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );
+  const int64_t panels = (args.k + width - 1) / width;
+  const int64_t columns =
+      args.grad_weight == nullptr || args.k == 0 ? 1 : (args.k + most_columns - 1) / most_columns;
+  int64_t rows = (args.n + most_rows - 1) / most_rows;
+  // As many items as threads, or a multiple.
+  while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
+  const int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
+  for_each_item(rows * columns, [&](int64_t item) {
+    const int64_t row = item / columns, column = item % columns;
+    TF_DISPATCH(weight_gradient_block, args, args.n * row / rows, args.n * (row + 1) / rows,
+                panels * column / columns * width,
+                std::min(args.k, panels * (column + 1) / columns * width),
+                kernel_scratch().floats(scratch));
+  });
+}
+
+}  // namespace tf
