@@ -163,6 +163,36 @@ Tensor pack_weight(Tensor weight) {
   return packed;
 }
 
+float* mutable_data(Tensor* tensor) {
+  return tensor == nullptr ? nullptr : static_cast<float*>(tensor->mutable_data_ptr());
+}
+
+// preactivation: where x W^T + bias is kept for the backward, or nullptr.
+Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
+                      std::optional<Tensor> bias, std::optional<Tensor> residual,
+                      int64_t activation, Tensor* preactivation) {
+  check_float("linear", "input", input);
+  STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
+  check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
+  Tensor output = result_rows(input, weight.size(0));
+  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
+  if (residual) {
+    check_float("linear", "residual", *residual);
+    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
+                    "linear: residual must have the shape of the result");
+  }
+  if (m * n == 0) return output;
+  const Rows x = as_rows(input);
+  const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
+  const std::optional<Tensor> b = contiguous(bias);
+  const float* panels = panels_of(weight, packed, 0, TF_DISPATCH(packed_size, n, k) + kPackedTail);
+  run_linear({x.data, panels, optional_data(b), r.data,
+              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
+              static_cast<int>(activation), mutable_data(preactivation)});
+  shared_scratch(0).trim();
+  return output;
+}
+
 Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed, std::optional<Tensor> bias,
               std::optional<Tensor> residual, int64_t activation) {
   return linear_keeping(input, weight, packed, bias, residual, activation, nullptr);
