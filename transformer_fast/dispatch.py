@@ -37,6 +37,8 @@ class Call(NamedTuple):
     is_causal: bool = False
     key_lengths: Tensor | None = None
     need_weights: bool = False
+    #: Of layer_norm; empty: the last dimension of the first tensor.
+    normalized_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ def register(kernel: Kernel) -> None:
 def kernels(op: str) -> tuple[Kernel, ...]:
     """The kernels of an op, in the order in which they are asked."""
     return _state.kernels[op]
+
+
+def named_backend() -> str | None:
+    """The backend that `use_backend` or the environment names now, or None."""
+    return _state.backend
 
 
 def _check_device(kernel: Kernel, call: Call) -> str | None:

@@ -1,12 +1,43 @@
-// Sharing attention out between threads.
+// What the operators around attention share.
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <vector>
 
 #include "cpu/attention_kernel.h"
 #include "cpu/host.h"
 
 namespace tf {
+
+// A mask (1 or B, 1 or H, 1 or T, 1 or S), read through its strides.
+inline void set_mask(AttentionArgs& args, const std::optional<Tensor>& mask,
+                     const std::array<int64_t, 4>& sizes) {
+  if (!mask) return;
+  STD_TORCH_CHECK(mask->is_cpu() && (mask->scalar_type() == ScalarType::Bool ||
+                                     mask->scalar_type() == ScalarType::Float),
+                  "attention: mask must be a bool or float32 tensor on the CPU");
+  STD_TORCH_CHECK(mask->dim() == 4, "attention: mask must have 4 dimensions");
+  for (int d = 0; d < 4; ++d) {
+    STD_TORCH_CHECK(mask->size(d) == sizes[d] || mask->size(d) == 1,
+                    "attention: mask does not broadcast to the scores");
+    args.mask_stride[d] = mask->size(d) == 1 ? 0 : mask->stride(d);
+  }
+  args.mask = mask->const_data_ptr();
+  args.mask_is_bool = mask->scalar_type() == ScalarType::Bool;
+}
+
+// `count` integers of any integer type; none without a tensor.
+inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tensor>& tensor,
+                                     int64_t count) {
+  if (!tensor) return {};
+  STD_TORCH_CHECK(tensor->is_cpu() && tensor->dim() == 1 && tensor->numel() == count,
+                  "attention: ", name, " must hold ", count, " integers on the CPU");
+  const Tensor flat =
+      torch::stable::contiguous(torch::stable::to(*tensor, std::optional(ScalarType::Long)));
+  const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
+  return {data, data + count};
+}
 
 inline void run_attention(const AttentionArgs& args) {
   // An item is some queries of the heads that share a key head. Each packs its keys again, so an

@@ -14,8 +14,8 @@ inline void run_feed_forward(const FeedForwardArgs& args, int slot) {
     float* hidden = shared_scratch(slot).floats(args.m * args.f);
     run_linear({args.x, args.packed1, args.bias1, nullptr, hidden, args.m, args.k, args.f,
                 args.x_stride, 0, args.f, args.activation});
-    run_linear({hidden, args.packed2, args.bias2, nullptr, args.y, args.m, args.f, args.n, args.f,
-                0, args.n, 0});
+    run_linear({hidden, args.packed2, args.bias2, args.residual, args.y, args.m, args.f, args.n,
+                args.f, args.residual_stride, args.n, 0});
     return;
   }
   const int64_t most = TF_DISPATCH(feed_forward_row_block, args);

@@ -53,6 +53,10 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
     } else {
       for (long j = 0; j < args.n; j += kLanes) store(y + i * layout.y_stride + j, zero());
     }
+    if (args.residual != nullptr) {
+      const float* add = args.residual + (begin + i) * args.residual_stride;
+      for (long j = 0; j < args.n; ++j) y[i * layout.y_stride + j] += add[j];
+    }
   }
   for (long f = 0; f < args.f; f += kHidden) {
     const long units = least(kHidden, args.f - f);

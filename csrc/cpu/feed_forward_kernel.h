@@ -14,6 +14,8 @@ struct FeedForwardArgs {
   float* y;              // (m, n), contiguous
   long m, k, f, n, x_stride;
   int activation;
+  const float* residual = nullptr;  // (m, n), rows residual_stride apart, added last; or nullptr
+  long residual_stride = 0;
 };
 
 // Rows that one call of feed_forward_rows should be given, at most.

@@ -84,8 +84,8 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
     if (args.bias != nullptr) value = value + load_some(args.bias + i, count);
     store_some(y + i, value, count);
   });
-  args.mean[row] = mean;
-  args.rstd[row] = rstd;
+  if (args.mean != nullptr) args.mean[row] = mean;
+  if (args.rstd != nullptr) args.rstd[row] = rstd;
 }
 
 }  // namespace

@@ -14,8 +14,8 @@ struct LayerNormArgs {
   const float* bias;      // (n) or nullptr: zeros
   float* y;               // (rows, n), contiguous
   float* sum;             // (rows, n), contiguous, or nullptr without residual
-  float* mean;            // (rows)
-  float* rstd;            // (rows)
+  float* mean;            // (rows) or nullptr
+  float* rstd;            // (rows) or nullptr
   long n, x_stride, residual_stride;
   float eps;
   // Rows of the tensor whose elements are dropped; n is a multiple of it.

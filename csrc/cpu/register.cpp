@@ -96,30 +96,9 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor va
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
                   "attention: the number of query heads must be a multiple of that of key heads");
   AttentionArgs args{};
-  if (mask) {
-    STD_TORCH_CHECK(mask->is_cpu() && (mask->scalar_type() == ScalarType::Bool ||
-                                       mask->scalar_type() == ScalarType::Float),
-                    "attention: mask must be a bool or float32 tensor on the CPU");
-    STD_TORCH_CHECK(mask->dim() == 4, "attention: mask must have 4 dimensions");
-    const int64_t full[4] = {batch, heads, queries, keys};
-    for (int d = 0; d < 4; ++d) {
-      STD_TORCH_CHECK(mask->size(d) == full[d] || mask->size(d) == 1,
-                      "attention: mask does not broadcast to the scores");
-      args.mask_stride[d] = mask->size(d) == 1 ? 0 : mask->stride(d);
-    }
-    args.mask = mask->const_data_ptr();
-    args.mask_is_bool = mask->scalar_type() == ScalarType::Bool;
-  }
-  std::vector<int64_t> lengths;
-  if (key_lengths) {
-    STD_TORCH_CHECK(key_lengths->is_cpu() && key_lengths->numel() == batch,
-                    "attention: key_lengths must hold one length per batch element");
-    Tensor flat =
-        torch::stable::contiguous(torch::stable::to(*key_lengths, std::optional(ScalarType::Long)));
-    const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
-    lengths.assign(data, data + batch);
-    args.key_lengths = lengths.data();
-  }
+  set_mask(args, mask, {batch, heads, queries, keys});
+  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
+  if (key_lengths) args.key_lengths = lengths.data();
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
   Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
   Tensor lse = fresh(query, {batch, heads, queries});

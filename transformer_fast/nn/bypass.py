@@ -17,9 +17,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import functional
 from .layer_norm import LayerNorm
 
-_LINEAR = (torch.nn.Linear, NonDynamicallyQuantizableLinear)
-_LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
-_DROPOUT = (torch.nn.Dropout,)
+LINEAR = (torch.nn.Linear, NonDynamicallyQuantizableLinear)
+LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
+DROPOUT = (torch.nn.Dropout,)
 
 
 def is_plain(module: Any, classes: tuple[type, ...]) -> bool:
@@ -67,7 +67,7 @@ def activation_name(activation: Any) -> str | None:
 
 def linear(module: torch.nn.Module, input: Tensor) -> Tensor:
     """``module(input)``."""
-    if is_plain(module, _LINEAR):
+    if is_plain(module, LINEAR):
         return functional.linear(input, module.weight, module.bias)  # type: ignore[arg-type]
     return module(input)
 
@@ -83,9 +83,9 @@ def feed_forward(
     name = activation_name(activation)
     if (
         name is not None
-        and is_plain(linear1, _LINEAR)
-        and is_plain(dropout, _DROPOUT)
-        and is_plain(linear2, _LINEAR)
+        and is_plain(linear1, LINEAR)
+        and is_plain(dropout, DROPOUT)
+        and is_plain(linear2, LINEAR)
     ):
         return functional.feed_forward(
             input,
@@ -104,8 +104,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """``(norm(sum), sum)`` with ``sum = residual + dropout(input)``; no dropout if None."""
     if (
-        is_plain(norm, _LAYER_NORM)
-        and (dropout is None or is_plain(dropout, _DROPOUT))
+        is_plain(norm, LAYER_NORM)
+        and (dropout is None or is_plain(dropout, DROPOUT))
         and input.shape == residual.shape
     ):
         return functional.add_layer_norm(

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import bypass, masks
+from . import blocks, bypass, masks
 from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
+from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 
 
@@ -27,7 +28,7 @@ def _adopt(layer: torch.nn.Module) -> None:
             module.__class__ = LayerNorm
 
 
-class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``, ``x = norm2(x + dropout2(ffn(x)))``; with
@@ -93,6 +94,14 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             src_mask = masks.additive(src_mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
 
+        if not replaced:
+            x = blocks.attention(
+                self.self_attn, self.dropout1, self.norm1, self.norm_first, src, None, src_mask,
+                src_key_padding_mask, is_causal,
+            )  # fmt: skip
+            if x is not None:
+                return self._feed_forward_and_norm(x)
+
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if replaced:
                 return self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal), None
@@ -114,6 +123,20 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         x, _ = bypass.add_norm(*attend(src), src, self.norm1)
         return bypass.add_norm(*self._feed_forward(x), x, self.norm2)[0]
 
+    def _feed_forward_and_norm(self, x: Tensor) -> Tensor:
+        """The second sub-layer, with its residual and norm."""
+        if not bypass.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
+            y = blocks.feed_forward(
+                self.linear1, self.activation, self.dropout, self.linear2, self.dropout2,
+                self.norm2, self.norm_first, x,
+            )  # fmt: skip
+            if y is not None:
+                return y
+        if self.norm_first:
+            y, dropout = self._feed_forward(self.norm2(x))
+            return x + (y if dropout is None else dropout(y))
+        return bypass.add_norm(*self._feed_forward(x), x, self.norm2)[0]
+
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
         """The FFN's output, and the dropout that is still to be applied to it."""
         if bypass.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
@@ -122,7 +145,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return y, self.dropout2
 
 
-class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``,
@@ -188,6 +211,13 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
 
+        done = self._by_blocks(
+            tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask,
+            tgt_is_causal, memory_is_causal,
+        )  # fmt: skip
+        if done is not None:
+            return done
+
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if bypass.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
                 return self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), None
@@ -227,6 +257,38 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         x, _ = bypass.add_norm(*attend(tgt), tgt, self.norm1)
         x, _ = bypass.add_norm(*attend_to_memory(x), x, self.norm2)
         return bypass.add_norm(*self._feed_forward(x), x, self.norm3)[0]
+
+    def _by_blocks(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+        tgt_key_padding_mask: Tensor | None,
+        memory_key_padding_mask: Tensor | None,
+        tgt_is_causal: bool,
+        memory_is_causal: bool,
+    ) -> Tensor | None:
+        """The whole layer, one call for each sub-layer; None where one of them does not fit."""
+        base = torch.nn.TransformerDecoderLayer
+        if any(bypass.overridden(self, f"_{name}_block", base) for name in ("sa", "mha", "ff")):
+            return None
+        ffn = (self.linear1, self.activation, self.dropout, self.linear2, self.dropout3, self.norm3)
+        if not blocks.feed_forward_fits(*ffn, tgt):
+            return None
+        x = blocks.attention(
+            self.self_attn, self.dropout1, self.norm1, self.norm_first, tgt, None, tgt_mask,
+            tgt_key_padding_mask, tgt_is_causal,
+        )  # fmt: skip
+        if x is None:
+            return None
+        x = blocks.attention(
+            self.multihead_attn, self.dropout2, self.norm2, self.norm_first, x, memory,
+            memory_mask, memory_key_padding_mask, memory_is_causal,
+        )  # fmt: skip
+        if x is None:
+            return None
+        return blocks.feed_forward(*ffn, self.norm_first, x)
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
         """The FFN's output, and the dropout that is still to be applied to it."""

@@ -1,0 +1,105 @@
+"""Whole sub-layers in one CPU call, for inference (``csrc/cpu/register_block.cpp``).
+
+Not ops of the table but a shorter way through them: projections, attention, residual and norm by the
+same kernels, with what lies between kept in scratch. `fits` says whether all of them would run on
+the CPU kernels; where it does not, callers compose the public ops.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native, dispatch
+from .cpu_backward import ACTIVATIONS
+from .cpu_packing import packed_weight
+
+
+def fits(input: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call on these tensors needs no gradient and every op in it would run on 'cpu'."""
+    if (
+        _native.module is None
+        or torch.compiler.is_compiling()
+        or dispatch.named_backend() not in (None, "cpu")
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in (input, *others):
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        if (
+            (kind is not Tensor and kind is not torch.nn.Parameter)
+            or tensor.dtype != torch.float32
+            or not tensor.is_cpu
+            or (grad and tensor.requires_grad)
+        ):
+            return False
+    return True
+
+
+def attention(
+    input: Tensor,
+    memory: Tensor | None,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    norm_first: bool,
+    heads: int,
+    batch_first: bool,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    query_starts: Tensor | None = None,
+    key_starts: Tensor | None = None,
+) -> Tensor:
+    """``norm(x + out(attention(in(x))))``, or ``x + out(attention(in(norm(x))))`` if norm_first.
+
+    Args:
+        input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see query_starts.
+        memory: where keys and values come from; None: the input itself.
+        in_weight: (3 M, M), queries, keys and values; out_weight: (M, M).
+        mask: broadcast to (B, H, T, S), SDPA polarity.
+        query_starts: (B + 1,) int64, batch element b being rows query_starts[b] to
+            query_starts[b + 1]; key_starts likewise for keys. None: not ragged.
+    """
+    return torch.ops.transformer_fast.cpu_attention_block(
+        input, memory, in_weight, packed_weight(in_weight), in_bias, out_weight,
+        packed_weight(out_weight), out_bias, norm_weight, norm_bias, eps, norm_first, heads,
+        batch_first, mask, key_lengths, is_causal, query_starts, key_starts,
+    )  # fmt: skip
+
+
+def feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    norm_first: bool,
+    activation: str,
+) -> Tensor:
+    """``norm(x + FFN(x))``, or ``x + FFN(norm(x))`` if norm_first."""
+    return torch.ops.transformer_fast.cpu_feed_forward_block(
+        input, weight1, packed_weight(weight1), bias1, weight2, packed_weight(weight2), bias2,
+        norm_weight, norm_bias, eps, norm_first, ACTIVATIONS[activation],
+    )  # fmt: skip
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("transformer_fast::cpu_attention_block")
+    def _fake_attention(input: Tensor, *_: object) -> Tensor:
+        return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+    @torch.library.register_fake("transformer_fast::cpu_feed_forward_block")
+    def _fake_feed_forward(input: Tensor, *_: object) -> Tensor:
+        return torch.empty(input.shape, dtype=input.dtype, device=input.device)
