@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(Swapped, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, run by `transformer_fast.functional.layer_norm`.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the trailing

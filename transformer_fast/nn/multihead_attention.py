@@ -9,10 +9,11 @@ from torch import Tensor
 from .. import functional
 from ..functional.attention import attend
 from . import bypass, masks
+from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 
 
-class MultiheadAttention(torch.nn.MultiheadAttention):
+class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, run by the ops of `transformer_fast.functional`.
 
     ``Concat(head_1, ..., head_H) W_o`` with ``head_i = Attention(Q W_q_i, K W_k_i, V W_v_i)``.

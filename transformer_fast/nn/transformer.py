@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import masks
 from .layer_norm import LayerNorm
+from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -28,7 +29,7 @@ def _takes_bool_masks(layer: torch.nn.Module) -> bool:
     )
 
 
-class TransformerEncoder(torch.nn.TransformerEncoder):
+class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: N encoder layers, ours, torch's or the user's own.
 
     Arguments, attributes and state_dict are torch's. ``enable_nested_tensor`` and ``mask_check``
@@ -84,7 +85,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         return output if self.norm is None else self.norm(output)
 
 
-class TransformerDecoder(torch.nn.TransformerDecoder):
+class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
     """`torch.nn.TransformerDecoder`: N decoder layers, ours, torch's or the user's own.
 
     Arguments, attributes and state_dict are torch's. ``tgt_is_causal=None`` is resolved as
@@ -130,7 +131,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         return output if self.norm is None else self.norm(output)
 
 
-class Transformer(torch.nn.Transformer):
+class Transformer(Swapped, torch.nn.Transformer):
     """`torch.nn.Transformer` with our encoder and decoder; all else is torch's.
 
     ``custom_encoder`` and ``custom_decoder`` are used as they are. The same seed gives the same

@@ -1,0 +1,54 @@
+"""What a living module remembers whose class `transformer_fast.accelerate` has changed."""
+
+from __future__ import annotations
+
+import copyreg
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+#: The attribute that holds the class the module had before.
+RECORD = "_class_before_accelerate"
+
+
+class Swapped(torch.nn.Module):
+    """Base of the classes that `accelerate` gives to living modules.
+
+    Such a module is copied as it is, but pickled as what it was before: a pickle has to load where
+    this library is not installed. On all other instances this has no effect.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        before = self.__dict__.get(RECORD)
+        if before is None or reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor):  # type: ignore[attr-defined]
+            return reduced
+        state = reduced[2]
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != RECORD}
+        # Not __newobj__, which pickle allows for the object's own class only.
+        return copyreg._reconstructor, (before, object, None), state  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Any:
+        copied, state = _remade(self)
+        _give_state(copied, state.copy() if isinstance(state, dict) else state)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied, state = _remade(self)
+        memo[id(self)] = copied
+        _give_state(copied, deepcopy(state, memo))
+        return copied
+
+
+def _remade(module: Swapped) -> tuple[Any, Any]:
+    """A new instance of the module's own class, and the state it is to get."""
+    reduced: Any = super(Swapped, module).__reduce_ex__(4)
+    make, arguments, state = reduced[:3]
+    return make(*arguments), state
+
+
+def _give_state(module: Any, state: Any) -> None:
+    if state is not None:
+        module.__setstate__(state)
