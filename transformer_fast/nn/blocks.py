@@ -29,6 +29,35 @@ def _inactive(dropout: torch.nn.Module) -> bool:
     )
 
 
+def attention_fits(
+    module: torch.nn.Module,
+    dropout: torch.nn.Module,
+    norm: torch.nn.Module,
+    x: Tensor,
+    cross: bool = False,
+) -> bool:
+    """Whether `attention` would run the sub-layer, given inputs and masks that fit."""
+    if not (
+        bypass.is_plain(module, (MultiheadAttention,))
+        and isinstance(module, MultiheadAttention)
+        and module._qkv_same_embed_dim
+        and module.bias_k is None
+        and not module.add_zero_attn
+        and (not module.training or module.dropout == 0.0)
+        and bypass.is_plain(module.out_proj, bypass.LINEAR)
+        and _norm_fits(norm, module.embed_dim)
+        and _inactive(dropout)
+        and x.shape[-1] == module.embed_dim
+        and (not cross or module.embed_dim % _PANEL == 0)
+    ):
+        return False
+    out = module.out_proj
+    return cpu_blocks.fits(
+        x, module.in_proj_weight, module.in_proj_bias, out.weight, out.bias,
+        norm.weight, norm.bias,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
 def attention(
     module: torch.nn.Module,
     dropout: torch.nn.Module,
@@ -43,37 +72,21 @@ def attention(
     key_starts: Tensor | None = None,
 ) -> Tensor | None:
     """``norm(x + module(x, memory))`` or its pre-norm form; masks in torch.nn's polarity."""
-    if not (
-        bypass.is_plain(module, (MultiheadAttention,))
-        and isinstance(module, MultiheadAttention)
-        and module._qkv_same_embed_dim
-        and module.bias_k is None
-        and not module.add_zero_attn
-        and (not module.training or module.dropout == 0.0)
-        and x.dim() == (3 if query_starts is None else 2)
-        and bypass.is_plain(module.out_proj, bypass.LINEAR)
-        and _norm_fits(norm, module.embed_dim)
-        and _inactive(dropout)
-        and x.shape[-1] == module.embed_dim
-        and (is_causal is False or mask is not None or query_starts is not None)
-        and (memory is None or module.embed_dim % _PANEL == 0)
-    ):
+    if not attention_fits(module, dropout, norm, x, memory is not None):
         return None
-    out = module.out_proj
-    if not cpu_blocks.fits(
-        x, memory, module.in_proj_weight, module.in_proj_bias, out.weight, out.bias,
-        norm.weight, norm.bias,  # type: ignore[arg-type]
-    ):  # fmt: skip
-        return None
-    source = x if memory is None else memory
-    if memory is not None and (
-        memory.dim() != x.dim() or memory.shape[-1] != module.embed_dim
-    ):
-        return None
+    assert isinstance(module, MultiheadAttention)
     combined = None
     if query_starts is None:
+        source = x if memory is None else memory
         sequence = 1 if module.batch_first else 0
-        if source.shape[1 - sequence] != x.shape[1 - sequence]:
+        if (
+            x.dim() != 3
+            or source.dim() != 3
+            or source.shape[2] != x.shape[2]
+            or source.shape[1 - sequence] != x.shape[1 - sequence]
+            or not cpu_blocks.fits(source)
+            or (is_causal and mask is None)
+        ):
             return None
         if mask is not None and key_padding_mask is not None:
             if mask.dtype != key_padding_mask.dtype:
@@ -83,6 +96,7 @@ def attention(
         )
         if combined is not None and combined.dtype not in (torch.bool, torch.float32):
             return None
+    out = module.out_proj
     return cpu_blocks.attention(
         x,
         memory,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import masks
+from . import masks, ragged
 from .layer_norm import LayerNorm
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
@@ -33,8 +33,12 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: N encoder layers, ours, torch's or the user's own.
 
     Arguments, attributes and state_dict are torch's. ``enable_nested_tensor`` and ``mask_check``
-    are accepted and change nothing: padding is skipped by the attention itself, and the output at
-    padded places is what the layers compute there (torch gives zeros there in some modes).
+    are accepted and change nothing.
+
+    Padding costs nothing in inference on the CPU: with a bool src_key_padding_mask the layers run on
+    the real tokens only (mask absent or causal), and what they give at padded places is 0, as in
+    torch's inference path (a final ``norm`` then gives its bias there). Otherwise attention skips
+    padding, and padded places hold what the layers compute there.
 
     ``is_causal=None`` finds out whether the mask is causal if it lies in CPU memory; elsewhere the
     mask is obeyed without looking, since looking would wait for the device. Pass True if you know.
@@ -74,6 +78,9 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
+        on_rows = ragged.encoder(self.layers, src, mask, src_key_padding_mask, is_causal)
+        if on_rows is not None:
+            return on_rows if self.norm is None else self.norm(on_rows)
         output = src
         for layer in self.layers:
             output = layer(
@@ -116,6 +123,12 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
         tgt_is_causal = masks.is_causal_mask(tgt_mask, tgt_is_causal, _length(tgt, self.layers[0]))
+        on_rows = ragged.decoder(
+            self.layers, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
+            memory_key_padding_mask, tgt_is_causal,
+        )  # fmt: skip
+        if on_rows is not None:
+            return on_rows if self.norm is None else self.norm(on_rows)
         output = tgt
         for layer in self.layers:
             output = layer(

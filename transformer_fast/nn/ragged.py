@@ -1,0 +1,169 @@
+"""Stacks on real tokens only: padded places are taken out, and zeros stand there in the output.
+
+For inference on the CPU with a bool key padding mask. The tokens of all sequences lie behind each
+other as rows (tokens, M); attention knows where each sequence begins; everything else works on rows
+anyway. Taking hidden keys out keeps the order of the others, so causal attention stays what it was.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends import cpu_blocks
+from . import blocks, bypass
+from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
+
+
+class Rows(NamedTuple):
+    """The real tokens of a batch."""
+
+    values: Tensor  #: (tokens, M)
+    starts: Tensor  #: (B + 1,), where each sequence begins
+    places: Tensor | None  #: of the tokens among the batch's B * L places; None: all are real
+
+
+def gather(x: Tensor, padding: Tensor | None, batch_first: bool) -> Rows:
+    """The rows of (B, L, M) or (L, B, M) at which padding (B, L) is False."""
+    x = x if batch_first else x.transpose(0, 1)
+    batch, length, width = x.shape
+    flat = x.reshape(batch * length, width)
+    if padding is None:
+        return Rows(flat, torch.arange(0, batch * length + 1, max(length, 1)), None)
+    real = padding.logical_not()
+    places = real.flatten().nonzero().squeeze(1)
+    starts = torch.zeros(batch + 1, dtype=torch.int64)
+    torch.cumsum(real.sum(dim=1), dim=0, out=starts[1:])
+    return Rows(flat.index_select(0, places), starts, places)
+
+
+def scatter(rows: Rows, like: Tensor, batch_first: bool) -> Tensor:
+    """The rows back in the layout of ``like``, zeros at padded places."""
+    shape = like.shape if batch_first else like.transpose(0, 1).shape
+    flat = rows.values
+    if rows.places is not None:
+        flat = flat.new_zeros((shape[0] * shape[1], shape[2]))
+        flat.index_copy_(0, rows.places, rows.values)
+    x = flat.view(shape)
+    return x if batch_first else x.transpose(0, 1)
+
+
+def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
+    return padding is None or (
+        padding.dtype == torch.bool
+        and padding.is_cpu
+        and padding.dim() == 2
+        and tuple(padding.shape) == (x.shape[0 if batch_first else 1], x.shape[batch_first])
+    )
+
+
+def encoder(
+    layers: torch.nn.ModuleList,
+    x: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> Tensor | None:
+    """The encoder's layers on real tokens only; None where that is not possible or of no use."""
+    if padding is None or x.dim() != 3 or (mask is not None and not is_causal):
+        return None
+    if not cpu_blocks.fits(x) or not all(_encoder_layer_fits(layer, x) for layer in layers):
+        return None
+    batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
+    if not _padding_fits(padding, x, batch_first):
+        return None
+    rows = gather(x, padding, batch_first)
+    values = rows.values
+    for layer in layers:
+        y = blocks.attention(
+            layer.self_attn, layer.dropout1, layer.norm1, layer.norm_first, values, None, None,
+            None, is_causal, rows.starts, rows.starts,
+        )  # fmt: skip
+        assert y is not None
+        y = blocks.feed_forward(
+            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout2,
+            layer.norm2, layer.norm_first, y,
+        )  # fmt: skip
+        assert y is not None
+        values = y
+    return scatter(rows._replace(values=values), x, batch_first)
+
+
+def _encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
+    base = torch.nn.TransformerEncoderLayer
+    return (
+        bypass.is_plain(layer, (TransformerEncoderLayer,))
+        and not any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
+        and blocks.attention_fits(layer.self_attn, layer.dropout1, layer.norm1, x)
+        and blocks.feed_forward_fits(
+            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout2,
+            layer.norm2, x,
+        )
+    )  # fmt: skip
+
+
+def decoder(
+    layers: torch.nn.ModuleList,
+    x: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    memory_mask: Tensor | None,
+    padding: Tensor | None,
+    memory_padding: Tensor | None,
+    is_causal: bool,
+) -> Tensor | None:
+    """The decoder's layers on real tokens of both sides; None as in `encoder`."""
+    if (padding is None and memory_padding is None) or x.dim() != 3 or memory.dim() != 3:
+        return None
+    if memory_mask is not None or (mask is not None and not is_causal):
+        return None
+    fits = cpu_blocks.fits(x, memory) and all(_decoder_layer_fits(layer, x) for layer in layers)
+    if not fits or x.shape[2] != memory.shape[2]:
+        return None
+    batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
+    batch_dim = 0 if batch_first else 1
+    if not (
+        x.shape[batch_dim] == memory.shape[batch_dim]
+        and _padding_fits(padding, x, batch_first)
+        and _padding_fits(memory_padding, memory, batch_first)
+    ):
+        return None
+    rows = gather(x, padding, batch_first)
+    source = gather(memory, memory_padding, batch_first)
+    values = rows.values
+    for layer in layers:
+        y = blocks.attention(
+            layer.self_attn, layer.dropout1, layer.norm1, layer.norm_first, values, None, None,
+            None, is_causal, rows.starts, rows.starts,
+        )  # fmt: skip
+        assert y is not None
+        y = blocks.attention(
+            layer.multihead_attn, layer.dropout2, layer.norm2, layer.norm_first, y, source.values,
+            None, None, False, rows.starts, source.starts,
+        )  # fmt: skip
+        assert y is not None
+        y = blocks.feed_forward(
+            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout3,
+            layer.norm3, layer.norm_first, y,
+        )  # fmt: skip
+        assert y is not None
+        values = y
+    return scatter(rows._replace(values=values), x, batch_first)
+
+
+def _decoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
+    base = torch.nn.TransformerDecoderLayer
+    return (
+        bypass.is_plain(layer, (TransformerDecoderLayer,))
+        and not any(
+            bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "mha", "ff")
+        )
+        and blocks.attention_fits(layer.self_attn, layer.dropout1, layer.norm1, x)
+        and blocks.attention_fits(layer.multihead_attn, layer.dropout2, layer.norm2, x, cross=True)
+        and blocks.feed_forward_fits(
+            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout3,
+            layer.norm3, x,
+        )
+    )  # fmt: skip
