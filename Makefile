@@ -2,14 +2,18 @@
 #
 #   make compare   parity and speed of every kernel against the reference, here
 #   make test      the test suite
-#   make bench     the benchmark suite
+#   make bench     the benchmark suite, into benchmarks/results/<machine>.json
+#   make bench-quick      its small cases, in less than three minutes; nothing is kept
+#   make bench-scaling    how time grows with length, batch, threads ...; takes long
+#   make bench-compare BASE=<git revision or JSON>   what became slower
+#   make figures   bench, then the report and README's tables from its results
 #   make setup     virtual environment with pinned versions, package, native module
 #   make build     the same; once set up, it only recompiles what changed in csrc/
 #   make lint      what .ci/run checks, without the tests; `make format` repairs what it can
 #   make clean     remove what was built; `make distclean` the virtual environment too
 #
 # Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test
-# and bench pass on, as in `make compare ARGS="--op attention"`.
+# and the bench targets pass on, as in `make compare ARGS="--op attention"`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +27,8 @@ NATIVE := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -type f)
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build compare test bench lint format clean distclean
+.PHONY: help setup build compare test lint format clean distclean
+.PHONY: bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -41,7 +46,24 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: setup
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks run $(ARGS)
+
+bench-quick: setup
+	$(BIN)/python -m benchmarks run --quick $(ARGS)
+
+bench-scaling: setup
+	$(BIN)/python -m benchmarks scaling $(ARGS)
+
+bench-compare: setup
+	@test -n "$(BASE)" || { echo "BASE=<git revision or result file> is missing" >&2; exit 2; }
+	$(BIN)/python -m benchmarks compare $(BASE) $(ARGS)
+
+bench-report: setup
+	$(BIN)/python -m benchmarks report
+	$(BIN)/python -m benchmarks.readme --write
+
+figures: bench
+	$(MAKE) bench-report
 
 lint: $(STAMPS)/env
 	$(BIN)/ruff check .

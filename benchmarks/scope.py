@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -24,7 +24,7 @@ _KEPT = frozenset({"weight", "bias", "weight1", "bias1", "weight2", "bias2"})
 class Scope:
     plan: Plan = ORDINARY
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backends: tuple[str, ...] = BACKENDS
     peers: Sequence[ModuleType] = ()
     ops: tuple[str, ...] = tuple(OPS)

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "results"
 _TUPLES = {"time": Summary, "vs_reference": Ratio, "vs_torch": Ratio}
 
 
-class BadResults(ValueError):
+class ResultsError(ValueError):
     """A file that is not ours."""
 
 
@@ -56,17 +56,17 @@ def row_from_json(found: dict[str, Any]) -> Row:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The suites of a file, rows as `Row`. Raises BadResults, OSError."""
+    """The suites of a file, rows as `Row`. Raises ResultsError, OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
-            raise BadResults(f"{path} has format {found['format']}, not {FORMAT}")
+            raise ResultsError(f"{path} has format {found['format']}, not {FORMAT}")
         return {
             name: suite | {"rows": [row_from_json(row) for row in suite["rows"]]}
             for name, suite in found["suites"].items()
         }
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise BadResults(f"{path} holds no benchmark results: {error!r}") from None
+        raise ResultsError(f"{path} holds no benchmark results: {error!r}") from None
 
 
 def _text(suites: dict[str, Any]) -> str:

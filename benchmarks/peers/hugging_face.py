@@ -24,30 +24,32 @@ def _copied(layer: torch.nn.TransformerEncoderLayer) -> torch.nn.Module:
     from transformers.models.marian.modeling_marian import MarianEncoderLayer
 
     attention = layer.self_attn
-    config = MarianConfig(
-        d_model=attention.embed_dim,
-        encoder_attention_heads=attention.num_heads,
-        encoder_ffn_dim=layer.linear1.out_features,
-        activation_function="relu",
-        attn_implementation="sdpa",
-    )
-    theirs = MarianEncoderLayer(config)
-    weights = attention.in_proj_weight.chunk(3)
-    biases = attention.in_proj_bias.chunk(3)
-    pairs = {
-        theirs.self_attn.out_proj: (attention.out_proj.weight, attention.out_proj.bias),
-        theirs.self_attn_layer_norm: (layer.norm1.weight, layer.norm1.bias),
-        theirs.fc1: (layer.linear1.weight, layer.linear1.bias),
-        theirs.fc2: (layer.linear2.weight, layer.linear2.bias),
-        theirs.final_layer_norm: (layer.norm2.weight, layer.norm2.bias),
+    settings: dict[str, Any] = {
+        "d_model": attention.embed_dim,
+        "encoder_attention_heads": attention.num_heads,
+        "encoder_ffn_dim": layer.linear1.out_features,
+        "activation_function": "relu",
+        "attn_implementation": "sdpa",
     }
-    for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
-        pairs[getattr(theirs.self_attn, name)] = (weight, bias)
-    with torch.no_grad():
-        for module, (weight, bias) in pairs.items():
-            module.weight.copy_(weight)
-            module.bias.copy_(bias)
-    return theirs.eval().to(weights[0].device, weights[0].dtype)
+    theirs = MarianEncoderLayer(MarianConfig(**settings))
+    pairs: dict[str, Any] = {
+        "self_attn.out_proj": attention.out_proj,
+        "self_attn_layer_norm": layer.norm1,
+        "fc1": layer.linear1,
+        "fc2": layer.linear2,
+        "final_layer_norm": layer.norm2,
+    }
+    state = {
+        f"{name}.{kind}": getattr(module, kind)
+        for name, module in pairs.items()
+        for kind in ("weight", "bias")
+    }
+    for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        state[f"self_attn.{name}.weight"] = attention.in_proj_weight.chunk(3)[number]
+        state[f"self_attn.{name}.bias"] = attention.in_proj_bias.chunk(3)[number]
+    theirs.load_state_dict(state)
+    weight = attention.in_proj_weight
+    return theirs.eval().to(weight.device, weight.dtype)
 
 
 def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any, ...]) -> Offer:
@@ -55,7 +57,7 @@ def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any,
 
     def run(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
         visible = None if padding is None else ~padding[:, None, None, :]
-        result = theirs(x, attention_mask=visible)
+        result: Any = theirs(x, attention_mask=visible)
         return result[0] if isinstance(result, tuple) else result
 
     return run

@@ -55,7 +55,7 @@ def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any,
     x, _, padding = arguments
     if (reason := _refuses(x)) is not None:
         return reason
-    session = _session(onnx_graph.encoder_layer(layer, *x.shape[:2], padding is not None))
+    session = _session(onnx_graph.encoder_layer(layer, x.shape[0], x.shape[1], padding is not None))
 
     def run(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
         feeds = {"x": x.numpy()}

@@ -64,7 +64,7 @@ def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any,
     x, _, padding = arguments
     if (reason := _refuses(x)) is not None:
         return reason
-    request = _request(onnx_graph.encoder_layer(layer, *x.shape[:2], padding is not None))
+    request = _request(onnx_graph.encoder_layer(layer, x.shape[0], x.shape[1], padding is not None))
 
     def run(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
         return _run(request, [x.numpy()] + ([] if padding is None else [padding.numpy()]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from transformer_fast.measure.contest import Contest
 from transformer_fast.measure.gradients import gradient_contest
-from transformer_fast.specs import Case
+from transformer_fast.specs import OPS, Case
 
 from ..scope import Maker, Scope
 from .ops import cases
@@ -21,8 +21,6 @@ def _contest(scope: Scope, op: str, case: Case) -> Contest:
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
-    from transformer_fast.specs import OPS
-
     for op, case in cases(scope):
         if OPS[op].flops(case.build(scope.dtype, "meta", None)) <= _MOST_FLOPS:
             yield f"{op} {case}", functools.partial(_contest, scope, op, case)

@@ -1,4 +1,4 @@
-"""Encoder layers of the paper's size."""
+"""Encoder layers of the paper's size, 512/8/2048; cases are (B,T)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUICK = ((8, 128, 1.0), (1, 32, 1.0), (8, 128, 0.65))
 
 
 def lengths(batch: int, length: int, share: float) -> torch.Tensor:
-    """Lengths that are ``share`` of ``length`` on average, spread evenly and as far as that goes."""
+    """Lengths, ``share`` of ``length`` on average, spread evenly and as far as that goes."""
     lowest, highest = max(0.0, 2 * share - 1), min(1.0, 2 * share)
     spread = torch.linspace(lowest, highest, batch) if batch > 1 else torch.tensor([share])
     return (spread * length).round().clamp(min=1).long()
@@ -39,20 +39,12 @@ def calls(scope: Scope, batch: int, length: int, share: float) -> list[list[Argu
         padding = torch.arange(length) >= lengths(batch, length, share)[:, None]
         padding = padding.to(scope.device)
     shape = batch, length, _SIZE.model
-    return [
-        [
-            (
-                torch.randn(shape, generator=scope.generator(i)).to(scope.device, scope.dtype),
-                None,
-                padding,
-            )
-        ]
-        for i in range(2)
-    ]
+    drawn = [torch.randn(shape, generator=scope.generator(i)) for i in range(2)]
+    return [[(x.to(scope.device, scope.dtype), None, padding)] for x in drawn]
 
 
 def _contest(scope: Scope, batch: int, length: int, share: float) -> Contest:
-    case = f"({batch},{length}) {_SIZE.label}" + (f", {share:.0%} real" if share < 1.0 else "")
+    case = f"({batch},{length})" + (f", {share:.0%} real" if share < 1.0 else "")
     return encoder_layer_contest(
         case,
         calls(scope, batch, length, share),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from transformer_fast.measure.calls import forced, record
 from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.judge import StepJudge
+from transformer_fast.measure.modules import parameter_bytes, twins
 from transformer_fast.measure.text import Batch
 from transformer_fast.measure.transformers import Seq2Seq, Size, transformer_work
 
@@ -69,8 +69,7 @@ def _contenders(
 def _contest(scope: Scope, batch: int, length: int, vocabulary: int, layers: int) -> Contest:
     size = Size(layers=layers, vocabulary=vocabulary)
     # No dropout: other random numbers would be other results.
-    make: Callable[[Any], nn.Module] = lambda nn: Seq2Seq(nn, size, dropout=0.0)  # noqa: E731
-    ours, theirs = twins(make, scope.dtype, scope.device)
+    ours, theirs = twins(lambda nn: Seq2Seq(nn, size, dropout=0.0), scope.dtype, scope.device)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     reference = forced(Step(copy.deepcopy(ours)), "reference")
     inputs: list[list[Arguments]] = [

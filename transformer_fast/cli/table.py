@@ -73,8 +73,8 @@ def build(rows: Sequence[Row], width: int) -> Table:
     """One line for each contender that has figures, or whose result is wrong."""
     wide = width >= WIDE
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
-    table.add_column("case", no_wrap=True)
-    table.add_column("on", no_wrap=True)
+    table.add_column("case", min_width=14)
+    table.add_column("on", min_width=9)
     for heading in ("error", "in refs"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)

@@ -1,0 +1,141 @@
+"""Tables of the report, as lists of cells; Markdown and HTML are two ways to write them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformer_fast.cli import form
+from transformer_fast.measure.contest import Row
+from transformer_fast.measure.summary import Ratio
+
+from .findings import Finding
+
+
+class Grid(NamedTuple):
+    """A table: headings, rows of text, and the columns that are words and not figures."""
+
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    words: int = 1
+
+    def markdown(self) -> str:
+        marks = ["---"] * self.words + ["---:"] * (len(self.headings) - self.words)
+        lines = [self.headings, tuple(marks), *self.rows]
+        return "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
+
+    def html(self) -> str:
+        head = "".join(self._cell("th", i, text) for i, text in enumerate(self.headings))
+        body = "".join(
+            "<tr>" + "".join(self._cell("td", i, text) for i, text in enumerate(row)) + "</tr>\n"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
+
+    def _cell(self, tag: str, column: int, text: str) -> str:
+        kind = "" if column < self.words else ' class="n"'
+        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def interval(ratio: Ratio | None) -> str:
+    """'1.70x (1.66-1.75)'."""
+    if ratio is None:
+        return ""
+    low, high = form.three_digits(ratio.low), form.three_digits(ratio.high)
+    return f"{form.times(ratio.value)} ({low}-{high})"
+
+
+def mebibytes(amount: int | None) -> str:
+    return "" if amount is None else form.three_digits(amount / 2**20)
+
+
+def rates(row: Row) -> str:
+    """Gflop/s: '412', or '206 (412)' where masks hide half, dense in parentheses."""
+    if row.time is None or row.flops == 0.0:
+        return ""
+    useful = form.rate(row.useful_flops, row.time.median)
+    if row.useful_flops == row.flops:
+        return useful
+    return f"{useful} ({form.rate(row.flops, row.time.median)})"
+
+
+def summary(found: Sequence[Finding]) -> Grid:
+    """One line for each case: what the dispatcher chose."""
+    rows = []
+    for chosen, rival, against in found:
+        assert chosen.time is not None
+        rows.append(
+            (
+                chosen.op,
+                chosen.case,
+                chosen.contender,
+                form.seconds(chosen.time.median),
+                form.times(chosen.vs_reference.value) if chosen.vs_reference else "",
+                interval(chosen.vs_torch),
+                "" if rival is None else rival.contender,
+                interval(against),
+                rates(chosen),
+                form.percent(chosen.roof_share),
+                mebibytes(chosen.peak_bytes),
+                form.times(chosen.error_ratio),
+            )
+        )
+    headings = (
+        *("op", "case", "on", "time", "vs reference", "vs torch's best (95 %)"),
+        *("fastest other", "vs it (95 %)", "Gflop/s (dense)", "roof", "MiB", "error in refs"),
+    )
+    return Grid(headings, rows, words=3)
+
+
+def details(rows: Sequence[Row]) -> Grid:
+    """One line for each contender, those without a figure with their reason."""
+    lines = []
+    for row in rows:
+        head = (row.op, row.case, row.contender + (" *" if row.chosen else ""))
+        if row.time is None:
+            why = "wrong: " if row.failed else ""
+            lines.append((*head, why + (row.reason or ""), *[""] * 8))
+            continue
+        median, low, high, rounds = row.time
+        lines.append(
+            (
+                *head,
+                "",
+                form.seconds(median),
+                form.spread(low, high, median),
+                str(rounds),
+                interval(row.vs_reference),
+                interval(row.vs_torch),
+                form.percent(row.roof_share),
+                mebibytes(row.peak_bytes),
+                f"{form.error(row.error)} ({form.times(row.error_ratio)})",
+            )
+        )
+    headings = (
+        *("op", "case", "on", "why not", "time", "quartiles", "rounds", "vs reference (95 %)"),
+        *("vs torch's best (95 %)", "roof", "MiB", "error (in refs)"),
+    )
+    return Grid(headings, lines, words=4)
+
+
+def lost(found: Sequence[Finding]) -> Grid:
+    """Cases in which another is faster."""
+    rows = [
+        (
+            chosen.op,
+            chosen.case,
+            chosen.contender,
+            "" if rival is None else rival.contender,
+            form.seconds(chosen.time.median) if chosen.time else "",
+            form.seconds(rival.time.median) if rival and rival.time else "",
+            interval(against),
+        )
+        for chosen, rival, against in found
+    ]
+    headings = ("op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
+    return Grid(headings, rows, words=4)

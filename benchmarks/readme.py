@@ -1,0 +1,154 @@
+"""``python -m benchmarks.readme --write | --check``: README's tables, from what they are about.
+
+What stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is written here: the table of
+ops and backends from the op table and the dispatcher's records, the figures from the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformer_fast.cli import form
+from transformer_fast.cli.limits import dtype_names
+from transformer_fast.dispatch import BACKENDS, Kernel, kernels
+from transformer_fast.specs import OPS
+
+from . import store
+from .findings import Finding, findings, losses
+from .pages import Grid, interval
+from .report import Machine, machines
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+_MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+#: Of the ops suite, besides each op's first case.
+_SHOWN = re.compile(r"attention \(4,8,1024,64\), (causal|key)|feed_forward (256|1)x|linear 1x")
+
+
+def _cell(kernel: Kernel | None) -> str:
+    if kernel is None:
+        return "-"
+    names = [_SHORT.get(name, name) for name in dtype_names(kernel.dtypes).split()]
+    parts = [" ".join(names)]
+    if not kernel.gradients:
+        parts.append("forward")
+    elif kernel.op == "attention" and not kernel.mask_gradient:
+        parts.append("forward, backward (not of masks)")
+    else:
+        parts.append("forward, backward")
+    if kernel.op in ("add_layer_norm", "attention", "feed_forward"):
+        parts.append("dropout" if kernel.dropout else "no dropout")
+    return ", ".join(parts)
+
+
+def _section(paper: str) -> str:
+    """'section 3.2.1' of '"Attention Is All You Need", section 3.2.1'."""
+    found = re.search(r"sections? .*", paper)
+    return found[0] if found else paper
+
+
+def ops_table() -> str:
+    """Ops and backends, with limits that do not depend on the machine."""
+    every = {(k.op, k.backend): k for op in OPS for k in kernels(op)}
+    shown = [name for name in reversed(BACKENDS) if any(backend == name for _, backend in every)]
+    rows = [
+        (f"`{op}`", _section(spec.paper), *(_cell(every.get((op, name))) for name in shown))
+        for op, spec in OPS.items()
+    ]
+    headings = ("op", "in the paper", *(f"`{name}`" for name in shown))
+    return Grid(headings, rows, words=len(headings)).markdown()
+
+
+def _shown(suite: str, found: Sequence[Finding]) -> list[Finding]:
+    if suite in ("layers", "models", "training"):
+        return list(found)
+    if not suite.startswith("ops"):
+        return []
+    first = {finding.chosen.op: finding for finding in reversed(found)}
+    return [
+        finding
+        for finding in found
+        if finding is first[finding.chosen.op]
+        or _SHOWN.match(f"{finding.chosen.op} {finding.chosen.case}")
+    ]
+
+
+def _figures_of(one: Machine) -> str:
+    rows, every = [], []
+    for name, suite in one.suites.items():
+        found = [] if name.startswith("scaling: ") else findings(suite["rows"])
+        every += found if name != "overhead" else []
+        for chosen, rival, against in _shown(name, found):
+            assert chosen.time is not None
+            rows.append(
+                (
+                    f"{chosen.op} {chosen.case}",
+                    chosen.contender,
+                    form.seconds(chosen.time.median),
+                    interval(chosen.vs_torch),
+                    form.percent(chosen.roof_share),
+                    "" if rival is None else f"{rival.contender}: {interval(against)}",
+                )
+            )
+    lost = losses(every)
+    head = ("work", "on", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
+    tail = (
+        f"{form.count(len(every), 'case')} in all; in {len(lost)} of them another is faster. All "
+        "of them, losses first: [benchmarks/results/report.md](benchmarks/results/report.md)."
+    )
+    return f"{one.line}\n\n{Grid(head, rows, words=2).markdown()}\n\n{tail}"
+
+
+def figures(folder: Path = store.FOLDER) -> str:
+    """What was measured, machine by machine."""
+    found = machines(folder)
+    if not found:
+        return "No figures have been taken yet; `make figures` takes them."
+    return "\n\n".join(_figures_of(one) for one in found)
+
+
+_PARTS: dict[str, Callable[[], str]] = {"ops": ops_table, "figures": figures}
+
+
+def generated(text: str) -> str:
+    """The README with its generated parts as they must be. Raises ValueError for an unknown one."""
+
+    def part(found: re.Match[str]) -> str:
+        if found[2] not in _PARTS:
+            raise ValueError(f"there is no generated part {found[2]!r}")
+        return f"{found[1]}{_PARTS[found[2]]()}\n{found[3]}"
+
+    missing = set(_PARTS) - {found[2] for found in _MARKED.finditer(text)}
+    if missing:
+        raise ValueError(f"README has no place for {', '.join(sorted(missing))}")
+    return _MARKED.sub(part, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if ``--check`` finds that README is not what it would be."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true")
+    what.add_argument("--check", action="store_true")
+    options = parser.parse_args(arguments)
+    before = README.read_text(encoding="utf-8")
+    after = generated(before)
+    if options.write:
+        README.write_text(after, encoding="utf-8")
+        return 0
+    if before != after:
+        lines = (before.splitlines(), after.splitlines(), "README.md", "generated")
+        print("\n".join(difflib.unified_diff(*lines, lineterm="", n=0)))
+        print("README.md is out of date; run `python -m benchmarks.readme --write`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""``pytest benchmarks``: the op table's bench cases under pytest-benchmark.
+
+For its tools (histograms, ``--benchmark-compare``, ``--benchmark-json``). Contenders run one after
+the other here, so their ratios are less sure than those of ``python -m benchmarks``. Big cases are
+left out unless ``TRANSFORMER_FAST_BENCH_ALL=1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_fast.measure.ops import op_contest
+from transformer_fast.specs import Case
+
+from .scope import Scope
+from .suites.ops import cases
+
+_SCOPE = Scope(quick=os.environ.get("TRANSFORMER_FAST_BENCH_ALL", "0") in ("", "0"))
+_CONTENDERS = ("cpu", "triton", "cuda", "torch", "reference")
+
+
+_PARAMETERS = [
+    pytest.param(op, case, name, id=f"{op}-{case}-{name}")
+    for op, case in cases(_SCOPE)
+    for name in _CONTENDERS
+]
+
+
+@pytest.mark.parametrize(("op", "case", "name"), _PARAMETERS)
+@torch.no_grad()
+def test_op(benchmark: Any, op: str, case: Case, name: str) -> None:
+    inputs = _SCOPE.draw(op, case)
+    contest = op_contest(op, case.name, inputs, (name,))
+    contender = next(c for c in contest.contenders if c.name == name)
+    if contender.run is None:
+        pytest.skip(contender.reason or "no reason told")
+    arguments = inputs[0][0]
+    parity = contest.judge(contender.run(*arguments), arguments)
+    assert parity.ok, str(parity)
+    fresh = itertools.cycle(inputs)
+    benchmark.group = f"{op} {case}"
+    benchmark.pedantic(
+        contender.run, setup=lambda: (next(fresh)[0], {}), rounds=11, warmup_rounds=1
+    )

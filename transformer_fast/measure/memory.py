@@ -1,0 +1,51 @@
+"""Peak memory of a call: what it needs beyond what is there before it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _trim() -> None:
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int | None:
+    """Bytes that ``call`` adds at its highest, its result included; None where nobody can tell.
+
+    On the CPU the kernel's own count of resident pages (Linux), so that memory which does not come
+    from torch's allocator counts too. Pages that a library keeps between calls do not.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    try:
+        _trim()
+        _CLEAR.write_text("5", encoding="ascii")  # "the highest so far" becomes "now"
+        before = _resident("VmRSS")
+        call()
+        return max(0, _resident("VmHWM") - before)
+    except (OSError, AssertionError):
+        return None

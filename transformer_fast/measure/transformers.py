@@ -1,0 +1,169 @@
+"""Contests of encoder layers and of whole Transformers, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .contest import Arguments, Contender, Contest
+from .modules import module_contest, parameter_bytes, twins
+from .text import Batch
+
+#: Makes peers for the module of torch.nn that they are to equal, and the arguments of a call.
+Peers = Callable[[nn.Module, Arguments], Sequence[Contender]]
+
+
+class Size(NamedTuple):
+    """The paper's base model, unless told otherwise (table 3)."""
+
+    model: int = 512
+    heads: int = 8
+    hidden: int = 2048
+    layers: int = 6
+    vocabulary: int = 32000
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}/{self.heads}/{self.hidden}"
+
+
+def _no_peers(module: nn.Module, arguments: Arguments) -> Sequence[Contender]:
+    return ()
+
+
+# Arithmetic, 2 for each multiply-add. ``pairs``: how many (query, key) pairs there are.
+
+
+def encoder_layer_flops(size: Size, rows: float, pairs: float) -> float:
+    return rows * (8.0 * size.model**2 + 4.0 * size.model * size.hidden) + 4.0 * pairs * size.model
+
+
+def decoder_layer_flops(
+    size: Size, rows: float, keys: float, pairs: float, cross_pairs: float
+) -> float:
+    cross = 4.0 * (rows + keys) * size.model**2 + 4.0 * cross_pairs * size.model
+    return encoder_layer_flops(size, rows, pairs) + cross
+
+
+def encoder_layer_contest(
+    case: str,
+    inputs: Sequence[Sequence[Arguments]],
+    size: Size,
+    backends: Sequence[str | None] = (None,),
+    peers: Peers = _no_peers,
+) -> Contest:
+    """Calls are (x, None, padding): x (B, T, M), padding (B, T) bool, True = hidden, or None."""
+    x, _, _ = inputs[0][0]
+    ours, theirs = twins(
+        lambda nn: nn.TransformerEncoderLayer(
+            size.model, size.heads, size.hidden, batch_first=True
+        ),
+        x.dtype,
+        x.device,
+    )
+
+    def real(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
+        if padding is None:
+            return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        return ~padding
+
+    def work(x: Tensor, mask: None, padding: Tensor | None) -> tuple[float, float, float]:
+        batch, length, _ = x.shape
+        lengths = real(x, mask, padding).sum(1).double()
+        dense = encoder_layer_flops(size, batch * length, batch * length**2)
+        useful = encoder_layer_flops(size, lengths.sum().item(), lengths.square().sum().item())
+        return dense, useful, 2.0 * x.numel() * x.element_size() + parameter_bytes(theirs)
+
+    offered = peers(theirs, inputs[0][0])
+    return module_contest(
+        "encoder_layer", case, ours, theirs, inputs, real, work, backends, offered
+    )
+
+
+def _positions(length: int, model: int) -> Tensor:
+    """Sinusoids ("Attention Is All You Need", section 3.5)."""
+    rate = torch.exp(torch.arange(0, model, 2) * (-math.log(10000.0) / model))
+    angle = torch.arange(length)[:, None] * rate
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
+
+
+class Seq2Seq(nn.Module):
+    """The paper's model on tokens, from the classes of ``nn``: torch's namespace or ours."""
+
+    positions: Tensor
+
+    def __init__(self, nn: Any, size: Size, dropout: float = 0.1, longest: int = 512) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(size.vocabulary, size.model)
+        self.register_buffer("positions", _positions(longest, size.model), persistent=False)
+        self.transformer = nn.Transformer(
+            size.model, size.heads, size.layers, size.layers, size.hidden, dropout, batch_first=True
+        )
+        self.output = torch.nn.Linear(size.model, size.vocabulary)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) + self.positions[: tokens.shape[1]]
+
+    def forward(self, source: Batch, target: Batch) -> Tensor:
+        """Logits (B, T, vocabulary) for the token after each of the target's (teacher forcing)."""
+        length = target.tokens.shape[1]
+        future = torch.ones(length, length, dtype=torch.bool, device=target.tokens.device).triu(1)
+        hidden = None if source.full else ~source.real
+        decoded = self.transformer(
+            self._embed(source.tokens),
+            self._embed(target.tokens),
+            tgt_mask=future,
+            src_key_padding_mask=hidden,
+            tgt_key_padding_mask=None if target.full else ~target.real,
+            memory_key_padding_mask=hidden,
+            tgt_is_causal=True,
+        )
+        return self.output(decoded)
+
+
+def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any]:
+    """What a call of `Seq2Seq` costs."""
+
+    def flops(rows: float, keys: float, own: float, past: float, cross: float) -> float:
+        encoder = encoder_layer_flops(size, keys, own)
+        decoder = decoder_layer_flops(size, rows, keys, past, cross)
+        return size.layers * (encoder + decoder) + 2.0 * rows * size.model * size.vocabulary
+
+    def work(source: Batch, target: Batch) -> tuple[float, float, float]:
+        batch, keys = source.tokens.shape
+        length = target.tokens.shape[1]
+        s, t = source.lengths.double(), target.lengths.double()
+        sums = (t.sum(), s.sum(), (s * s).sum(), (t * (t + 1) / 2).sum(), (s * t).sum())
+        dense = flops(
+            batch * length, batch * keys, batch * keys**2, batch * length**2, batch * length * keys
+        )
+        return (
+            dense,
+            flops(*(x.item() for x in sums)),
+            float(batch * length * size.vocabulary * item) + weights,
+        )
+
+    return work
+
+
+def transformer_contest(
+    case: str,
+    inputs: Sequence[Sequence[Arguments]],
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backends: Sequence[str | None] = (None,),
+    peers: Peers = _no_peers,
+) -> Contest:
+    """Calls are (source, target), both `Batch`."""
+    ours, theirs = twins(lambda nn: Seq2Seq(nn, size), dtype, device)
+    work = transformer_work(size, parameter_bytes(theirs), dtype.itemsize)
+    offered = peers(theirs, inputs[0][0])
+    return module_contest(
+        "transformer", case, ours, theirs, inputs, lambda source, target: target.real, work,
+        backends, offered,
+    )  # fmt: skip
