@@ -3,12 +3,13 @@
 from .gradients import check_gradients, gradients, measure_gradients
 from .memory import all_among_nan, among_nan, nan_memory
 from .oracle import call_of, oracle, promote, require_grad
-from .parity import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, check, measure
+from .parity import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, Truth, check, measure, truth_of
 
 __all__ = [
     "GRADIENT_FACTOR",
     "OUTPUT_FACTOR",
     "Parity",
+    "Truth",
     "all_among_nan",
     "among_nan",
     "call_of",
@@ -21,4 +22,5 @@ __all__ = [
     "oracle",
     "promote",
     "require_grad",
+    "truth_of",
 ]

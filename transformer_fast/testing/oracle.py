@@ -21,6 +21,27 @@ def promote(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.detach().double() if is_floating(x) else x for x in arguments)
 
 
+def scaled(op: str, arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+    """The same call with its tensors (masks excepted) times ``factor``, in their dtype.
+
+    The op is the same and so is its difficulty, but every rounding falls differently.
+    """
+    names = [name for name in OPS[op].gradients_of if name != "attn_mask"]
+    return tuple(
+        value.detach() * factor if name in names and is_floating(value) else value
+        for name, value in zip(OPS[op].arguments, arguments, strict=True)
+    )
+
+
+#: `scaled` with these gives further calls by which to know the reference's error.
+FACTORS = tuple(1.0 - step / 32 for step in range(1, 8))
+
+
+def tries_for(elements: int) -> int:
+    """How many calls make the reference's error more than luck: few where elements are many."""
+    return max(1, min(len(FACTORS) + 1, 20_000 // max(1, elements)))
+
+
 def as_results(result: Any) -> tuple[Tensor | None, ...]:
     """What an op returned, as a tuple."""
     return result if isinstance(result, tuple) else (result,)
@@ -48,6 +69,7 @@ def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
         named.get("is_causal", False),
         named.get("key_lengths"),
         named.get("need_weights", False),
+        named.get("normalized_shape", ()),
     )
 
 

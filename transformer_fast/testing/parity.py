@@ -5,11 +5,13 @@ A result is right if it is finite where the oracle is, and its largest error is 
     factor * max(error of the same-dtype reference, eps / 2 * max|oracle|) + eps * max|oracle|
 
 eps being that of the result's dtype. The inner maximum is the rounding of the result itself, which
-a reference may escape by luck. There are no other tolerances.
+a reference may escape by luck. For the same reason the reference's error on a small call is the
+worst of several equivalent ones (`scaled`), relative to max|oracle|. There are no other tolerances.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..specs import OPS
-from .oracle import as_results, oracle
+from .oracle import FACTORS, as_results, oracle, scaled, tries_for
 
 #: How many times the reference's error a kernel's results, and its gradients, may have.
 OUTPUT_FACTOR = 2.0
@@ -67,37 +69,57 @@ def _form(tensor: Tensor | None) -> str:
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}"
 
 
+def _errors(got: Tensor, true: Tensor) -> tuple[Tensor, float]:
+    """|got - true| where both are finite, flat, and max|true|."""
+    known = true.isfinite() & got.isfinite()
+    size = torch.where(true.isfinite(), true.abs(), 0.0).max().item()
+    return torch.where(known, (got.detach().double() - true).abs(), 0.0).flatten(), size
+
+
+def relative_error(expected: Tensor | None, true: Tensor | None) -> float:
+    """The largest error in units of max|true|."""
+    if expected is None or true is None or true.numel() == 0:
+        return 0.0
+    errors, size = _errors(expected, true)
+    return errors.max().item() / size if size else 0.0
+
+
 def compare(
-    name: str, got: Tensor | None, expected: Tensor | None, true: Tensor | None, factor: float
+    name: str,
+    got: Tensor | None,
+    expected: Tensor | None,
+    true: Tensor | None,
+    factor: float,
+    unit: float = 0.0,
 ) -> Parity:
     """One result against the reference's in the same dtype and the oracle's.
 
+    ``unit``: the reference's `relative_error` as other calls show it; counts if it is larger here.
     Where the oracle is not finite (overflow, NaN at visible places) the result must be the same.
     """
     problem = _form_problem(name, got, expected)
     if problem is not None:
-        return Parity(float("inf"), 0.0, float("inf"), 0.0, False, problem)
+        return Parity(math.inf, 0.0, math.inf, 0.0, False, problem)
     if got is None or expected is None or true is None:
         return Parity(0.0, 0.0, 0.0, 0.0, True, f"{name} is None")
     if true.numel() == 0:
         return Parity(0.0, 0.0, 0.0, 0.0, True, f"{name} is empty")
     eps = torch.finfo(got.dtype).eps
-    got, expected = got.detach().double(), expected.detach().double()
-    finite = true.isfinite()
-    alike = torch.where(finite, got.isfinite(), (got == true) | (got.isnan() & true.isnan()))
+    exact = got.detach().double()
+    alike = torch.where(
+        true.isfinite(), exact.isfinite(), (exact == true) | (exact.isnan() & true.isnan())
+    )
     if not bool(alike.all()):
         wrong = int((~alike).flatten().nonzero()[0])
         place = _place(name, wrong, got, true)
-        return Parity(float("inf"), 0.0, float("inf"), 0.0, False, place)
-    errors = torch.where(finite, (got - true).abs(), 0.0).flatten()
+        return Parity(math.inf, 0.0, math.inf, 0.0, False, place)
+    errors, size = _errors(got, true)
     worst = int(errors.argmax())
     error = errors[worst].item()
-    size = torch.where(finite, true.abs(), 0.0).max().item()
-    known = finite & expected.isfinite()
-    reference_error = torch.where(known, (expected - true).abs(), 0.0).max().item()
-    unit = max(reference_error, eps / 2 * size)
+    reference_error = _errors(expected, true)[0].max().item()
+    unit = max(reference_error, unit * size, eps / 2 * size)
     limit = factor * unit + eps * size
-    ratio = error / unit if error else 0.0
+    ratio = error / unit if unit else math.inf if error else 0.0
     return Parity(
         error, reference_error, ratio, limit, error <= limit, _place(name, worst, got, true)
     )
@@ -105,7 +127,32 @@ def compare(
 
 def worst_of(found: list[Parity]) -> Parity:
     """The one nearest its limit, those beyond it first."""
-    return max(found, key=lambda p: (not p.ok, p.error / p.limit if p.limit else p.error))
+    return max(found, key=lambda p: (not p.ok, p.error / p.limit if p.limit else 0.0))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is known about a call before any kernel ran it."""
+
+    #: The reference's results in the call's dtype, and the oracle's.
+    expected: tuple[Tensor | None, ...]
+    true: tuple[Tensor | None, ...]
+    #: The reference's `relative_error`, result by result, in the worst of several such calls.
+    units: tuple[float, ...]
+
+
+@torch.no_grad()
+def truth_of(op: str, arguments: tuple[Any, ...]) -> Truth:
+    """The truth about a call, for `measure`."""
+    reference = OPS[op].reference
+    expected, true = as_results(reference(*arguments)), oracle(op, arguments)
+    units = list(map(relative_error, expected, true))
+    elements = max(0 if x is None else x.numel() for x in true)
+    for factor in FACTORS[: tries_for(elements) - 1]:
+        other = scaled(op, arguments, factor)
+        found = map(relative_error, as_results(reference(*other)), oracle(op, other))
+        units = list(map(max, units, found))
+    return Truth(expected, true, tuple(units))
 
 
 @torch.no_grad()
@@ -115,19 +162,17 @@ def measure(
     arguments: tuple[Any, ...],
     *,
     factor: float = OUTPUT_FACTOR,
-    expected: Any = None,
+    truth: Truth | None = None,
 ) -> Parity:
     """How far ``result`` is from the truth for these arguments of ``reference.<op>``.
 
-    ``expected``: the reference's result in the same dtype, where the caller has it already.
+    ``truth``: `truth_of` the same arguments, where the caller has it already.
     """
-    spec = OPS[op]
-    if expected is None:
-        expected = spec.reference(*arguments)
-    compared = zip(
-        spec.results, as_results(result), as_results(expected), oracle(op, arguments), strict=True
+    truth = truth_of(op, arguments) if truth is None else truth
+    rows = zip(
+        OPS[op].results, as_results(result), truth.expected, truth.true, truth.units, strict=True
     )
-    return worst_of([compare(name, a, b, true, factor) for name, a, b, true in compared])
+    return worst_of([compare(name, a, b, true, factor, unit) for name, a, b, true, unit in rows])
 
 
 def check(op: str, result: Any, arguments: tuple[Any, ...], **options: Any) -> Parity:
