@@ -2,6 +2,7 @@
 
     from transformer_fast import nn               # torch.nn with our classes in place of torch's
     from transformer_fast import functional as F  # torch.nn.functional, likewise
+    transformer_fast.accelerate(model)            # a model that exists already; restore(model)
     transformer_fast.explain("attention", q, k, v)
 
 The pure PyTorch reference is the specification; kernels implement it; `explain` tells which of
@@ -11,7 +12,18 @@ them a call runs on and why. ``python -m transformer_fast info`` says what this 
 from . import backends, functional
 from ._explain import explain
 from ._version import __version__
+from .accelerate import accelerate, accelerated, restore
 from .dispatch import Explanation, strict, use_backend
 
-__all__ = ["Explanation", "__version__", "backends", "explain", "functional", "strict", "use_backend"]
-
+__all__ = [
+    "Explanation",
+    "__version__",
+    "accelerate",
+    "accelerated",
+    "backends",
+    "explain",
+    "functional",
+    "restore",
+    "strict",
+    "use_backend",
+]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-#: The attribute that holds the class the module had before.
-RECORD = "_class_before_accelerate"
+#: The attribute that holds the class the module had before, and the one it was given.
+RECORD = "_classes_of_accelerate"
 
 
 class Swapped(torch.nn.Module):
@@ -21,14 +21,14 @@ class Swapped(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
-        before = self.__dict__.get(RECORD)
-        if before is None or reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor):  # type: ignore[attr-defined]
+        record = self.__dict__.get(RECORD)
+        if record is None or reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor):  # type: ignore[attr-defined]
             return reduced
         state = reduced[2]
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != RECORD}
         # Not __newobj__, which pickle allows for the object's own class only.
-        return copyreg._reconstructor, (before, object, None), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (record[0], object, None), state  # type: ignore[attr-defined]
 
     def __copy__(self) -> Any:
         copied, state = _remade(self)

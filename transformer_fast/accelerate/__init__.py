@@ -1,0 +1,10 @@
+"""Ways into this library for models that exist already.
+
+`accelerate` and `restore` swap the classes of a living model's modules and back.
+"""
+
+from .converters import register_converter
+from .report import Entry, Report
+from .swap import accelerate, accelerated, restore
+
+__all__ = ["Entry", "Report", "accelerate", "accelerated", "register_converter", "restore"]

@@ -1,0 +1,106 @@
+"""What `accelerate` did, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..dispatch import Explanation
+
+Outcome = Literal["swapped", "already", "left"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module that `accelerate` knows how to treat."""
+
+    #: Its qualified name; "" is the model itself.
+    name: str
+    #: The class it had.
+    kind: str
+    outcome: Outcome
+    #: What it runs as now; empty if it was left as it was.
+    now: str = ""
+    #: Why it was left as it was; empty if it was not.
+    reason: str = ""
+    #: For each op it calls, who runs it without gradients and with them. Sizes and masks of a call
+    #: may decide otherwise; `transformer_fast.explain` tells for a given one.
+    inference: dict[str, Explanation] = field(default_factory=dict)
+    training: dict[str, Explanation] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = f"{self.name or '(the model)'}: {self.kind}"
+        if self.outcome == "left":
+            return f"{head} left as it is: {self.reason}"
+        ops = []
+        for op, inference in self.inference.items():
+            training = self.training[op].backend
+            where = f"{inference.backend}"
+            ops.append(f"{op} on {where if training == where else f'{where}, training {training}'}")
+        told = f" ({'; '.join(ops)})" if ops else ""
+        already = " already" if self.outcome == "already" else ""
+        return f"{head} runs{already} as {self.now}{told}"
+
+    def why_not(self) -> dict[str, str]:
+        """For each op that runs on the reference: what stands against each kernel."""
+        return {
+            f"{op}, {mode}": str(explanation)
+            for mode, found in (("inference", self.inference), ("training", self.training))
+            for op, explanation in found.items()
+            if explanation.backend in (None, "reference")
+        }
+
+
+@dataclass
+class Report:
+    """What `accelerate` swapped, what it left as it was and why; ``str()`` gives sentences."""
+
+    entries: list[Entry] = field(default_factory=list)
+    #: About the model as a whole.
+    notes: list[str] = field(default_factory=list)
+    #: None: not asked for. False: the numbers differed, and the model is as it was.
+    verified: bool | None = None
+
+    def _with(self, outcome: Outcome) -> list[Entry]:
+        return [entry for entry in self.entries if entry.outcome == outcome]
+
+    @property
+    def swapped(self) -> list[Entry]:
+        return self._with("swapped")
+
+    @property
+    def already(self) -> list[Entry]:
+        return self._with("already")
+
+    @property
+    def left(self) -> list[Entry]:
+        return self._with("left")
+
+    def __getitem__(self, name: str) -> Entry:
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"no module {name!r} in this report")
+
+    def __str__(self) -> str:
+        counts = f"{len(self.swapped)} modules swapped, {len(self.left)} left as they were"
+        if self.already:
+            counts += f", {len(self.already)} swapped before"
+        lines = [counts + "."]
+        lines += _grouped(self.entries)
+        lines += self.notes
+        return "\n".join(lines)
+
+
+def _grouped(entries: Iterable[Entry]) -> list[str]:
+    """One line per kind and fate, so that a deep model's report fits on a screen."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for entry in entries:
+        _, _, told = str(entry).partition(": ")
+        groups.setdefault((told,), []).append(entry.name or "(the model)")
+    lines = []
+    for (told,), names in groups.items():
+        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        lines.append(f"  {shown}: {told}")
+    return lines

@@ -1,0 +1,126 @@
+"""`accelerate`, `restore` and `accelerated`: swapping the classes of a living model's modules.
+
+Light to import: `transformer_fast` does so. The work is in `plan`, `change` and `verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .report import Report
+
+if TYPE_CHECKING:
+    from .change import Change
+
+Filter = Callable[[torch.nn.Module, str], bool]
+
+
+def accelerate(
+    model: torch.nn.Module,
+    *,
+    filter_fn: Filter | None = None,
+    verify: Any = None,
+) -> Report:
+    """Make a living model run on `transformer_fast`, in place and reversibly.
+
+    Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
+    ``module.__class__`` changes. Parameters, buffers, hooks, names, ``state_dict`` and everybody's
+    references to them stay as they are. So do the numbers, up to rounding, with the exceptions that
+    `transformer_fast.nn` has: a query that may attend to nothing gives 0, the output at padded
+    places may be 0, and dropout draws other elements. `restore` takes it back. A second call
+    changes nothing.
+
+    A subclass of yours gets a class between itself and torch's, unless it overrides what ours would
+    replace. What cannot be swapped safely (overridden or replaced methods, parametrised, quantised
+    or distributed weights, a wrapped ``out_proj``) is left as it is; the report says why. Classes
+    of yours: `register_converter`.
+
+    A copy (``copy.deepcopy``) is as fast as its original. A pickle (``torch.save(model)``) holds
+    the model as it was before, so that it loads without this library; accelerate it again there.
+    Call it before ``fully_shard``, ``parametrize`` or quantisation; DistributedDataParallel and
+    ``torch.compile`` may come before or after.
+
+    Args:
+        model: any module, on any device.
+        filter_fn: takes a module and its qualified name, and says whether it may be swapped.
+        verify: example inputs: a tuple of positional arguments, a dict of keyword arguments, or one
+            tensor. The model is then run before and after (eval and train mode, forward and
+            gradients; layers also with padding), and if the numbers differ by more than rounding it
+            is restored, with a warning. None: not verified.
+
+    Returns:
+        A `Report`; print it.
+
+    Raises:
+        TypeError: ``model`` is not a module. Whatever the model raises during ``verify``. The model
+            is then as it was.
+    """
+    from .change import apply_all, undo_all
+    from .plan import make_plan, tell
+
+    _require_module(model)
+    report = Report()
+    changes = make_plan(model, filter_fn, report)
+    apply_all(changes)
+    try:
+        if verify is not None and changes:
+            from .verify import verify_changes
+
+            verify_changes(model, changes, verify, report)
+    except BaseException:
+        undo_all(changes)
+        raise
+    if report.verified is False:
+        undo_all(changes)
+    tell(model, report)
+    return report
+
+
+def restore(model: torch.nn.Module) -> list[str]:
+    """Take back what `accelerate` did to ``model``.
+
+    Returns:
+        The names of the modules that were restored; empty if there was nothing to restore.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        RuntimeError: a module's class was changed again since; then nothing is restored.
+    """
+    from .change import undo_all
+
+    _require_module(model)
+    changes = _changes_of(model)
+    undo_all(changes)
+    return [change.name for change in changes]
+
+
+@contextmanager
+def accelerated(
+    model: torch.nn.Module, *, filter_fn: Filter | None = None, verify: Any = None
+) -> Iterator[Report]:
+    """`accelerate` for the length of a block; arguments, result and errors as there."""
+    from .change import undo_all
+
+    _require_module(model)
+    before = {change.name for change in _changes_of(model)}
+    report = accelerate(model, filter_fn=filter_fn, verify=verify)
+    try:
+        yield report
+    finally:
+        undo_all([change for change in _changes_of(model) if change.name not in before])
+
+
+def _changes_of(model: torch.nn.Module) -> list[Change]:
+    """What `accelerate` changed in the model and has not been taken back."""
+    from .change import recorded
+
+    return [c for name, module in model.named_modules() for c in recorded(name, module)]
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")

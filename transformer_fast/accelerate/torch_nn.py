@@ -1,0 +1,137 @@
+"""torch.nn modules and what they are swapped to: our subclasses, or a reason not to."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from .. import nn
+from ..nn import bypass
+
+#: Torch's class, ours, and the methods of torch's that ours does not call.
+_CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ...]]] = {
+    torch.nn.LayerNorm: (nn.LayerNorm, ("forward",)),
+    torch.nn.MultiheadAttention: (nn.MultiheadAttention, ("forward", "merge_masks")),
+    torch.nn.TransformerEncoderLayer: (
+        nn.TransformerEncoderLayer,
+        ("forward", "_sa_block", "_ff_block"),
+    ),
+    torch.nn.TransformerDecoderLayer: (
+        nn.TransformerDecoderLayer,
+        ("forward", "_sa_block", "_mha_block", "_ff_block"),
+    ),
+    torch.nn.TransformerEncoder: (nn.TransformerEncoder, ("forward",)),
+    torch.nn.TransformerDecoder: (nn.TransformerDecoder, ("forward",)),
+    torch.nn.Transformer: (nn.Transformer, ("forward",)),
+}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+_subclasses: dict[tuple[type, type], type[torch.nn.Module]] = {}
+
+
+def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
+    """The class to swap to, a sentence why not, or None for a module that is none of torch's."""
+    base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
+    if base is None or isinstance(module, tuple(ours for ours, _ in _CLASSES.values())):
+        return None
+    ours, replaced = _CLASSES[base]
+    reason = (
+        sharded(module)
+        or parametrised(module)
+        or _overrides(module, base, ours, replaced)
+        or _weights(module)
+        or _output_projection(module)
+    )
+    if reason is not None:
+        return reason
+    return ours if type(module) is base else subclass_of_both(type(module), ours)
+
+
+def is_ours(module: torch.nn.Module) -> bool:
+    """Whether the module was built as one of `transformer_fast.nn`."""
+    return isinstance(module, tuple(ours for ours, _ in _CLASSES.values()))
+
+
+def subclass_of_both(theirs: type, ours: type) -> type[torch.nn.Module]:
+    """A class with ours between the user's subclass and torch's class."""
+    key = (theirs, ours)
+    if key not in _subclasses:
+        names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
+        _subclasses[key] = type(theirs.__name__, (theirs, ours), names)
+    return _subclasses[key]
+
+
+def sharded(module: torch.nn.Module) -> str | None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        return "it is sharded by fully_shard; call accelerate before fully_shard"
+    return None
+
+
+def parametrised(module: torch.nn.Module) -> str | None:
+    if not parametrize.is_parametrized(module):
+        return None
+    names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
+    return f"its {names} is parametrised, and so its class is not torch's; accelerate first"
+
+
+def replaced_forward(module: torch.nn.Module) -> str | None:
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance, and a new class would not change that"
+    return None
+
+
+def _overrides(
+    module: torch.nn.Module, base: type, ours: type, replaced: tuple[str, ...]
+) -> str | None:
+    theirs = type(module)
+    for name in replaced:
+        if name in module.__dict__:
+            return f"its {name} was replaced on the instance"
+        if getattr(theirs, name) is not getattr(base, name):
+            return f"{theirs.__name__} has its own {name}"
+    # Names that ours adds, which something of the user's would hide.
+    for name in vars(ours):
+        if not hasattr(base, name) and hasattr(module, name):
+            return f"it has something of its own named {name}, as our class does"
+    return None
+
+
+def _weights(module: torch.nn.Module) -> str | None:
+    """Tensor subclasses (DTensor, quantised) at places where a kernel would get them."""
+    inner = [("", module)]
+    inner += [(name + ".", m) for name, m in module.named_children() if type(m) in bypass.LINEAR]
+    for prefix, one in inner:
+        for name, parameter in one.named_parameters(recurse=False):
+            if type(parameter) not in _PLAIN_TENSORS or type(parameter.data) is not torch.Tensor:
+                kind = type(parameter.data).__name__
+                if kind == "DTensor":
+                    return f"its {prefix}{name} is a DTensor; call accelerate before distributing"
+                return f"its {prefix}{name} is a {kind}, which no kernel reads"
+    return None
+
+
+def _output_projection(module: torch.nn.Module) -> str | None:
+    if not isinstance(module, torch.nn.MultiheadAttention):
+        return None
+    projection = module.out_proj
+    if bypass.is_plain(projection, bypass.LINEAR):
+        return None
+    # Torch only ever reads out_proj.weight; ours calls a module that is not plain. So the numbers
+    # would change, to those the user may have wanted all along, but they would change.
+    if type(projection) in bypass.LINEAR:
+        return "its out_proj has hooks, which torch never calls and ours would"
+    return f"its out_proj is a {type(projection).__name__}, which torch never calls and ours would"
+
+
+def unknown_names(model: Any) -> list[str]:
+    """Class names of modules that hold parameters and that no converter knows, for the report."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        own = any(True for _ in module.parameters(recurse=False))
+        if own and not type(module).__module__.startswith("torch.nn."):
+            found[type(module).__name__] = None
+    return list(found)
