@@ -130,11 +130,12 @@ class CachedDecoder:
         self.beams *= beams
         rows = torch.arange(self.cache.shape[2], device=self.cache.device)
         self.cache = self._selected(rows.repeat_interleave(beams))
-        self.spare = torch.empty_like(self.cache)
         self._bound = None
 
     def reorder(self, rows: Tensor) -> None:
         """Sequence r continues as sequence ``rows[r]`` was, one of the same source."""
+        if self.spare.shape != self.cache.shape:
+            self.spare = torch.empty_like(self.cache)
         self._select(rows, self.spare)
         self.cache, self.spare = self.spare, self.cache
 
@@ -142,8 +143,6 @@ class CachedDecoder:
         """Go on with these sources only, and their sequences."""
         beam = torch.arange(self.beams, device=sources.device)
         self.cache = self._selected((sources[:, None] * self.beams + beam).flatten())
-        if self.beams > 1:
-            self.spare = torch.empty_like(self.cache)
         self.places = self.places.keep(sources)
         for _, cross, _ in self.layers:
             if cross is not None:

@@ -1,0 +1,105 @@
+"""A from-scratch encoder-decoder with four Linears per attention, with our parts.
+
+Many tutorials write attention as
+
+    q, k, v = split(W_q(x)), split(W_k(x)), split(W_v(x))
+    scores = q @ k.transpose(-2, -1) / sqrt(d_k)
+    scores = scores.masked_fill(mask == 0, -1e9)          # mask: 0 = hidden
+    output = W_o(combine(softmax(scores) @ v))
+
+with the norm behind each sub-layer and embeddings that are not scaled. Said here:
+
+    norm(x + dropout(sublayer(x))), no norm at the end    the default
+    embeddings as they are                                embedding_scale=1.0
+    mask = (source != 0), and causal for the target       pad_token=0
+    fc, the last Linear                                   model.output
+
+A mask that is 0 where hidden becomes a padding mask, True where hidden: ``mask == 0``. The masks
+here hide completely, where -1e9 leaves a query that sees nothing the mean of all values.
+
+`load_weights` takes a state_dict of such a model.
+
+    python examples/separate_projections.py
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_fast import models
+
+
+def make_model(
+    src_vocab_size: int,
+    tgt_vocab_size: int,
+    d_model: int = 512,
+    num_heads: int = 8,
+    num_layers: int = 6,
+    d_ff: int = 2048,
+    max_seq_length: int = 100,
+    dropout: float = 0.1,
+) -> models.Transformer:
+    return models.Transformer(
+        src_vocab_size,
+        tgt_vocab_size,
+        d_model,
+        num_heads,
+        num_layers,
+        num_layers,
+        d_ff,
+        dropout,
+        embedding_scale=1.0,
+        max_len=max_seq_length,
+        pad_token=0,
+    )
+
+
+def load_weights(model: models.Transformer, theirs: dict[str, Tensor]) -> None:
+    """Load ``encoder_layers.0.self_attn.W_q.weight`` and the like."""
+    names = {
+        "encoder.embedding.table.weight": "encoder_embedding.weight",
+        "decoder.embedding.table.weight": "decoder_embedding.weight",
+    }
+    modules = {"output": "fc"}
+    ours: dict[str, Tensor] = {}
+    for half, norms in (("encoder", 2), ("decoder", 3)):
+        for i in range(len(getattr(model, half).stack.layers)):
+            layer, from_layer = f"{half}.stack.layers.{i}", f"{half}_layers.{i}"
+            attentions = {"self_attn": "self_attn", "multihead_attn": "cross_attn"}
+            for name, from_name in list(attentions.items())[: norms - 1]:
+                for part in ("weight", "bias"):
+                    qkv = [theirs[f"{from_layer}.{from_name}.W_{x}.{part}"] for x in "qkv"]
+                    ours[f"{layer}.{name}.in_proj_{part}"] = torch.cat(qkv)
+                modules[f"{layer}.{name}.out_proj"] = f"{from_layer}.{from_name}.W_o"
+            for j in (1, 2):
+                modules[f"{layer}.linear{j}"] = f"{from_layer}.feed_forward.fc{j}"
+            for j in range(1, norms + 1):
+                modules[f"{layer}.norm{j}"] = f"{from_layer}.norm{j}"
+    for name, from_name in modules.items():
+        names |= {f"{name}.{part}": f"{from_name}.{part}" for part in ("weight", "bias")}
+    model.load_state_dict(ours | {name: theirs[from_name] for name, from_name in names.items()})
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = make_model(50, 40, d_model=64, num_heads=4, num_layers=2, d_ff=128)
+    source = torch.tensor([[7, 8, 9, 10, 11], [5, 6, 7, 0, 0]])
+    target = torch.tensor([[1, 4, 5, 6], [1, 9, 8, 0]])
+    logits = model(source, target)
+    print("logits", list(logits.shape))
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), target[:, 1:].flatten(), ignore_index=0
+    )
+    loss.backward()
+    print("loss", round(loss.item(), 3))
+    model.eval()
+    with models.attention_weights(model, "decoder.*.1.multihead_attn") as weights:
+        model(source, target)
+    looked_at = weights["decoder.stack.layers.1.multihead_attn"][1].mean(0)
+    print("what the second target looks at in its source:")
+    print(looked_at.numpy().round(2))
+
+
+if __name__ == "__main__":
+    main()

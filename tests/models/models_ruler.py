@@ -1,0 +1,201 @@
+"""Plain PyTorch written out for our models, and the budget that ours are held to."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_fast import models
+
+PAD, START, END = 0, 1, 2
+
+
+def small(**options: Any) -> models.Transformer:
+    """A small model in evaluation mode, none of its parameters zero."""
+    arguments: dict[str, Any] = {
+        "source_vocab_size": 23,
+        "target_vocab_size": 19,
+        "d_model": 16,
+        "nhead": 2,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "dim_feedforward": 24,
+        "max_len": 64,
+        "pad_token": PAD,
+        "start_token": START,
+        "end_token": END,
+    }
+    model = models.Transformer(**(arguments | options)).eval()
+    randomise(model)
+    return model
+
+
+def small_language_model(**options: Any) -> models.LanguageModel:
+    arguments: dict[str, Any] = {
+        "vocab_size": 19,
+        "d_model": 16,
+        "nhead": 2,
+        "num_layers": 2,
+        "dim_feedforward": 24,
+        "max_len": 64,
+        "end_token": END,
+    }
+    model = models.LanguageModel(**(arguments | options)).eval()
+    randomise(model)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Biases start as zeros and norms as ones, which would hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+
+
+def lively(model: Any, towards_end: float = 0.0) -> Any:
+    """The model with its logits' mean over random tokens taken away.
+
+    What varies with the tokens then decides, where random models say one thing over and over.
+    ``towards_end`` standard deviations are added to the end token's logit.
+    """
+    vocab_size = model.output.weight.shape[0]
+    target = torch.randint(0, vocab_size, (40, 12))
+    source = torch.randint(3, 23, (40, 7))
+    with torch.no_grad():
+        crossed = isinstance(model, models.Transformer)
+        logits = model(source, target) if crossed else model(target)
+        mean = logits.mean((0, 1))
+        model.output.bias -= mean
+        model.output.bias[END] += towards_end * (logits - mean).std()
+    return model
+
+
+def tokens(vocab_size: int, lengths: list[int], width: int | None = None) -> Tensor:
+    """Random tokens above the special ones, padded at the end."""
+    width = max(lengths) if width is None else width
+    drawn = torch.randint(3, vocab_size, (len(lengths), width))
+    return drawn.masked_fill(torch.arange(width) >= torch.tensor(lengths)[:, None], PAD)
+
+
+class PlainAnnotatedNorm(torch.nn.Module):
+    """The Annotated Transformer's formula."""
+
+    def __init__(self, d_model: int, eps: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(d_model))
+        self.bias = torch.nn.Parameter(torch.empty(d_model))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        deviation = (x - x.mean(-1, keepdim=True)).square().sum(-1, keepdim=True)
+        deviation = (deviation / (x.shape[-1] - 1)).sqrt()
+        centred = x - x.mean(-1, keepdim=True)
+        return self.weight * centred / (deviation + self.eps) + self.bias
+
+
+def plain_stack(half: Any, options: dict[str, Any], layers: int, crossed: bool) -> torch.nn.Module:
+    """torch.nn's own stack with the weights of ours."""
+    eps = options["layer_norm_eps"]
+
+    def norm() -> torch.nn.Module:
+        if options["norm"] == "annotated":
+            return PlainAnnotatedNorm(options["d_model"], eps)
+        return torch.nn.LayerNorm(options["d_model"], eps)
+
+    kind = torch.nn.TransformerDecoderLayer if crossed else torch.nn.TransformerEncoderLayer
+    layer: Any = kind(
+        options["d_model"],
+        options["nhead"],
+        options["dim_feedforward"],
+        0.0,
+        options["activation"],
+        eps,
+        batch_first=True,
+        norm_first=options["norm_first"],
+        bias=options["bias"],
+    )
+    for name in ("norm1", "norm2", "norm3")[: 3 if crossed else 2]:
+        if options["bias"]:
+            setattr(layer, name, norm())
+    final = norm() if half.stack.norm is not None else None
+    stack: torch.nn.Module
+    if crossed:
+        stack = torch.nn.TransformerDecoder(layer, layers, final)
+    else:
+        stack = torch.nn.TransformerEncoder(layer, layers, final, enable_nested_tensor=False)
+    stack.load_state_dict(half.stack.state_dict())
+    return stack
+
+
+def plain_positions(length: int, d_model: int) -> Tensor:
+    table = torch.zeros(length, d_model, dtype=torch.float64)
+    for p in range(length):
+        for i in range(d_model):
+            angle = p / 10000 ** (2 * (i // 2) / d_model)
+            table[p, i] = math.sin(angle) if i % 2 == 0 else math.cos(angle)
+    return table
+
+
+def plain_embedding(embedding: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    weight = embedding.table.weight.to(dtype)
+    x = weight[ids] * math.sqrt(weight.shape[1])
+    if embedding.projection is not None:
+        x = x @ embedding.projection.weight.to(dtype).T
+    return x + plain_positions(ids.shape[1], x.shape[-1]).to(dtype)
+
+
+def plain_output(output: Any, x: Tensor) -> Tensor:
+    if output.projection is not None:
+        x = x @ output.projection.weight.to(x.dtype).T
+    bias = None if output.bias is None else output.bias.to(x.dtype)
+    return F.linear(x, output.weight.to(x.dtype), bias)
+
+
+def plain_forward(
+    model: models.Transformer, source: Tensor, target: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`Transformer.forward` by torch.nn's own modules, with masks expanded the usual way."""
+    c = model.config
+    encoder = plain_stack(model.encoder, c, c["num_encoder_layers"], False).to(dtype)
+    decoder = plain_stack(model.decoder, c, c["num_decoder_layers"], True).to(dtype)
+    length = target.shape[1]
+    source_hidden = (source == PAD)[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool).triu(1)
+    target_hidden = causal | (target == PAD)[:, None, :]
+    # Pads would otherwise see nothing in torch, where that is NaN; nobody looks at them.
+    heads = c["nhead"]
+
+    def per_head(hidden: Tensor, queries: int) -> Tensor:
+        return hidden.expand(-1, queries, -1).repeat_interleave(heads, 0)
+
+    memory = encoder(
+        plain_embedding(model.encoder.embedding, source, dtype),
+        mask=per_head(source_hidden, source.shape[1]),
+    )
+    hidden = decoder(
+        plain_embedding(model.decoder.embedding, target, dtype),
+        memory,
+        tgt_mask=per_head(target_hidden, length),
+        memory_mask=per_head(source_hidden, length),
+    )
+    return plain_output(model.output, hidden)
+
+
+def assert_within_budget(got: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """At most twice plain PyTorch's error against fp64, plus one rounding."""
+    assert got.shape == plain.shape == exact.shape
+    assert got.dtype == plain.dtype
+    assert torch.isfinite(got).all()
+    size = exact.abs().max()
+    allowed = 2 * (plain.double() - exact).abs().max() + torch.finfo(got.dtype).eps * size
+    assert (got.double() - exact).abs().max() <= allowed
+
+
+def in_double(model: Any) -> Any:
+    return copy.deepcopy(model).double()

@@ -1,0 +1,483 @@
+"""The pages in examples/: each runs, and its model gives what the tutorial's own code gives.
+
+The tutorials' models are written out here in plain PyTorch, in the shape those tutorials have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models_ruler import assert_within_budget, in_double, lively, tokens
+from torch import Tensor, nn
+
+from transformer_fast import models
+
+PAGES = Path(__file__).parents[2] / "examples"
+NAMES = (
+    "annotated_transformer",
+    "separate_projections",
+    "packed_projection",
+    "translation_with_torch_nn",
+    "decoder_only",
+)
+
+
+def page(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", PAGES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = page(name)
+    module.main()
+    printed = capsys.readouterr().out.strip().splitlines()
+    assert f"python examples/{name}.py" in module.__doc__
+    if name == "annotated_transformer":  # it learns to copy
+        source, copied = printed[-2:]
+        assert source.removeprefix("source") == copied.removeprefix("copied")
+    else:
+        assert printed
+
+
+def randomised(model: nn.Module) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def check(ours: nn.Module, theirs: nn.Module, load: Any, call: Callable[[Any], Tensor]) -> None:
+    """The loaded model's outputs against the tutorial's, whose error against fp64 is the ruler."""
+    load(ours.eval(), theirs.state_dict())
+    with torch.no_grad():
+        expected = call(theirs)
+    exact = call(in_double(theirs))
+    assert_within_budget(call(ours), expected, exact)
+    with torch.no_grad():
+        assert_within_budget(call(ours), expected, exact)
+
+
+# The Annotated Transformer
+
+
+class AnnotatedNorm(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.a_2, self.b_2 = (
+            nn.Parameter(torch.ones(features)),
+            nn.Parameter(torch.zeros(features)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a_2 * (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + 1e-6) + self.b_2
+
+
+class AnnotatedAttention(nn.Module):
+    def __init__(self, heads: int, d_model: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (
+            linear(x).view(x.shape[0], -1, self.heads, x.shape[-1] // self.heads).transpose(1, 2)
+            for linear, x in zip(self.linears, (query, key, value), strict=False)
+        )
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
+        return self.linears[3]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class AnnotatedFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(self.w_1(x).relu())
+
+
+class AnnotatedSublayer(nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.norm = AnnotatedNorm(d_model)
+
+    def forward(self, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + run(self.norm(x))
+
+
+class AnnotatedLayer(nn.Module):
+    def __init__(self, heads: int, d_model: int, d_ff: int, crossed: bool) -> None:
+        super().__init__()
+        self.self_attn = AnnotatedAttention(heads, d_model)
+        if crossed:
+            self.src_attn = AnnotatedAttention(heads, d_model)
+        self.feed_forward = AnnotatedFeedForward(d_model, d_ff)
+        self.sublayer = nn.ModuleList(AnnotatedSublayer(d_model) for _ in range(2 + crossed))
+
+    def forward(self, x: Tensor, mask: Tensor, *memory: Tensor) -> Tensor:
+        x = self.sublayer[0](x, lambda y: self.self_attn(y, y, y, mask))
+        if memory:
+            x = self.sublayer[1](x, lambda y: self.src_attn(y, memory[0], memory[0], memory[1]))
+        return self.sublayer[-1](x, self.feed_forward)
+
+
+class AnnotatedHalf(nn.Module):
+    def __init__(self, layers: int, *shape: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AnnotatedLayer(*shape) for _ in range(layers))
+        self.norm = AnnotatedNorm(shape[1])
+
+    def forward(self, x: Tensor, mask: Tensor, *memory: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask, *memory)
+        return self.norm(x)
+
+
+class AnnotatedLookup(nn.Module):
+    def __init__(self, vocab: int, d_model: int) -> None:
+        super().__init__()
+        self.lut = nn.Embedding(vocab, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lut(x) * math.sqrt(self.lut.embedding_dim)
+
+
+class AnnotatedPositions(nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        position = torch.arange(0, 60)[:, None]
+        div_term = torch.exp(torch.arange(0, d_model, 2) * -(math.log(10000.0) / d_model))
+        pe = torch.zeros(60, d_model)
+        pe[:, 0::2], pe[:, 1::2] = torch.sin(position * div_term), torch.cos(position * div_term)
+        self.register_buffer("pe", pe[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[:, : x.shape[1]]
+
+
+class AnnotatedGenerator(nn.Module):
+    def __init__(self, d_model: int, vocab: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(d_model, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.log_softmax(self.proj(x), -1)
+
+
+class Annotated(nn.Module):
+    def __init__(self, src: int, tgt: int, layers: int, d_model: int, d_ff: int, h: int) -> None:
+        super().__init__()
+        self.encoder = AnnotatedHalf(layers, h, d_model, d_ff, False)
+        self.decoder = AnnotatedHalf(layers, h, d_model, d_ff, True)
+        self.src_embed = nn.Sequential(AnnotatedLookup(src, d_model), AnnotatedPositions(d_model))
+        self.tgt_embed = nn.Sequential(AnnotatedLookup(tgt, d_model), AnnotatedPositions(d_model))
+        self.generator = AnnotatedGenerator(d_model, tgt)
+
+    def log_probabilities(self, source: Tensor, target: Tensor) -> Tensor:
+        source_mask = (source != 2).unsqueeze(-2)
+        length = target.shape[1]
+        causal = torch.triu(torch.ones(1, length, length), diagonal=1) == 0
+        target_mask = (target != 2).unsqueeze(-2) & causal
+        memory = self.encoder(self.src_embed(source), source_mask)
+        hidden = self.decoder(self.tgt_embed(target), target_mask, memory, source_mask)
+        return self.generator(hidden)
+
+
+def test_the_annotated_transformer() -> None:
+    module = page("annotated_transformer")
+    theirs = randomised(Annotated(13, 11, 2, 16, 24, 2))
+    ours = module.make_model(13, 11, N=2, d_model=16, d_ff=24, h=2)
+    source, target = tokens(13, [7, 7, 7]), tokens(11, [5, 5, 5])
+    source[1, 4:], source[2, 2:], target[2, 3:] = 2, 2, 2
+    check(
+        ours,
+        theirs,
+        module.load_weights,
+        lambda model: model.log_probabilities(source, target)[target != 2],
+    )
+
+
+def test_the_annotated_transformers_greedy_decode() -> None:
+    module = page("annotated_transformer")
+    ours = module.make_model(23, 11, N=2, d_model=16, d_ff=24, h=2).eval()
+    lively(randomised(ours))
+    source = tokens(23, [7])
+    ys = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(9):
+        best = ours.log_probabilities(source, ys)[:, -1].argmax(-1, keepdim=True)
+        ys = torch.cat((ys, best), 1)
+    found = ours.generate(source, max_new_tokens=9, end_token=-1, prefix=ys[:, :1])
+    assert torch.equal(found.tokens, ys[:, 1:])
+
+
+# Four Linears per attention
+
+
+class FourLinears(nn.Module):
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.d_k = heads, d_model // heads
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], self.heads, self.d_k).transpose(1, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.split(self.W_q(q)), self.split(self.W_k(k)), self.split(self.W_v(v))
+        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(self.d_k)
+        weights = scores.masked_fill(mask == 0, -1e9).softmax(-1)
+        return self.W_o(torch.matmul(weights, v).transpose(1, 2).flatten(2))
+
+
+class FourLinearsFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+class FourLinearsLayer(nn.Module):
+    def __init__(self, d_model: int, heads: int, d_ff: int, crossed: bool) -> None:
+        super().__init__()
+        self.self_attn = FourLinears(d_model, heads)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        if crossed:
+            self.cross_attn, self.norm3 = FourLinears(d_model, heads), nn.LayerNorm(d_model)
+        self.feed_forward = FourLinearsFeedForward(d_model, d_ff)
+
+    def forward(self, x: Tensor, mask: Tensor, *memory: Tensor) -> Tensor:
+        x = self.norm1(x + self.self_attn(x, x, x, mask))
+        if not memory:
+            return self.norm2(x + self.feed_forward(x))
+        x = self.norm2(x + self.cross_attn(x, memory[0], memory[0], memory[1]))
+        return self.norm3(x + self.feed_forward(x))
+
+
+class FourLinearsTransformer(nn.Module):
+    def __init__(self, src: int, tgt: int, d_model: int, heads: int, layers: int, d_ff: int):
+        super().__init__()
+        self.encoder_embedding = nn.Embedding(src, d_model)
+        self.decoder_embedding = nn.Embedding(tgt, d_model)
+        self.positional_encoding = AnnotatedPositions(d_model)
+        shape = (d_model, heads, d_ff)
+        self.encoder_layers = nn.ModuleList(FourLinearsLayer(*shape, False) for _ in range(layers))
+        self.decoder_layers = nn.ModuleList(FourLinearsLayer(*shape, True) for _ in range(layers))
+        self.fc = nn.Linear(d_model, tgt)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        source_mask = (source != 0)[:, None, None, :]
+        length = target.shape[1]
+        causal = (1 - torch.triu(torch.ones(1, length, length), diagonal=1)).bool()
+        target_mask = (target != 0)[:, None, None, :] & causal
+        x = self.positional_encoding(self.encoder_embedding(source))
+        for layer in self.encoder_layers:
+            x = layer(x, source_mask)
+        y = self.positional_encoding(self.decoder_embedding(target))
+        for layer in self.decoder_layers:
+            y = layer(y, target_mask, x, source_mask)
+        return self.fc(y)
+
+
+def test_separate_projections() -> None:
+    module = page("separate_projections")
+    theirs = randomised(FourLinearsTransformer(13, 11, 16, 2, 2, 24))
+    ours = module.make_model(13, 11, 16, 2, 2, 24)
+    source, target = tokens(13, [7, 4, 2]), tokens(11, [5, 5, 3])
+    check(ours, theirs, module.load_weights, lambda model: model(source, target)[target != 0])
+
+
+# One packed projection and einsum
+
+
+class Packed(nn.Module):
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv_proj, self.o_proj = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv_proj(x).reshape(batch, length, self.heads, 3 * width // self.heads)
+        q, k, v = qkv.chunk(3, dim=-1)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width // self.heads)
+        weights = scores.masked_fill(mask == 0, -1e9).softmax(-1)
+        return self.o_proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+
+
+class PackedLayer(nn.Module):
+    def __init__(self, d_model: int, heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.attention = Packed(d_model, heads)
+        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.GELU(), nn.Linear(d_ff, d_model))
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norm1(x + self.attention(x, mask))
+        return self.norm2(x + self.ffn(x))
+
+
+class PackedClassifier(nn.Module):
+    def __init__(self, vocab: int, classes: int, d_model: int, heads: int, layers: int, d_ff: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, d_model)
+        self.positions = AnnotatedPositions(d_model)
+        self.layers = nn.ModuleList(PackedLayer(d_model, heads, d_ff) for _ in range(layers))
+        self.head = nn.Linear(d_model, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        real = ids != 0
+        x = self.positions(self.embedding(ids) * math.sqrt(self.embedding.embedding_dim))
+        for layer in self.layers:
+            x = layer(x, real[:, None, None, :])
+        rows = [self.head(vectors[there].mean(0)) for vectors, there in zip(x, real, strict=True)]
+        return torch.stack(rows)
+
+
+def test_packed_projection() -> None:
+    module = page("packed_projection")
+    theirs = randomised(PackedClassifier(13, 4, 16, 2, 2, 24))
+    ours = module.Classifier(13, 4, 16, 2, 2, 24)
+    ids = tokens(13, [7, 4, 2])
+    check(ours, theirs, module.load_weights, lambda model: model(ids))
+
+
+# torch.nn.Transformer
+
+
+class TorchSeq2Seq(nn.Module):
+    """The page's model with torch.nn's modules, called as the tutorials call them."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        t = like.transformer
+        self.transformer = nn.Transformer(t.d_model, t.nhead, 2, 2, 24, 0.0)
+        self.src_emb = nn.Embedding(like.src_emb.num_embeddings, t.d_model)
+        self.tgt_emb = nn.Embedding(like.tgt_emb.num_embeddings, t.d_model)
+        self.generator = nn.Linear(t.d_model, like.tgt_emb.num_embeddings)
+        self.positions = AnnotatedPositions(t.d_model)
+
+    def place(self, x: Tensor) -> Tensor:
+        return self.positions((x * math.sqrt(x.shape[-1])).transpose(0, 1)).transpose(0, 1)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        padding = (source == 1).T
+        dtype = self.generator.weight.dtype
+        causal = torch.full((len(target), len(target)), -math.inf, dtype=dtype).triu(1)
+        hidden = torch.zeros(padding.shape, dtype=dtype).masked_fill(padding, -math.inf)
+        output = self.transformer(
+            self.place(self.src_emb(source)),
+            self.place(self.tgt_emb(target)),
+            tgt_mask=causal,
+            src_key_padding_mask=hidden,
+            memory_key_padding_mask=hidden,
+        )
+        return self.generator(output)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_translation_with_torch_nn() -> None:
+    module = page("translation_with_torch_nn")
+    ours = randomised(module.Seq2SeqTransformer(2, 16, 2, 23, 19, 24))
+    theirs = randomised(TorchSeq2Seq(ours)).train()  # no dropout, and no fast path
+    source = tokens(23, [7, 7]).T.contiguous()
+    source[4:, 1] = module.PAD
+    target = tokens(19, [5, 5]).T
+
+    def load(model: nn.Module, state: dict[str, Tensor]) -> None:
+        model.load_state_dict({k: v for k, v in state.items() if k != "positions.pe"})
+
+    check(ours, theirs, load, lambda model: model(source, target))
+    with torch.no_grad():
+        ys = torch.full((1, 2), module.START)
+        for _ in range(12):
+            best = theirs(source, ys)[-1].argmax(-1)
+            ys = torch.cat((ys, best[None]), 0)
+    found = module.translate(ours, source)
+    for row, length, right in zip(found.tokens, found.lengths, ys[1:].T, strict=True):
+        assert torch.equal(row[:length], right[:length])
+        assert int(length) == 12 or row[length - 1] == module.END
+
+
+# Decoder-only
+
+
+class Head(nn.Module):
+    def __init__(self, n_embd: int, head_size: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (
+            nn.Linear(n_embd, head_size, bias=False) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        k, q = self.key(x), self.query(x)
+        scores = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
+        hidden = torch.tril(torch.ones(length, length)) == 0
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ self.value(x)
+
+
+class Heads(nn.Module):
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(n_embd, n_embd // n_head) for _ in range(n_head))
+        self.projection = nn.Linear(n_embd, n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class Block(nn.Module):
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__()
+        self.attention = Heads(n_embd, n_head)
+        self.mlp = nn.Sequential(
+            nn.Linear(n_embd, 4 * n_embd), nn.ReLU(), nn.Linear(4 * n_embd, n_embd)
+        )
+        self.norm1, self.norm2 = nn.LayerNorm(n_embd), nn.LayerNorm(n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class SmallGPT(nn.Module):
+    def __init__(self, vocab: int, n_embd: int, n_head: int, n_layer: int, block_size: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab, n_embd)
+        self.position_embedding = nn.Embedding(block_size, n_embd)
+        self.blocks = nn.Sequential(*[Block(n_embd, n_head) for _ in range(n_layer)])
+        self.norm, self.head = nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token_embedding(ids) + self.position_embedding(torch.arange(ids.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def test_decoder_only() -> None:
+    module = page("decoder_only")
+    theirs = randomised(SmallGPT(19, 16, 2, 2, 40))
+    ours = module.make_model(19, 16, 2, 2, 40)
+    ids = tokens(19, [12, 12])
+    check(ours, theirs, module.load_weights, lambda model: model(ids))
+    so_far = ids[:, :3]
+    with torch.no_grad():
+        for _ in range(10):
+            so_far = torch.cat((so_far, theirs(so_far)[:, -1].argmax(-1, keepdim=True)), 1)
+    found = ours.generate(ids[:, :3], models.Greedy(), max_new_tokens=10, end_token=-1)
+    assert torch.equal(found.tokens, so_far[:, 3:])
