@@ -18,8 +18,7 @@ inline Dropout make_dropout(const char* op, double p,
   if (p == 0.0) return {};
   if (p == 1.0) return {true, 0, 0, 0.0f};  // all are kept, times 0
   STD_TORCH_CHECK(seed.has_value(), op, ": dropout needs a seed");
-  STD_TORCH_CHECK(seed->is_cpu() &&
-                      seed->scalar_type() == torch::headeronly::ScalarType::Long &&
+  STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == torch::headeronly::ScalarType::Long &&
                       seed->numel() == 1,
                   op, ": seed must be an int64 scalar on the CPU");
   return {true, static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())),

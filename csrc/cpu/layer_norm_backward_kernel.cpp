@@ -18,9 +18,7 @@ constexpr long kChain = 32;
 constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
 
 TF_INLINE Vec load_some(const float* p, long n) { return n == kLanes ? load(p) : load_n(p, n); }
-TF_INLINE void store_some(float* p, Vec x, long n) {
-  n == kLanes ? store(p, x) : store_n(p, x, n);
-}
+TF_INLINE void store_some(float* p, Vec x, long n) { n == kLanes ? store(p, x) : store_n(p, x, n); }
 
 template <class F>
 TF_INLINE void each_vector(long n, const F& f) {
@@ -60,7 +58,8 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
     sum_gh = fma(g, in.normal(j, count), sum_gh);  // g is 0 in the lanes beyond the row
   });
   const float inverse = 1.0f / static_cast<float>(n);
-  const Vec mean_g = set1(reduce_add(sum_g) * inverse), mean_gh = set1(reduce_add(sum_gh) * inverse);
+  const Vec mean_g = set1(reduce_add(sum_g) * inverse),
+            mean_gh = set1(reduce_add(sum_gh) * inverse);
   const bool drops = args.grad_input != nullptr && args.dropout.on;
   if (drops) {
     const long rows_in_row = n / args.dropout_columns;
@@ -126,8 +125,8 @@ void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, fl
   if (share != nullptr) move_into(chain, 2 * n, share);
 }
 
-void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total,
-                             long begin, long end) {
+void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total, long begin,
+                             long end) {
   each_vector(end - begin, [&](long j, long count) {
     Vec sum = zero();
     for (long block = 0; block < args.blocks; ++block)

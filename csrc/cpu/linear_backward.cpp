@@ -37,12 +37,12 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
                     ": preactivation must have the shape of grad");
     preactivation = torch::stable::contiguous(*preactivation);
     float* to = shared_scratch(1).floats(m * n);
-    const SlopeArgs args{dy.data, static_cast<const float*>(preactivation->const_data_ptr()), to,
-                         n, dy.stride, static_cast<int>(activation)};
-    torch::stable::parallel_for(0, m, std::max<int64_t>(1, 16384 / n),
-                                [&](int64_t begin, int64_t end) {
-                                  TF_DISPATCH(multiply_by_slope, args, begin, end);
-                                });
+    const SlopeArgs args{dy.data,   static_cast<const float*>(preactivation->const_data_ptr()),
+                         to,        n,
+                         dy.stride, static_cast<int>(activation)};
+    torch::stable::parallel_for(
+        0, m, std::max<int64_t>(1, 16384 / n),
+        [&](int64_t begin, int64_t end) { TF_DISPATCH(multiply_by_slope, args, begin, end); });
     dy.data = to;
     dy.stride = n;
   }
@@ -54,19 +54,17 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   }
   if (want_weight || want_bias) {
     const Rows x = as_rows(input);
-    run_weight_gradient(
-        {.grad = dy.data,
-         .x = x.data,
-         .grad_weight =
-             want_weight ? static_cast<float*>(grad_weight.mutable_data_ptr()) : nullptr,
-         .grad_bias = want_bias ? static_cast<float*>(grad_bias.mutable_data_ptr()) : nullptr,
-         .m = m,
-         .n = n,
-         .k = k,
-         .grad_stride = dy.stride,
-         .x_stride = x.stride,
-         .activation = 0,
-         .dropout = {}});
+    WeightGradientArgs args{};
+    args.grad = dy.data;
+    args.x = x.data;
+    args.grad_weight = want_weight ? static_cast<float*>(grad_weight.mutable_data_ptr()) : nullptr;
+    args.grad_bias = want_bias ? static_cast<float*>(grad_bias.mutable_data_ptr()) : nullptr;
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.grad_stride = dy.stride;
+    args.x_stride = x.stride;
+    run_weight_gradient(args, 0);
   }
   for (int slot = 0; slot < 2; ++slot) shared_scratch(slot).trim();
   return {grad_input, grad_weight, grad_bias};

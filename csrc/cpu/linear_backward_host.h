@@ -24,19 +24,25 @@ inline void pack_columns(const Tensor& weight, float* place) {
   });
 }
 
-// Shares dW out to the threads in blocks. How it is cut does not reach the result.
-inline void run_weight_gradient(const WeightGradientArgs& args) {
+// One part of the rows: X into panels, then dW in blocks. How it is cut does not reach the result.
+inline void run_weight_gradient_part(const WeightGradientArgs& args) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t width = TF_DISPATCH(panel_columns, );
   const int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
   const int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );
+  const int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
+  const bool weight = args.grad_weight != nullptr && args.k > 0;
+  if (weight) {
+    const int64_t grain = std::max<int64_t>(1, 16384 / args.k);
+    torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(pack_x, args, begin, end, kernel_scratch().floats(scratch));
+    });
+  }
   const int64_t panels = (args.k + width - 1) / width;
-  const int64_t columns =
-      args.grad_weight == nullptr || args.k == 0 ? 1 : (args.k + most_columns - 1) / most_columns;
+  const int64_t columns = weight ? (args.k + most_columns - 1) / most_columns : 1;
   int64_t rows = (args.n + most_rows - 1) / most_rows;
   // As many items as threads, or a multiple.
   while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
-  const int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
   for_each_item(rows * columns, [&](int64_t item) {
     const int64_t row = item / columns, column = item % columns;
     TF_DISPATCH(weight_gradient_block, args, args.n * row / rows, args.n * (row + 1) / rows,
@@ -44,6 +50,28 @@ inline void run_weight_gradient(const WeightGradientArgs& args) {
                 std::min(args.k, panels * (column + 1) / columns * width),
                 kernel_scratch().floats(scratch));
   });
+}
+
+// `slot`: the shared scratch for the panels.
+inline void run_weight_gradient(WeightGradientArgs args, int slot) {
+  // Panels of many rows would take as much memory as X; parts end where sums are added up anyway.
+  constexpr int64_t kFloats = int64_t{16} << 20, kMultiple = 128;
+  const int64_t most =
+      std::max(kMultiple, kFloats / std::max<int64_t>(1, args.k) / kMultiple * kMultiple);
+  const int64_t rows = args.m;
+  const WeightGradientArgs whole = args;
+  args.panels = args.grad_weight == nullptr
+                    ? nullptr
+                    : shared_scratch(slot).floats(
+                          TF_DISPATCH(weight_gradient_panels, std::min(most, rows), args.k));
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    args.m = std::min(most, rows - begin);
+    args.grad = whole.grad + begin * args.grad_stride;
+    args.x = whole.x + begin * args.x_stride;
+    args.row = begin;
+    args.accumulate = begin > 0;
+    run_weight_gradient_part(args);
+  }
 }
 
 }  // namespace tf

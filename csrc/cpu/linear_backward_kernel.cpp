@@ -1,6 +1,6 @@
-// Weight gradients: a block of dW stays in the second-level cache while all rows of dY and X pass
-// by, kDepth at a time. The columns of dY are the rows of the left factor, so copying kTileRows of
-// them side by side gives what Form::turned reads; the rows of X are copied into panels.
+// Weight gradients: X is copied into panels once; then a block of dW stays in the second-level
+// cache while all rows pass by, kDepth at a time. The columns of dY are the rows of the left
+// factor, so copying kTileRows of them side by side gives what Form::turned reads.
 #include "cpu/linear_backward_kernel.h"
 
 #include "cpu/activation_slope.h"
@@ -15,11 +15,11 @@ constexpr long kColumnBlock = 512;
 constexpr long kDepth = kChain;
 constexpr long kPad = 16;  // keeps tiles and panels out of each other's cache sets
 constexpr long kTileStride = kTurned * kDepth + kPad;
-constexpr long kPanelStride = kPanel * kDepth + kPad;
 constexpr long kSumStride = kColumnBlock + kPad;
+constexpr long kLine = 64;  // bytes
 
 struct Workspace {
-  float *tiles, *panels, *sums, *bias, *factors;
+  float *tiles, *sums, *bias;
   long floats = 0;
 
   explicit Workspace(float* scratch) {
@@ -29,12 +29,33 @@ struct Workspace {
       return place;
     };
     tiles = take((kRowBlock / kTileRows + 1) * kTileStride);
-    panels = take(kColumnBlock / kPanel * kPanelStride);
     sums = take(kRowBlock * kSumStride);
     bias = take(kRowBlock + kLanes);
-    factors = take(kColumnBlock + kPanel);
   }
 };
+
+// Fetches rows of a matrix into the second-level cache, some lines at each call.
+struct Fetch {
+  const char* row;
+  long stride, lines, rows;  // bytes between rows, lines per row, rows left
+  long at = 0;
+
+  TF_INLINE void some(long count) {
+    while (count > 0 && rows > 0) {
+      const long here = least(count, lines - at);
+      for (long i = 0; i < here; ++i) _mm_prefetch(row + (at + i) * kLine, _MM_HINT_T1);
+      count -= here;
+      at += here;
+      if (at == lines) {
+        at = 0;
+        row += stride;
+        --rows;
+      }
+    }
+  }
+};
+
+TF_INLINE long panel_stride(const WeightGradientArgs& args) { return args.m * kPanel + kPad; }
 
 TF_INLINE Vec load_some(const float* p, long n) { return n >= kLanes ? load(p) : load_n(p, n); }
 
@@ -61,57 +82,54 @@ struct Block {
     for (long j = 0; j < rows; j += kLanes) {
       Vec sum = zero();
       const float* from = args.grad + p * args.grad_stride + row + j;
-      for (long u = 0; u < depth; ++u)
-        sum = sum + load_some(from + u * args.grad_stride, rows - j);
+      for (long u = 0; u < depth; ++u) sum = sum + load_some(from + u * args.grad_stride, rows - j);
       store(work.bias + j, load(work.bias + j) + sum);
     }
   }
 
-  // Rows [p, p + depth) of X.
-  void take_x(long p, long depth) const {
-    for (long u = 0; u < depth; ++u) {
-      const float* from = args.x + (p + u) * args.x_stride + column;
-      if (args.dropout.on)
-        dropout_factors(args.dropout, static_cast<uint64_t>(p + u),
-                        static_cast<uint64_t>(column), columns, work.factors);
-      for (long j = 0; j < columns; j += kPanel) {
-        float* to = work.panels + j / kPanel * kPanelStride + u * kPanel;
-        TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
-          const long have = columns - j - v;
-          Vec x = have > 0 ? load_some(from + j + v, have) : zero();
-          if (args.activation != kIdentity) x = activate(x, args.activation);
-          if (args.dropout.on) x = drop(x, load(work.factors + j + v));
-          store(to + v, x);
-        }
-      }
+  void multiply(long p, long depth) const {
+    const long tiles = (rows + kTileRows - 1) / kTileRows, panels = (columns + kPanel - 1) / kPanel;
+    const long step = kPanel * static_cast<long>(sizeof(float)) / tiles;
+    const long next = p + depth;
+    Fetch fetch{.row = reinterpret_cast<const char*>(args.grad + next * args.grad_stride + row),
+                .stride = args.grad_stride * static_cast<long>(sizeof(float)),
+                .lines = rows * static_cast<long>(sizeof(float)) / kLine + 1,
+                .rows = least(kDepth, args.m - next)};
+    const long share = fetch.lines * fetch.rows / (tiles * panels) + 1;
+    for (long j = 0; j < columns; j += kPanel) {
+      const float* panel = args.panels + (column + j) / kPanel * panel_stride(args) + p * kPanel;
+      const char* ahead = reinterpret_cast<const char*>(panel + panel_stride(args));
+      const TileFunction* functions = kTiles<Form::turned>[columns - j > kLanes ? 1 : 0];
+      each_tile(rows, [&](long t, long i, long count) {
+        fetch.some(share);
+        functions[count - 1](work.tiles + t * kTileStride, 0, panel, depth,
+                             work.sums + i * kSumStride + j, kSumStride, {nullptr, true, false},
+                             {ahead, step});
+        ahead += depth * step;
+      });
     }
   }
 
-  void multiply(long p, long depth) const {
-    for (long j = 0; j < columns; j += kPanel) {
-      const float* panel = work.panels + j / kPanel * kPanelStride;
-      panel_rows<Form::turned>(work.tiles, kTileStride, rows, panel, depth, work.sums + j,
-                               kSumStride, least(kPanel, columns - j), {nullptr, p > 0, false},
-                               panel + kPanelStride);
-    }
-  }
+  float* weight_row(long i) const { return args.grad_weight + (row + i) * args.k + column; }
 
   void run() const {
     const bool bias = args.grad_bias != nullptr && column == 0;
-    for (long j = 0; j < rows + kLanes; ++j) work.bias[j] = 0.0f;
+    if (bias) copy_row(args.grad_bias + row, args.accumulate ? rows : 0, work.bias, rows + kLanes);
+    if (args.grad_weight != nullptr)
+      for (long i = 0; i < rows; ++i)
+        copy_row(weight_row(i), args.accumulate ? columns : 0, work.sums + i * kSumStride,
+                 round_up(columns, kPanel));
     for (long p = 0; p < args.m; p += kDepth) {
       const long depth = least(kDepth, args.m - p);
       if (bias) add_bias(p, depth);
       if (args.grad_weight == nullptr) continue;
       take_grad(p, depth);
-      take_x(p, depth);
       multiply(p, depth);
     }
     if (bias) copy_row(work.bias, rows, args.grad_bias + row, rows);
     if (args.grad_weight != nullptr)
       for (long i = 0; i < rows; ++i)
-        copy_row(work.sums + i * kSumStride, columns,
-                 args.grad_weight + (row + i) * args.k + column, columns);
+        copy_row(work.sums + i * kSumStride, columns, weight_row(i), columns);
   }
 };
 
@@ -143,10 +161,34 @@ void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
   }
 }
 
+long weight_gradient_panels(long m, long k) {
+  return (k + kPanel - 1) / kPanel * (m * kPanel + kPad) + kDepth * kPanel;
+}
+
+void pack_x(const WeightGradientArgs& args, long begin, long end, float* scratch) {
+  for (long i = begin; i < end; ++i) {
+    const float* from = args.x + i * args.x_stride;
+    if (args.dropout.on)
+      dropout_factors(args.dropout, static_cast<uint64_t>(args.row + i), 0, args.k, scratch);
+    for (long j = 0; j < args.k; j += kPanel) {
+      float* to = args.panels + j / kPanel * panel_stride(args) + i * kPanel;
+      TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
+        const long have = args.k - j - v;
+        Vec x = have > 0 ? load_some(from + j + v, have) : zero();
+        if (args.activation != kIdentity) x = activate(x, args.activation);
+        if (args.dropout.on) x = drop(x, load(scratch + j + v));
+        store(to + v, x);
+      }
+    }
+  }
+}
+
 long weight_gradient_rows() { return kRowBlock; }
 long weight_gradient_columns() { return kColumnBlock; }
 
-long weight_gradient_scratch(const WeightGradientArgs&) { return Workspace(nullptr).floats; }
+long weight_gradient_scratch(const WeightGradientArgs& args) {
+  return most(Workspace(nullptr).floats, args.dropout.on ? args.k + kPanel : 0);
+}
 
 void weight_gradient_block(const WeightGradientArgs& args, long row_begin, long row_end,
                            long column_begin, long column_end, float* scratch) {

@@ -15,7 +15,9 @@ using Words = __m512i;
 TF_INLINE Words words(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
 TF_INLINE Words multiply(Words a, Words b) { return _mm512_mul_epu32(a, b); }
 TF_INLINE Words high_half(Words a) { return _mm512_srli_epi64(a, 32); }
-TF_INLINE Words xor_of(Words a, Words b, Words c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+TF_INLINE Words xor_of(Words a, Words b, Words c) {
+  return _mm512_ternarylogic_epi64(a, b, c, 0x96);
+}
 // Low halves of a in the low, of b in the high halves.
 TF_INLINE Words join(Words a, Words b) {
   return _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(b, 32));
@@ -68,7 +70,9 @@ TF_INLINE Words join(Words a, Words b) {
 }
 TF_INLINE Words even_pairs(Words a, Words b) { return _mm_unpacklo_epi64(a, b); }
 TF_INLINE Words odd_pairs(Words a, Words b) { return _mm_unpackhi_epi64(a, b); }
-TF_INLINE Words counters(uint64_t first) { return _mm_add_epi64(words(first), _mm_set_epi64x(1, 0)); }
+TF_INLINE Words counters(uint64_t first) {
+  return _mm_add_epi64(words(first), _mm_set_epi64x(1, 0));
+}
 TF_INLINE Vec at_least(Words a, uint32_t limit, Vec value) {
   // Signed comparison is the only one: shift both by 2^31.
   const __m128i half = _mm_set1_epi32(static_cast<int>(0x80000000u));
@@ -106,9 +110,7 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t colum
 }
 
 // What dropout makes of x: 0 where dropped, whatever x is.
-TF_INLINE Vec drop(Vec x, Vec factor) {
-  return select(equal(factor, zero()), zero(), x * factor);
-}
+TF_INLINE Vec drop(Vec x, Vec factor) { return select(equal(factor, zero()), zero(), x * factor); }
 
 }  // namespace
 }  // namespace tf::TF_ISA
