@@ -181,7 +181,23 @@ MASKED = (
     "PyTorch lets NaN at hidden places through, and what a row with nothing to attend to gives "
     "depends on its path, so it takes unmasked calls only"
 )
+ROUNDED = "PyTorch's CPU backward keeps half types' statistics in the half type"
+
+
+def training_in(dtype: torch.dtype) -> Change:
+    def change(call: Call) -> Call:
+        tensors = tuple(None if t is None else t.to(dtype) for t in call.tensors)
+        return call._replace(tensors=tensors, needs_grad=True)
+
+    return change
+
+
 REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
+    ("layer_norm", "torch"): [
+        (ROUNDED, training_in(torch.bfloat16)),
+        (ROUNDED, training_in(torch.float16)),
+    ],
+    ("add_layer_norm", "torch"): [(ROUNDED, training_in(torch.bfloat16))],
     ("attention", "cpu"): [
         (
             "it reads bool and float32 masks and this one is float64",

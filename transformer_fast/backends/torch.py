@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -60,6 +61,16 @@ def _refuse_attention(call: Call) -> str | None:
     return None
 
 
-register(Kernel("layer_norm", "torch", layer_norm, gradients=True))
-register(Kernel("add_layer_norm", "torch", add_layer_norm, gradients=True))
+def _refuse_layer_norm(call: Call) -> str | None:
+    x = call.tensors[0]
+    assert x is not None
+    if call.needs_grad and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
+        return "PyTorch's CPU backward keeps half types' statistics in the half type"
+    return None
+
+
+register(Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm))
+register(
+    Kernel("add_layer_norm", "torch", add_layer_norm, gradients=True, refuses=_refuse_layer_norm)
+)
 register(Kernel("attention", "torch", attention, gradients=True, refuses=_refuse_attention))

@@ -91,10 +91,12 @@ def compare(
     true: Tensor | None,
     factor: float,
     unit: float = 0.0,
+    least_size: float = 0.0,
 ) -> Parity:
     """One result against the reference's in the same dtype and the oracle's.
 
     ``unit``: the reference's `relative_error` as other calls show it; counts if it is larger here.
+    ``least_size``: max|oracle| counts as at least this, for results that vanish by cancellation.
     Where the oracle is not finite (overflow, NaN at visible places) the result must be the same.
     """
     problem = _form_problem(name, got, expected)
@@ -114,6 +116,7 @@ def compare(
         place = _place(name, wrong, got, true)
         return Parity(math.inf, 0.0, math.inf, 0.0, False, place)
     errors, size = _errors(got, true)
+    size = max(size, least_size)
     worst = int(errors.argmax())
     error = errors[worst].item()
     reference_error = _errors(expected, true)[0].max().item()

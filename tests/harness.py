@@ -1,0 +1,129 @@
+"""What kernel tests share: the kernels that can run here, and the truth, computed once a call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from transformer_fast import _native, dispatch
+from transformer_fast.dispatch import Kernel, why_not
+from transformer_fast.specs import OPS
+from transformer_fast.testing import Truth, all_among_nan, call_of, check, nan_memory, truth_of
+
+#: Those that an fp64 oracle can judge.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Values of the widest vector in each instruction set.
+ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
+
+
+class Target(NamedTuple):
+    """A kernel, on one dtype and (for the CPU's kernels) one instruction set."""
+
+    kernel: Kernel
+    dtype: torch.dtype
+    isa: str | None
+
+    def __str__(self) -> str:
+        parts = [self.kernel.backend, self.isa, str(self.dtype)[6:]]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def op(self) -> str:
+        return self.kernel.op
+
+    @property
+    def device(self) -> str:
+        return self.kernel.devices[0] if self.kernel.devices else "cpu"
+
+    def refusal(self, arguments: tuple[Any, ...]) -> str | None:
+        return "; ".join(why_not(self.kernel, call_of(self.op, arguments))) or None
+
+
+def _cannot_run_here(kernel: Kernel) -> str | None:
+    if kernel.unavailable is not None:
+        return kernel.unavailable
+    if kernel.devices and "cpu" not in kernel.devices and not torch.cuda.is_available():
+        return f"it runs on {' and '.join(kernel.devices)} tensors and this machine has none"
+    return None
+
+
+def kernels(op: str | None = None) -> list[Kernel]:
+    """All but the references."""
+    ops = dispatch.OPS if op is None else (op,)
+    return [k for name in ops for k in dispatch.kernels(name) if k.backend != "reference"]
+
+
+def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
+    """What `parametrize` takes; a kernel that cannot run here is one skip with its reason."""
+    found = []
+    for kernel in kernels(op):
+        reason = _cannot_run_here(kernel)
+        isas: tuple[str | None, ...] = (None,)
+        if kernel.backend == "cpu" and ISAS:
+            isas = ISAS if all_isas else ISAS[-1:]
+        dtypes = [d for d in DTYPES if not kernel.dtypes or d in kernel.dtypes]
+        for dtype in dtypes[:1] if reason else dtypes:
+            for isa in isas[:1] if reason else isas:
+                marks = [pytest.mark.skip(reason=reason)] if reason else []
+                target = Target(kernel, dtype, isa)
+                found.append(pytest.param(target, id=f"{kernel.op}-{target}", marks=marks))
+    return found
+
+
+def targets_and_cases(**options: Any) -> list[Any]:
+    """Every target with every case of the op table that its kernel accepts."""
+    found = []
+    for param in targets(**options):
+        (target,) = param.values
+        for case in OPS[target.op].cases:
+            if not param.marks and target.refusal(drawn(target.op, case.name, target.dtype)[0]):
+                continue
+            name = f"{param.id}-{case.name}"
+            found.append(pytest.param(target, case.name, id=name, marks=param.marks))
+    return found
+
+
+@functools.cache
+def drawn(op: str, case: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """(arguments,) of a case, drawn once."""
+    generator = torch.Generator().manual_seed(0)
+    return (OPS[op].case(case).build(dtype, "cpu", generator),)
+
+
+@functools.cache
+def truth_of_case(op: str, case: str, dtype: torch.dtype) -> Truth:
+    """The truth about a case, computed once."""
+    return truth_of(op, drawn(op, case, dtype)[0])
+
+
+def on(target: Target, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.to(target.device) if isinstance(x, torch.Tensor) else x for x in arguments)
+
+
+def use(isa: str | None) -> None:
+    if isa is not None:
+        assert _native.module is not None
+        _native.module.set_isa(isa)
+
+
+def run(target: Target, arguments: tuple[Any, ...]) -> Any:
+    """The kernel's result, on its instruction set, in memory that started as NaN."""
+    before = _native.module.isa() if _native.module else None
+    use(target.isa)
+    try:
+        with torch.no_grad(), nan_memory():
+            return target.kernel.run(*arguments)
+    finally:
+        use(before if target.isa else None)
+
+
+def check_target(
+    target: Target, arguments: tuple[Any, ...], offset: int = 1, truth: Truth | None = None
+) -> None:
+    """Runs the target among NaN, off alignment, and holds it to the budget."""
+    placed = on(target, all_among_nan(arguments, offset))
+    result = run(target, placed)
+    check(target.op, result, on(target, arguments), truth=truth)
