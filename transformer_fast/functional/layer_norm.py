@@ -86,7 +86,8 @@ def prepare_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[Call, tuple[Any, ...]]:
     shape, eps = _prepare("layer_norm", input, normalized_shape, weight, bias, eps, 2)
-    call = Call("layer_norm", (input, weight, bias), wants_grad(input, weight, bias))
+    tensors = (input, weight, bias)
+    call = Call("layer_norm", tensors, wants_grad(*tensors), normalized_shape=shape)
     return call, (input, shape, weight, bias, eps)
 
 
@@ -144,7 +145,7 @@ def prepare_add_layer_norm(
         input, residual = input.to(dtype), residual.to(dtype)
     p = require_probability("add_layer_norm", "dropout_p", dropout_p)
     tensors = (input, residual, weight, bias)
-    call = Call("add_layer_norm", tensors, wants_grad(*tensors), p)
+    call = Call("add_layer_norm", tensors, wants_grad(*tensors), p, normalized_shape=shape)
     seed = draw_seed(input.device) if 0.0 < p < 1.0 else None
     return call, (input, residual, shape, weight, bias, eps, p, seed)
 

@@ -1,0 +1,106 @@
+"""Triton kernels for NVIDIA GPUs; importing this registers them, but does not import Triton.
+
+With ``TRITON_INTERPRET=1`` in the environment they run in Triton's interpreter on CPU tensors too:
+slow, and meant for tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+
+import torch
+
+from ...dispatch import Call, Kernel, register
+from .operators import attention as attention_operators
+from .operators import feed_forward as feed_forward_operators
+from .operators import layer_norm as layer_norm_operators
+from .operators import linear as linear_operators
+
+#: Longer rows do not fit in the registers of one program, forward and backward.
+MAX_COLUMNS = 16384
+MAX_COLUMNS_BACKWARD = 8192
+#: Larger heads do not fit in registers and shared memory.
+MAX_HEAD = 256
+
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_ACTIVATIONS = frozenset({None, "relu", "gelu", "gelu_tanh", "silu"})
+
+
+def interpreted() -> bool:
+    """Whether kernels run, or would run, in Triton's interpreter."""
+    runtime = sys.modules.get(f"{__name__}.runtime")
+    if runtime is not None:
+        return bool(runtime.INTERPRETED)
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def _why_not_installed() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    return None
+
+
+def _refuse_place(call: Call) -> str | None:
+    first = call.tensors[0]
+    assert first is not None
+    kind = first.device.type
+    if kind == "cuda":
+        if torch.version.hip is not None:
+            return "its tile sizes are for NVIDIA GPUs"
+        major, minor = torch.cuda.get_device_capability(first.device)
+        if major < 8:
+            return f"it needs a GPU of compute capability 8.0 and this one has {major}.{minor}"
+    elif kind == "cpu" and not interpreted():
+        return "it runs on cuda tensors, or with TRITON_INTERPRET=1 on cpu ones"
+    return None
+
+
+def _refuse_layer_norm(call: Call) -> str | None:
+    first = call.tensors[0]
+    assert first is not None
+    columns = math.prod(call.normalized_shape or first.shape[-1:])
+    most = MAX_COLUMNS_BACKWARD if call.needs_grad else MAX_COLUMNS
+    if columns > most:
+        when = " with gradients" if call.needs_grad else ""
+        return f"it normalises up to {most} values at once{when} and the call has {columns}"
+    return _refuse_place(call)
+
+
+def _refuse_attention(call: Call) -> str | None:
+    for tensor in call.tensors[:3]:
+        assert tensor is not None
+        if tensor.shape[-1] > MAX_HEAD:
+            return f"it takes head sizes up to {MAX_HEAD} and the call has {tensor.shape[-1]}"
+    return _refuse_place(call)
+
+
+def _register() -> None:
+    norms, attention = layer_norm_operators, attention_operators.attention
+    linear, feed_forward = linear_operators.linear, feed_forward_operators.feed_forward
+    for kernel in (
+        Kernel("layer_norm", "triton", norms.layer_norm, refuses=_refuse_layer_norm),
+        Kernel("add_layer_norm", "triton", norms.add_layer_norm, refuses=_refuse_layer_norm),
+        Kernel("attention", "triton", attention, mask_gradient=True, refuses=_refuse_attention),
+        Kernel("linear", "triton", linear, refuses=_refuse_place),
+        Kernel("feed_forward", "triton", feed_forward, refuses=_refuse_place),
+    ):
+        register(
+            Kernel(
+                **{
+                    **kernel.__dict__,
+                    "devices": ("cuda", "cpu"),
+                    "dtypes": _DTYPES,
+                    "gradients": True,
+                    "dropout": True,
+                    "activations": _ACTIVATIONS,
+                    "unavailable": _why_not_installed(),
+                    "proven": False,
+                }
+            )
+        )
+
+
+_register()

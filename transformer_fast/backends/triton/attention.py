@@ -18,11 +18,9 @@ from . import config
 from .attention_decode import attention_decode, decodes
 from .attention_kernel import attention_forward_kernel
 from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
-from .philox import Dropout, dropout_arguments
+from .philox import Dropout, dropout_arguments, seed_for
 from .runtime import dot_precision, launch, next_power_of_2, with_unit_stride
 from .tiles import FLOAT_MASK, LOG2E
-
-MAX_HEAD = 256
 
 
 class Problem(NamedTuple):
@@ -52,12 +50,13 @@ class Problem(NamedTuple):
         return self.query.dtype != torch.float32
 
     @property
-    def kernel_scale(self) -> float:
-        return self.scale if self.natural else self.scale * LOG2E
+    def heavy(self) -> bool:
+        """Whether kernels need registers beyond those of the plain case."""
+        return self.dropout.active or self.mask.kind == FLOAT_MASK
 
     @property
-    def empty(self) -> bool:
-        return 0 in self.sizes or 0 in self.head
+    def kernel_scale(self) -> float:
+        return self.scale if self.natural else self.scale * LOG2E
 
     def constants(self) -> dict[str, object]:
         """The compile-time constants that all attention kernels share."""
@@ -85,7 +84,7 @@ class Problem(NamedTuple):
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
             return None
-        granule = config.attention_granule(self.architecture, max(self.head), self.half)
+        granule = config.attention_granule(self.architecture, max(self.head), self.half, self.heavy)
         return tile_lists(
             self.owner,
             self.mask,
@@ -105,15 +104,15 @@ def make_problem(
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     is_causal: bool,
-    scale: float | None,
+    scale: float,
     dropout_p: float,
     seed: Tensor | None,
 ) -> Problem:
-    batch, heads, queries, head = query.shape
+    batch, heads, queries, _ = query.shape
     keys = key.shape[2]
-    if scale is None:
-        scale = 1.0 / math.sqrt(head) if head else 1.0
     mask = prepare_mask(attn_mask)
+    # Natural scores also keep the norm apart, which rounds less: worth it in fp32.
+    natural = mask.kind == FLOAT_MASK or scale <= 0.0 or query.dtype == torch.float32
     dropout = dropout_arguments(dropout_p)
     return Problem(
         with_unit_stride(query),
@@ -124,11 +123,11 @@ def make_problem(
         key_lengths,
         is_causal,
         scale,
-        mask.kind == FLOAT_MASK or scale <= 0.0,
+        natural,
         dropout,
-        seed if dropout.active else None,
+        seed_for(dropout, seed, query.device),
         (batch, heads, queries, keys),
-        heads // max(key.shape[1], 1),
+        heads // key.shape[1],
         config.architecture(query.device),
     )
 
@@ -146,7 +145,7 @@ def attention_forward(
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     is_causal: bool,
-    scale: float | None,
+    scale: float,
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,12 +157,12 @@ def attention_forward(
     output = like_heads(query, value.shape[-1])
     shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     norm = torch.empty_like(shift)
-    if problem.empty:
-        return output.zero_(), shift.zero_(), norm.zero_()
     if decodes(problem):
         attention_decode(problem, output, shift, norm)
         return output, shift, norm
-    tile = config.attention_forward(problem.architecture, max(problem.head), problem.half)
+    tile = config.attention_forward(
+        problem.architecture, max(problem.head), problem.half, problem.heavy
+    )
     lists = problem.lists(tile)
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     launch(

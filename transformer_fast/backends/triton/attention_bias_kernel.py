@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arithmetic import store
 from .attention_bwd_kernel import load_share, tile_gradients
 from .tiles import load_rows
 
@@ -90,16 +91,15 @@ def attention_bias_kernel(
         _, dscores = tile_gradients(
             q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
             mask_ptr + b * stride_mb + h * stride_mh, stride_mt, stride_ms, queries, keys, limit,
-            keep_scale, True, False, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+            keep_scale, True, False, True, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
         )  # fmt: skip
         total += dscores
 
     base = ((split * mask_batch + own_b).to(tl.int64) * mask_heads + own_h) * mask_queries
-    kind = share_ptr.dtype.element_ty
     if SUM_T:
-        tl.store(share_ptr + base * keys + key, tl.sum(total, 0).to(kind), mask=key < keys)
+        store(share_ptr + base * keys + key, tl.sum(total, 0), key < keys)
     else:
         t = own_t * BLOCK_T + tl.arange(0, BLOCK_T)
         at = share_ptr + (base + t)[:, None] * keys + key[None, :]
         inside = (t < mask_queries)[:, None] & (key < keys)[None, :]
-        tl.store(at, total.to(kind), mask=inside)
+        store(at, total, inside)

@@ -26,7 +26,9 @@ def _query_gradient(
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, queries, keys = problem.sizes
     grad_query, delta = like_heads(q, q.shape[-1]), torch.empty_like(shift)
-    tile = config.attention_backward_query(problem.architecture, max(problem.head), problem.half)
+    tile = config.attention_backward_query(
+        problem.architecture, max(problem.head), problem.half, problem.heavy
+    )
     lists = problem.lists(tile)
     launch(
         attention_backward_query_kernel,
@@ -88,7 +90,9 @@ def _key_gradients(
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, _, queries, keys = problem.sizes
     grad_key, grad_value = like_heads(k, k.shape[-1]), like_heads(v, v.shape[-1])
-    tile = config.attention_backward_key(problem.architecture, max(problem.head), problem.half)
+    tile = config.attention_backward_key(
+        problem.architecture, max(problem.head), problem.half, problem.heavy
+    )
     lists = problem.lists(tile, by_keys=True)
     launch(
         attention_backward_key_kernel,
@@ -151,8 +155,12 @@ def _mask_gradient(
     # The mask's own sizes count, not its strides: expanding it is autograd's business.
     shape = (*(1,) * (4 - owner.dim()), *owner.shape)
     if shape[3] == 1:
-        return torch.zeros_like(owner)  # rows of dS add up to 0
-    tile = config.attention_bias(problem.architecture, max(problem.head), problem.half)
+        return torch.zeros(
+            owner.shape, dtype=owner.dtype, device=owner.device
+        )  # rows of dS add up to 0
+    tile = config.attention_bias(
+        problem.architecture, max(problem.head), problem.half, problem.heavy
+    )
     own_tiles = triton.cdiv(shape[2], tile.queries) * triton.cdiv(shape[3], tile.keys)
     programs = shape[0] * shape[1] * own_tiles
     items = (batch // shape[0]) * (heads // shape[1])
@@ -210,7 +218,7 @@ def attention_backward(
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     is_causal: bool,
-    scale: float | None,
+    scale: float,
     dropout_p: float,
     seed: Tensor | None,
     output: Tensor,
@@ -227,14 +235,6 @@ def attention_backward(
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed
     )
-    if problem.empty:
-        grad_mask = None if attn_mask is None or not need_mask else torch.zeros_like(attn_mask)
-        return (
-            like_heads(query, query.shape[-1]).zero_(),
-            like_heads(key, key.shape[-1]).zero_(),
-            like_heads(value, value.shape[-1]).zero_(),
-            grad_mask,
-        )
     grad_output = with_unit_stride(grad_output)
     extra = None
     if grad_weights is not None:
@@ -244,9 +244,11 @@ def attention_backward(
     grad_query, delta = _query_gradient(
         problem, output, grad_output, grad_weights, extra, shift, norm
     )
-    grad_key, grad_value = _key_gradients(
-        problem, grad_output, grad_weights, shift, norm, delta
-    )
+    grad_key, grad_value = _key_gradients(problem, grad_output, grad_weights, shift, norm, delta)
+    if problem.sizes[3] == 1:
+        # The weight of an only key is constant; NaN stays NaN.
+        grad_query.mul_(0.0)
+        grad_key.mul_(0.0)
     grad_mask = None
     if need_mask:
         assert attn_mask is not None

@@ -21,17 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arithmetic import dot, narrow, product, store
 from .philox import keep_tile
-from .tiles import (
-    any_not_finite,
-    dot,
-    load_rows,
-    power,
-    product,
-    store_rows,
-    tile_number,
-    visible_scores,
-)
+from .tiles import any_not_finite, load_rows, power, store_rows, tile_number, visible_scores
 
 
 @triton.jit
@@ -51,6 +43,7 @@ def tile_gradients(
     mask_base, stride_mt, stride_ms,
     queries, keys, limit, keep_scale,
     MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr,
+    BOUND_QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
     DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +69,7 @@ def tile_gradients(
     if MASKED:
         scores, visible = visible_scores(
             scores, query_at, key_at, scale, end, mask_base, stride_mt, stride_ms, queries, keys,
-            BOUNDED, CAUSAL, MASK, MASK_ROWS, NATURAL,
+            BOUNDED, BOUND_QUERIES, CAUSAL, MASK, MASK_ROWS, NATURAL,
         )  # fmt: skip
     elif NATURAL:
         scores *= scale
@@ -200,9 +193,9 @@ def attention_backward_query_kernel(
             _, dscores = tile_gradients(
                 q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
                 mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                False, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                False, False, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
-            dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
+            dq = dot(narrow(dscores, k), k, dq, PRECISION)
     if MASKED:
         for i in range(full, total):
             start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
@@ -212,9 +205,9 @@ def attention_backward_query_kernel(
             _, dscores = tile_gradients(
                 q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
                 mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                True, False, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
-            dq = dot(dscores.to(k.dtype), k, dq, PRECISION)
+            dq = dot(narrow(dscores, k), k, dq, PRECISION)
     dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
     store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, queries, D)
 
@@ -238,17 +231,17 @@ def attention_backward_query_kernel(
                     _, dscores = tile_gradients(
                         q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                         end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                        True, False, BOUNDED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                        True, False, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                     )  # fmt: skip
                     inside = (key < end)[:, None] & (some < D)[None, :]
                     piece_at = k_base + key.to(tl.int64)[:, None] * stride_ks + some[None, :]
                     piece = tl.load(piece_at, mask=inside, other=0.0)
                     # A visible key that is not finite has made dscores NaN already.
                     piece = tl.where(tl.abs(piece.to(tl.float32)) < float("inf"), piece, 0.0)
-                    clean = dot(dscores.to(piece.dtype), piece, clean, PRECISION)
+                    clean = dot(narrow(dscores, piece), piece, clean, PRECISION)
                 clean_at = dq_base + query.to(tl.int64)[:, None] * stride_dqt + some[None, :]
                 inside = (query < queries)[:, None] & (some < D)[None, :]
-                tl.store(clean_at, (clean * grad_scale).to(dq_ptr.dtype.element_ty), mask=inside)
+                store(clean_at, clean * grad_scale, inside)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -348,10 +341,10 @@ def attention_backward_key_kernel(
                 kept, dscores = tile_gradients(
                     q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                     end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    False, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    False, True, False, RAGGED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                 )  # fmt: skip
-                dv = dot(kept.to(do.dtype), do, dv, PRECISION)
-                dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
+                dv = dot(narrow(kept, do), do, dv, PRECISION)
+                dk = dot(narrow(dscores, q), q, dk, PRECISION)
         if CAUSAL or MASK != 0:
             for i in range(full, total):
                 number = tile_number(i, full, first - full, list_ptr, capacity, LISTED)
@@ -367,10 +360,10 @@ def attention_backward_key_kernel(
                 kept, dscores = tile_gradients(
                     q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                     end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    True, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    True, True, False, RAGGED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                 )  # fmt: skip
-                dv = dot(kept.to(do.dtype), do, dv, PRECISION)
-                dk = dot(dscores.to(q.dtype), q, dk, PRECISION)
+                dv = dot(narrow(kept, do), do, dv, PRECISION)
+                dk = dot(narrow(dscores, q), q, dk, PRECISION)
     # Hidden keys of this tile may hold anything, and only their own rows have it.
     seen = (key < end)[:, None]
     dk_base = dk_ptr + b * stride_dkb + hk * stride_dkh
@@ -407,24 +400,29 @@ def attention_backward_key_kernel(
                     at = query.to(tl.int64)[:, None]
                     q_at = q_ptr + b * stride_qb + h * stride_qh + at * stride_qt
                     do_at = do_ptr + b * stride_gb + h * stride_gh + at * stride_gt
-                    q = tl.load(q_at + column[None, :], mask=sees & (column < D)[None, :], other=0.0)
+                    q = tl.load(
+                        q_at + column[None, :], mask=sees & (column < D)[None, :], other=0.0
+                    )
                     inside = sees & (column_v < DV)[None, :]
                     do = tl.load(do_at + column_v[None, :], mask=inside, other=0.0)
                     mask_base = mask_ptr + b * stride_mb + h * stride_mh
                     kept, dscores = tile_gradients(
                         q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed,
                         scale, end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                        True, True, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                        True, True, False, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                     )  # fmt: skip
-                    piece = tl.load(do_at + some[None, :], mask=sees & (some < DV)[None, :], other=0.0)
-                    dv_clean = dot(kept.to(piece.dtype), piece, dv_clean, PRECISION)
-                    piece = tl.load(q_at + some[None, :], mask=sees & (some < D)[None, :], other=0.0)
-                    dk_clean = dot(dscores.to(piece.dtype), piece, dk_clean, PRECISION)
+                    piece = tl.load(
+                        do_at + some[None, :], mask=sees & (some < DV)[None, :], other=0.0
+                    )
+                    dv_clean = dot(narrow(kept, piece), piece, dv_clean, PRECISION)
+                    piece = tl.load(
+                        q_at + some[None, :], mask=sees & (some < D)[None, :], other=0.0
+                    )
+                    dk_clean = dot(narrow(dscores, piece), piece, dk_clean, PRECISION)
                 dk_clean = tl.where(seen, dk_clean * grad_scale, 0.0)
                 dv_clean = tl.where(seen, dv_clean, 0.0)
                 inside = (key < keys)[:, None]
                 at = dk_base + key.to(tl.int64)[:, None] * stride_dks + some[None, :]
-                kind = dk_ptr.dtype.element_ty
-                tl.store(at, dk_clean.to(kind), mask=inside & (some < D)[None, :])
+                store(at, dk_clean, inside & (some < D)[None, :])
                 at = dv_base + key.to(tl.int64)[:, None] * stride_dvs + some[None, :]
-                tl.store(at, dv_clean.to(kind), mask=inside & (some < DV)[None, :])
+                store(at, dv_clean, inside & (some < DV)[None, :])

@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
+from .arithmetic import dot, narrow, product, store
 from .runtime import launch, multiprocessors, next_power_of_2
-from .tiles import dot, largest, load_rows, power, product, visible_scores
+from .tiles import largest, load_rows, power, visible_scores
 
 if TYPE_CHECKING:
     from .attention import Problem
@@ -74,7 +75,7 @@ def attention_decode_kernel(
         k = load_rows(k_base, key, stride_ks, column, end, D, True)
         scores, visible = visible_scores(
             product(q, tl.trans(k), PRECISION), member[:, None] * 0, key[None, :], scale, end, mask_base,
-            0, stride_ms, 1, keys, True, False, MASK, False, NATURAL,
+            0, stride_ms, 1, keys, True, False, False, MASK, False, NATURAL,
         )  # fmt: skip
         v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
         if MASK != 0:
@@ -85,7 +86,7 @@ def attention_decode_kernel(
         weights = power(scores, base[:, None], scale, NATURAL)
         shrink = power(row_max, base, 1.0, NATURAL)
         row_sum = row_sum * shrink + tl.sum(weights, 1)
-        accumulator = dot(weights.to(v.dtype), v, accumulator * shrink[:, None], PRECISION)
+        accumulator = dot(narrow(weights, v), v, accumulator * shrink[:, None], PRECISION)
         row_max = new_max
     row = ((b * key_heads + hk) * GROUP + member) * splits + split
     tl.store(max_ptr + row, row_max, mask=member < GROUP)
@@ -128,7 +129,7 @@ def attention_merge_kernel(
     tl.store(shift_ptr + row, shift)
     tl.store(norm_ptr + row, norm)
     at = out_ptr + (row // heads) * stride_ob + (row % heads) * stride_oh + column
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=column < DV)
+    store(at, out, column < DV)
 
 
 def decodes(problem: Problem) -> bool:
@@ -150,7 +151,9 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
     batch, heads, _, keys = problem.sizes
     tile = config.attention_decode(problem.architecture, max(problem.head), problem.half)
     pairs = batch * k.shape[1]
-    splits = min(triton.cdiv(2 * multiprocessors(q.device), pairs), triton.cdiv(keys, tile.each), 64)
+    splits = min(
+        triton.cdiv(2 * multiprocessors(q.device), pairs), triton.cdiv(keys, tile.each), 64
+    )
     head_value = v.shape[-1]
     shares = torch.empty((batch, heads, splits, head_value), dtype=torch.float32, device=q.device)
     maxima = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)

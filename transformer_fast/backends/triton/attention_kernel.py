@@ -7,10 +7,10 @@ online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022): ru
 running sum l, accumulator in fp32. Tiles visible to all of its queries come first and take no
 masking at all; the others follow; tiles visible to none are not in the walk.
 
-Saved per row: ``shift`` and ``norm``, such that P = exp(score - shift) / norm with an additive mask,
-where m + log l may round to m (finfo.min in a whole row) and the sum would be lost. Otherwise
-shift = m + log l and P = exp(score - shift), one value and one multiplication less. A norm of 0 always
-tells of a row that sees nothing.
+Saved per row: ``shift`` and ``norm``, such that P = exp(score - shift) / norm with natural scores.
+There m + log l would round too much: to m, where a mask adds finfo.min to a whole row. With the other
+units, for half types, shift = m + log l and P = exp(score - shift): one value and one multiplication
+less. A norm of 0 always tells of a row that sees nothing.
 
 Hidden keys and values may hold NaN. Scores are replaced where hidden, so keys do no harm; for values
 0 * NaN would. Rather than clean every tile, the result is looked at once: only if it is not finite
@@ -23,14 +23,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arithmetic import dot, narrow, product, store
 from .philox import keep_tile
 from .tiles import (
     any_not_finite,
-    dot,
     largest,
     load_rows,
     power,
-    product,
     store_rows,
     tile_number,
     visible_scores,
@@ -53,7 +52,7 @@ def _online_step(
     if DROPOUT:
         keep = keep_tile(seed, dropout_row, start, limit, scores.shape[1])
         weights = tl.where(keep, weights, 0.0)
-    accumulator = dot(weights.to(value.dtype), value, accumulator * shrink[:, None], PRECISION)
+    accumulator = dot(narrow(weights, value), value, accumulator * shrink[:, None], PRECISION)
     return new_max, row_sum, accumulator
 
 
@@ -153,7 +152,7 @@ def attention_forward_kernel(
             k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
             scores, visible = visible_scores(
                 product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end, mask_base,
-                stride_mt, stride_ms, queries, keys, BOUNDED, CAUSAL, MASK, MASK_ROWS, NATURAL,
+                stride_mt, stride_ms, queries, keys, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, NATURAL,
             )  # fmt: skip
             v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
             row_max, row_sum, accumulator = _online_step(
@@ -189,13 +188,15 @@ def attention_forward_kernel(
                 spoilt = tl.zeros([BLOCK_T, CHUNK], tl.float32)
                 # In small pieces: this rare walk must not cost the common one registers.
                 for j in tl.range(0, total * (BLOCK_S // PIECE), num_stages=1):
-                    number = tile_number(j // (BLOCK_S // PIECE), full, 0, list_ptr, capacity, LISTED)
+                    number = tile_number(
+                        j // (BLOCK_S // PIECE), full, 0, list_ptr, capacity, LISTED
+                    )
                     start = number * BLOCK_S + j % (BLOCK_S // PIECE) * PIECE
                     key = start + tl.arange(0, PIECE)
                     k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
                     scores, visible = visible_scores(
                         product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end,
-                        mask_base, stride_mt, stride_ms, queries, keys, BOUNDED, CAUSAL, MASK,
+                        mask_base, stride_mt, stride_ms, queries, keys, BOUNDED, False, CAUSAL, MASK,
                         MASK_ROWS, NATURAL,
                     )  # fmt: skip
                     weights = power(scores, row_max[:, None], scale, NATURAL) * share[:, None]
@@ -206,10 +207,10 @@ def attention_forward_kernel(
                     at = v_base + key.to(tl.int64)[:, None] * stride_vs + some[None, :]
                     v = tl.load(at, mask=inside, other=0.0)
                     finite = tl.abs(v.to(tl.float32)) < float("inf")
-                    clean = dot(weights.to(v.dtype), tl.where(finite, v, 0.0), clean, PRECISION)
+                    clean = dot(narrow(weights, v), tl.where(finite, v, 0.0), clean, PRECISION)
                     seen = (visible & (scores == scores)).to(tl.float32).to(v.dtype)
                     other = (~finite).to(tl.float32).to(v.dtype)
                     spoilt = dot(seen, other, spoilt, PRECISION)
                 at = out_base + query.to(tl.int64)[:, None] * stride_ot + some[None, :]
                 inside = (query < queries)[:, None] & (some < DV)[None, :] & (spoilt == 0.0)
-                tl.store(at, clean.to(out_ptr.dtype.element_ty), mask=inside)
+                store(at, clean, inside)

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
+from .arithmetic import product, store
 from .attention import Problem
 from .attention_bwd_kernel import load_share
 from .philox import keep_tile
 from .runtime import launch
-from .tiles import load_rows, power, product, visible_scores
+from .tiles import load_rows, power, visible_scores
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -55,7 +56,7 @@ def attention_weights_kernel(
         mask_base = mask_ptr + b * stride_mb + h * stride_mh
     scores, visible = visible_scores(
         product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end, mask_base,
-        stride_mt, stride_ms, queries, keys, True, CAUSAL, MASK, MASK_ROWS, NATURAL,
+        stride_mt, stride_ms, queries, keys, True, False, CAUSAL, MASK, MASK_ROWS, NATURAL,
     )  # fmt: skip
     row = bh.to(tl.int64) * queries + query
     shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
@@ -68,7 +69,7 @@ def attention_weights_kernel(
     weights = tl.where(visible, weights, 0.0)
     inside = (query < queries)[:, None] & (key < keys)[None, :]
     at = weight_ptr + row[:, None] * keys + key[None, :]
-    tl.store(at, weights.to(weight_ptr.dtype.element_ty), mask=inside)
+    store(at, weights, inside)
 
 
 def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
@@ -76,9 +77,9 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
     q, k, mask = problem.query, problem.key, problem.mask
     batch, heads, queries, keys = problem.sizes
     weights = q.new_empty(problem.sizes)
-    if problem.empty:
-        return weights.zero_()
-    tile = config.attention_weights(problem.architecture, max(problem.head), problem.half)
+    tile = config.attention_weights(
+        problem.architecture, max(problem.head), problem.half, problem.heavy
+    )
     tiles = triton.cdiv(queries, tile.queries) * triton.cdiv(keys, tile.keys)
     launch(
         attention_weights_kernel,

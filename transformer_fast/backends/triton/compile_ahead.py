@@ -63,7 +63,10 @@ def _describe(launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    values = [*launch.args, *(launch.constants[p.name] for p in launch.kernel.params[len(launch.args) :])]
+    values = [
+        *launch.args,
+        *(launch.constants[p.name] for p in launch.kernel.params[len(launch.args) :]),
+    ]
     for index, (parameter, value) in enumerate(zip(launch.kernel.params, values, strict=True)):
         divisible = False
         if parameter.is_constexpr or value is None:
@@ -111,7 +114,9 @@ def disassemble(cubin: bytes) -> str:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         tool = triton.knobs.nvidia.nvdisasm.path
-        return subprocess.run([tool, "-c", str(path)], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [tool, "-c", str(path)], check=True, capture_output=True, text=True
+        ).stdout
 
 
 def compile_launch(launch: Launch, architecture: int) -> Compiled:

@@ -6,9 +6,10 @@ cases still take several of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ def use_architecture(architecture: int) -> Iterator[None]:
         _forced = before
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return max((a for a in ARCHITECTURES if a <= 10 * major + minor), default=ARCHITECTURES[0])
@@ -82,79 +83,178 @@ class AttentionTile(NamedTuple):
     stages: int
 
 
-#: Forward attention: {architecture: {largest head size: (half types, fp32)}}.
-_ATTENTION_FORWARD: dict[int, dict[int, tuple[AttentionTile, AttentionTile]]] = {
-    80: {
-        64: (AttentionTile(128, 64, 4, 3), AttentionTile(64, 32, 4, 2)),
-        128: (AttentionTile(128, 64, 8, 2), AttentionTile(64, 32, 8, 2)),
-        256: (AttentionTile(64, 32, 4, 2), AttentionTile(32, 16, 4, 2)),
-    },
+class _Row(NamedTuple):
+    """Tiles for head sizes up to ``head``: half types, the same with dropout or an additive mask
+    (which take registers), fp32."""
+
+    head: int
+    half: AttentionTile
+    heavy: AttentionTile
+    float: AttentionTile
+
+
+def _rows(*rows: str) -> tuple[_Row, ...]:
+    """Rows written as "head: half | heavy | float", a tile as queries x keys w warps s stages."""
+    found = []
+    for row in rows:
+        head, _, tiles = row.partition(":")
+        numbers = [tuple(map(int, re.findall(r"\d+", tile))) for tile in tiles.split("|")]
+        found.append(_Row(int(head), *(AttentionTile(*n) for n in numbers)))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+_FORWARD = {
+    80: _rows(
+        " 64: 128x64 w8 s3 |  64x64 w4 s3 | 32x32 w8 s2",
+        "128: 128x32 w8 s3 | 128x32 w8 s2 | 16x32 w8 s2",
+        "256:  64x64 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2",
+    ),
+    86: _rows(
+        " 64: 128x64 w8 s2 |  64x64 w4 s2 | 32x32 w8 s2",
+        "128: 128x32 w8 s2 | 128x32 w8 s2 | 16x32 w8 s2",
+        "256:  64x32 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2",
+    ),
+    90: _rows(
+        " 64: 128x64 w8 s3 | 128x64 w8 s3 | 32x32 w8 s2",
+        "128: 128x64 w8 s3 | 128x64 w8 s2 | 16x32 w8 s2",
+        "256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2",
+    ),
+    100: _rows(
+        " 64: 128x64 w4 s3 | 128x64 w8 s3 | 32x32 w8 s2",
+        "128: 128x64 w8 s3 | 128x64 w8 s2 | 16x32 w8 s2",
+        "256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2",
+    ),
+}
+_BACKWARD_QUERY = {
+    80: _rows(
+        " 64:  64x32 w4 s3 |  64x32 w4 s2 | 32x32 w4 s2",
+        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "256:  64x32 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2",
+    ),
+    86: _rows(
+        " 64:  64x32 w4 s3 |  64x32 w4 s2 | 32x32 w4 s2",
+        "128:  64x32 w4 s2 |  64x32 w4 s2 | 16x32 w8 s2",
+        "256:  32x32 w4 s2 |  32x32 w4 s2 | 16x16 w8 s2",
+    ),
+    90: _rows(
+        " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
+        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "256:  64x32 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
+    ),
+    100: _rows(
+        " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
+        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "256:  64x32 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
+    ),
+}
+_BACKWARD_KEY = {
+    80: _rows(
+        " 64:  32x64 w4 s3 |  32x64 w4 s2 | 32x32 w8 s2",
+        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x32 w8 s2",
+    ),
+    86: _rows(
+        " 64:  32x64 w4 s3 |  32x64 w4 s2 | 32x32 w8 s2",
+        "128:  32x64 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
+        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x16 w8 s2",
+    ),
+    90: _rows(
+        " 64:  64x64 w4 s2 |  32x64 w4 s2 | 32x32 w8 s2",
+        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "256:  16x64 w8 s2 |  16x32 w4 s2 | 16x32 w8 s2",
+    ),
+    100: _rows(
+        " 64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2",
+        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x32 w8 s2",
+    ),
+}
+_BIAS = {
+    80: _rows(
+        " 64:  64x32 w4 s2 |  64x32 w4 s2 | 32x32 w8 s2",
+        "128:  64x32 w8 s2 |  64x32 w8 s2 | 16x32 w8 s2",
+        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x16 w8 s2",
+    ),
+    90: _rows(
+        " 64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2",
+        "128:  64x32 w4 s2 |  64x32 w4 s2 | 16x32 w8 s2",
+        "256:  32x32 w4 s2 |  32x32 w8 s2 | 16x16 w8 s2",
+    ),
+}
+_WEIGHTS = {
+    80: _rows(
+        " 64:  64x64 w4 s1 |  64x64 w4 s1 | 32x32 w8 s1",
+        "128:  64x64 w4 s1 |  64x64 w4 s1 | 32x32 w8 s1",
+        "256:  64x64 w8 s1 |  64x64 w8 s1 | 16x32 w8 s1",
+    ),
 }
 
+_Table = dict[int, tuple[_Row, ...]]
+_ATTENTION: tuple[_Table, ...] = (_FORWARD, _BACKWARD_QUERY, _BACKWARD_KEY, _BIAS, _WEIGHTS)
 
-def attention_forward(architecture: int, head: int, half: bool) -> AttentionTile:
+
+def _table(table: _Table, architecture: int) -> tuple[_Row, ...]:
+    # Consumer Blackwell has the instructions and the shared memory of consumer Ampere.
+    wanted = 86 if architecture == 120 else architecture
+    return table[max(a for a in table if a <= wanted)]
+
+
+def _attention(
+    table: _Table, architecture: int, head: int, half: bool, heavy: bool
+) -> AttentionTile:
+    row = next(row for row in _table(table, architecture) if head <= row.head)
+    return row.float if not half else row.heavy if heavy else row.half
+
+
+def attention_forward(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
     if architecture == 0:
         return AttentionTile(16, 16, 4, 1)
-    table = _ATTENTION_FORWARD[80]
-    return table[next(size for size in table if head <= size)][0 if half else 1]
+    return _attention(_FORWARD, architecture, head, half, heavy)
 
 
-def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, int]:
-    """Queries and keys that one code of a mask covers: what every tile is a multiple of."""
+def attention_backward_query(
+    architecture: int, head: int, half: bool, heavy: bool
+) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 32, 4, 1)
+    return _attention(_BACKWARD_QUERY, architecture, head, half, heavy)
+
+
+def attention_backward_key(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(32, 16, 4, 1)
+    return _attention(_BACKWARD_KEY, architecture, head, half, heavy)
+
+
+def attention_bias(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 16, 4, 1)
+    return _attention(_BIAS, architecture, head, half, heavy)
+
+
+def attention_weights(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(16, 32, 4, 1)
+    return _attention(_WEIGHTS, architecture, head, half, heavy)
+
+
+def attention_granule(architecture: int, head: int, half: bool, heavy: bool) -> tuple[int, int]:
+    """Queries and keys that one code of a mask covers: what the tiles of all kernels are made of."""
     if architecture == 0:
         return 16, 16
-    return 16, 16
+    tables = (_FORWARD, _BACKWARD_QUERY, _BACKWARD_KEY)
+    tiles = [_attention(table, architecture, head, half, heavy) for table in tables]
+    return min(tile.queries for tile in tiles), min(tile.keys for tile in tiles)
 
 
 def lists_pay(architecture: int, places: int, mask_places: int, queries: int, tiles: int) -> bool:
+    """Whether to look at a mask of ``mask_places`` for tiles that ``places`` scores may skip.
+
+    It costs two launches and one more reading of the mask, so the mask should be shared.
+    """
     if architecture == 0:
         return tiles > 1
     return queries > 1 and tiles >= 8 and mask_places * 4 <= places
-
-
-def attention_backward_query(architecture: int, head: int, half: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 32, 4, 1)
-    return AttentionTile(64, 64, 4, 2)
-
-
-def attention_backward_key(architecture: int, head: int, half: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(32, 16, 4, 1)
-    return AttentionTile(64, 64, 4, 2)
-
-
-def attention_bias(architecture: int, head: int, half: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 16, 4, 1)
-    return AttentionTile(64, 64, 4, 2)
-
-
-class ProductTile(NamedTuple):
-    rows: int
-    columns: int
-    depth: int
-    group: int
-    warps: int
-    stages: int
-    descriptors: bool = False
-    slices: int = 1
-
-
-def matmul(architecture: int, rows: int, columns: int, half: bool) -> ProductTile:
-    if architecture == 0:
-        return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
-    if not half:
-        return ProductTile(64, 64, 32, 8, 4, 3)
-    if architecture in (90, 100):
-        return ProductTile(128, 128, 64, 8, 8, 4, True)
-    return ProductTile(128, 128, 32, 8, 8, 3)
-
-
-def attention_weights(architecture: int, head: int, half: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 32, 4, 1)
-    return AttentionTile(64, 64, 4, 1) if half else AttentionTile(32, 32, 4, 1)
 
 
 class DecodeTile(NamedTuple):
@@ -167,4 +267,31 @@ class DecodeTile(NamedTuple):
 def attention_decode(architecture: int, head: int, half: bool) -> DecodeTile:
     if architecture == 0:
         return DecodeTile(16, 16, 4, 1)
-    return DecodeTile(64, 256, 4, 3)
+    if not half:
+        return DecodeTile(32 if head <= 128 else 16, 256, 8, 2)
+    return DecodeTile(64 if head <= 128 else 32, 256, 4, 2 if architecture in (86, 120) else 3)
+
+
+class ProductTile(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    warps: int
+    stages: int
+    descriptors: bool = False  # load through tensor descriptors
+    slices: int = 1  # of the epilogue
+
+
+def matmul(architecture: int, rows: int, columns: int, half: bool) -> ProductTile:
+    if architecture == 0:
+        return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
+    if not half:
+        return ProductTile(64, 64, 32, 8, 8, 3, slices=2)
+    if rows <= 64:
+        return ProductTile(64, 64, 64, 8, 4, 3 if architecture in (86, 120) else 4, slices=2)
+    if architecture in (90, 100):
+        return ProductTile(128, 128, 64, 8, 8, 4, True, 4)
+    if architecture == 80:
+        return ProductTile(128, 128, 32, 8, 8, 4, slices=4)
+    return ProductTile(128, 128, 32, 8, 8, 3, slices=4)

@@ -35,13 +35,15 @@ def feed_forward_forward(
         weight1.t(),
         Epilogue(
             activation=code,
-            bias=bias1,
+            bias=None if bias1 is None else bias1.contiguous(),
             dropout=dropout_arguments(dropout_p),
             seed=seed,
             save_z=save and code != RELU,
         ),
     )
-    second = matmul(first.output, weight2.t(), Epilogue(bias=bias2))
+    second = matmul(
+        first.output, weight2.t(), Epilogue(bias=None if bias2 is None else bias2.contiguous())
+    )
     output = second.output.view(*input.shape[:-1], weight2.shape[0])
     if not save:
         return output, None

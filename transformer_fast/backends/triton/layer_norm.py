@@ -23,12 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
-from .philox import dropout_arguments, keep_elements, keep_tile
+from .arithmetic import narrow, store
+from .philox import dropout_arguments, keep_elements, keep_tile, seed_for
 from .runtime import launch, multiprocessors, with_unit_stride
-
-#: Longer rows do not fit in the registers of one program, forward and backward.
-MAX_COLUMNS = 16384
-MAX_COLUMNS_BACKWARD = 8192
 
 
 @triton.jit
@@ -81,10 +78,11 @@ def layer_norm_forward_kernel(
         x = tl.where(keep, x * keep_scale, 0.0)
     if residual_ptr is not None:
         at = residual_ptr + row[:, None] * stride_residual + column[None, :]
-        x += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + place, rounded, mask=inside)
+        residual = tl.load(at, mask=inside, other=0.0)
+        x += residual.to(tl.float32)
         # The statistics are those of the sum that is returned, and that the backward reads.
+        rounded = narrow(x, residual)
+        tl.store(sum_ptr + place, rounded, mask=inside)
         x = rounded.to(tl.float32)
     mean = tl.sum(x, 1) / COLUMNS
     centred = tl.where((column < COLUMNS)[None, :], x - mean[:, None], 0.0)
@@ -97,7 +95,7 @@ def layer_norm_forward_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0)
         y += bias.to(tl.float32)[None, :]
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    store(y_ptr + place, y, inside)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
@@ -160,11 +158,11 @@ def layer_norm_backward_kernel(
         if dsum_ptr is not None:
             at = row[:, None] * stride_dsum + column[None, :]
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        store(dx_ptr + place, dx, inside)
         if DROPOUT_COLUMNS:
             keep = _keep(seed, row, limit, COLUMNS, BLOCK_COLUMNS, DROPOUT_COLUMNS)
             dinput = tl.where(keep, dx * keep_scale, 0.0)
-            tl.store(dinput_ptr + place, dinput.to(dinput_ptr.dtype.element_ty), mask=inside)
+            store(dinput_ptr + place, dinput, inside)
     if partial_ptr is not None:
         at = partial_ptr + program.to(tl.int64) * COLUMNS + column
         tl.store(at, tl.sum(dweight, 0), mask=in_row)
@@ -194,10 +192,10 @@ def column_sum_kernel(
     result = tl.sum(total, 0)
     if first_ptr is not None:
         at = first_ptr + column
-        tl.store(at, result.to(first_ptr.dtype.element_ty), mask=(column < columns) & (which == 0))
+        store(at, result, (column < columns) & (which == 0))
     if second_ptr is not None:
         at = second_ptr + column
-        tl.store(at, result.to(second_ptr.dtype.element_ty), mask=(column < columns) & (which == 1))
+        store(at, result, (column < columns) & (which == 1))
 
 
 def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
@@ -241,11 +239,9 @@ def _forward(
     columns = math.prod(normalized_shape)
     output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     total = None if residual is None else torch.empty_like(output)
-    rows = input.numel() // columns if columns else 0
+    rows = input.numel() // columns
     mean = torch.empty(rows, dtype=torch.float32, device=input.device)
     rstd = torch.empty_like(mean)
-    if rows == 0:
-        return output, total, mean, rstd
     x = _as_rows(input, columns)
     r = None if residual is None else _as_rows(residual, columns)
     drop = dropout_arguments(dropout_p)
@@ -261,7 +257,7 @@ def _forward(
         total,
         mean,
         rstd,
-        seed if drop.active else None,
+        seed_for(drop, seed, input.device),
         x.stride(0),
         0 if r is None else r.stride(0),
         rows,
@@ -292,19 +288,18 @@ def _backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     columns = math.prod(normalized_shape)
-    rows = x.numel() // columns if columns else 0
+    rows = x.numel() // columns
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     drop = dropout_arguments(dropout_p)
     grad_input = torch.empty_like(grad_x) if drop.active else grad_x
     kind = x.dtype if weight is None else weight.dtype
     shape = tuple(normalized_shape)
-    if rows == 0:
-        zeros = x.new_zeros(shape, dtype=kind)
-        return grad_input, grad_x, zeros if need_weight else None, zeros if need_bias else None
     grad_weight = x.new_empty(shape, dtype=kind) if need_weight else None
     grad_bias = x.new_empty(shape, dtype=kind) if need_bias else None
     tile = config.layer_norm_backward(columns, x.element_size())
-    programs = min(triton.cdiv(rows, tile.rows), tile.per_multiprocessor * multiprocessors(x.device))
+    programs = min(
+        triton.cdiv(rows, tile.rows), tile.per_multiprocessor * multiprocessors(x.device)
+    )
     partial = None
     if need_weight or need_bias:
         partial = torch.empty((2, programs, columns), dtype=torch.float32, device=x.device)
@@ -319,7 +314,7 @@ def _backward(
         _vector(weight),
         mean,
         rstd,
-        seed if drop.active else None,
+        seed_for(drop, seed, x.device),
         grad_x,
         grad_input if drop.active else None,
         partial,
@@ -366,7 +361,17 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias."""
     return _backward(
-        grad_output, None, input, normalized_shape, weight, mean, rstd, 0.0, None, need_weight, need_bias
+        grad_output,
+        None,
+        input,
+        normalized_shape,
+        weight,
+        mean,
+        rstd,
+        0.0,
+        None,
+        need_weight,
+        need_bias,
     )[1:]
 
 

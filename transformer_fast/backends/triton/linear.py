@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import CODES, NONE, RELU, activation_slope
+from .activation import CODES, NONE, activation_slope
+from .arithmetic import store
 from .matmul import Epilogue, matmul
 from .runtime import launch, with_unit_stride
 
@@ -19,7 +20,7 @@ from .runtime import launch, with_unit_stride
 @triton.jit
 def activation_backward_kernel(
     dy_ptr,  # (M, N)
-    saved_ptr,  # (M, N): z, or the output of relu
+    z_ptr,  # (M, N): what the activation was applied to
     dz_ptr,  # (M, N)
     sum_ptr,  # (tiles of M, N) fp32 or None
     rows,
@@ -36,9 +37,9 @@ def activation_backward_kernel(
     inside = (m < rows)[:, None] & (n < columns)[None, :]
     place = m[:, None] * columns + n[None, :]
     dy = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    saved = tl.load(saved_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    dz = dy * activation_slope(saved, ACTIVATION)
-    tl.store(dz_ptr + place, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+    z = tl.load(z_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    dz = dy * activation_slope(z, ACTIVATION)
+    store(dz_ptr + place, dz, inside)
     if sum_ptr is not None:
         at = sum_ptr + tile_m.to(tl.int64) * columns + n
         tl.store(at, tl.sum(tl.where(inside, dz, 0.0), 0), mask=n < columns)
@@ -57,33 +58,22 @@ def linear_forward(
     residual: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, saved): ``saved`` is what the backward needs of the activation, if ``save``."""
+    """(output, z): z is what the activation was applied to, if ``save`` and there is one."""
     shape = (*input.shape[:-1], weight.shape[0])
-    code = CODES[activation]
-    if 0 in shape or weight.shape[1] == 0:
-        z = input.new_zeros(shape) if bias is None else bias.expand(shape).contiguous()
-        return _small_linear(z, activation, residual, save)
-    keep_z = save and code != NONE and (code != RELU or residual is not None)
     if residual is not None:
-        residual = residual.expand(shape).reshape(-1, shape[-1]).contiguous()
+        residual = residual.reshape(-1, shape[-1]).contiguous()
+    code = CODES[activation]
     result = matmul(
         as_matrix(input),
         weight.t(),
-        Epilogue(activation=code, bias=bias, residual=residual, save_z=keep_z),
+        Epilogue(
+            activation=code,
+            bias=None if bias is None else bias.contiguous(),
+            residual=residual,
+            save_z=save and code != NONE,
+        ),
     )
-    saved = result.z
-    if save and code == RELU and residual is None:
-        saved = result.output
-    return result.output.view(shape), saved
-
-
-def _small_linear(
-    z: Tensor, activation: str | None, residual: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor | None]:
-    from ...reference.linear import activate
-
-    output = activate(z, activation)
-    return output if residual is None else output + residual, z if save and activation else None
+    return result.output.view(shape), result.z
 
 
 def linear_backward(
@@ -91,7 +81,7 @@ def linear_backward(
     input: Tensor,
     weight: Tensor,
     activation: str | None,
-    saved: Tensor | None,
+    z: Tensor | None,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
@@ -101,9 +91,9 @@ def linear_backward(
     grad = grad_output.reshape(-1, columns)
     x = input.reshape(-1, weight.shape[1])
     grad_bias = None
-    if activation is not None and grad.numel():
-        assert saved is not None
-        grad, sums = _activation_backward(grad, saved, CODES[activation], need_bias)
+    if activation is not None:
+        assert z is not None
+        grad, sums = _activation_backward(grad, z, CODES[activation], need_bias)
         grad_bias = None if sums is None else sums.to(weight.dtype)
     elif need_bias:
         grad_bias = grad.sum(0)
@@ -115,9 +105,9 @@ def linear_backward(
 
 
 def _activation_backward(
-    grad: Tensor, saved: Tensor, code: int, need_sums: bool
+    grad: Tensor, z: Tensor, code: int, need_sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    grad, saved = grad.contiguous(), saved.reshape(grad.shape).contiguous()
+    grad, z = grad.contiguous(), z.reshape(grad.shape).contiguous()
     rows, columns = grad.shape
     block_m, block_n = 64, 64
     down = triton.cdiv(rows, block_m)
@@ -129,7 +119,7 @@ def _activation_backward(
         activation_backward_kernel,
         (down * triton.cdiv(columns, block_n),),
         grad,
-        saved,
+        z,
         result,
         sums,
         rows,

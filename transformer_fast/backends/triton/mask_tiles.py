@@ -146,7 +146,9 @@ def tile_list_kernel(
                 # A dimension that the mask does not depend on has one granule, and stride 0.
                 inside = (other < others) & ((gt < granules_t) | (stride_t == 0))
                 inside = inside & ((gs < granules_s) | (stride_s == 0))
-                code = tl.load(base + gt * stride_t + gs * stride_s, mask=inside, other=0).to(tl.int32)
+                code = tl.load(base + gt * stride_t + gs * stride_s, mask=inside, other=0).to(
+                    tl.int32
+                )
                 some = tl.maximum(some, tl.minimum(code, 1))
                 every = tl.where(inside & (code < 2), 0, every)
         first_t, first_s = tile_t * BLOCK_T, tile_s * BLOCK_S

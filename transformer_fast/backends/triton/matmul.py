@@ -24,10 +24,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config
-from .activation import NONE, activate, activation_slope
-from .philox import Dropout, keep_tile
+from .activation import NONE, RELU, activate, activation_slope
+from .arithmetic import dot, store
+from .philox import Dropout, keep_tile, seed_for
 from .runtime import dot_precision, launch, multiprocessors
-from .tiles import dot
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _epilogue_slice(
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
     if z_ptr is not None:
-        tl.store(z_ptr + place, total.to(z_ptr.dtype.element_ty), mask=inside)
+        store(z_ptr + place, total, inside)
     if DROPOUT:
         keep = keep_tile(tl.load(seed_ptr), m.to(tl.int64), first_n, limit, total.shape[1])
     if BACKWARD:
@@ -56,7 +56,7 @@ def _epilogue_slice(
             hidden = activate(saved, ACTIVATION)
             if DROPOUT:
                 hidden = tl.where(keep, hidden * keep_scale, 0.0)
-            tl.store(hidden_ptr + place, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
+            store(hidden_ptr + place, hidden, inside)
         if sum_ptr is not None:
             column_sum = tl.sum(tl.where(inside, total, 0.0), 0)
             tl.store(sum_ptr + tile_m.to(tl.int64) * columns + n, column_sum, mask=n < columns)
@@ -66,7 +66,7 @@ def _epilogue_slice(
             total = tl.where(keep, total * keep_scale, 0.0)
         if residual_ptr is not None:
             total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(c_ptr + place, total.to(c_ptr.dtype.element_ty), mask=inside)
+    store(c_ptr + place, total, inside)
 
 
 @triton.jit
@@ -99,7 +99,9 @@ def _epilogue(
 
 
 @triton.jit
-def _tile_at(number, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def _tile_at(
+    number, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
+):
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     group = number // (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
@@ -199,6 +201,11 @@ class Epilogue(NamedTuple):
     make_hidden: bool = False
     make_sums: bool = False
 
+    @property
+    def heavy(self) -> bool:
+        """Whether it needs registers beyond those of a bias and a relu."""
+        return self.backward or self.dropout.active or self.activation not in (NONE, RELU)
+
 
 class Result(NamedTuple):
     output: Tensor
@@ -238,7 +245,7 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
         z,
         hidden,
         sums,
-        epilogue.seed if epilogue.dropout.active else None,
+        seed_for(epilogue.dropout, epilogue.seed, a.device),
         output,
     )
     sizes = (rows, columns, depth, epilogue.dropout.limit, epilogue.dropout.scale)
@@ -250,7 +257,7 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
         "ACTIVATION": epilogue.activation,
         "DROPOUT": epilogue.dropout.active,
         "BACKWARD": epilogue.backward,
-        "SLICES": tile.slices if epilogue.backward or epilogue.dropout.active else 1,
+        "SLICES": tile.slices if epilogue.heavy else 1,
         "PRECISION": dot_precision(a.dtype),
     }
     sideways = b.stride(0) == 1 and b.stride(1) != 1

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 class Dropout(NamedTuple):
@@ -36,6 +38,15 @@ def dropout_arguments(p: float) -> Dropout:
         limit - 2**32 if limit >= 2**31 else limit,
         1.0 / (1.0 - p) if p < 1.0 else 0.0,
     )
+
+
+def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Tensor | None:
+    """The seed as kernels read it; with p = 1 none is drawn, and any will do."""
+    if not dropout.active:
+        return None
+    if seed is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return seed if seed.device == device else seed.to(device)
 
 
 @triton.jit

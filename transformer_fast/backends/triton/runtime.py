@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ def launch(
         kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Number of streaming multiprocessors; small off the GPU, so that loops are exercised."""
     if device.type == "cuda":

@@ -3,10 +3,10 @@
 A place (t, s) is visible if s is below the key length, if causal s <= t, if a bool mask is True and
 if an additive mask is not -inf there. Hidden scores are -inf.
 
-Scores come in one of two units. With an additive mask (or a scale <= 0) they are natural: scaled,
-mask added, so that finfo.min in a mask stays finite. Otherwise they are bare products of q and k; the
-scale the kernels are given then holds log2(e) too, is positive, and is applied together with the
-subtraction of the maximum.
+Scores come in one of two units. Natural ones are scaled and have the mask added, so that finfo.min in
+a mask stays finite; they serve additive masks, scales <= 0 and fp32. The others are bare products of q
+and k; the scale the kernels are given then holds log2(e) too, is positive, and is applied together
+with the subtraction of the maximum.
 """
 
 from __future__ import annotations
@@ -14,36 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .runtime import INTERPRETED
+from .arithmetic import store
 
 LOG2E = 1.4426950408889634
 
-# The interpreter multiplies the bit patterns of bf16; an exact product in fp32 is what hardware does.
-_UPCAST: tl.constexpr = tl.constexpr(INTERPRETED)
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 NO_MASK = 0
 BOOL_MASK = 1
 FLOAT_MASK = 2
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
-
-
-@triton.jit
-def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """a @ b + accumulator in fp32."""
-    if _UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, accumulator, input_precision=PRECISION)
-
-
-@triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """a @ b in fp32."""
-    if _UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -81,7 +61,7 @@ def store_rows(
 ):
     at = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     inside = (rows < row_limit)[:, None] & (columns < COLUMN_LIMIT)[None, :]
-    tl.store(at, value.to(base.dtype.element_ty), mask=inside)
+    store(at, value, inside)
 
 
 @triton.jit
@@ -117,6 +97,7 @@ def visible_scores(
     query_limit,
     key_limit,
     BOUNDED: tl.constexpr,
+    BOUND_QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
@@ -125,7 +106,7 @@ def visible_scores(
     """(scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
 
     Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. MASK_ROWS is False
-    where the mask does not depend on the query, BOUNDED is False where all keys are below ``key_end``.
+    where the mask does not depend on the query, BOUNDED is False where all keys are below ``key_end``. With BOUND_QUERIES what is beyond the last query counts as hidden: for sums over queries.
     """
     # The comparison with itself is a True of the right shape, which costs nothing.
     visible = keys == keys
@@ -133,6 +114,8 @@ def visible_scores(
         visible = keys < key_end
     if CAUSAL:
         visible = visible & (keys <= queries)
+    if BOUND_QUERIES:
+        visible = visible & (queries < query_limit)
     scores = qk
     if NATURAL:
         scores = qk * scale
@@ -175,4 +158,4 @@ def tile_number(
 @triton.jit
 def any_not_finite(x):
     """Whether any element is NaN or infinite."""
-    return tl.max(tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1), 0) > 0
+    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, None) > 0

@@ -1,0 +1,132 @@
+"""The calls whose kernels are compiled ahead: each kernel, dtype and class of sizes once.
+
+They are made with meta tensors, through the same launchers as real calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import config
+from .attention import attention_forward, make_problem
+from .attention_bwd import attention_backward
+from .attention_weights import attention_weights
+from .feed_forward import feed_forward_backward, feed_forward_forward
+from .layer_norm import add_layer_norm_backward, add_layer_norm_forward
+from .linear import linear_backward, linear_forward
+from .runtime import Launch, record_launches
+
+HEADS = (64, 128, 256)
+COLUMNS = (512, 1024, 4096, 8192)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Case(NamedTuple):
+    """A call, by name, and what makes it."""
+
+    name: str
+    run: Callable[[], Any]
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(
+    head: int,
+    dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    mask: torch.dtype | None = None,
+    lengths: bool = False,
+    dropout_p: float = 0.0,
+    queries: int = 2048,
+    weights: bool = False,
+) -> None:
+    q = _meta(4, 8, queries, head, dtype=dtype)
+    k = _meta(4, 4, 2048, head, dtype=dtype)
+    attn_mask = None if mask is None else _meta(1, 8, queries, 2048, dtype=mask)
+    seed = _meta(dtype=torch.int64) if dropout_p else None
+    key_lengths = _meta(4, dtype=torch.int64) if lengths else None
+    arguments = (q, k, k, attn_mask, key_lengths, causal, 0.125, dropout_p, seed)
+    output, shift, norm = attention_forward(*arguments)
+    if weights:
+        attention_weights(make_problem(*arguments), shift, norm)
+    if queries > 1:
+        learned = attn_mask is not None and attn_mask.is_floating_point()
+        attention_backward(output, None, *arguments, output, None, shift, norm, learned)
+
+
+def _layer_norm(columns: int, dtype: torch.dtype, dropout_p: float) -> None:
+    x, weight = _meta(8192, columns, dtype=dtype), _meta(columns, dtype=dtype)
+    seed = _meta(dtype=torch.int64) if dropout_p else None
+    shape = (columns,)
+    y, total, mean, rstd = add_layer_norm_forward(x, x, shape, weight, weight, 1e-5, dropout_p, seed)
+    add_layer_norm_backward(y, total, total, shape, weight, mean, rstd, dropout_p, seed, True, True)
+
+
+def _feed_forward(dtype: torch.dtype, activation: str, dropout_p: float, rows: int = 4096) -> None:
+    x = _meta(rows, 1024, dtype=dtype)
+    weight1, bias1 = _meta(4096, 1024, dtype=dtype), _meta(4096, dtype=dtype)
+    weight2, bias2 = _meta(1024, 4096, dtype=dtype), _meta(1024, dtype=dtype)
+    seed = _meta(dtype=torch.int64) if dropout_p else None
+    y, saved = feed_forward_forward(
+        x, weight1, bias1, weight2, bias2, activation, dropout_p, seed, True
+    )
+    assert saved is not None
+    feed_forward_backward(
+        y, x, weight1, weight2, activation, dropout_p, seed, saved, True, True, True
+    )
+
+
+def _linear(dtype: torch.dtype) -> None:
+    x, weight = _meta(4096, 1000, dtype=dtype), _meta(1024, 1000, dtype=dtype)
+    residual = _meta(4096, 1024, dtype=dtype)
+    y, z = linear_forward(x, weight, residual[0], "gelu", residual, True)
+    linear_backward(y, x, weight, "gelu", z, True, True, True)
+
+
+def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Case:
+    return Case(name, lambda: function(*args, **kwargs))
+
+
+def cases() -> Iterator[Case]:
+    """Every call; its kernels depend on the architecture."""
+    for dtype in DTYPES:
+        kind = str(dtype).removeprefix("torch.")
+        for head in HEADS:
+            at = f"attention {kind} head {head}"
+            yield _named(at, _attention, head, dtype)
+            yield _named(f"{at} causal, weights", _attention, head, dtype, causal=True, weights=True)
+            yield _named(f"{at} bool mask", _attention, head, dtype, mask=torch.bool)
+            yield _named(
+                f"{at} float mask, lengths, causal, dropout",
+                _attention,
+                head,
+                dtype,
+                mask=dtype,
+                lengths=True,
+                causal=True,
+                dropout_p=0.1,
+            )
+            yield _named(f"{at} one query", _attention, head, dtype, queries=1, lengths=True)
+        for columns in COLUMNS:
+            at = f"layer_norm {kind} columns {columns}"
+            yield _named(at, _layer_norm, columns, dtype, 0.0)
+            yield _named(f"{at} dropout", _layer_norm, columns, dtype, 0.1)
+        at = f"feed_forward {kind}"
+        yield _named(f"{at} relu, dropout", _feed_forward, dtype, "relu", 0.1)
+        yield _named(f"{at} gelu, dropout", _feed_forward, dtype, "gelu", 0.1)
+        yield _named(f"{at} few rows", _feed_forward, dtype, "silu", 0.0, rows=16)
+        yield _named(f"linear {kind} odd sizes", _linear, dtype)
+
+
+def launches(case: Case, architecture: int) -> list[Launch]:
+    """The launches of a call on an architecture."""
+    with config.use_architecture(architecture), record_launches() as found:
+        case.run()
+    return found

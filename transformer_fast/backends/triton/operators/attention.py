@@ -1,0 +1,206 @@
+"""attention on Triton."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .... import reference
+from ....autograd import Attention, needs_function, register
+from .define import absent, define, given
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    need_weights: bool,
+) -> tuple[Tensor, ...]:
+    from ..attention import attention_forward, make_problem
+    from ..attention_weights import attention_weights
+
+    arguments = (query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed)
+    output, shift, norm = attention_forward(*arguments)
+    weights = absent(query)
+    if need_weights:
+        weights = attention_weights(make_problem(*arguments), shift, norm)
+    return output, weights, shift, norm
+
+
+def _like_heads(query: Tensor, size: int) -> Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, size)).transpose(1, 2)
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    need_weights: bool,
+) -> tuple[Tensor, ...]:
+    batch, heads, length, _ = query.shape
+    shift = query.new_empty((batch, heads, length), dtype=torch.float32)
+    weights = absent(query)
+    if need_weights:
+        weights = query.new_empty((batch, heads, length, key.shape[2]))
+    return _like_heads(query, value.shape[-1]), weights, shift, torch.empty_like(shift)
+
+
+def _run_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    shift: Tensor,
+    norm: Tensor,
+    need_mask: bool,
+) -> tuple[Tensor, ...]:
+    from ..attention_bwd import attention_backward
+
+    dquery, dkey, dvalue, dmask = attention_backward(
+        grad,
+        grad_weights,
+        query,
+        key,
+        value,
+        attn_mask,
+        key_lengths,
+        is_causal,
+        scale,
+        dropout_p,
+        seed,
+        output,
+        weights,
+        shift,
+        norm,
+        need_mask,
+    )
+    return dquery, dkey, dvalue, given(dmask, query)
+
+
+def _fake_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    shift: Tensor,
+    norm: Tensor,
+    need_mask: bool,
+) -> tuple[Tensor, ...]:
+    dmask = absent(query)
+    if need_mask:
+        assert attn_mask is not None
+        dmask = attn_mask.new_empty(attn_mask.shape)
+    return (
+        _like_heads(query, query.shape[-1]),
+        _like_heads(key, key.shape[-1]),
+        _like_heads(value, value.shape[-1]),
+        dmask,
+    )
+
+
+_forward = define(
+    "triton_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask,"
+    " Tensor? key_lengths, bool is_causal, float scale, float dropout_p, Tensor? seed,"
+    " bool need_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+)
+_backward = define(
+    "triton_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key,"
+    " Tensor value, Tensor? attn_mask, Tensor? key_lengths, bool is_causal, float scale,"
+    " float dropout_p, Tensor? seed, Tensor output, Tensor? weights, Tensor shift, Tensor norm,"
+    " bool need_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+
+
+def _attention_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    shift: Tensor,
+    norm: Tensor,
+    wants: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return _backward(  # type: ignore[no-any-return]
+        grad, grad_weights, query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p,
+        seed, output, weights, shift, norm, wants[3],
+    )  # fmt: skip
+
+
+register("attention", "triton", _forward, _attention_backward)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    enable_gqa: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if query.numel() == 0 or value.numel() == 0:
+        return reference.attention(
+            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+            enable_gqa, need_weights,
+        )  # fmt: skip
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    arguments = (
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights
+    )  # fmt: skip
+    if needs_function(query, key, value, attn_mask):
+        output, weights, _, _ = Attention.apply("triton", *arguments)  # type: ignore[no-untyped-call]
+    else:
+        output, weights, _, _ = _forward(*arguments)
+    return output, weights if need_weights else None

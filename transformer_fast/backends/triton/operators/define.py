@@ -1,0 +1,46 @@
+"""Definition of operators."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("transformer_fast", "FRAGMENT")
+_RUNTIME = __name__.rpartition(".operators.")[0] + ".runtime"
+
+
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define the operator ``triton_...`` of that schema; what is returned calls it.
+
+    While launches are recorded (`runtime.record_launches`) the implementation itself is called, for
+    torch would answer meta tensors with the fake.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    for place in ("CUDA", "CPU"):
+        _library.impl(name, implementation, place)
+    torch.library.register_fake(f"transformer_fast::{name}", fake, lib=_library)
+    overload = getattr(torch.ops.transformer_fast, name).default
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*arguments)
+        runtime = sys.modules.get(_RUNTIME)
+        if runtime is not None and runtime.recording():
+            return implementation(*arguments)
+        return overload(*arguments)
+
+    return call
+
+
+def absent(like: Tensor) -> Tensor:
+    """Stands for a result that was not asked for."""
+    return like.new_empty((0,))
+
+
+def given(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return absent(like) if tensor is None else tensor
