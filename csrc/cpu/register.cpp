@@ -9,6 +9,7 @@
 #include "cpu/attention_host.h"
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_host.h"
+#include "cpu/half_ops.h"
 #include "cpu/host.h"
 #include "cpu/layer_norm_kernel.h"
 #include "cpu/linear_host.h"
@@ -22,6 +23,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
                                                       int64_t normalized, double eps,
                                                       double dropout_p,
                                                       std::optional<Tensor> seed) {
+  if (is_half(input))
+    return half::layer_norm(input, residual, weight, bias, normalized, eps, dropout_p, seed);
   check_float("layer_norm", "input", input);
   STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
                   "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
@@ -131,6 +134,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor va
 }
 
 Tensor pack_weight(Tensor weight) {
+  if (is_half(weight)) return half::pack_weight(weight);
   check_float("pack_weight", "weight", weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
   const int64_t size = TF_DISPATCH(packed_size, weight.size(0), weight.size(1)) + kPackedTail;
@@ -174,6 +178,7 @@ Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
 
 Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed, std::optional<Tensor> bias,
               std::optional<Tensor> residual, int64_t activation) {
+  if (is_half(input)) return half::linear(input, weight, packed, bias, residual, activation);
   return linear_keeping(input, weight, packed, bias, residual, activation, nullptr);
 }
 
@@ -191,6 +196,8 @@ std::tuple<Tensor, Tensor> linear_with_preactivation(Tensor input, Tensor weight
 Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
                     std::optional<Tensor> bias1, Tensor weight2, std::optional<Tensor> packed2,
                     std::optional<Tensor> bias2, int64_t activation) {
+  if (is_half(input))
+    return half::feed_forward(input, weight1, packed1, bias1, weight2, packed2, bias2, activation);
   const char* op = "feed_forward";
   check_float(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");

@@ -1,0 +1,173 @@
+// Products of bfloat16 matrices on AMX tiles (Intel SDM volume 1, chapter 18): C (m x kPanel) = A B
+// in fp32. A lies as tiles of 16 rows x 32 values, B in panels of pairs (bf16_pairs.h). Two by two
+// accumulators share two tiles of A and two of B, so that every tile that is loaded is used twice.
+#pragma once
+
+#include "cpu/bf16_pairs.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Palette 1, all eight tiles 16 rows of 64 bytes.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+// Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
+constexpr TileConfig kTileConfig;
+
+// Tile loads are opaque to GCC: what they read must have been stored before.
+TF_INLINE void order_memory() { asm volatile("" ::: "memory"); }
+
+class TileProduct {
+ public:
+  using Operand = BFloat16;
+  // Depth that stays in the first-level cache as a panel (16 KiB) beside the rows passing by.
+  static constexpr long kChain = 256;
+
+  static void enter() { _tile_loadconfig(&kTileConfig); }
+  static void leave() { _tile_release(); }
+
+  static long panel_size(long k) { return kPanel * pair_depth(k); }
+  static long block_size(long rows, long k) { return round_up(rows, kTile) * pair_depth(k); }
+
+  // Where the kPanel values of A from `column` on (a multiple of kPanel) of a row stand.
+  static Operand* chunk(Operand* block, long k, long row, long column) {
+    return block + row / kTile * kTile * pair_depth(k) + column * kTile + row % kTile * kPanel;
+  }
+  static void put(Operand* chunk, Vec low, Vec high) { store_rounded(chunk, low, high); }
+  static float value(const Operand* operand) { return load_one(operand); }
+  static float element(const Operand* panel, long k, long column) {
+    return load_one(panel + k / 2 * 2 * kPanel + column * 2 + k % 2);
+  }
+
+  static void fill(const BFloat16* from, long stride, long rows, long k, Operand* block) {
+    for (long i = 0; i < rows; ++i)
+      for (long p = 0; p < k; p += kPanel)
+        _mm512_storeu_si512(chunk(block, k, i, p), load_values(from + i * stride + p, k - p));
+  }
+
+  static void pack_rows(const BFloat16* rows, long stride, long count, long k, Operand* panel) {
+    pack_pair_rows(rows, stride, count, k, panel);
+  }
+  static void pack_columns(const BFloat16* rows, long stride, long columns, long k,
+                           Operand* panel) {
+    pack_pair_columns(rows, stride, columns, k, panel);
+  }
+
+  // Calls sink(row, low, high) with each row of C = A B, in order. A row goes to the sink while the
+  // tiles are busy with the next ones. Meanwhile what follows the panel is fetched, `next` at last.
+  template <class Sink>
+  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
+                       const Operand* next, float* buffer, const Sink& sink) {
+    const long depth = pair_depth(k);
+    if (depth == 0) {
+      for (long i = 0; i < rows; ++i) sink(i, zero(), zero());
+      return;
+    }
+    const long pairs = (rows + kPair - 1) / kPair;
+    const auto sums = [&](long pair) {
+      return buffer + kPair * kPanel * (depth > kChain ? pair : pair % 2);
+    };
+    order_memory();
+    for (long p = 0; p < depth; p += kChain) {
+      const long steps = least(kChain, depth - p) / kPairDepth;
+      const bool last = p + kChain >= depth;
+      const char* ahead =
+          reinterpret_cast<const char*>(last ? next : panel + (p + kChain) * kPanel);
+      const long lines = (kPairDepth + pairs - 1) / pairs;  // to fetch at each step
+      for (long pair = 0; pair < pairs; ++pair) {
+        long done = (pair - 1) * kPair;
+        const float* c = sums(pair > 0 ? pair - 1 : 0);
+        const auto meanwhile = [&](long step) __attribute__((always_inline)) {
+          for (long line = 0; line < lines; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+          if (!last || pair == 0) return;
+          for (const long until = (pair - 1) * kPair + (step + 1) * kPair / steps; done < until;
+               ++done, c += kPanel)
+            sink(done, load(c), load(c + kLanes));
+        };
+        multiply_pair(block + pair * kPair * depth + p * kTile, depth, rows - pair * kPair,
+                      panel + p * kPanel, steps, p > 0, sums(pair), kPanel, meanwhile);
+      }
+    }
+    const float* c = sums(pairs - 1);
+    for (long i = (pairs - 1) * kPair; i < rows; ++i, c += kPanel)
+      sink(i, load(c), load(c + kLanes));
+  }
+  // Floats that multiply() wants as `buffer`.
+  static long buffer_size(long rows) { return round_up(rows, kPair) * kPanel; }
+
+  // C = A B, or C += A B, for a shallow A: C has round_up(rows, 16) rows, c_stride apart.
+  static void multiply_to(const Operand* block, long rows, long k, const Operand* panel,
+                          const Operand*, bool accumulate, float* c, long c_stride) {
+    const long depth = pair_depth(k);
+    order_memory();
+    for (long i = 0; i < rows; i += kPair)
+      multiply_pair(block + i * depth, depth, rows - i, panel, depth / kPairDepth, accumulate,
+                    c + i * c_stride, c_stride, [](long) {});
+  }
+
+ private:
+  static constexpr long kTile = 16, kPair = 32;
+
+  // Two tiles of rows, or one where no more are left.
+  template <class Meanwhile>
+  TF_INLINE static void multiply_pair(const Operand* a, long depth, long left, const Operand* b,
+                                      long steps, bool accumulate, float* c, long c_stride,
+                                      const Meanwhile& meanwhile) {
+    constexpr long kRow = kPanel * sizeof(Operand), kPairRow = 2 * kPanel * sizeof(Operand);
+    const long c_row = c_stride * static_cast<long>(sizeof(float));
+    const Operand* a1 = a + kTile * depth;
+    float* c1 = c + kTile * c_stride;
+    const bool two = left > kTile;
+    if (accumulate) {
+      _tile_loadd(0, c, c_row);
+      _tile_loadd(1, c + kLanes, c_row);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+    }
+    if (!two) {
+      for (long step = 0; step < steps; ++step) {
+        _tile_loadd(4, a, kRow);
+        _tile_loadd(6, b, kPairRow);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + kPanel, kPairRow);
+        _tile_dpbf16ps(1, 4, 7);
+        meanwhile(step);
+        a += kTile * kPairDepth;
+        b += kPanel * kPairDepth;
+      }
+    } else {
+      if (accumulate) {
+        _tile_loadd(2, c1, c_row);
+        _tile_loadd(3, c1 + kLanes, c_row);
+      } else {
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (long step = 0; step < steps; ++step) {
+        _tile_loadd(6, b, kPairRow);
+        _tile_loadd(4, a, kRow);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + kPanel, kPairRow);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a1, kRow);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        meanwhile(step);
+        a += kTile * kPairDepth;
+        a1 += kTile * kPairDepth;
+        b += kPanel * kPairDepth;
+      }
+      _tile_stored(2, c1, c_row);
+      _tile_stored(3, c1 + kLanes, c_row);
+    }
+    _tile_stored(0, c, c_row);
+    _tile_stored(1, c + kLanes, c_row);
+  }
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

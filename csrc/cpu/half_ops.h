@@ -1,0 +1,40 @@
+// The operators for bfloat16 and float16 (register_half.cpp). They take what the operators of the
+// same names in register.cpp take, and are called by those.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <tuple>
+
+namespace tf {
+
+inline bool is_half(const torch::stable::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == torch::headeronly::ScalarType::BFloat16 ||
+         type == torch::headeronly::ScalarType::Half;
+}
+
+namespace half {
+
+using torch::stable::Tensor;
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
+    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, int64_t normalized, double eps, double dropout_p,
+    const std::optional<Tensor>& seed);
+
+Tensor pack_weight(const Tensor& weight);
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+              int64_t activation);
+
+Tensor feed_forward(const Tensor& input, const Tensor& weight1,
+                    const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
+                    const Tensor& weight2, const std::optional<Tensor>& packed2,
+                    const std::optional<Tensor>& bias2, int64_t activation);
+
+}  // namespace half
+}  // namespace tf

@@ -1,0 +1,107 @@
+// Matrix products of half-typed operands with fp32 sums, C (m x n) = A (m x k) B (k x n), one class
+// per kind of arithmetic under one interface; for kernel files only.
+//
+//   enter, leave                 prepare this thread's registers, give them back
+//   Operand                      what A and B are kept as
+//   block_size, fill, chunk, put a block of rows of A: from a tensor, or computed, kPanel values at
+//   once panel_size, pack_*           a panel of kPanel columns of B, from rows of W = B^T or of B
+//   multiply, multiply_to        a block times a panel, row by row into a sink or into memory
+//   value, element               single operands of a chunk and of a panel, as floats
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/half.h"
+#if defined(__AMX_BF16__)
+#include "cpu/bf16_tiles.h"
+#elif defined(__AVX512BF16__)
+#include "cpu/bf16_dot.h"
+#endif
+
+namespace tf::TF_ISA {
+namespace {
+
+// Operands widened to fp32, on the tiles of gemm.h: for fp16, and where there is nothing better.
+template <class T>
+class FloatProduct {
+ public:
+  using Operand = float;
+
+  static void enter() {}
+  static void leave() {}
+
+  static long panel_size(long k) { return kPanel * k; }
+  static long block_size(long rows, long k) { return rows * stride(k); }
+  static Operand* chunk(Operand* block, long k, long row, long column) {
+    return block + row * stride(k) + column;
+  }
+  static void put(Operand* chunk, Vec low, Vec high) {
+    store(chunk, low);
+    store(chunk + kLanes, high);
+  }
+  static float value(const Operand* operand) { return *operand; }
+  static float element(const Operand* panel, long k, long column) {
+    return panel[k * kPanel + column];
+  }
+
+  static void fill(const T* from, long from_stride, long rows, long k, Operand* block) {
+    for (long i = 0; i < rows; ++i) widen(from + i * from_stride, k, block + i * stride(k));
+  }
+  static void pack_rows(const T* rows, long stride, long count, long k, Operand* panel) {
+    float wide[kPanel * kWide];
+    for (long p = 0; p < k; p += kWide) {
+      const long depth = least(kWide, k - p);
+      for (long j = 0; j < count; ++j) widen(rows + j * stride + p, depth, wide + j * kWide);
+      tf::TF_ISA::pack_rows(wide, kWide, count, depth, panel + p * kPanel);
+    }
+  }
+  static void pack_columns(const T* rows, long stride, long columns, long k, Operand* panel) {
+    for (long p = 0; p < k; ++p)
+      for (long j = 0; j < kPanel; j += kLanes)
+        store(panel + p * kPanel + j,
+              j < columns ? load_some(rows + p * stride + j, columns - j) : zero());
+  }
+
+  template <class Sink>
+  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
+                       const Operand* next, float* buffer, const Sink& sink) {
+    multiply_to(block, rows, k, panel, next, false, buffer, kPanel);
+    for (long i = 0; i < rows; ++i, buffer += kPanel) sink(i, load(buffer), load(buffer + kLanes));
+  }
+  static long buffer_size(long rows) { return rows * kPanel; }
+
+  static void multiply_to(const Operand* block, long rows, long k, const Operand* panel,
+                          const Operand* next, bool accumulate, float* c, long c_stride) {
+    panel_rows<Form::rows>(block, stride(k), rows, panel, k, c, c_stride, kPanel,
+                           {nullptr, accumulate, false}, next);
+  }
+
+ private:
+  static constexpr long kWide = 64;
+  static constexpr long kPad = 16;  // keeps the rows of a tile out of each other's cache sets
+  static long stride(long k) { return round_up(k, kPanel) + kPad; }
+  // May fill up to whole vectors.
+  static void widen(const T* from, long n, float* to) {
+    for (long j = 0; j < n; j += kLanes) store(to + j, load_some(from + j, n - j));
+  }
+};
+
+template <class T>
+struct ProductOf {
+  using Type = FloatProduct<T>;
+};
+#if defined(__AMX_BF16__)
+template <>
+struct ProductOf<BFloat16> {
+  using Type = TileProduct;
+};
+#elif defined(__AVX512BF16__)
+template <>
+struct ProductOf<BFloat16> {
+  using Type = DotProduct;
+};
+#endif
+template <class T>
+using Product = typename ProductOf<T>::Type;
+
+}  // namespace
+}  // namespace tf::TF_ISA

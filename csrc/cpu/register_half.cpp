@@ -1,0 +1,293 @@
+// The CPU operators for bfloat16 and float16: checks that keep a wrong call from crashing,
+// allocation, threads. register.cpp calls them; the arithmetic is in the *_half kernels.
+#include <cstring>
+#include <vector>
+
+#include "cpu/dropout_host.h"
+#include "cpu/feed_forward_half_kernel.h"
+#include "cpu/half_ops.h"
+#include "cpu/layer_norm_half_kernel.h"
+#include "cpu/linear_half_kernel.h"
+#include "cpu/linear_host.h"
+
+namespace tf::half {
+namespace {
+
+Element element_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return Element::bfloat16;
+    case ScalarType::Half:
+      return Element::float16;
+    default:
+      return Element::float32;
+  }
+}
+
+void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", name,
+                  " must have the dtype of input");
+}
+
+// Rows of 16-bit elements.
+struct HalfRows {
+  Tensor owner;
+  const void* data;
+  int64_t stride;
+};
+
+HalfRows half_rows(const Tensor& tensor) {
+  const Rows rows = as_rows(tensor);
+  return {rows.owner, rows.data, rows.stride};
+}
+
+const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+Tensor fresh_float(const Tensor& like, std::initializer_list<int64_t> sizes) {
+  Tensor result = torch::stable::new_empty(
+      like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()),
+      std::optional(ScalarType::Float));
+  prefer_huge_pages(result);
+  return result;
+}
+
+void* bytes_of(Scratch& scratch, int64_t bytes) {
+  return scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float)));
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
+    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, int64_t normalized, double eps, double dropout_p,
+    const std::optional<Tensor>& seed) {
+  const char* op = "layer_norm";
+  check_like(op, "input", input, input);
+  STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
+                  "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
+  if (residual) {
+    check_like(op, "residual", *residual, input);
+    STD_TORCH_CHECK(residual->sizes().equals(input.sizes()),
+                    "layer_norm: residual must have the shape of input");
+  }
+  Element weight_type = element_of(input);
+  for (auto [name, tensor] : {std::pair("weight", &weight), std::pair("bias", &bias)}) {
+    if (!*tensor) continue;
+    if ((*tensor)->scalar_type() == ScalarType::Float) {
+      weight_type = Element::float32;
+    } else {
+      check_like(op, name, **tensor, input);
+    }
+    STD_TORCH_CHECK((*tensor)->is_cpu() && (*tensor)->numel() == normalized, "layer_norm: ", name,
+                    " must have ", normalized, " elements on the CPU");
+  }
+  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(),
+                  "layer_norm: weight and bias must have the same dtype");
+  const std::optional<Tensor> weight_row = contiguous(weight), bias_row = contiguous(bias);
+  const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
+  Tensor output = torch::stable::new_empty(input, input.sizes());
+  prefer_huge_pages(output);
+  Tensor sum = residual ? torch::stable::new_empty(input, input.sizes()) : fresh(input, {0});
+  if (residual) prefer_huge_pages(sum);
+  Tensor mean = fresh_float(input, {rows}), rstd = fresh_float(input, {rows});
+  if (rows > 0) {
+    const auto view = [&](const Tensor& t) {
+      if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return half_rows(t);
+      Tensor flat = torch::stable::contiguous(t);
+      return HalfRows{flat, flat.const_data_ptr(), normalized};
+    };
+    const HalfRows x = view(input);
+    const HalfRows r = residual ? view(*residual) : HalfRows{input, nullptr, 0};
+    const HalfLayerNormArgs args{element_of(input),
+                                 weight_type,
+                                 x.data,
+                                 r.data,
+                                 data_of(weight_row),
+                                 data_of(bias_row),
+                                 output.mutable_data_ptr(),
+                                 residual ? sum.mutable_data_ptr() : nullptr,
+                                 static_cast<float*>(mean.mutable_data_ptr()),
+                                 static_cast<float*>(rstd.mutable_data_ptr()),
+                                 normalized,
+                                 x.stride,
+                                 r.stride,
+                                 static_cast<float>(eps),
+                                 input.dim() > 0 ? input.size(input.dim() - 1) : 1,
+                                 make_dropout(op, dropout_p, seed)};
+    const int64_t grain = std::max<int64_t>(1, 16384 / normalized);
+    const int64_t scratch = TF_DISPATCH(half_layer_norm_scratch, args);
+    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(half_layer_norm_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
+    });
+  }
+  return {output, sum, mean, rstd};
+}
+
+namespace {
+
+void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
+                  const std::optional<Tensor>& bias, const Tensor& input) {
+  check_like(op, name, weight, input);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
+                  columns, ")");
+  if (bias) {
+    check_like(op, "bias", *bias, input);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
+                    ": bias must have one value per row of ", name);
+  }
+}
+
+int64_t packed_bytes(const Tensor& weight) {
+  return TF_DISPATCH(half_packed_bytes, element_of(weight), weight.size(0), weight.size(1));
+}
+
+uint16_t packed_layout(const Tensor& weight) {
+  return static_cast<uint16_t>(TF_DISPATCH(half_packed_layout, element_of(weight)));
+}
+
+void pack(const Tensor& weight, void* place) {
+  const HalfRows w = half_rows(weight);
+  const int64_t n = weight.size(0), k = weight.size(1), width = TF_DISPATCH(half_panel_columns, );
+  torch::stable::parallel_for(0, (n + width - 1) / width,
+                              std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, k))),
+                              [&](int64_t begin, int64_t end) {
+                                TF_DISPATCH(half_pack_panels, element_of(weight), w.data, w.stride,
+                                            n, k, place, begin, end);
+                              });
+}
+
+// The panels of a weight: those given, if they are a packed copy of it that this instruction set
+// reads, else packed now into the calling thread's shared scratch.
+const void* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
+  const int64_t n = weight.size(0), k = weight.size(1), bytes = packed_bytes(weight);
+  if (packed && packed->is_cpu() && packed->scalar_type() == weight.scalar_type() &&
+      packed->is_contiguous() && packed->numel() == bytes / 2 + kPackedTail &&
+      (k <= 1 || weight.stride(1) == 1)) {
+    const auto* data = static_cast<const uint16_t*>(packed->const_data_ptr());
+    if (data[packed->numel() - 1] == packed_layout(weight) &&
+        TF_DISPATCH(half_packed_matches, element_of(weight), weight.const_data_ptr(),
+                    weight.stride(0), n, k, data))
+      return data;
+  }
+  void* place = bytes_of(shared_scratch(slot), bytes + 2 * kPackedTail);
+  pack(weight, place);
+  return place;
+}
+
+// Splits rows between threads where there are many, else panels.
+void run_linear(const HalfLinearArgs& args) {
+  const int64_t width = TF_DISPATCH(half_panel_columns, );
+  const int64_t panels = (args.n + width - 1) / width;
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t most = TF_DISPATCH(half_linear_row_block, args);
+  int64_t row_items = (args.m + most - 1) / most, column_items = 1;
+  if (args.m >= 64 * threads) {
+    row_items = (row_items + threads - 1) / threads * threads;
+  } else {
+    column_items = std::min<int64_t>(panels, 2 * threads);
+  }
+  const int64_t scratch = TF_DISPATCH(half_linear_scratch, args);
+  for_each_item(row_items * column_items, [&](int64_t item) {
+    const int64_t row = item / column_items, column = item % column_items;
+    TF_DISPATCH(half_linear_block, args, args.m * row / row_items, args.m * (row + 1) / row_items,
+                panels * column / column_items, panels * (column + 1) / column_items,
+                bytes_of(kernel_scratch(), scratch));
+  });
+}
+
+}  // namespace
+
+Tensor pack_weight(const Tensor& weight) {
+  check_like("pack_weight", "weight", weight, weight);
+  STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
+  Tensor packed = fresh(weight, {packed_bytes(weight) / 2 + kPackedTail});
+  auto* place = static_cast<uint16_t*>(packed.mutable_data_ptr());
+  if (weight.numel() > 0) pack(weight, place);
+  uint16_t* end = place + packed.numel();
+  std::memset(end - kPackedTail, 0, kPackedTail * sizeof(uint16_t));
+  end[-1] = packed_layout(weight);
+  return packed;
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+              int64_t activation) {
+  const char* op = "linear";
+  check_like(op, "input", input, input);
+  STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
+  check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, input);
+  Tensor output = result_rows(input, weight.size(0));
+  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
+  if (residual) {
+    check_like(op, "residual", *residual, input);
+    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
+                    "linear: residual must have the shape of the result");
+  }
+  if (m * n == 0) return output;
+  const HalfRows x = half_rows(input);
+  const HalfRows r = residual ? half_rows(*residual) : HalfRows{input, nullptr, 0};
+  const std::optional<Tensor> b = contiguous(bias);
+  run_linear({element_of(input), x.data, panels_of(weight, packed, 0), data_of(b), r.data,
+              output.mutable_data_ptr(), m, k, n, x.stride, r.stride, n,
+              static_cast<int>(activation)});
+  shared_scratch(0).trim();
+  return output;
+}
+
+Tensor feed_forward(const Tensor& input, const Tensor& weight1,
+                    const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
+                    const Tensor& weight2, const std::optional<Tensor>& packed2,
+                    const std::optional<Tensor>& bias2, int64_t activation) {
+  const char* op = "feed_forward";
+  check_like(op, "input", input, input);
+  STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, input);
+  check_weight(op, "weight2", weight2, weight1.size(0), bias2, input);
+  Tensor output = result_rows(input, weight2.size(0));
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
+  if (m * n == 0) return output;
+  const HalfRows x = half_rows(input);
+  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  const void* panels1 = panels_of(weight1, packed1, 0);
+  const void* panels2 = panels_of(weight2, packed2, 1);
+  const Element type = element_of(input);
+  void* y = output.mutable_data_ptr();
+  const int64_t threads = torch::stable::get_num_threads();
+  if (m < 64 * threads) {
+    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
+    void* hidden = bytes_of(shared_scratch(2), 2 * m * f);
+    run_linear({type, x.data, panels1, data_of(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
+                static_cast<int>(activation)});
+    run_linear({type, hidden, panels2, data_of(b2), nullptr, y, m, f, n, f, 0, n, 0});
+  } else {
+    const HalfFeedForwardArgs args{type,
+                                   x.data,
+                                   panels1,
+                                   data_of(b1),
+                                   panels2,
+                                   data_of(b2),
+                                   y,
+                                   m,
+                                   k,
+                                   f,
+                                   n,
+                                   x.stride,
+                                   static_cast<int>(activation),
+                                   Dropout{}};
+    const int64_t most = TF_DISPATCH(half_feed_forward_row_block, args);
+    int64_t blocks = (m + most - 1) / most;
+    blocks = (blocks + threads - 1) / threads * threads;
+    const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, (m + blocks - 1) / blocks);
+    for_each_item(blocks, [&](int64_t item) {
+      TF_DISPATCH(half_feed_forward_rows, args, m * item / blocks, m * (item + 1) / blocks,
+                  bytes_of(kernel_scratch(), scratch));
+    });
+  }
+  for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
+  return output;
+}
+
+}  // namespace tf::half
