@@ -12,8 +12,17 @@ inline void run_feed_forward(const FeedForwardArgs& args, int slot) {
   if (args.m < 56 * threads) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     float* hidden = shared_scratch(slot).floats(args.m * args.f);
+    const bool trains = args.dropout.on || args.preactivation || args.slope_at || args.hidden;
     run_linear({args.x, args.packed1, args.bias1, nullptr, hidden, args.m, args.k, args.f,
-                args.x_stride, 0, args.f, args.activation});
+                args.x_stride, 0, args.f, trains ? 0 : args.activation});
+    if (trains) {
+      const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
+      const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
+      torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
+        TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end, kernel_scratch().floats(room));
+      });
+    }
+    if (args.y == nullptr) return;
     run_linear({hidden, args.packed2, args.bias2, args.residual, args.y, args.m, args.f, args.n,
                 args.f, args.residual_stride, args.n, 0});
     return;

@@ -3,8 +3,9 @@
 // the (rows, F) hidden matrix never exists.
 #include "cpu/feed_forward_kernel.h"
 
-#include "cpu/activation.h"
+#include "cpu/activation_slope.h"
 #include "cpu/gemm.h"
+#include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -25,7 +26,49 @@ struct Layout {
   }
 };
 
+bool trains(const FeedForwardArgs& args) {
+  return args.dropout.on || args.preactivation != nullptr || args.slope_at != nullptr ||
+         args.hidden != nullptr;
+}
+
+// Columns [unit, unit + columns) of one row between the two products, in place, with room for whole
+// vectors; `factors` has room for round_up(columns, kPanel).
+void between(const FeedForwardArgs& args, long row, long unit, long columns, float* hidden,
+             float* factors) {
+  const long place = row * args.f + unit;
+  if (args.preactivation != nullptr) copy_row(hidden, columns, args.preactivation + place, columns);
+  if (args.dropout.on)
+    dropout_factors(args.dropout, static_cast<uint64_t>(args.row + row),
+                    static_cast<uint64_t>(unit), columns, factors);
+  for (long j = 0; j < columns; j += kLanes) {
+    Vec x = load(hidden + j);
+    if (args.slope_at == nullptr) x = activate(x, args.activation);
+    if (args.dropout.on) x = drop(x, load(factors + j));
+    if (args.slope_at != nullptr) {
+      const float* at = args.slope_at + place + j;
+      x = through_activation(x, columns - j >= kLanes ? load(at) : load_n(at, columns - j),
+                             args.activation);
+    }
+    store(hidden + j, x);
+  }
+  if (args.hidden != nullptr) copy_row(hidden, columns, args.hidden + place, columns);
+}
+
 }  // namespace
+
+long feed_forward_hidden_scratch(const FeedForwardArgs& args) {
+  return 2 * (round_up(args.f, kPanel) + kPanel);
+}
+
+void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin, long end,
+                         float* scratch) {
+  float* factors = scratch + round_up(args.f, kPanel) + kPanel;
+  for (long i = begin; i < end; ++i) {
+    copy_row(hidden + i * args.f, args.f, scratch, round_up(args.f, kLanes));
+    between(args, i, 0, args.f, scratch, factors);
+    copy_row(scratch, args.f, hidden + i * args.f, args.f);
+  }
+}
 
 long feed_forward_row_block(const FeedForwardArgs& args) {
   const Layout layout(args);
@@ -35,7 +78,7 @@ long feed_forward_row_block(const FeedForwardArgs& args) {
 
 long feed_forward_scratch(const FeedForwardArgs& args, long rows) {
   const Layout layout(args);
-  return layout.tiles(rows) + rows * (layout.y_stride + kPanel) + kPanel;
+  return layout.tiles(rows) + rows * (layout.y_stride + kPanel) + 2 * kPanel;
 }
 
 void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float* scratch) {
@@ -46,6 +89,8 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
   float* y = hidden + tiles * layout.hidden_tile;
   float* slice = y + rows * layout.y_stride;  // a panel's worth of hidden units, by rows
   float* edge_bias = slice + rows * kPanel;
+  float* factors = edge_bias + kPanel;
+  const bool training = trains(args), fused_relu = args.activation == kRelu && !training;
   turn_rows(args.x + begin * args.x_stride, args.x_stride, rows, args.k, x, layout.x_tile);
   for (long i = 0; i < rows; ++i) {
     if (args.bias2 != nullptr) {
@@ -68,18 +113,24 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
         bias = edge_bias;
       }
       panel_rows<Form::turned>(x, layout.x_tile, rows, args.packed1 + (f + j) * args.k, args.k,
-                               slice, kPanel, columns, {bias, false, args.activation == kRelu},
+                               slice, kPanel, columns, {bias, false, fused_relu},
                                args.packed1 + (f + j + kPanel) * args.k);
-      if (args.activation > kRelu) activate_rows(slice, kPanel, rows, columns, args.activation);
+      if (training) {
+        for (long i = 0; i < rows; ++i)
+          between(args, begin + i, f + j, columns, slice + i * kPanel, factors);
+      } else if (args.activation > kRelu) {
+        activate_rows(slice, kPanel, rows, columns, args.activation);
+      }
+      if (args.y == nullptr) continue;
       turn_rows(slice, kPanel, rows, columns, hidden + j * kTurned, layout.hidden_tile);
     }
-    for (long j = 0; j < args.n; j += kPanel)
+    for (long j = 0; j < args.n && args.y != nullptr; j += kPanel)
       panel_rows<Form::turned>(hidden, layout.hidden_tile, rows,
                                args.packed2 + j * args.f + f * kPanel, units, y + j,
                                layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false},
                                args.packed2 + (j + kPanel) * args.f + f * kPanel);
   }
-  for (long i = 0; i < rows; ++i)
+  for (long i = 0; i < rows && args.y != nullptr; ++i)
     copy_row(y + i * layout.y_stride, args.n, args.y + (begin + i) * args.n, args.n);
 }
 

@@ -24,8 +24,16 @@ inline void pack_columns(const Tensor& weight, float* place) {
   });
 }
 
-// One part of the rows: X into panels, then dW in blocks. How it is cut does not reach the result.
-inline void run_weight_gradient_part(const WeightGradientArgs& args) {
+// Rows whose X is put into panels at a time: panels of many rows would take as much memory as X. A
+// multiple of the rows that are summed up at a time, so that cutting does not reach the result.
+inline int64_t weight_gradient_part_rows(int64_t columns) {
+  constexpr int64_t kFloats = int64_t{16} << 20, kMultiple = 128;
+  return std::max(kMultiple, kFloats / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
+}
+
+// One part of the rows: X into panels, in the shared scratch `slot`, then dW in blocks. How it is
+// cut does not reach the result.
+inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t width = TF_DISPATCH(panel_columns, );
   const int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
@@ -33,6 +41,7 @@ inline void run_weight_gradient_part(const WeightGradientArgs& args) {
   const int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
   const bool weight = args.grad_weight != nullptr && args.k > 0;
   if (weight) {
+    args.panels = shared_scratch(slot).floats(TF_DISPATCH(weight_gradient_panels, args.m, args.k));
     const int64_t grain = std::max<int64_t>(1, 16384 / args.k);
     torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
       TF_DISPATCH(pack_x, args, begin, end, kernel_scratch().floats(scratch));
@@ -53,24 +62,16 @@ inline void run_weight_gradient_part(const WeightGradientArgs& args) {
 }
 
 // `slot`: the shared scratch for the panels.
-inline void run_weight_gradient(WeightGradientArgs args, int slot) {
-  // Panels of many rows would take as much memory as X; parts end where sums are added up anyway.
-  constexpr int64_t kFloats = int64_t{16} << 20, kMultiple = 128;
-  const int64_t most =
-      std::max(kMultiple, kFloats / std::max<int64_t>(1, args.k) / kMultiple * kMultiple);
-  const int64_t rows = args.m;
-  const WeightGradientArgs whole = args;
-  args.panels = args.grad_weight == nullptr
-                    ? nullptr
-                    : shared_scratch(slot).floats(
-                          TF_DISPATCH(weight_gradient_panels, std::min(most, rows), args.k));
-  for (int64_t begin = 0; begin < rows; begin += most) {
-    args.m = std::min(most, rows - begin);
-    args.grad = whole.grad + begin * args.grad_stride;
-    args.x = whole.x + begin * args.x_stride;
-    args.row = begin;
-    args.accumulate = begin > 0;
-    run_weight_gradient_part(args);
+inline void run_weight_gradient(const WeightGradientArgs& whole, int slot) {
+  const int64_t most = weight_gradient_part_rows(whole.k);
+  for (int64_t begin = 0; begin < whole.m; begin += most) {
+    WeightGradientArgs part = whole;
+    part.m = std::min<int64_t>(most, whole.m - begin);
+    part.grad += begin * whole.grad_stride;
+    part.x += begin * whole.x_stride;
+    part.row = begin;
+    part.accumulate = begin > 0;
+    run_weight_gradient_part(part, slot);
   }
 }
 

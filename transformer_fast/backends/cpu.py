@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ..autograd import AddLayerNorm, LayerNorm, Linear, needs_function
+from ..autograd import AddLayerNorm, FeedForward, LayerNorm, Linear, needs_function
 from ..dispatch import Call, Kernel, register
 from .cpu_backward import ACTIVATIONS
 from .cpu_packing import packed_weight
@@ -102,6 +102,22 @@ def feed_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> Tensor:
+    if needs_function(input, weight1, bias1, weight2, bias2):
+        return FeedForward.apply(
+            "cpu", input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
+        )[0]
+    if dropout_p > 0.0:
+        return torch.ops.transformer_fast.cpu_feed_forward_training(
+            input,
+            weight1,
+            bias1,
+            weight2,
+            bias2,
+            ACTIVATIONS[activation],  # type: ignore[index]
+            dropout_p,
+            seed,
+            False,
+        )[0]
     return torch.ops.transformer_fast.cpu_feed_forward(
         input,
         weight1,
@@ -127,7 +143,8 @@ def _fake_layer_norm(
     rows = input.numel() // normalized if normalized else 0
     output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     total = output.new_empty(input.shape if residual is not None else (0,))
-    return output, total, output.new_empty((rows,)), output.new_empty((rows,))
+    mean = output.new_empty((rows,), dtype=torch.float32)
+    return output, total, mean, torch.empty_like(mean)
 
 
 def _fake_attention(
@@ -200,7 +217,14 @@ def _register() -> None:
         Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
         Kernel("attention", "cpu", attention, refuses=_refuse_attention),
         Kernel("linear", "cpu", linear, gradients=True, activations=activations),
-        Kernel("feed_forward", "cpu", feed_forward, activations=activations),
+        Kernel(
+            "feed_forward",
+            "cpu",
+            feed_forward,
+            gradients=True,
+            dropout=True,
+            activations=activations,
+        ),
     ):
         register(
             Kernel(

@@ -123,6 +123,39 @@ def _linear_backward(
     )
 
 
+def _feed_forward_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return _ops.cpu_feed_forward_training(  # type: ignore[no-any-return]
+        input, weight1, bias1, weight2, bias2, ACTIVATIONS[activation], dropout_p, seed, True
+    )
+
+
+def _feed_forward_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    preactivation: Tensor,
+    wants: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return _ops.cpu_feed_forward_backward(  # type: ignore[no-any-return]
+        grad, input, weight1, weight2, preactivation, ACTIVATIONS[activation], dropout_p, seed,
+        *wants,
+    )  # fmt: skip
+
+
 def _fake_layer_norm_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
@@ -170,15 +203,60 @@ def _fake_linear_backward(
     )
 
 
+def _fake_feed_forward_training(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: int,
+    dropout_p: float,
+    seed: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    lead = input.shape[:-1]
+    return (
+        input.new_empty((*lead, weight2.shape[0])),
+        input.new_empty((*lead, weight1.shape[0]) if keep else (0,)),
+    )
+
+
+def _fake_feed_forward_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    preactivation: Tensor,
+    activation: int,
+    dropout_p: float,
+    seed: Tensor | None,
+    want_input: bool,
+    want_weight1: bool,
+    want_bias1: bool,
+    want_weight2: bool,
+    want_bias2: bool,
+) -> tuple[Tensor, ...]:
+    return (
+        input.new_empty(input.shape if want_input else (0,)),
+        weight1.new_empty(weight1.shape if want_weight1 else (0,)),
+        weight1.new_empty((weight1.shape[0] if want_bias1 else 0,)),
+        weight2.new_empty(weight2.shape if want_weight2 else (0,)),
+        weight2.new_empty((weight2.shape[0] if want_bias2 else 0,)),
+    )
+
+
 def _register() -> None:
     autograd.register("layer_norm", "cpu", _layer_norm_forward, _layer_norm_backward)
     autograd.register("add_layer_norm", "cpu", _add_layer_norm_forward, _add_layer_norm_backward)
     autograd.register("linear", "cpu", _linear_forward, _linear_backward)
+    autograd.register("feed_forward", "cpu", _feed_forward_forward, _feed_forward_backward)
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_layer_norm_backward": _fake_layer_norm_backward,
             "cpu_linear_with_preactivation": _fake_linear_with_preactivation,
             "cpu_linear_backward": _fake_linear_backward,
+            "cpu_feed_forward_training": _fake_feed_forward_training,
+            "cpu_feed_forward_backward": _fake_feed_forward_backward,
         }
         for name, fake in fakes.items():
             torch.library.register_fake(f"transformer_fast::{name}", fake)

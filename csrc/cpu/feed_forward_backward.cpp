@@ -1,0 +1,189 @@
+// The operators cpu_feed_forward_training, which keeps what the backward needs, and
+// cpu_feed_forward_backward.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "cpu/dropout_host.h"
+#include "cpu/feed_forward_host.h"
+#include "cpu/linear_backward_host.h"
+
+namespace tf {
+namespace {
+
+float* data_if(bool wanted, Tensor& tensor) {
+  return wanted ? static_cast<float*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+// preactivation, x W1^T + b1, comes back empty if it is not to be kept.
+std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
+                                                 std::optional<Tensor> bias1, Tensor weight2,
+                                                 std::optional<Tensor> bias2, int64_t activation,
+                                                 double dropout_p, std::optional<Tensor> seed,
+                                                 bool keep) {
+  const char* op = "feed_forward";
+  check_float(op, "input", input);
+  STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
+  check_weight(op, "weight2", weight2, weight1.size(0), bias2);
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
+  Tensor output = result_rows(input, n);
+  Tensor preactivation = keep ? result_rows(input, f) : fresh(input, {0});
+  if (m == 0) return {output, preactivation};
+  const Rows x = as_rows(input);
+  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  FeedForwardArgs args{};
+  args.x = x.data;
+  args.packed1 = panels_of(weight1, std::nullopt, 0, TF_DISPATCH(packed_size, f, k) + kPackedTail);
+  args.bias1 = optional_data(b1);
+  args.packed2 = panels_of(weight2, std::nullopt, 1, TF_DISPATCH(packed_size, n, f) + kPackedTail);
+  args.bias2 = optional_data(b2);
+  args.y = data_if(n > 0, output);
+  args.m = m;
+  args.k = k;
+  args.f = f;
+  args.n = n;
+  args.x_stride = x.stride;
+  args.activation = static_cast<int>(activation);
+  args.dropout = make_dropout(op, dropout_p, seed);
+  args.preactivation = data_if(keep, preactivation);
+  run_feed_forward(args, 2);
+  for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
+  return {output, preactivation};
+}
+
+struct Gradients {
+  Tensor input, weight1, bias1, weight2, bias2;
+};
+
+// Rows [begin, begin + rows), and what earlier rows gave to the sums is there already.
+void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const float* z,
+                   const float* panels_w2, const float* panels_w1, int64_t begin, int64_t rows,
+                   const bool (&wants)[5], Gradients& result) {
+  const int64_t k = args.k, f = args.f, n = args.n;
+  const float* grad = dy.data + begin * dy.stride;
+  WeightGradientArgs sums{};
+  sums.m = rows;
+  sums.row = begin;
+  sums.accumulate = begin > 0;
+  if (wants[0] || wants[1] || wants[2]) {
+    FeedForwardArgs back = args;
+    back.x = grad;
+    back.x_stride = dy.stride;
+    back.packed1 = panels_w2;
+    back.packed2 = panels_w1;
+    back.y = wants[0] ? static_cast<float*>(result.input.mutable_data_ptr()) + begin * k : nullptr;
+    back.m = rows;
+    back.k = n;
+    back.n = k;
+    back.row = begin;
+    back.slope_at = z + begin * f;
+    const bool sums_wanted = wants[1] || wants[2];
+    back.hidden = sums_wanted ? shared_scratch(2).floats(rows * f) : nullptr;
+    run_feed_forward(back, 3);
+    if (sums_wanted) {
+      sums.grad = back.hidden;
+      sums.grad_stride = f;
+      sums.x = x.data + begin * x.stride;
+      sums.x_stride = x.stride;
+      sums.n = f;
+      sums.k = k;
+      sums.grad_weight = data_if(wants[1], result.weight1);
+      sums.grad_bias = data_if(wants[2], result.bias1);
+      run_weight_gradient_part(sums, 3);
+    }
+  }
+  if (wants[3] || wants[4]) {
+    sums.grad = grad;
+    sums.grad_stride = dy.stride;
+    sums.x = z + begin * f;
+    sums.x_stride = f;
+    sums.n = n;
+    sums.k = f;
+    sums.grad_weight = data_if(wants[3], result.weight2);
+    sums.grad_bias = data_if(wants[4], result.bias2);
+    sums.activation = args.activation;
+    sums.dropout = args.dropout;
+    run_weight_gradient_part(sums, 3);
+  }
+}
+
+// Gradients of input, weight1, bias1, weight2 and bias2; what is not wanted comes back empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
+    Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor preactivation,
+    int64_t activation, double dropout_p, std::optional<Tensor> seed, bool want_input,
+    bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) {
+  const char* op = "feed_forward_backward";
+  check_float(op, "grad", grad);
+  check_float(op, "input", input);
+  check_float(op, "preactivation", preactivation);
+  STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
+                  ": grad and input must have the same number of dimensions, at least one");
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt);
+  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt);
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
+  STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
+                  ": grad must have the shape of the result");
+  STD_TORCH_CHECK(preactivation.numel() == m * f, op,
+                  ": preactivation must have one value per row and hidden unit");
+  const bool wants[5] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
+  Gradients result{want_input ? result_rows(input, k) : fresh(input, {0}),
+                   want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
+                   fresh(weight1, {want_bias1 ? f : 0}),
+                   want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),
+                   fresh(weight2, {want_bias2 ? n : 0})};
+  const auto all = [&] {
+    return std::tuple{result.input, result.weight1, result.bias1, result.weight2, result.bias2};
+  };
+  if (m == 0 || n == 0) {
+    for (Tensor* tensor :
+         {&result.input, &result.weight1, &result.bias1, &result.weight2, &result.bias2})
+      torch::stable::zero_(*tensor);
+    return all();
+  }
+  const Rows dy = as_rows(grad), x = as_rows(input);
+  Tensor kept = torch::stable::contiguous(preactivation);
+  const float* z = static_cast<const float*>(kept.const_data_ptr());
+  float *panels_w2 = nullptr, *panels_w1 = nullptr;
+  if (want_input || want_weight1 || want_bias1) {
+    panels_w2 = shared_scratch(0).floats(column_packed_room(weight2));
+    pack_columns(weight2, panels_w2);
+  }
+  if (want_input) {
+    panels_w1 = shared_scratch(1).floats(column_packed_room(weight1));
+    pack_columns(weight1, panels_w1);
+  }
+  FeedForwardArgs args{};
+  args.k = k;
+  args.f = f;
+  args.n = n;
+  args.activation = static_cast<int>(activation);
+  args.dropout = make_dropout(op, dropout_p, seed);
+  const int64_t most = weight_gradient_part_rows(std::max(k, f));
+  for (int64_t begin = 0; begin < m; begin += most)
+    backward_part(args, dy, x, z, panels_w2, panels_w1, begin, std::min(most, m - begin), wants,
+                  result);
+  for (int slot = 0; slot < 4; ++slot) shared_scratch(slot).trim();
+  return all();
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_feed_forward_training(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
+      "Tensor? bias2, int activation, float dropout_p, Tensor? seed, bool keep) -> "
+      "(Tensor output, Tensor preactivation)");
+  m.def(
+      "cpu_feed_forward_backward(Tensor grad, Tensor input, Tensor weight1, Tensor weight2, "
+      "Tensor preactivation, int activation, float dropout_p, Tensor? seed, bool want_input, "
+      "bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) -> "
+      "(Tensor grad_input, Tensor grad_weight1, Tensor grad_bias1, Tensor grad_weight2, "
+      "Tensor grad_bias2)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_feed_forward_training", TORCH_BOX(&tf::feed_forward_training));
+  m.impl("cpu_feed_forward_backward", TORCH_BOX(&tf::feed_forward_backward));
+}
