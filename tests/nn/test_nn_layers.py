@@ -14,6 +14,7 @@ from nn_ruler import assert_close, to_ours
 from torch import Tensor
 
 from transformer_fast import functional, nn
+from transformer_fast.backends import cpu_blocks
 
 B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -67,7 +68,7 @@ ACTIVATIONS: dict[str, tuple[Any, str | None]] = {
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The activations `functional.feed_forward` was called with."""
+    """The activations that the fused FFN, alone or as a whole sub-layer, was called with."""
     calls: list[Any] = []
     right = functional.feed_forward
 
@@ -75,7 +76,14 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         calls.append(kwargs["activation"])
         return right(*args, **kwargs)
 
+    block = cpu_blocks.feed_forward
+
+    def whole_sub_layer(*args: Any) -> Tensor:
+        calls.append(args[-1])
+        return block(*args)
+
     monkeypatch.setattr(functional, "feed_forward", feed_forward)
+    monkeypatch.setattr(cpu_blocks, "feed_forward", whole_sub_layer)
     return calls
 
 

@@ -93,8 +93,44 @@ def test_custom_parts_are_left_alone() -> None:
     assert type(half.decoder) is nn.TransformerDecoder
 
 
-def test_padded_places_are_computed_in_every_mode() -> None:
-    """Torch's inference gives zeros there, its training does not; ours does as training does."""
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_skipping_padding_changes_nothing_at_real_places(
+    batch_first: bool, norm_first: bool
+) -> None:
+    torch.manual_seed(3)
+    ours = nn.Transformer(
+        M, H, 2, 2, HIDDEN, 0.0, norm_first=norm_first, batch_first=batch_first
+    ).eval()
+    src, tgt = torch.randn(B, S, M), torch.randn(B, T, M)
+    hidden = torch.zeros(B, S, dtype=torch.bool)
+    hidden[0, 1], hidden[0, -2:], hidden[1, 0] = True, True, True  # also where no suffix is
+    late = torch.zeros(B, T, dtype=torch.bool)
+    late[-1, -1] = True
+    causal = torch.ones(T, T).triu(1).bool()
+    if not batch_first:
+        src, tgt = src.transpose(0, 1), tgt.transpose(0, 1)
+    masks = {
+        "tgt_mask": causal,
+        "src_key_padding_mask": hidden,
+        "memory_key_padding_mask": hidden,
+        "tgt_key_padding_mask": late,
+        "tgt_is_causal": True,
+    }
+    outputs = []
+    for skips in (False, True):
+        ours.encoder.skips_padding = ours.decoder.skips_padding = skips
+        with torch.no_grad():
+            output = ours(src, tgt, **masks)
+        outputs.append(output if batch_first else output.transpose(0, 1))
+    torch.testing.assert_close(outputs[1][~late], outputs[0][~late])
+    # The decoder's norm turns the zeros into its bias, which is 0.
+    assert not outputs[1][late].any()
+    assert outputs[0][late].any()
+
+
+def test_padded_places_hold_what_torch_gives_there() -> None:
+    """Zeros in torch's inference, values in its training."""
     theirs = torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2
     )
@@ -105,7 +141,8 @@ def test_padded_places_are_computed_in_every_mode() -> None:
     for training in (True, False):
         ours.train(training)
         with torch.set_grad_enabled(training):
-            torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), trained)
+            expected = trained if training else theirs(x, src_key_padding_mask=hidden)
+            torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), expected)
 
 
 class Custom(torch.nn.Module):

@@ -50,6 +50,15 @@ def scatter(rows: Rows, like: Tensor, batch_first: bool) -> Tensor:
     return x if batch_first else x.transpose(0, 1)
 
 
+def clear(x: Tensor, padding: Tensor | None, layer: torch.nn.Module) -> Tensor:
+    """``x`` with zeros at places of a bool padding mask, for where the layers ran on all places."""
+    if padding is None or padding.dtype != torch.bool:
+        return x
+    if padding.dim() == 2 and not layer.self_attn.batch_first:  # type: ignore[union-attr]
+        padding = padding.transpose(0, 1)
+    return x.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
 def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
     return padding is None or (
         padding.dtype == torch.bool

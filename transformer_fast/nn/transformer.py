@@ -35,14 +35,18 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
     Arguments, attributes and state_dict are torch's. ``enable_nested_tensor`` and ``mask_check``
     are accepted and change nothing.
 
-    Padding costs nothing in inference on the CPU: with a bool src_key_padding_mask the layers run on
-    the real tokens only (mask absent or causal), and what they give at padded places is 0, as in
-    torch's inference path (a final ``norm`` then gives its bias there). Otherwise attention skips
-    padding, and padded places hold what the layers compute there.
+    Padding costs nothing in inference on the CPU where torch's inference path gives zeros at padded
+    places, that is, with a bool src_key_padding_mask, no mask, batch_first and post-norm layers: the
+    layers then run on the real tokens only. Elsewhere torch computes values at padded places, and so
+    do we, unless ``encoder.skips_padding = True`` asks for zeros there too (also with a causal mask);
+    False asks for values always. A final ``norm`` turns zeros into its bias.
 
     ``is_causal=None`` finds out whether the mask is causal if it lies in CPU memory; elsewhere the
     mask is obeyed without looking, since looking would wait for the device. Pass True if you know.
     """
+
+    #: Whether padded places may hold zeros instead of values; None: where torch's inference does so.
+    skips_padding: bool | None = None
 
     def __init__(
         self,
@@ -78,7 +82,11 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
-        on_rows = ragged.encoder(self.layers, src, mask, src_key_padding_mask, is_causal)
+        skips = self.skips_padding
+        if skips is None:
+            skips = src_key_padding_mask is not None and self._torch_gives_zeros(mask)
+        padding = src_key_padding_mask if skips else None
+        on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
         output = src
@@ -89,7 +97,21 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
                 is_causal=is_causal,
                 src_key_padding_mask=src_key_padding_mask,
             )
+        output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
+
+    def _torch_gives_zeros(self, mask: Tensor | None) -> bool:
+        layer = self.layers[0]
+        return (
+            mask is None
+            and not torch.is_grad_enabled()
+            and self.enable_nested_tensor
+            and not self.training
+            and isinstance(layer, TransformerEncoderLayer)
+            and not layer.norm_first
+            and layer.self_attn.batch_first
+            and layer.self_attn.num_heads % 2 == 0
+        )
 
 
 class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
@@ -97,7 +119,14 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
 
     Arguments, attributes and state_dict are torch's. ``tgt_is_causal=None`` is resolved as
     ``is_causal`` is in `TransformerEncoder`.
+
+    In inference on the CPU the padding of the memory costs nothing: only its real tokens are
+    projected and attended to. Padded places of tgt are computed, as torch does, unless
+    ``decoder.skips_padding = True`` asks for zeros there.
     """
+
+    #: Whether padded places of tgt may hold zeros instead of values.
+    skips_padding: bool = False
 
     def forward(
         self,
@@ -123,10 +152,13 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
         tgt_is_causal = masks.is_causal_mask(tgt_mask, tgt_is_causal, _length(tgt, self.layers[0]))
-        on_rows = ragged.decoder(
-            self.layers, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
-            memory_key_padding_mask, tgt_is_causal,
-        )  # fmt: skip
+        padding = tgt_key_padding_mask if self.skips_padding else None
+        on_rows = None
+        if self.skips_padding or tgt_key_padding_mask is None:
+            on_rows = ragged.decoder(
+                self.layers, tgt, memory, tgt_mask, memory_mask, padding, memory_key_padding_mask,
+                tgt_is_causal,
+            )  # fmt: skip
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
         output = tgt
@@ -141,6 +173,7 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
                 tgt_is_causal=tgt_is_causal,
                 memory_is_causal=memory_is_causal,
             )
+        output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
 
 
