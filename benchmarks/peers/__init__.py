@@ -13,8 +13,8 @@ or None if it is about other work:
     def transformer(model, arguments)    takes (source, target), as the model it is given
 
 Weights may be prepared (packed, converted) before the function is given: they stay the same while
-it is timed. Activations may not: they change from call to call. What a peer returns is held to the
-same error budget as a kernel; outside of it, it gets no speed.
+it is timed. Activations may not: they change from call to call. What a peer returns is checked; if
+it is wrong (`measure.contest.PEER_FACTOR`), it gets no speed.
 """
 
 from __future__ import annotations

@@ -52,5 +52,5 @@ def _contest(
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for case in _QUICK if scope.quick else _CASES:
         batch, length, _, layers, _ = case
-        label = f"transformer {layers}+{layers} ({batch},{length})"
+        label = f"transformer {layers}+{layers} ({batch},{length}), {case[-1]:.0%} real"
         yield label, functools.partial(_contest, scope, *case)

@@ -12,17 +12,18 @@ from transformer_fast.specs import OPS, Case
 from .. import peers
 from ..scope import Maker, Scope
 
-#: Beyond this a case is too long for a quick run.
-_QUICK_FLOPS = 3e9
+#: Beyond these a case is too long for a quick run.
+_QUICK_FLOPS, _QUICK_BYTES = 3e9, 5e7
 
 
 def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
     """The bench cases in the scope; of a quick run, the small ones."""
     for op in scope.ops:
         for case in OPS[op].bench_cases:
-            if scope.quick and OPS[op].flops(case.build(scope.dtype, "meta", None)) > _QUICK_FLOPS:
-                continue
-            yield op, case
+            arguments = case.build(scope.dtype, "meta", None)
+            small = OPS[op].flops(arguments) <= _QUICK_FLOPS
+            if not scope.quick or (small and OPS[op].bytes(arguments) <= _QUICK_BYTES):
+                yield op, case
 
 
 def _contest(scope: Scope, op: str, case: Case) -> Contest:

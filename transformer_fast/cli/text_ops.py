@@ -75,8 +75,9 @@ def _attention(masked: str) -> Build:
     return build
 
 
-def _linear(rows: int, activation: str | None, residual: bool) -> Build:
+def _linear(widened: bool, activation: str | None, residual: bool) -> Build:
     def build(data: _Data) -> list[Arguments]:
+        rows = HIDDEN if widened else MODEL
         weight, bias = data.weight(rows, MODEL), data.normal(rows, scale=0.1)
         return [
             (x, weight, bias, activation, x.flip(0) if residual else None) for x in data.embedded
@@ -101,8 +102,8 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("attention", "key lengths", _attention("lengths")),
     ("attention", "causal", _attention("causal")),
     ("attention", "with weights", _attention("lengths weights")),
-    ("linear", "512 → 512", _linear(MODEL, None, True)),
-    ("linear", "512 → 2048, gelu", _linear(HIDDEN, "gelu", False)),
+    ("linear", "512 → 512", _linear(False, None, True)),
+    ("linear", "512 → 2048, gelu", _linear(True, "gelu", False)),
     ("feed_forward", "512 → 2048, relu", _feed_forward("relu")),
 )
 

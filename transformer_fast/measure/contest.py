@@ -28,6 +28,10 @@ class Verdict(Protocol):
     def ok(self) -> bool: ...
 
 
+#: A peer must do the same work, but need not be as accurate as we ask of ourselves: it may err
+#: this many times as much as the reference. Half precision errs some thousands of times as much.
+PEER_FACTOR = 256.0
+
 #: Positional arguments of one call.
 Arguments = tuple[Any, ...]
 Judge = Callable[[Any, Arguments], Verdict]
@@ -40,7 +44,7 @@ class Contender:
     name: str
     run: Callable[..., Any] | None
     reason: str | None = None
-    #: Held to the error budget: a red result fails the whole run. Peers are not.
+    #: Held to the error budget: a red result fails the whole run. Peers: see PEER_FACTOR.
     ours: bool = True
 
 
@@ -135,12 +139,16 @@ def _check(contest: Contest, contender: Contender, row: Row) -> bool:
             if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
                 row.ok, row.reason = False, "it changed its input"
                 return False
-        row.ok = verdict.ok and row.ok is not False
+        row.ok = _passes(contender, verdict) and row.ok is not False
         row.error = _worse(row.error, verdict.error)
         row.error_ratio = _worse(row.error_ratio, verdict.ratio)
     if not row.ok:
         row.reason = "its result is outside the error budget, so no speed is given"
     return bool(row.ok)
+
+
+def _passes(contender: Contender, verdict: Verdict) -> bool:
+    return verdict.ok or (not contender.ours and verdict.ratio <= PEER_FACTOR)
 
 
 def _worse(one: float | None, other: float) -> float:
@@ -163,7 +171,7 @@ def _recheck(contest: Contest, contenders: Mapping[str, Contender], rows: dict[s
         assert contender.run is not None
         arguments = contest.inputs[-1][-1]
         try:
-            good = contest.judge(contender.run(*arguments), arguments).ok
+            good = _passes(contender, contest.judge(contender.run(*arguments), arguments))
         except Exception:
             good = False
         if not good:

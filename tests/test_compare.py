@@ -1,0 +1,239 @@
+"""``python -m transformer_fast compare``."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from transformer_fast import _native, dispatch
+from transformer_fast.__main__ import main
+from transformer_fast.cli import compare, form, notes, table, text_models, text_ops
+from transformer_fast.measure.contest import Row
+from transformer_fast.measure.summary import Ratio, Summary
+from transformer_fast.measure.text import VOCABULARY
+from transformer_fast.measure.transformers import Size
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch, threads):
+    """Parity is as in earnest; sizes are small and the timing is as short as it gets."""
+    monkeypatch.setattr(compare, "QUICK", dataclasses.replace(compare.QUICK, seconds=0.01, least=2))
+    torch.set_num_threads(1)
+    monkeypatch.setattr(compare, "_LONGEST", 96)
+    monkeypatch.setattr(compare, "_MODEL_LONGEST", 40)
+    for name, size in (("MODEL", 48), ("HEADS", 4), ("HIDDEN", 96)):
+        monkeypatch.setattr(text_ops, name, size)
+    monkeypatch.setattr(text_models, "_SIZE", Size(48, 4, 96, layers=2, vocabulary=VOCABULARY))
+
+
+def run(*options: str) -> int:
+    return main(["compare", "--quick", *options])
+
+
+def test_ops_and_json(capsys, tmp_path):
+    path = tmp_path / "found.json"
+    assert run("--op", "layer_norm", "attention", "--json", str(path)) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "results are within the error budget" in shown.out
+    assert "English text, 1 batch of 8 paragraphs" in shown.out
+    found = json.loads(path.read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["options"]["op"] == ["layer_norm", "attention"]
+    rows = {(row["op"], row["case"], row["contender"]): row for row in found["rows"]}
+    assert {op for op, _, _ in rows} == {"layer_norm", "attention"}
+    for (_, _, contender), row in rows.items():
+        if contender in ("reference", "torch"):
+            assert row["ok"]
+            assert row["time"]["low"] <= row["time"]["median"] <= row["time"]["high"]
+            assert row["vs_reference"]["value"] > 0
+    assert rows["attention", "causal", "reference"]["vs_reference"]["value"] == 1.0
+    assert sum(row["chosen"] for row in found["rows"]) == 5
+    if _native.module is not None:
+        assert 0 < rows["attention", "causal", "reference"]["roof_share"] < 1.5
+
+
+def test_models(capsys):
+    assert run("--op", "encoder_layer", "transformer") == 0
+    shown = capsys.readouterr().out
+    for name in ("torch eager", "torch fast path", "reference", "base, 2+2 layers"):
+        assert name in shown
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes(capsys, dtype):
+    assert run("--op", "linear", "encoder_layer", "--dtype", dtype) == 0
+    assert f"{dtype} on cpu" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_fails_the_run(capsys, monkeypatch):
+    right = next(k for k in dispatch.kernels("layer_norm") if k.backend == "reference")
+    wrong = dataclasses.replace(
+        right, backend="cpu", run=lambda *arguments: right.run(*arguments) + 1e-3
+    )
+    before = dispatch.kernels("layer_norm")
+    monkeypatch.setitem(dispatch._state.kernels, "layer_norm", before)
+    dispatch.register(wrong)
+    assert run("--op", "layer_norm") == 1
+    shown = capsys.readouterr().out
+    assert "outside the error budget" in shown
+    assert "1 of 3 results are wrong" in shown
+
+
+def test_a_named_backend_is_the_only_one_beside_what_it_is_measured_against(tmp_path):
+    path = tmp_path / "found.json"
+    options = ("--op", "feed_forward", "encoder_layer", "--backend", "reference")
+    assert run(*options, "--json", str(path)) == 0
+    names = {row["contender"] for row in json.loads(path.read_text())["rows"]}
+    assert names == {"reference", "torch", "torch eager", "torch fast path"}
+
+
+def test_a_backend_that_takes_nothing_says_why(capsys):
+    assert run("--op", "linear", "encoder_layer", "--backend", "cuda") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cuda: it has no kernel for this op (linear 512 → 512; linear 512 → 2048, gelu)" in shown
+    assert "backend 'cuda' has no kernel for linear" in shown
+
+
+def test_threads(capsys):
+    assert run("--op", "layer_norm", "--threads", "2") == 0
+    assert torch.get_num_threads() == 2
+    assert "2 threads ·" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--op", "softmax"], "argument --op: invalid choice: 'softmax' (choose from"),
+        (["--backend", "tpu"], "argument --backend: invalid choice: 'tpu'"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--device", "warp"], "argument --device: 'warp' cannot be used here:"),
+        (["--device", "meta"], "argument --device: 'meta' cannot be used here:"),
+        (["--threads", "0"], "argument --threads: must be at least 1, not 0"),
+        (["--threads", "two"], "argument --threads: invalid int value: 'two'"),
+        (["--json", "/nowhere/x.json"], "argument --json: there is no folder /nowhere"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_options(capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["compare", *options])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "info | compare" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--device", "cuda"])
+    assert "argument --device: 'cuda' cannot be used here" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def without_native(tmp_path_factory) -> Path:
+    """A folder with the package alone, its native module left out."""
+    folder = tmp_path_factory.mktemp("pure")
+    skipped = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(ROOT / "transformer_fast", folder / "transformer_fast", ignore=skipped)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command", [["info", "--probe"], ["compare", "--quick", "--op", "layer_norm"]]
+)
+def test_without_the_native_module(without_native, command):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TRANSFORMER_FAST")}
+    done = subprocess.run(
+        [sys.executable, "-m", "transformer_fast", *command],
+        cwd=without_native,
+        env=env | {"COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "the native module was not built" in done.stdout
+    if command[0] == "compare":
+        assert "no native module" in done.stdout
+        assert "cpu: the native module was not built" in done.stdout
+
+
+def _row(contender: str, **values: object) -> Row:
+    row = Row("attention", "with weights", contender, True, contender == "cpu")
+    row.ok, row.error, row.error_ratio = True, 1.3e-06, 0.356
+    row.time = Summary(0.0124, 0.0121, 0.0129, 25)
+    row.vs_reference, row.vs_torch = Ratio(12.41, 11.9, 12.8), Ratio(0.943, 0.90, 0.96)
+    row.roof_share, row.bound = 0.834, "bandwidth"
+    row.flops = row.useful_flops = row.bytes = 1e9
+    return dataclasses.replace(row, **values)
+
+
+def _drawn(rows: list[Row], width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table.build(rows, width))
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [100, 120, 160])
+def test_the_table_reads_well(width):
+    rows = [
+        _row("cpu"),
+        _row("torch fast path"),
+        _row("peer", time=None, reason="it is not installed"),
+        _row("triton", ok=False, time=None, reason="wrong"),
+    ]
+    lines = _drawn(rows, width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for piece in ("cpu *", "1.3e-06", "0.356x", "12.4 ms", "12.1-12.9", "12.4x", "0.943x", "83 %"):
+        assert piece in text
+    assert re.search(r"triton .*failed", text)
+    assert "peer" not in text
+    assert ("11.9-12.8" in text) == (width >= table.WIDE)
+
+
+def test_notes():
+    rows = [
+        _row("reference", chosen=True),
+        _row("cpu", chosen=False, time=None, ok=None, reason="the call has dropout"),
+        _row("torch", case="causal", time=None, ok=None, reason="it takes no mask"),
+        _row("cpu", case="causal", ok=False, time=None, reason="it changed its input"),
+    ]
+    assert notes.fallbacks(rows) == [
+        "attention with weights runs on 'reference', because cpu: the call has dropout"
+    ]
+    assert notes.absent(rows) == [
+        "cpu: the call has dropout (attention with weights)",
+        "torch: it takes no mask (attention causal)",
+    ]
+    assert notes.failures(rows) == ["attention causal on cpu: it changed its input"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.234, "1.23 s"), (0.0123, "12.3 ms"), (123e-6, "123 µs"), (5e-9, "5.00 ns"), (0, "0 ns")],
+)
+def test_seconds(value, text):
+    assert form.seconds(value) == text
