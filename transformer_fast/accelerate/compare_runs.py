@@ -27,6 +27,11 @@ def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
+def _is_variable(leaf: Any) -> bool:
+    """Whether a gradient makes sense: not of masks with their infinities."""
+    return _is_real(leaf) and not bool(leaf.isinf().any())
+
+
 def forward_only(model: torch.nn.Module, inputs: Inputs) -> Run:
     """The outputs without gradients, of the model as it stands."""
     with torch.no_grad():
@@ -46,7 +51,7 @@ def with_gradients(
     def leaf(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if not x.is_floating_point():
+        if not _is_variable(x):
             return x.detach().clone()
         moved = x.detach().clone() if jitter is None else _moved(x.detach(), jitter)
         return moved.requires_grad_()
@@ -55,10 +60,10 @@ def with_gradients(
     wanted = [t for t in state.values() if t.requires_grad]
     state |= {n: b.detach().clone() for n, b in model.named_buffers()}
     args, kwargs = tree_map(leaf, tuple(inputs))
-    wanted += [x for x in tree_leaves((args, kwargs)) if _is_real(x)]
+    wanted += [x for x in tree_leaves((args, kwargs)) if _is_variable(x)]
     with torch.enable_grad():
         # In-place operations on inputs are allowed on copies of leaves only.
-        args, kwargs = tree_map(lambda x: x * 1 if _is_real(x) else x, (args, kwargs))
+        args, kwargs = tree_map(lambda x: x * 1 if _is_variable(x) else x, (args, kwargs))
         found = torch.func.functional_call(model, state, args, kwargs)
         outputs = [x for x in tree_leaves(found) if _is_real(x)]
         total = sum((_weighted(x) for x in outputs if x.requires_grad), torch.zeros(()))

@@ -47,7 +47,12 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     )
     if reason is not None:
         return reason
-    return ours if type(module) is base else subclass_of_both(type(module), ours)
+    if type(module) is base:
+        return ours
+    try:
+        return subclass_of_both(type(module), ours)
+    except Exception as error:  # of the user's metaclass or __init_subclass__
+        return f"{type(module).__name__} does not let itself be subclassed: {error}"
 
 
 def is_ours(module: torch.nn.Module) -> bool:

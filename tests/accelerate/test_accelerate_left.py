@@ -1,0 +1,324 @@
+"""What accelerate leaves as it is, with which reason; subclasses, and converters of the user's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate_ruler import B, F, H, M, T, assert_same_numbers, decoder_layer, encoder_layer
+from torch import Tensor
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from transformer_fast import accelerate, nn, restore
+from transformer_fast.accelerate import register_converter
+
+
+def _x() -> Tensor:
+    return torch.randn(B, T, M)
+
+
+class WithConfig(torch.nn.TransformerEncoderLayer):
+    """Nothing but a constructor and a method of its own."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config["width"], H, F, dropout=0.0, batch_first=True)
+        self.config = config
+
+    def width(self) -> int:
+        return self.config["width"]
+
+
+def test_a_subclass_that_overrides_nothing_of_ours() -> None:
+    theirs = WithConfig({"width": M})
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert report[""].now == "transformer_fast.nn.TransformerEncoderLayer"
+    assert isinstance(ours, WithConfig)
+    assert isinstance(ours, nn.TransformerEncoderLayer)
+    assert ours.width() == M
+    assert repr(ours) == repr(theirs)
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+    other = WithConfig({"width": M})
+    accelerate(other)
+    assert type(other) is type(ours)
+    restore(ours)
+    assert type(ours) is WithConfig
+
+
+class OwnForward(torch.nn.TransformerEncoderLayer):
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(src, *args, **kwargs) * 2
+
+
+class OwnBlock(torch.nn.TransformerEncoderLayer):
+    def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._sa_block(x, *args, **kwargs) * 2
+
+
+class OwnFeedForward(torch.nn.TransformerDecoderLayer):
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return super()._ff_block(x) * 2
+
+
+class OwnMasks(torch.nn.MultiheadAttention):
+    def merge_masks(self, *args: Any) -> Any:
+        return super().merge_masks(*args)
+
+
+class OwnProject(torch.nn.MultiheadAttention):
+    """Has a method that ours has too, for something else."""
+
+    def _project(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Sealed(torch.nn.LayerNorm):
+    def __init_subclass__(cls) -> None:
+        raise RuntimeError("sealed")
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (OwnForward(M, H, F), "OwnForward has its own forward"),
+        (OwnBlock(M, H, F), "OwnBlock has its own _sa_block"),
+        (OwnFeedForward(M, H, F), "OwnFeedForward has its own _ff_block"),
+        (OwnMasks(M, H), "OwnMasks has its own merge_masks"),
+        (OwnProject(M, H), "something of its own named _project"),
+        (Sealed(M), "does not let itself be subclassed: sealed"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, torch.nn.Module) else "",
+)
+def test_subclasses_that_override(module: torch.nn.Module, reason: str) -> None:
+    kind = type(module)
+    entry = accelerate(module)[""]
+    assert entry.outcome == "left"
+    assert reason in entry.reason
+    assert type(module) is kind
+
+
+def test_the_modules_inside_a_layer_that_is_left_are_swapped() -> None:
+    theirs = OwnForward(M, H, F, 0.0, batch_first=True)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert {e.name for e in report.swapped} == {"self_attn", "norm1", "norm2"}
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+    assert_same_numbers(ours.eval(), theirs.eval(), (_x(),), {}, grad=False)
+
+
+def test_forward_replaced_on_the_instance() -> None:
+    norm = torch.nn.LayerNorm(M)
+    norm.forward = lambda x: x  # type: ignore[method-assign]
+    assert "forward was replaced on the instance" in accelerate(norm)[""].reason
+    layer = encoder_layer()
+    layer._sa_block = lambda x, *args, **kwargs: x  # type: ignore[method-assign]
+    assert "_sa_block was replaced on the instance" in accelerate(layer)[""].reason
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_parametrised_modules() -> None:
+    theirs = encoder_layer(dropout=0.0)
+    parametrize.register_parametrization(theirs.self_attn, "in_proj_weight", Double())
+    parametrize.register_parametrization(theirs.norm1, "weight", Double())
+    parametrizations.weight_norm(theirs.linear1)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert "its in_proj_weight is parametrised" in report["self_attn"].reason
+    assert "its weight is parametrised" in report["norm1"].reason
+    assert {e.name for e in report.swapped} == {"", "norm2"}
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+    restore(ours)
+    parametrize.remove_parametrizations(ours.norm1, "weight")
+    assert type(ours.norm1) is torch.nn.LayerNorm
+
+
+def test_parametrised_afterwards() -> None:
+    theirs = torch.nn.LayerNorm(M)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    for norm in (theirs, ours):
+        parametrize.register_parametrization(norm, "weight", Double())
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+    both = torch.nn.Sequential(ours, torch.nn.LayerNorm(M))
+    accelerate(both)
+    with pytest.raises(RuntimeError, match="0 cannot be restored: since accelerate its class"):
+        restore(both)
+    assert type(both[1]) is nn.LayerNorm  # nothing was restored
+    parametrize.remove_parametrizations(ours, "weight")
+    assert restore(both) == ["0", "1"]
+
+
+def test_pruned_weights() -> None:
+    model = encoder_layer(dropout=0.0)
+    prune.l1_unstructured(model.linear1, "weight", 0.5)
+    prune.l1_unstructured(model.self_attn, "in_proj_weight", 0.5)
+    assert accelerate(model, verify=_x()).verified
+    assert type(model) is nn.TransformerEncoderLayer
+    assert (model.linear1.weight == 0).sum() >= model.linear1.weight.numel() // 2
+
+
+class Lora(torch.nn.Module):
+    """A low-rank update around a linear map, as adapter libraries wrap it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("make", [encoder_layer, decoder_layer])
+def test_adapters(make: Any) -> None:
+    theirs = make(dropout=0.0)
+    theirs.linear1, theirs.linear2 = Lora(theirs.linear1), Lora(theirs.linear2)
+    theirs.self_attn.out_proj = Lora(theirs.self_attn.out_proj)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert "out_proj is a Lora, which torch never calls" in report["self_attn"].reason
+    assert report[""].outcome == "swapped"
+    args = (_x(),) if make is encoder_layer else (_x(), _x())
+    assert_same_numbers(ours, theirs, args, {}, grad=True)
+
+
+def test_hooks_on_the_output_projection() -> None:
+    attention = torch.nn.MultiheadAttention(M, H)
+    attention.out_proj.register_forward_hook(lambda module, args, output: output * 2)
+    assert "out_proj has hooks" in accelerate(attention)[""].reason
+
+
+class Quantised(torch.Tensor):
+    """A stand-in for a tensor subclass with an own memory format."""
+
+
+def test_tensor_subclasses() -> None:
+    layer = encoder_layer()
+    layer.linear2.weight = torch.nn.Parameter(layer.linear2.weight.data.as_subclass(Quantised))
+    report = accelerate(layer)
+    assert report[""].reason == "its linear2.weight is a Quantised, which no kernel reads"
+    assert report["norm1"].outcome == "swapped"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_dynamically_quantised() -> None:
+    if torch.backends.quantized.engine == "none":
+        pytest.skip("this build of torch has no quantised kernels")
+    theirs = encoder_layer(dropout=0.0).eval()
+    torch.ao.quantization.quantize_dynamic(theirs, {torch.nn.Linear}, inplace=True)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    x = _x()
+    with torch.no_grad():
+        # Torch's inference path does not know quantised layers either.
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            torch.testing.assert_close(ours(x), theirs(x), rtol=0.02, atol=0.02)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted() -> None:
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.LayerNorm(M)))
+    assert "A TorchScript module cannot be changed" in str(accelerate(scripted))
+
+
+class HandWritten(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(M)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + 1
+
+
+class FastHandWritten(HandWritten):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1 + nn.functional.layer_norm(x, (M,), self.norm.weight, self.norm.bias)
+
+
+class Further(HandWritten):
+    pass
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    yield
+    for cls in (HandWritten, Further, torch.nn.LayerNorm):
+        register_converter(cls, None)
+
+
+@pytest.mark.usefixtures("registry")
+def test_registered_converters() -> None:
+    theirs = torch.nn.Sequential(HandWritten(), Further(), HandWritten())
+    ours = copy.deepcopy(theirs)
+    register_converter(HandWritten, FastHandWritten)
+    report = accelerate(ours)
+    assert [type(m) for m in ours] == [FastHandWritten, Further, FastHandWritten]
+    assert report["0"].now.endswith("FastHandWritten")
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+    assert "0" in restore(ours)
+    assert [type(m) for m in ours] == [HandWritten, Further, HandWritten]
+
+    register_converter(HandWritten, lambda module: "not on a Sunday")
+    assert accelerate(ours)["2"].reason == "not on a Sunday"
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_converter_goes_before_ours() -> None:
+    register_converter(torch.nn.LayerNorm, lambda module: "this one is mine")
+    assert accelerate(torch.nn.LayerNorm(M))[""].reason == "this one is mine"
+
+
+@pytest.mark.usefixtures("registry")
+def test_nothing_is_half_swapped() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(M), HandWritten(), encoder_layer())
+    types = [type(m) for m in model.modules()]
+    names = [set(m.__dict__) for m in model.modules()]
+
+    def fails(module: torch.nn.Module) -> str:
+        raise ZeroDivisionError
+
+    class Elsewhere(HandWritten):
+        __slots__ = ("place",)  # another memory layout: Python refuses the assignment
+
+    class Unrelated(torch.nn.Module):
+        pass
+
+    for converter, error in (
+        (fails, ZeroDivisionError),
+        (Elsewhere, TypeError),
+        (lambda module: Unrelated, TypeError),
+        (lambda module: None, TypeError),
+    ):
+        register_converter(HandWritten, converter)  # type: ignore[arg-type]
+        with pytest.raises(error):
+            accelerate(model)
+        assert [type(m) for m in model.modules()] == types
+        assert [set(m.__dict__) for m in model.modules()] == names
+
+
+def test_wrong_registrations() -> None:
+    with pytest.raises(TypeError, match=r"cls must be a subclass of torch\.nn\.Module"):
+        register_converter(int, lambda module: "")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must give a subclass of it or a sentence"):
+        register_converter(HandWritten, torch.nn.LayerNorm)
+    with pytest.raises(TypeError, match="must be a subclass of HandWritten or a function"):
+        register_converter(HandWritten, 3)  # type: ignore[arg-type]
