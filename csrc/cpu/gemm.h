@@ -39,9 +39,10 @@ struct Ahead {
   long step;
 };
 
-// How a tile finds its rows of A: as they are, a_stride apart, or turned by turn_rows() into columns,
-// kTurned values for each k, so that one pointer with constant offsets reaches them all.
-enum class Form { rows, turned };
+// How a tile finds its rows of A: as they are, a_stride apart; turned by turn_rows() into columns,
+// kTurned values for each k, so that one pointer with constant offsets reaches them all; or as
+// columns of a matrix that is A transposed, a_stride apart for each k.
+enum class Form { rows, turned, columns };
 constexpr int kTurned = (kTileRows + kLanes - 1) / kLanes * kLanes;
 
 template <Form kForm, int kRows, int kVecs>
@@ -59,14 +60,17 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     Vec b[kVecs];
     TF_UNROLL for (int j = 0; j < kVecs; ++j) b[j] = load(panel + u * kPanel + j * kLanes);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
-      const Vec x = set1(kForm == Form::rows ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
-                                             : row[0][u * kTurned + i]);
+      const Vec x = set1(kForm == Form::rows      ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
+                         : kForm == Form::turned ? row[0][u * kTurned + i]
+                                                 : row[0][u * a_stride + i]);
       TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] = fma(x, b[j], acc[i][j]);
     }
   };
   const auto advance = [&](int steps) __attribute__((always_inline)) {
     TF_UNROLL for (int i = 0; i < kPointers; ++i)
-      row[i] += kForm == Form::rows ? steps : steps * kTurned;
+      row[i] += kForm == Form::rows     ? steps
+                : kForm == Form::turned ? steps * kTurned
+                                        : steps * a_stride;
     panel += steps * kPanel;
   };
   long p = 0;
@@ -146,7 +150,9 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
     const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
     each_tile(m, [&](long t, long i, long rows) {
       const float* from =
-          kForm == Form::rows ? a + i * a_stride + p : a + t * a_stride + p * kTurned;
+          kForm == Form::rows     ? a + i * a_stride + p
+          : kForm == Form::turned ? a + t * a_stride + p * kTurned
+                                  : a + p * a_stride + i;
       tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride, here,
                       {ahead, step});
       ahead += depth * step;
