@@ -26,7 +26,6 @@ from .report import Machine, machines
 README = Path(__file__).resolve().parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Of the ops suite, besides each op's first case.
 _SHOWN = re.compile(r"attention \(4,8,1024,64\), (causal|key)|feed_forward (256|1)x|linear 1x")
 
@@ -34,8 +33,7 @@ _SHOWN = re.compile(r"attention \(4,8,1024,64\), (causal|key)|feed_forward (256|
 def _cell(kernel: Kernel | None) -> str:
     if kernel is None:
         return "-"
-    names = [_SHORT.get(name, name) for name in dtype_names(kernel.dtypes).split()]
-    parts = [" ".join(names)]
+    parts = [dtype_names(kernel.dtypes)]
     if not kernel.gradients:
         parts.append("forward")
     elif kernel.op == "attention" and not kernel.mask_gradient:

@@ -383,6 +383,18 @@ def test_padded_places_of_a_module_do_not_count():
     assert not judge(torch.where(real[..., None], right + 1e-3, right), (x,)).ok
 
 
+def test_interpreted_kernels_are_not_timed(monkeypatch):
+    case = OPS["linear"].cases[0]
+    inputs = [[case.build(torch.float32, "cpu", None)]]
+    reference = OPS["linear"].reference
+    monkeypatch.setitem(dispatch._state.kernels, "linear", dispatch.kernels("linear"))
+    dispatch.register(dispatch.Kernel("linear", "triton", reference))
+    contest = op_contest("linear", case.name, inputs, ("triton",))
+    (triton,) = (c for c in contest.contenders if c.name == "triton")
+    assert triton.run is None
+    assert "Triton's interpreter" in str(triton.reason)
+
+
 def test_an_unknown_or_refusing_backend_is_a_row_with_its_reason():
     case = OPS["attention"].case("dropout")
     inputs = [[case.build(torch.float32, "cpu", None)]]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
 from transformer_fast.cli import compiled, info
-from transformer_fast.cli.limits import dtype_names, kernel_row, reasons
+from transformer_fast.cli.limits import activation_names, dtype_names, kernel_row, reasons
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +79,42 @@ def test_triton_is_looked_for_without_importing_it(monkeypatch):
     assert info.triton_state().startswith("not installed")
 
 
-def test_no_triton_kernels_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(compiled, "_launches", lambda *arguments: iter(()))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    text = shown(capsys, "--kernels")
-    assert "none:" in text
+_COMPILE_ONE = """
+from transformer_fast.__main__ import main
+from transformer_fast.backends.triton import compile_cases
+
+one = next(case for case in compile_cases.cases() if case.name.startswith("layer_norm"))
+compile_cases.cases = lambda: [one]
+main(["info", "--kernels", "80", "90"])
+"""
+
+
+def test_triton_kernels_are_compiled_ahead():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    # A process of its own: in this one the kernels may be interpreted.
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _COMPILE_ONE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "layer_norm_forward_kernel" in done.stdout
+    assert done.stdout.count("sm_80") == done.stdout.count("sm_90") > 1
+
+
+def test_without_triton_there_is_nothing_to_compile(capsys, monkeypatch):
+    monkeypatch.setattr(compiled, "_PACKAGE", "transformer_fast.backends.no_such_thing")
+    assert "none: No module named" in shown(capsys, "--kernels")
+
+
+def test_an_architecture_that_nothing_is_compiled_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["info", "--kernels", "75"])
+    assert "argument --kernels: invalid choice: 75" in capsys.readouterr().err
+
+
+def test_activations_in_words():
+    for kernel in dispatch.kernels("feed_forward"):
+        assert activation_names(kernel) == ("named" if kernel.activations else "any")
+    assert activation_names(dispatch.kernels("attention")[0]) == ""
 
 
 def test_limits_in_words():
@@ -95,7 +129,7 @@ def test_limits_in_words():
         proven=False,
     )
     assert kernel_row(kernel) == (
-        "triton", "when named", "cuda", "float32 bfloat16", "not of masks", "no", ""
+        "triton", "when named", "cuda", "fp32 bf16", "not of masks", "no", ""
     )  # fmt: skip
     assert dtype_names(frozenset()) == "any"
     (reason,) = reasons([kernel])

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..dispatch import OPS, kernels
-from ..specs import OPS as SPECS
 from .console import bullets, progress
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_PACKAGE = "transformer_fast.backends.triton"
+#: Compute capabilities that kernels are compiled for, as NVIDIA numbers them.
+ARCHITECTURES = (80, 86, 90, 100, 120)
 
 
-def _launches(runtime: Any, config: Any, architecture: int) -> Iterator[tuple[str, str, Any]]:
-    """(op, dtype, launch) of the first bench case of each op, called with meta tensors."""
-    for op in OPS:
-        for kernel in kernels(op):
-            if kernel.backend != "triton":
-                continue
-            for dtype in _DTYPES:
-                arguments = SPECS[op].bench_cases[0].build(dtype, "meta", None)
-                with config.use_architecture(architecture), runtime.record_launches() as launches:
-                    kernel.run(*arguments)
-                for launch in launches:
-                    yield op, str(dtype).removeprefix("torch."), launch
-
-
-def _cells(compiled: Any) -> tuple[str, ...]:
+def _row(case: str, compiled: Any) -> tuple[str, ...]:
     return (
         f"sm_{compiled.architecture}",
+        case,
+        compiled.kernel,
         str(compiled.registers),
-        str(compiled.spilled),
+        str(compiled.spilled) if compiled.spilled == 0 else f"[yellow]{compiled.spilled}",
         f"{compiled.shared / 1024:.1f}",
         str(compiled.warps),
         str(compiled.stages),
@@ -43,35 +30,31 @@ def _cells(compiled: Any) -> tuple[str, ...]:
     )
 
 
-def show(console: Console) -> None:
+def show(console: Console, architectures: Sequence[int]) -> None:
     """Compile and print; says why where that cannot be done."""
     try:
-        ahead = importlib.import_module("transformer_fast.backends.triton.compile_ahead")
-        config = importlib.import_module("transformer_fast.backends.triton.config")
-        runtime = importlib.import_module("transformer_fast.backends.triton.runtime")
+        ahead = importlib.import_module(f"{_PACKAGE}.compile_ahead")
+        calls = importlib.import_module(f"{_PACKAGE}.compile_cases")
     except ImportError as error:
         bullets(console, [f"none: {error}"])
         return
-    if runtime.INTERPRETED:
+    if ahead.INTERPRETED:
         bullets(console, ["none: with TRITON_INTERPRET set, kernels are interpreted"])
         return
-    work = [
-        (architecture, *found)
-        for architecture in ahead.SHARED_LIMIT
-        for found in _launches(runtime, config, architecture)
-    ]
-    if not work:
-        bullets(console, ["none: no Triton kernel is registered with the dispatcher"])
-        return
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for heading in ("op", "dtype", "kernel", "on"):
-        table.add_column(heading, no_wrap=True)
+    for heading in ("on", "call", "kernel"):
+        table.add_column(heading, no_wrap=heading == "on")
     for heading in ("registers", "spilled bytes", "shared KiB", "warps", "stages", "fits"):
         table.add_column(heading, justify="right")
+    work = [
+        (architecture, case.name, launch)
+        for architecture in architectures
+        for case in calls.cases()
+        for launch in calls.launches(case, architecture)
+    ]
     with progress() as bar:
         task = bar.add_task("compiling", total=len(work))
-        for architecture, op, dtype, launch in work:
-            compiled = ahead.compile_launch(launch, architecture)
-            table.add_row(op, dtype, compiled.kernel, *_cells(compiled))
+        for architecture, name, launch in work:
+            table.add_row(*_row(name, ahead.compile_launch(launch, architecture)))
             bar.advance(task)
     console.print(table, highlight=False)

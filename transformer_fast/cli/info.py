@@ -16,7 +16,8 @@ from rich.table import Table
 from .. import _native
 from ..dispatch import BACKENDS, OPS, kernels
 from ..measure import machine
-from . import form
+from . import form, probes
+from .compiled import ARCHITECTURES, show
 from .console import bullets, output
 from .limits import kernel_row, reasons
 
@@ -33,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--probe", action="store_true", help="measure the machine's peak rates too (seconds)"
     )
     parser.add_argument(
-        "--kernels",
-        action="store_true",
-        help="compile the Triton kernels ahead of time and show what they need (minutes)",
-    )
+        "--kernels", nargs="*", type=int, choices=ARCHITECTURES, metavar="SM",
+        help="compile the Triton kernels ahead of time, without a GPU, for these compute "
+        f"capabilities of {', '.join(map(str, ARCHITECTURES))} (90), and show what they need of "
+        "one (minutes)",
+    )  # fmt: skip
 
 
 def gpu_state() -> str:
@@ -118,12 +120,6 @@ def _kernel_table() -> Table:
     return table
 
 
-def _probe_table() -> Table:
-    from .probes import table
-
-    return table()
-
-
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Always 0: nothing here can be wrong, only absent."""
     console: Console = output()
@@ -135,17 +131,15 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     lines = reasons(every)
     lines += [f"{name}: it has no kernels yet" for name in BACKENDS if name not in present]
     if lines:
-        console.print("\n[bold]Cannot run here[/]")
+        console.print("\n[bold]Never chosen here[/]")
         bullets(console, lines)
     if options.probe:
         console.print("\n[bold]Measured peaks[/]")
         if _native.module is None:
             bullets(console, [f"no probes: {_native.why_not}"])
         else:
-            console.print(_probe_table(), highlight=False)
-    if options.kernels:
-        from .compiled import show
-
+            console.print(probes.table(), highlight=False)
+    if options.kernels is not None:
         console.print("\n[bold]Triton kernels, compiled ahead of time[/]")
-        show(console)
+        show(console, options.kernels or (90,))
     return 0

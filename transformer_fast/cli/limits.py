@@ -7,16 +7,31 @@ from collections.abc import Iterable
 import torch
 
 from ..dispatch import Kernel
+from ..reference.linear import ACTIVATIONS
 
 _ACTIVATED = ("linear", "feed_forward")
+_DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 def dtype_names(dtypes: frozenset[torch.dtype]) -> str:
-    """'float32 bfloat16', the shortest name for 'any' being 'any'."""
-    if not dtypes:
+    """'fp32 bf16'; no limit is 'any'."""
+    named = [name for dtype, name in _DTYPES.items() if dtype in dtypes]
+    return " ".join([*named, *(str(d)[6:] for d in dtypes if d not in _DTYPES)]) or "any"
+
+
+def activation_names(kernel: Kernel) -> str:
+    """'named' for all that have a name, 'any' for callables too; '' where there is none."""
+    if kernel.op not in _ACTIVATED:
+        return ""
+    if kernel.activations is None:
         return "any"
-    order = sorted(dtypes, key=lambda dtype: (-torch.finfo(dtype).bits, str(dtype)))
-    return " ".join(str(dtype).removeprefix("torch.") for dtype in order)
+    known = {name for name in kernel.activations if name}
+    return "named" if known == set(ACTIVATIONS) else " ".join(sorted(known))
 
 
 def state(kernel: Kernel) -> str:
@@ -30,10 +45,6 @@ def kernel_row(kernel: Kernel) -> tuple[str, ...]:
     gradients = "yes" if kernel.gradients else "no"
     if kernel.op == "attention" and kernel.gradients and not kernel.mask_gradient:
         gradients = "not of masks"
-    activations = ""
-    if kernel.op in _ACTIVATED:
-        known = kernel.activations
-        activations = "any" if known is None else " ".join(sorted(name for name in known if name))
     has_dropout = "dropout" if kernel.op not in ("layer_norm", "linear") else ""
     return (
         kernel.backend,
@@ -42,7 +53,7 @@ def kernel_row(kernel: Kernel) -> tuple[str, ...]:
         dtype_names(kernel.dtypes),
         gradients,
         ("yes" if kernel.dropout else "no") if has_dropout else "",
-        activations,
+        activation_names(kernel),
     )
 
 

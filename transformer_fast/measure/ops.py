@@ -30,6 +30,9 @@ def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list
             found.append(Contender(backend, None, too_large))
         elif reasons := dispatch.why_not(kernel, call):
             found.append(Contender(backend, None, "; ".join(reasons)))
+        elif backend == "triton" and arguments[0].device.type == "cpu":
+            reason = "it would run in Triton's interpreter, whose speed says nothing"
+            found.append(Contender(backend, None, reason))
         else:
             found.append(Contender(backend, kernel.run))
     return found
