@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from models_ruler import END, PAD, START, lively, small, tokens
+from torch import Tensor
 
 from transformer_fast import models
+from transformer_fast.models.generation import reordering
 
 Score = Callable[[list[int]], list[float]]
 
@@ -178,3 +180,33 @@ def test_early_stop_stops_earlier() -> None:
         calls.append(0)
     early = calls.index(0)
     assert 0 < early < len(calls) - early - 2 < 40
+
+
+def test_beams_move_what_they_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, and once all beams descend from one hypothesis only what is behind it is copied."""
+    moved: list[tuple[int, int]] = []
+    right = reordering.select_rows
+
+    def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
+        moved.append((start, end))
+        right(cache, rows, start, end, out)
+
+    monkeypatch.setattr(reordering, "select_rows", select_rows)
+    beams, places = 3, 6
+    cache = torch.full((2, 2, 6, 1, places, 1), torch.nan)
+    cache[:, :, :, :, 0] = torch.arange(2).repeat_interleave(beams)[:, None, None].float()
+    moves = reordering.Reordering(cache, beams)
+    expected = [[float(row // beams)] for row in range(6)]
+    for place, order in enumerate(
+        ([0, 0, 0, 4, 4, 4], [1, 1, 0, 5, 3, 3], [0, 0, 1, 4, 4, 5], [2, 1, 0, 3, 3, 3]), 1
+    ):
+        cache[:, :, :, :, place] = torch.arange(6)[:, None, None] + 10.0 * place
+        expected = [[*row, i + 10.0 * place] for i, row in enumerate(expected)]
+        moves.wrote(place)
+        cache = moves.apply(cache, torch.tensor(order), place + 1)
+        expected = [expected[i] for i in order]
+        for layer in cache.flatten(0, 1):
+            assert layer[:, 0, : place + 1, 0].tolist() == expected
+    # The first move makes all beams of each source share places 0 and 1, the second copies those to
+    # the other buffer too, and from then on they stay where they are.
+    assert moved == [(0, 2), (0, 3), (2, 4), (2, 5)]

@@ -12,6 +12,7 @@ from ...nn import bypass
 from ..embedding import OutputProjection
 from .kernels import Linear, bind_layer_norm, bind_linear, product_dtype
 from .layers import StackWeights
+from .reordering import Reordering, select_rows
 from .sublayers import CrossAttention, FeedForward, MemoryPlaces, SelfAttention
 
 #: (tokens (R, T), position of the first) -> vectors (R, T, M)
@@ -67,14 +68,16 @@ class CachedDecoder:
             cross = None
             if layer.cross_attention is not None:
                 assert memory is not None
+                assert layer.cross_norm is not None
                 weights, norm = layer.cross_attention, layer.cross_norm
                 cross = CrossAttention(weights, norm, norm_first, memory)
             own = SelfAttention(layer.self_attention, layer.self_norm, norm_first)
             last = FeedForward(layer.feed_forward, layer.feed_forward_norm, norm_first)
             self.layers.append((own, cross, last))
         self._bound: tuple[int, int] | None = None
-        # (layers, key and value, R, H, capacity, D), and a second one where beams change places.
-        self.cache = self.spare = torch.empty(0)
+        # (layers, key and value, R, H, capacity, D).
+        self.cache = torch.empty(0)
+        self.reordering = Reordering()
 
     def start(self, tokens: Tensor) -> Tensor:
         """Logits (R, V) of the token after the first ones, (R, P)."""
@@ -87,24 +90,21 @@ class CachedDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (R, V) of the token after these, (R,)."""
-        return self._run(self.embed(tokens.unsqueeze(1), self.length), tokens.shape[0], 1)
+        logits = self._run(self.embed(tokens.unsqueeze(1), self.length), tokens.shape[0], 1)
+        self.reordering.wrote(self.length - 1)
+        return logits
 
     def _run(self, x: Tensor, rows: int, length: int) -> Tensor:
         x = x.reshape(rows * length, -1)
         if self._bound != (rows, length):
             self._bind(x, rows, length)
         start, self.length = self.length, self.length + length
-        # All layers' views at once: a view costs about as much as a small kernel.
-        places = self.cache.narrow(4, start, length).unbind(0)
-        seen = self.cache.narrow(4, 0, self.length).flatten(0, 1).unbind(0)
-        residual = x
-        if self.first_norm is not None:
-            x = self.first_norm(x)
+        caches = self.cache.unbind(0)
         for i, (own, cross, feed_forward) in enumerate(self.layers):
-            x, residual = own.step(x, residual, places[i], seen[2 * i], seen[2 * i + 1])
+            x = own.step(x, caches[i], start)
             if cross is not None:
-                x, residual = cross.step(x, residual)
-            x, residual = feed_forward.step(x, residual)
+                x = cross.step(x)
+            x = feed_forward.step(x)
         if length > 1:
             x = x.view(rows, length, -1)[:, -1]
         if self.final_norm is not None:
@@ -113,15 +113,13 @@ class CachedDecoder:
 
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
-        stack = self.stack
         keys = self.cache[0, 0]
         for own, cross, feed_forward in self.layers:
             own.bind(x, keys, rows, length)
             if cross is not None:
                 cross.bind(x, self.places)
             feed_forward.bind(x)
-        first, final = stack.first_norm, stack.final_norm
-        self.first_norm = None if first is None else bind_layer_norm(x, first)
+        final = self.stack.final_norm
         self.final_norm = None if final is None else bind_layer_norm(x[:rows], final)
         self.logits = bind_project(self.project, rows)
 
@@ -129,34 +127,27 @@ class CachedDecoder:
         """Make ``beams`` equal sequences of each."""
         self.beams *= beams
         rows = torch.arange(self.cache.shape[2], device=self.cache.device)
-        self.cache = self._selected(rows.repeat_interleave(beams))
-        self._bound = None
+        self._rebuild(rows.repeat_interleave(beams))
 
     def reorder(self, rows: Tensor) -> None:
         """Sequence r continues as sequence ``rows[r]`` was, one of the same source."""
-        if self.spare.shape != self.cache.shape:
-            self.spare = torch.empty_like(self.cache)
-        self._select(rows, self.spare)
-        self.cache, self.spare = self.spare, self.cache
+        self.cache = self.reordering.apply(self.cache, rows, self.length)
 
     def keep(self, sources: Tensor) -> None:
         """Go on with these sources only, and their sequences."""
         beam = torch.arange(self.beams, device=sources.device)
-        self.cache = self._selected((sources[:, None] * self.beams + beam).flatten())
+        self._rebuild((sources[:, None] * self.beams + beam).flatten())
         self.places = self.places.keep(sources)
         for _, cross, _ in self.layers:
             if cross is not None:
                 cross.keep(sources)
-        self._bound = None
 
-    def _selected(self, rows: Tensor) -> Tensor:
+    def _rebuild(self, rows: Tensor) -> None:
+        """A cache of these rows; only what has been written so far is copied."""
         shape = list(self.cache.shape)
         shape[2] = rows.shape[0]
         new = self.cache.new_empty(shape)
-        self._select(rows, new)
-        return new
-
-    def _select(self, rows: Tensor, out: Tensor) -> None:
-        """Only what has been written so far is copied."""
-        used, to = self.cache.narrow(4, 0, self.length), out.narrow(4, 0, self.length)
-        torch.index_select(used, 2, rows, out=to)
+        select_rows(self.cache, rows, 0, self.length, new)
+        self.cache = new
+        self.reordering = Reordering(new, self.beams)
+        self._bound = None

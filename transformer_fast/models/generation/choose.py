@@ -63,37 +63,50 @@ def _pick(values: Tensor, draws: Tensor) -> Tensor:
     return found.clamp_(max=values.shape[1] - 1)  # NaN is not below anything
 
 
-def _nucleus(values: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """Probabilities (R, n), highest first, as 0 behind the first that reach top_p of the total."""
+def _pick_nucleus(values: Tensor, total: Tensor, top_p: float, draws: Tensor) -> Tensor:
+    """`_pick` of values, highest first, as far as they have top_p of the total (R, 1)."""
     before = values.cumsum(dim=-1) - values
-    return values.masked_fill(before >= top_p * total, 0.0)
+    return _pick(values.masked_fill(before >= top_p * total, 0.0), draws)
 
 
 def sampler(method: Sampling, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A function from logits (R, V) and uniform draws (R,) in [0, 1) to tokens (R,)."""
-    temperature, top_p = method.temperature, method.top_p
-    top_k = vocab_size if method.top_k is None else min(method.top_k, vocab_size)
+    temperature, top_k, top_p = method.temperature, method.top_k, method.top_p
 
-    def sample(logits: Tensor, draws: Tensor) -> Tensor:
-        logits = logits.float()
-        if top_k == vocab_size and top_p is None:
-            scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-            return _pick(scores.exp(), draws)
-        if top_k < vocab_size:
-            scores, tokens = top(logits, top_k)
-            values = ((scores - scores[:, :1]) / temperature).exp()
-            total = values.sum(dim=-1, keepdim=True)
+    def values_of(logits: Tensor, highest: Tensor) -> Tensor:
+        return ((logits - highest) / temperature).exp()
+
+    def from_all(logits: Tensor, draws: Tensor) -> Tensor:
+        return _pick(values_of(logits, logits.amax(dim=-1, keepdim=True)), draws)
+
+    def from_top(logits: Tensor, draws: Tensor) -> Tensor:
+        assert top_k is not None
+        scores, tokens = top(logits, top_k)
+        values = values_of(scores, scores[:, :1])
+        if top_p is None:
+            place = _pick(values, draws)
         else:
-            scores, tokens = top(logits, min(_FIRST, vocab_size))
-            highest = scores[:, :1]
-            total = ((logits - highest) / temperature).exp().sum(dim=-1, keepdim=True)
-            values = ((scores - highest) / temperature).exp()
-            assert top_p is not None
-            if bool((values.sum(dim=-1, keepdim=True) < top_p * total).any()):
-                scores, tokens = logits.sort(dim=-1, descending=True)
-                values = ((scores - highest) / temperature).exp()
-        if top_p is not None:
-            values = _nucleus(values, total, top_p)
-        return tokens.gather(1, _pick(values, draws)[:, None]).squeeze(1)
+            place = _pick_nucleus(values, values.sum(dim=-1, keepdim=True), top_p, draws)
+        return tokens.gather(1, place[:, None]).squeeze(1)
 
-    return sample
+    def from_nucleus(logits: Tensor, draws: Tensor) -> Tensor:
+        assert top_p is not None
+        scores, tokens = top(logits, min(_FIRST, vocab_size))
+        highest = scores[:, :1]
+        total = values_of(logits, highest).sum(dim=-1, keepdim=True)
+        values = values_of(scores, highest)
+        place = _pick_nucleus(values, total, top_p, draws)
+        found = tokens.gather(1, place[:, None]).squeeze(1)
+        flat = (values.sum(dim=-1, keepdim=True) < top_p * total).squeeze(1).nonzero().squeeze(1)
+        if flat.numel():
+            # Rows whose first tokens have not enough of it: all their tokens are sorted.
+            scores, tokens = logits[flat].sort(dim=-1, descending=True)
+            values = values_of(scores, scores[:, :1])
+            place = _pick_nucleus(values, total[flat], top_p, draws[flat])
+            found[flat] = tokens.gather(1, place[:, None]).squeeze(1)
+        return found
+
+    draw = from_top if top_k is not None and top_k < vocab_size else from_all
+    if draw is from_all and top_p is not None:
+        draw = from_nucleus
+    return lambda logits, draws: draw(logits.float(), draws)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends import cpu_blocks
 from ...dispatch import Call, select
 from .layers import FeedForwardWeights, NormWeights
 
 #: (input (N, M)) -> (N, Mout)
 Linear = Callable[[Tensor], Tensor]
-#: (sub-layer's output, residual) -> (next sub-layer's input, its residual)
-AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+#: (sub-layer's output, its residual) -> their sum, normalised if that is the stack's way
+Join = Callable[[Tensor, Tensor], Tensor]
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -79,30 +80,44 @@ def bind_layer_norm(sample: Tensor, norm: NormWeights) -> Linear:
     return lambda x: run(x, shape, weight, bias, eps)
 
 
-def bind_add_norm(sample: Tensor, norm: NormWeights | None, norm_first: bool) -> AddNorm:
-    """Residual sum and the norm behind it.
+def bind_enter(sample: Tensor, norm: NormWeights, norm_first: bool) -> Linear | None:
+    """What comes before a sub-layer: pre-norm stacks' norm, or nothing."""
+    return bind_layer_norm(sample, norm) if norm_first else None
 
-    Post-norm: the normalised sum is the next residual too. Pre-norm: the sum itself is. Without a
-    norm (pre-norm's end, where there is no final norm) the sum is both.
-    """
-    if norm is None or norm.module is not None:
-        module = None if norm is None else norm.module
 
-        def by_module(y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-            total = residual + y
-            normalized = total if module is None else module(total)
-            return normalized, total if norm_first else normalized
-
-        return by_module
-
+def bind_join(sample: Tensor, norm: NormWeights, norm_first: bool) -> Join:
+    """What comes behind a sub-layer: the residual connection, and post-norm stacks' norm."""
+    casts = product_dtype(sample) != sample.dtype
+    module = norm.module
+    if norm_first:
+        return torch.add
+    if module is not None:
+        return lambda y, residual: module(y + residual)
     shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
     run = select(Call("add_layer_norm", (sample, sample, weight, bias), False)).run
-    casts = product_dtype(sample) != sample.dtype
+    if casts:
+        return lambda y, x: run(y.to(x.dtype), x, shape, weight, bias, eps, 0.0, None)[0]
+    return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
 
-    def fused(y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if casts:
-            y = y.to(residual.dtype)
-        normalized, total = run(y, residual, shape, weight, bias, eps, 0.0, None)
-        return normalized, total if norm_first else normalized
 
-    return fused
+def bind_feed_forward_block(
+    sample: Tensor, weights: FeedForwardWeights, norm: NormWeights, norm_first: bool
+) -> Linear:
+    """The whole sub-layer, residual and norm included."""
+    f, n = weights, norm
+    name = f.activation
+    if (
+        n.module is None
+        and isinstance(name, str)
+        and cpu_blocks.fits(sample, f.weight1, f.bias1, f.weight2, f.bias2, n.weight, n.bias)
+    ):
+        block = cpu_blocks.feed_forward
+        return lambda x: block(
+            x, f.weight1, f.bias1, f.weight2, f.bias2, n.weight, n.bias, n.eps, norm_first, name
+        )
+    enter = bind_enter(sample, norm, norm_first)
+    network = bind_feed_forward(sample.shape[0], weights)
+    join = bind_join(sample, norm, norm_first)
+    if enter is None:
+        return lambda x: join(network(x), x)
+    return lambda x: join(network(enter(x)), x)

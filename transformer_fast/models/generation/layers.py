@@ -67,29 +67,23 @@ class NormWeights:
 
 @dataclass
 class LayerWeights:
-    """One layer; each sub-layer comes with the norm that follows its residual sum, if any.
-
-    In a pre-norm stack that is the norm before the next sub-layer, or the final one.
-    """
+    """One layer: its sub-layers, each with the norm before it (pre-norm) or behind it."""
 
     self_attention: AttentionWeights
-    self_norm: NormWeights | None
+    self_norm: NormWeights
     cross_attention: AttentionWeights | None
     cross_norm: NormWeights | None
     feed_forward: FeedForwardWeights
-    feed_forward_norm: NormWeights | None
+    feed_forward_norm: NormWeights
 
 
 @dataclass
 class StackWeights:
     d_model: int
     heads: int
-    #: Whether the residual stream bypasses the norms.
     norm_first: bool
-    #: Pre-norm: the norm before the first sub-layer.
-    first_norm: NormWeights | None
     layers: list[LayerWeights]
-    #: Post-norm: the norm after the last layer, if any.
+    #: The norm after the last layer, if any.
     final_norm: NormWeights | None
 
 
@@ -121,9 +115,7 @@ def _feed_forward(name: str, layer: Any) -> FeedForwardWeights:
     return FeedForwardWeights(one.weight, one.bias, two.weight, two.bias, activation)
 
 
-def _norm(module: Any) -> NormWeights | None:
-    if module is None:
-        return None
+def _norm(module: Any) -> NormWeights:
     if bypass.is_plain(module, _LAYER_NORM) and len(module.normalized_shape) == 1:
         return NormWeights(module.weight, module.bias, module.eps, None)
     return NormWeights(None, None, 0.0, module)
@@ -153,26 +145,20 @@ def read_stack(stack: torch.nn.Module, crossed: bool) -> StackWeights:
     first = modules[0]
     norm_first = bool(first.norm_first)
     heads, d_model = first.self_attn.num_heads, first.self_attn.embed_dim
-    final = _norm(stack.norm)
     layers = []
     for i, module in enumerate(modules):
         name = f"layers.{i}"
         _require(bool(module.norm_first) == norm_first, "the layers differ in norm_first")
         own = _attention(f"{name}.self_attn", module.self_attn)
         _require(own.heads == heads, "the layers differ in heads")
-        cross = _attention(f"{name}.multihead_attn", module.multihead_attn) if crossed else None
-        norms = [module.norm1, module.norm2] + ([module.norm3] if crossed else [])
-        if norm_first:
-            norms = [*norms[1:], modules[i + 1].norm1 if i + 1 < len(modules) else stack.norm]
-        after = [_norm(norm) for norm in norms]
         layers.append(
             LayerWeights(
                 own,
-                after[0],
-                cross,
-                after[1] if crossed else None,
+                _norm(module.norm1),
+                _attention(f"{name}.multihead_attn", module.multihead_attn) if crossed else None,
+                _norm(module.norm2) if crossed else None,
                 _feed_forward(name, module),
-                after[-1],
+                _norm(module.norm3 if crossed else module.norm2),
             )
         )
     parameters = list(stack.parameters())
@@ -180,11 +166,5 @@ def read_stack(stack: torch.nn.Module, crossed: bool) -> StackWeights:
         len({(p.dtype, p.device) for p in parameters}) == 1,
         "its parameters differ in dtype or device",
     )
-    return StackWeights(
-        d_model,
-        heads,
-        norm_first,
-        _norm(first.norm1) if norm_first else None,
-        layers,
-        None if norm_first else final,
-    )
+    final = None if stack.norm is None else _norm(stack.norm)
+    return StackWeights(d_model, heads, norm_first, layers, final)

@@ -1,8 +1,8 @@
-"""The three sub-layers of a decoding step, each one function from input to the next one's input.
+"""The three sub-layers of a decoding step, each one function from the layer's stream to itself.
 
-x and residual are (R * T, M): R sequences, T new tokens each. In a post-norm stack they are one
-tensor; in a pre-norm stack x is the normalised residual. Every function returns the same pair for
-the sub-layer that follows. ``bind`` chooses kernels and comes before the first step of each shape.
+x is (R * T, M): R sequences, T new tokens each. A step gives ``norm(x + sublayer(x))``, or
+``x + sublayer(norm(x))`` in a pre-norm stack. ``bind`` chooses kernels and comes before the first
+step of each shape.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import bind_add_norm, bind_attention, bind_feed_forward, bind_linear
+from .kernels import (
+    bind_attention,
+    bind_enter,
+    bind_feed_forward_block,
+    bind_join,
+    bind_linear,
+)
 from .layers import AttentionWeights, FeedForwardWeights, NormWeights
 
 
 class SelfAttention:
     """Attention of the new tokens to themselves and to all before them."""
 
-    def __init__(
-        self, weights: AttentionWeights, norm: NormWeights | None, norm_first: bool
-    ) -> None:
+    def __init__(self, weights: AttentionWeights, norm: NormWeights, norm_first: bool) -> None:
         self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
         self.heads = weights.heads
         self.width = weights.in_weight.shape[1]
@@ -33,25 +37,27 @@ class SelfAttention:
         w = self.weights
         self.project_in = bind_linear(rows * length, w.in_weight, w.in_bias)
         self.project_out = bind_linear(rows * length, w.out_weight, w.out_bias)
-        self.norm = bind_add_norm(sample, self.norm_weights, self.norm_first)
+        self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
+        self.join = bind_join(sample, self.norm_weights, self.norm_first)
         # Tokens that come together are the first ones, so the causal mask begins where they do.
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
         self.attention = bind_attention(query, keys, None, None, self.causal)
         self.shape = (rows, length, 3, self.heads, self.size)
 
-    def step(
-        self, x: Tensor, residual: Tensor, place: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """``place`` (2, R, H, T, D) takes the new keys and values; it ends ``keys``, ``values``."""
-        qkv = self.project_in(x).view(self.shape).permute(2, 0, 3, 1, 4)
-        place.copy_(qkv.narrow(0, 1, 2))
+    def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
+        """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far."""
+        length = self.shape[1]
+        qkv = self.project_in(x if self.enter is None else self.enter(x))
+        qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
+        cache.narrow(3, start, length).copy_(qkv.narrow(0, 1, 2))
+        keys, values = cache.narrow(3, 0, start + length).unbind(0)
         y = self.attention(
             qkv.select(0, 0), keys, values, None, None, self.causal, self.scale, 0.0, None, False,
             False,
         )[0]  # fmt: skip
         y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
-        return self.norm(y, residual)
+        return self.join(y, x)
 
 
 @dataclass
@@ -91,7 +97,7 @@ class CrossAttention:
     def __init__(
         self,
         weights: AttentionWeights,
-        norm: NormWeights | None,
+        norm: NormWeights,
         norm_first: bool,
         memory: Tensor,
     ) -> None:
@@ -120,32 +126,31 @@ class CrossAttention:
         self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
         self.project_in = bind_linear(rows, self.in_weight, self.in_bias)
         self.project_out = bind_linear(rows, self.out_weight, self.out_bias)
-        self.norm = bind_add_norm(sample, self.norm_weights, self.norm_first)
+        self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
+        self.join = bind_join(sample, self.norm_weights, self.norm_first)
         self.mask, self.lengths = places.mask, places.lengths
         query = self.keys.new_empty(self.shape).transpose(1, 2)
         self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
 
-    def step(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.project_in(x).view(self.shape).transpose(1, 2)
+    def step(self, x: Tensor) -> Tensor:
+        query = self.project_in(x if self.enter is None else self.enter(x))
+        query = query.view(self.shape).transpose(1, 2)
         y = self.attention(
             query, self.keys, self.values, self.mask, self.lengths, False, self.scale, 0.0, None,
             False, False,
         )[0]  # fmt: skip
         y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
-        return self.norm(y, residual)
+        return self.join(y, x)
 
 
 class FeedForward:
     """The position-wise feed-forward network."""
 
-    def __init__(
-        self, weights: FeedForwardWeights, norm: NormWeights | None, norm_first: bool
-    ) -> None:
+    def __init__(self, weights: FeedForwardWeights, norm: NormWeights, norm_first: bool) -> None:
         self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
 
     def bind(self, sample: Tensor) -> None:
-        self.network = bind_feed_forward(sample.shape[0], self.weights)
-        self.norm = bind_add_norm(sample, self.norm_weights, self.norm_first)
-
-    def step(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(self.network(x), residual)
+        """For (R * T, M) like ``sample``; ``step`` is then x -> x."""
+        self.step = bind_feed_forward_block(
+            sample, self.weights, self.norm_weights, self.norm_first
+        )
