@@ -11,6 +11,7 @@ them a call runs on and why. ``python -m transformer_fast info`` says what this 
 
 from . import backends, functional
 from ._explain import explain
+from ._sdpa import disable_sdpa, enable_sdpa
 from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
 from .dispatch import Explanation, strict, use_backend
@@ -21,6 +22,8 @@ __all__ = [
     "accelerate",
     "accelerated",
     "backends",
+    "disable_sdpa",
+    "enable_sdpa",
     "explain",
     "functional",
     "restore",

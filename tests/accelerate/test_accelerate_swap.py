@@ -190,7 +190,7 @@ class Counter:
 
 
 def test_torchs_inference_path_does_not_go_past_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In inference torch's layers never call their attention, and so they have to be swapped too."""
+    """In inference torch's layers never call their attention: they have to be swapped too."""
     counter = Counter(monkeypatch)
     x = torch.randn(2, 5, M)
     with torch.no_grad(), transformer_fast.use_backend("reference"):
