@@ -10,7 +10,7 @@ import torch
 from models_ruler import END, PAD, START, lively, small, small_language_model, tokens
 from torch import Tensor
 
-from transformer_fast import models
+from transformer_fast import models, use_backend
 from transformer_fast.models.generation import one_by_one
 from transformer_fast.models.generation.cached import CachedDecoder
 from transformer_fast.models.generation.recomputed import RecomputedDecoder
@@ -195,6 +195,17 @@ def test_source_and_weights_are_not_modified() -> None:
     model.generate(source, models.BeamSearch(2), max_new_tokens=5)
     assert torch.equal(source, before[0])
     assert all(torch.equal(x, before[1][name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", [models.Greedy(), models.BeamSearch(3)])
+def test_on_the_reference_and_in_inference_mode(method: Any) -> None:
+    model = lively(small())
+    source = tokens(23, LENGTHS)
+    expected = model.generate(source, method, max_new_tokens=9)
+    with use_backend("reference"):
+        assert torch.equal(model.generate(source, method, max_new_tokens=9).tokens, expected.tokens)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(source, method, max_new_tokens=9).tokens, expected.tokens)
 
 
 def test_hooked_layers_are_called() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,10 +118,12 @@ def test_shared_and_tied_weights_are_one_parameter() -> None:
     assert model.output.weight is model.encoder.embedding.table.weight
 
 
-def test_config_builds_the_same_model() -> None:
+def test_config_and_weights_are_all_there_is_to_save(tmp_path: Path) -> None:
     model = small(norm_first=True, embedding_size=10, tie_output=True, norm="annotated")
-    again = models.Transformer(**model.config).eval()
-    again.load_state_dict(model.state_dict())
+    torch.save({"config": model.config, "weights": model.state_dict()}, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    again = models.Transformer(**saved["config"]).eval()
+    again.load_state_dict(saved["weights"])
     source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
     assert torch.equal(again(source, target), model(source, target))
 
