@@ -11,7 +11,7 @@
 namespace tf {
 
 // A mask (1 or B, 1 or H, 1 or T, 1 or S), read through its strides.
-inline void set_mask(AttentionArgs& args, const std::optional<Tensor>& mask,
+inline void set_mask(AttentionShape& args, const std::optional<Tensor>& mask,
                      const std::array<int64_t, 4>& sizes) {
   if (!mask) return;
   STD_TORCH_CHECK(mask->is_cpu() && (mask->scalar_type() == ScalarType::Bool ||
@@ -24,7 +24,7 @@ inline void set_mask(AttentionArgs& args, const std::optional<Tensor>& mask,
     args.mask_stride[d] = mask->size(d) == 1 ? 0 : mask->stride(d);
   }
   args.mask = mask->const_data_ptr();
-  args.mask_is_bool = mask->scalar_type() == ScalarType::Bool;
+  args.mask_type = mask->scalar_type() == ScalarType::Bool ? Element::boolean : Element::float32;
 }
 
 // `count` integers of any integer type; none without a tensor.

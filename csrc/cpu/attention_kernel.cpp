@@ -4,7 +4,8 @@
 // weights times values on the same tile.
 #include "cpu/attention_kernel.h"
 
-#include "cpu/gemm.h"
+#include "cpu/attention_mask.h"
+#include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -48,98 +49,19 @@ struct Workspace {
   }
 };
 
-// Whether all of n mask values, `step` apart, hide.
-bool all_hide(const char* place, long step, long n, bool is_bool) {
-  long j = 0;
-  if (is_bool) {
-    if (step == 1) {
-      uint64_t eight;
-      for (; j + 8 <= n; j += 8) {
-        std::memcpy(&eight, place + j, 8);
-        if (eight != 0) return false;
-      }
-    }
-    for (; j < n; ++j)
-      if (place[j * step] != 0) return false;
-    return true;
-  }
-  const float* value = reinterpret_cast<const float*>(place);
-  if (step == 1) {
-    for (; j + kLanes <= n; j += kLanes) {
-      const Vec x = load(value + j);
-      // NaN is not hidden; it compares false with everything, so ask for what is not -inf.
-      if (any(less(set1(-kInf), x)) || any(not_a_number(x))) return false;
-    }
-  }
-  for (; j < n; ++j)
-    if (value[j * step] != -kInf) return false;
-  return true;
-}
-
-// Where a batch element's rows of a head begin.
-TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
-  return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
-}
-
 // One block of queries of one head against the packed keys.
 struct Block {
   const AttentionArgs& args;
   const Workspace& work;
-  long b, head, first, rows;  // queries [first, first + rows)
-  long limit;                 // keys from here on are hidden from the whole block
+  const Sight sight;
+  long b = sight.b, head = sight.head, first = sight.first, rows = sight.rows;
   // The scale is applied to a score where it is read (factor), inside an fma; a mask, or a scale
   // that would not keep the order of scores, asks for it at once.
   bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
   float factor = scaled ? 1.0f : args.scale;
 
-  const char* mask_at(long t, long s) const {
-    const long offset = b * args.mask_stride[0] + head * args.mask_stride[1] +
-                        t * args.mask_stride[2] + s * args.mask_stride[3];
-    return static_cast<const char*>(args.mask) + offset * (args.mask_is_bool ? 1 : 4);
-  }
-
-  // Keys of the tile [start, start + count) that the row may see by causality and length.
-  long visible(long row, long start, long count) const {
-    long end = limit - start;
-    if (args.causal) end = least(end, first + row + 1 - start);
-    return most(0, least(count, end));
-  }
-
-  // Whether the mask hides the whole tile from the whole block.
-  bool mask_hides_tile(long start, long count) const {
-    if (args.mask_stride[2] == 0)
-      return all_hide(mask_at(first, start), args.mask_stride[3], visible(rows - 1, start, count),
-                      args.mask_is_bool);
-    for (long i = 0; i < rows; ++i)
-      if (!all_hide(mask_at(first + i, start), args.mask_stride[3], visible(i, start, count),
-                    args.mask_is_bool))
-        return false;
-    return true;
-  }
-
-  // The mask of one row over [start, start + count) as floats to add, -inf hiding.
-  const float* mask_row(long row, long start, long count) const {
-    const char* place = mask_at(first + row, start);
-    const long step = args.mask_stride[3];
-    if (!args.mask_is_bool && step == 1) return reinterpret_cast<const float*>(place);
-    float* bias = work.bias;
-    if (!args.mask_is_bool) {
-      const float* from = reinterpret_cast<const float*>(place);
-      for (long j = 0; j < count; ++j) bias[j] = from[j * step];
-    } else if (step == 1) {
-      const auto* bytes = reinterpret_cast<const uint8_t*>(place);
-      long j = 0;
-      for (; j + kLanes <= count && count - j >= 16; j += kLanes)
-        store(bias + j, select(bytes_nonzero(bytes + j), zero(), set1(-kInf)));
-      for (; j < count; ++j) bias[j] = bytes[j] != 0 ? 0.0f : -kInf;
-    } else {
-      for (long j = 0; j < count; ++j) bias[j] = place[j * step] != 0 ? 0.0f : -kInf;
-    }
-    return bias;
-  }
-
   // Scores of the tile; on return each row holds scores + mask, -inf where hidden, over whole
-  // vectors; returns its visible prefix through `row_seen`.
+  // panels.
   void score_tile(long start, long count) const {
     for (long j = 0; j < count; j += kPanel)
       panel_rows<Form::turned>(work.query, work.query_stride, rows,
@@ -147,18 +69,12 @@ struct Block {
                                kScoreStride, least(kPanel, count - j), {nullptr, false, false},
                                work.keys + (start + j + kPanel) * args.size);
     const float* shared = nullptr;
-    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = mask_row(0, start, count);
+    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = sight.mask_row(0, start, count);
     for (long i = 0; i < rows; ++i) {
       float* s = work.scores + i * kScoreStride;
-      const long seen = visible(i, start, count);
+      const long seen = sight.visible(i, start, count);
       if (args.mask != nullptr) {
-        const float* bias = shared != nullptr ? shared : mask_row(i, start, seen);
-        long j = 0;
-        for (; j + kLanes <= seen; j += kLanes) {
-          const Vec m = load(bias + j);
-          store(s + j, select(equal(m, set1(-kInf)), m, fma(load(s + j), set1(args.scale), m)));
-        }
-        for (; j < seen; ++j) s[j] = bias[j] == -kInf ? -kInf : s[j] * args.scale + bias[j];
+        sight.add_mask(s, shared != nullptr ? shared : sight.mask_row(i, start, seen), seen);
       } else if (scaled) {
         for (long j = 0; j < seen; ++j) s[j] *= args.scale;
       }
@@ -203,6 +119,16 @@ struct Block {
     }
     work.total[i] = work.total[i] * keep + sum;
     work.peak[i] = peak;
+  }
+
+  long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
+
+  // Drops weights of the row; hidden ones stay kHidden.
+  void drop_row(long i, long start, long count) const {
+    float* s = work.scores + i * kScoreStride;
+    dropout_factors(args.dropout, static_cast<uint64_t>(row(i)), static_cast<uint64_t>(start),
+                    count, work.bias);
+    for (long j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.bias + j));
   }
 
   // Weights times values where the values hold NaN or inf: hidden ones are left out one by one.
@@ -271,30 +197,26 @@ struct Block {
       float* out = output_row(i);
       // What was never added to is 0 already.
       scale_row(o, args.value_size, total == 0.0f ? 1.0f : 1.0f / total, out);
-      if (args.lse == nullptr) continue;
-      args.lse[(b * args.heads + head) * args.queries + first + i] =
-          total == 0.0f ? -kInf : work.peak[i] + __builtin_logf(total);
+      if (args.shift == nullptr) continue;
+      args.shift[row(i)] = work.peak[i];
+      args.norm[row(i)] = total == 0.0f ? 0.0f : 1.0f / total;
     }
-  }
-
-  bool skips(long start, long count) const {
-    return args.mask != nullptr && mask_hides_tile(start, count);
   }
 
   // The probabilities, from the peaks and sums of the first pass.
   void write_weights() const {
     for (long start = 0; start < args.keys; start += kKeyTile) {
       const long count = least(kKeyTile, args.keys - start);
-      const long seen = most(0, least(count, limit - start));
-      const bool none = seen == 0 || skips(start, seen);
+      const long seen = most(0, least(count, sight.limit - start));
+      const bool none = seen == 0 || sight.mask_hides_tile(start, seen);
       if (!none) score_tile(start, seen);
       for (long i = 0; i < rows; ++i) {
-        float* to =
-            args.weights + ((b * args.heads + head) * args.queries + first + i) * args.keys + start;
+        float* to = args.weights + row(i) * args.keys + start;
         const bool blank = none || work.total[i] == 0.0f;
         if (!blank) {
           float* s = work.scores + i * kScoreStride;
           exponentiate(s, seen, work.peak[i]);
+          if (args.dropout.on) drop_row(i, start, seen);
           for (long j = 0; j < seen; ++j) to[j] = s[j] / work.total[i] + 0.0f;
         }
         for (long j = blank ? 0 : seen; j < count; ++j) to[j] = 0.0f;
@@ -304,11 +226,14 @@ struct Block {
 
   void run() const {
     begin();
-    for (long start = 0; start < limit; start += kKeyTile) {
-      const long count = least(kKeyTile, limit - start);
-      if (skips(start, count)) continue;
+    for (long start = 0; start < sight.limit; start += kKeyTile) {
+      const long count = least(kKeyTile, sight.limit - start);
+      if (sight.mask_hides_tile(start, count)) continue;
       score_tile(start, count);
-      for (long i = 0; i < rows; ++i) softmax_row(i, count);
+      for (long i = 0; i < rows; ++i) {
+        softmax_row(i, count);
+        if (args.dropout.on) drop_row(i, start, count);
+      }
       mix(start, count);
     }
     finish();
@@ -386,13 +311,8 @@ void attention_queries(const AttentionArgs& args, long b, long key_head, long be
     const long blocks = (left + kQueryBlock - 1) / kQueryBlock;
     const long rows = (left + blocks - 1) / blocks;
     const long seen = args.causal ? least(limit, first + rows) : limit;
-    const Block block{.args = args,
-                      .work = work,
-                      .b = b,
-                      .head = key_head * group + item / queries,
-                      .first = first,
-                      .rows = rows,
-                      .limit = seen};
+    const long head = key_head * group + item / queries;
+    const Block block{args, work, Sight{args, b, head, first, rows, seen, work.bias}};
     block.run();
     item += rows;
   }

@@ -80,10 +80,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
   return {output, sum, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
-                                             std::optional<Tensor> mask,
-                                             std::optional<Tensor> key_lengths, bool is_causal,
-                                             double scale, bool need_weights) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
+                                                     std::optional<Tensor> mask,
+                                                     std::optional<Tensor> key_lengths,
+                                                     bool is_causal, double scale, double dropout_p,
+                                                     std::optional<Tensor> seed,
+                                                     bool need_weights) {
   const char* op = "attention";
   check_float(op, "query", query);
   check_float(op, "key", key);
@@ -104,13 +106,14 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor va
   if (key_lengths) args.key_lengths = lengths.data();
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
   Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
-  Tensor lse = fresh(query, {batch, heads, queries});
+  Tensor shift = fresh(query, {batch, heads, queries}), norm = fresh(query, {batch, heads, queries});
   Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
   args.query = static_cast<const float*>(query.const_data_ptr());
   args.key = static_cast<const float*>(key.const_data_ptr());
   args.value = static_cast<const float*>(value.const_data_ptr());
   args.output = static_cast<float*>(output.mutable_data_ptr());
-  args.lse = static_cast<float*>(lse.mutable_data_ptr());
+  args.shift = static_cast<float*>(shift.mutable_data_ptr());
+  args.norm = static_cast<float*>(norm.mutable_data_ptr());
   args.weights = need_weights ? static_cast<float*>(weights.mutable_data_ptr()) : nullptr;
   args.batch = batch;
   args.heads = heads;
@@ -127,10 +130,9 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor va
   }
   args.scale = static_cast<float>(scale);
   args.causal = is_causal;
-  if (batch * heads * queries == 0) return {output, lse, weights};
-
-  run_attention(args);
-  return {output, lse, weights};
+  args.dropout = make_dropout(op, dropout_p, seed);
+  if (batch * heads * queries > 0) run_attention(args);
+  return {output, weights, shift, norm};
 }
 
 Tensor pack_weight(Tensor weight) {
@@ -230,8 +232,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
-      "bool is_causal, float scale, bool need_weights) -> (Tensor output, Tensor lse, Tensor "
-      "weights)");
+      "bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights) -> "
+      "(Tensor output, Tensor weights, Tensor shift, Tensor norm)");
   m.def("cpu_pack_weight(Tensor weight) -> Tensor");
   m.def(
       "cpu_linear(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual, int "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _native
-from ..autograd import AddLayerNorm, FeedForward, LayerNorm, Linear, needs_function
+from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, needs_function
 from ..dispatch import Call, Kernel, register
 from .cpu_backward import ACTIVATIONS
 from .cpu_packing import packed_weight
@@ -67,9 +67,16 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-    output, _, weights = torch.ops.transformer_fast.cpu_attention(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, need_weights
-    )
+    if needs_function(query, key, value, attn_mask):
+        output, weights, _, _ = Attention.apply(
+            "cpu", query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+            need_weights,
+        )  # fmt: skip
+    else:
+        output, weights, _, _ = torch.ops.transformer_fast.cpu_attention(
+            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+            need_weights,
+        )  # fmt: skip
     return output, weights if need_weights else None
 
 
@@ -155,14 +162,16 @@ def _fake_attention(
     key_lengths: Tensor | None,
     is_causal: bool,
     scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
     need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     # Memory order (B, T, H, Dv): joining the heads again costs no copy.
     output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    lse = query.new_empty((batch, heads, length))
+    shift = query.new_empty((batch, heads, length))
     shape = (batch, heads, length, key.shape[-2]) if need_weights else (0,)
-    return output, lse, query.new_empty(shape)
+    return output, query.new_empty(shape), shift, torch.empty_like(shift)
 
 
 def _fake_pack_weight(weight: Tensor) -> Tensor:
@@ -215,7 +224,15 @@ def _register() -> None:
     for kernel in (
         Kernel("layer_norm", "cpu", layer_norm, gradients=True),
         Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
-        Kernel("attention", "cpu", attention, refuses=_refuse_attention),
+        Kernel(
+            "attention",
+            "cpu",
+            attention,
+            gradients=True,
+            mask_gradient=True,
+            dropout=True,
+            refuses=_refuse_attention,
+        ),
         Kernel("linear", "cpu", linear, gradients=True, activations=activations),
         Kernel(
             "feed_forward",

@@ -94,6 +94,47 @@ def _add_layer_norm_backward(
     )
 
 
+def _attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _ops.cpu_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights
+    )
+
+
+def _attention_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    shift: Tensor,
+    norm: Tensor,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _ops.cpu_attention_backward(  # type: ignore[no-any-return]
+        grad, grad_weights, query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p,
+        seed, output, weights, shift, norm, *wants,
+    )  # fmt: skip
+
+
 def _linear_forward(
     input: Tensor,
     weight: Tensor,
@@ -179,6 +220,49 @@ def _fake_layer_norm_backward(
     )
 
 
+def _gradient_like(tensor: Tensor, wanted: bool) -> Tensor:
+    if not wanted:
+        return tensor.new_empty((0,))
+    # Heads and positions in memory as the tensor has them.
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.transpose(1, 2).new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+    return tensor.new_empty(tensor.shape)
+
+
+def _fake_attention_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    shift: Tensor,
+    norm: Tensor,
+    want_query: bool,
+    want_key: bool,
+    want_value: bool,
+    want_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if want_mask:
+        assert mask is not None
+        grad_mask = mask.new_empty(mask.shape)
+    else:
+        grad_mask = query.new_empty((0,))
+    return (
+        _gradient_like(query, want_query),
+        _gradient_like(key, want_key),
+        _gradient_like(value, want_value),
+        grad_mask,
+    )
+
+
 def _fake_linear_with_preactivation(
     input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
 ) -> tuple[Tensor, Tensor]:
@@ -248,11 +332,13 @@ def _fake_feed_forward_backward(
 def _register() -> None:
     autograd.register("layer_norm", "cpu", _layer_norm_forward, _layer_norm_backward)
     autograd.register("add_layer_norm", "cpu", _add_layer_norm_forward, _add_layer_norm_backward)
+    autograd.register("attention", "cpu", _attention_forward, _attention_backward)
     autograd.register("linear", "cpu", _linear_forward, _linear_backward)
     autograd.register("feed_forward", "cpu", _feed_forward_forward, _feed_forward_backward)
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_layer_norm_backward": _fake_layer_norm_backward,
+            "cpu_attention_backward": _fake_attention_backward,
             "cpu_linear_with_preactivation": _fake_linear_with_preactivation,
             "cpu_linear_backward": _fake_linear_backward,
             "cpu_feed_forward_training": _fake_feed_forward_training,

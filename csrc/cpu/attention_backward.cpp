@@ -1,0 +1,205 @@
+// The operator cpu_attention_backward.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "cpu/attention_backward_kernel.h"
+#include "cpu/attention_host.h"
+#include "cpu/dropout_host.h"
+
+namespace tf {
+namespace {
+
+const char* const kOp = "attention_backward";
+
+const float* data_of(const Tensor& tensor) {
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  check_float(kOp, name, tensor);
+  STD_TORCH_CHECK(
+      tensor.sizes().equals(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size())),
+      kOp, ": ", name, " has another shape than the other arguments ask for");
+  return tensor;
+}
+
+// The tensor itself if its channels are adjacent.
+Tensor with_unit_stride(const Tensor& tensor) {
+  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+// A gradient with heads and positions in memory as the tensor has them, or an empty one.
+Tensor gradient_like(const Tensor& tensor, bool wanted) {
+  if (!wanted) return fresh(tensor, {0});
+  const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
+  if (tensor.stride(1) < tensor.stride(2))
+    return torch::stable::transpose(fresh(tensor, {b, t, h, d}), 1, 2);
+  return fresh(tensor, {b, h, t, d});
+}
+
+template <int kDims>
+void set_strides(long (&strides)[kDims], const Tensor& tensor) {
+  for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
+}
+
+float* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
+  if (!wanted) return nullptr;
+  set_strides(strides, tensor);
+  return static_cast<float*>(tensor.mutable_data_ptr());
+}
+
+// Parts that the keys of a group are shared out in, each with its own sum for grad_query. Depends
+// on the shape only: so does the order in which gradients are added up.
+int64_t key_parts(const AttentionBackwardArgs& args) {
+  constexpr int64_t kItems = 32, kMost = 8;
+  const int64_t step = TF_DISPATCH(attention_backward_keys, args);
+  const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
+  return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMost));
+}
+
+void run_keys(const AttentionBackwardArgs& args) {
+  const int64_t step = TF_DISPATCH(attention_backward_keys, args);
+  const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
+  const int64_t heads = args.heads / args.key_heads, parts = key_parts(args);
+  const int64_t part_size = heads * args.queries * args.size;
+  const bool split = parts > 1 && args.grad_query != nullptr;
+  float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
+  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
+  for_each_item(groups * parts, [&](int64_t item) {
+    // The first keys of a causal group have the most queries; they go first.
+    const int64_t part = item / groups, group = item % groups;
+    TF_DISPATCH(attention_backward, args, group / args.key_heads, group % args.key_heads,
+                tiles * part / parts * step, tiles * (part + 1) / parts * step,
+                split ? sums + (group * parts + part) * part_size : nullptr,
+                kernel_scratch().floats(scratch));
+    kernel_scratch().trim();
+  });
+  if (!split) return;
+  const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
+  for_each_item(groups * blocks, [&](int64_t item) {
+    const int64_t group = item / blocks, block = item % blocks;
+    TF_DISPATCH(attention_backward_sum, args, group / args.key_heads, group % args.key_heads,
+                sums + group * parts * part_size, parts, rows * block / blocks,
+                rows * (block + 1) / blocks);
+  });
+  shared_scratch(1).trim();
+}
+
+// Each item owns a part of grad_mask: it repeats the scores and sums over what is broadcast.
+void run_mask(const AttentionBackwardArgs& args) {
+  constexpr int64_t kBlocks = 4;  // of queries, per item
+  const int64_t step = TF_DISPATCH(attention_backward_keys, args);
+  const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
+  const int64_t block = TF_DISPATCH(attention_backward_queries, );
+  const int64_t blocks = (args.queries + block - 1) / block;
+  const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
+  const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
+  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
+  for_each_item(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
+    const int64_t chunk = item % chunks, tile = item / chunks % tiles;
+    const int64_t head = item / chunks / tiles;
+    TF_DISPATCH(attention_backward_mask, args, head / args.mask_size[1], head % args.mask_size[1],
+                tile, chunk * per_chunk, (chunk + 1) * per_chunk, kernel_scratch().floats(scratch));
+    kernel_scratch().trim();
+  });
+}
+
+// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
+// grad_weights go together: the probabilities that the forward returned and their gradient.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
+    std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
+    double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
+    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
+                  ": query, key and value must be (B, H, length, size)");
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
+                size = query.size(3), keys = key.size(2), value_size = value.size(3),
+                key_heads = key.size(1);
+  STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0), kOp,
+                  ": the number of query heads must be a multiple of that of key heads");
+  query = with_unit_stride(checked("query", query, {batch, heads, queries, size}));
+  key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}));
+  value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}));
+  grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}));
+  output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}));
+  shift = torch::stable::contiguous(checked("shift", shift, {batch, heads, queries}));
+  norm = torch::stable::contiguous(checked("norm", norm, {batch, heads, queries}));
+  AttentionBackwardArgs args{};
+  if (grad_weights) {
+    STD_TORCH_CHECK(weights.has_value(), kOp, ": grad_weights needs weights");
+    for (auto [name, tensor] :
+         {std::pair("weights", &weights), std::pair("grad_weights", &grad_weights)})
+      *tensor = torch::stable::contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
+    args.weights = data_of(*weights);
+    args.grad_weights = data_of(*grad_weights);
+  }
+  args.batch = batch;
+  args.heads = heads;
+  args.key_heads = key_heads;
+  args.queries = queries;
+  args.keys = keys;
+  args.size = size;
+  args.value_size = value_size;
+  set_mask(args, mask, {batch, heads, queries, keys});
+  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
+  if (key_lengths) args.key_lengths = lengths.data();
+  args.query = data_of(query);
+  args.key = data_of(key);
+  args.value = data_of(value);
+  args.output = data_of(output);
+  args.grad = data_of(grad);
+  args.shift = data_of(shift);
+  args.norm = data_of(norm);
+  set_strides(args.query_stride, query);
+  set_strides(args.key_stride, key);
+  set_strides(args.value_stride, value);
+  set_strides(args.output_stride, output);
+  set_strides(args.grad_stride, grad);
+  args.scale = static_cast<float>(scale);
+  args.causal = is_causal;
+  args.dropout = make_dropout(kOp, dropout_p, seed);
+  Tensor grad_query = gradient_like(query, want_query), grad_key = gradient_like(key, want_key);
+  Tensor grad_value = gradient_like(value, want_value);
+  args.grad_query = set_gradient(grad_query, want_query, args.grad_query_stride);
+  args.grad_key = set_gradient(grad_key, want_key, args.grad_key_stride);
+  args.grad_value = set_gradient(grad_value, want_value, args.grad_value_stride);
+  Tensor grad_mask = fresh(query, {0});
+  if (want_mask) {
+    STD_TORCH_CHECK(mask.has_value() && mask->scalar_type() == ScalarType::Float, kOp,
+                    ": only a float mask has a gradient");
+    grad_mask = torch::stable::new_zeros(*mask, mask->sizes());
+    for (int d = 0; d < 4; ++d) args.mask_size[d] = mask->size(d);
+    args.grad_mask = static_cast<float*>(grad_mask.mutable_data_ptr());
+  }
+  if (batch * heads * queries == 0 || keys == 0) {
+    for (Tensor* tensor : {&grad_query, &grad_key, &grad_value}) torch::stable::zero_(*tensor);
+    return {grad_query, grad_key, grad_value, grad_mask};
+  }
+  const int64_t rows = batch * heads * queries;
+  args.delta = shared_scratch(0).floats(rows);
+  torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(attention_delta, args, begin, end);
+  });
+  if (want_query || want_key || want_value) run_keys(args);
+  if (want_mask) run_mask(args);
+  shared_scratch(0).trim();
+  return {grad_query, grad_key, grad_value, grad_mask};
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key, "
+      "Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal, float scale, "
+      "float dropout_p, Tensor? seed, Tensor output, Tensor? weights, Tensor shift, Tensor norm, "
+      "bool want_query, bool want_key, bool want_value, bool want_mask) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_attention_backward", TORCH_BOX(&tf::attention_backward));
+}

@@ -1,0 +1,57 @@
+// Gradients of attention without the (T, S) probabilities, recomputed from what the forward kept.
+#pragma once
+
+#include "cpu/attention_shape.h"
+#include "cpu/dropout.h"
+#include "cpu/isa.h"
+
+namespace tf {
+
+// Channels of query, key, value, output and grad are adjacent. Gradients that are not wanted:
+// nullptr.
+struct AttentionBackwardArgs : AttentionShape {
+  const float* query;         // (B, H, T, D)
+  const float* key;           // (B, Hkv, S, D)
+  const float* value;         // (B, Hkv, S, Dv)
+  const float* output;        // (B, H, T, Dv)
+  const float* grad;          // (B, H, T, Dv): of output
+  const float* weights;       // (B, H, T, S), contiguous, and its gradient; nullptr where that is
+  const float* grad_weights;  // not given
+  const float* shift;         // (B, H, T), contiguous: P = exp(scores - shift) norm
+  const float* norm;          // 0 where nothing is seen
+  float* delta;               // (B, H, T): sum over keys of P dP
+  float* grad_query;          // (B, H, T, D)
+  float* grad_key;            // (B, Hkv, S, D)
+  float* grad_value;          // (B, Hkv, S, Dv)
+  float* grad_mask;           // mask_size, contiguous, zeroed
+  long grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
+  long mask_size[4];
+  Dropout dropout;  // rows counted over (B, H, T)
+};
+
+// Rows [begin, end) of delta, counted over (B, H, T).
+TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))
+
+// Keys and queries that are taken at a time. The cut does not depend on the number of threads.
+TF_KERNEL(long attention_backward_keys(const AttentionBackwardArgs& args))
+TF_KERNEL(long attention_backward_queries())
+
+// Floats of scratch that attention_backward and attention_backward_mask need.
+TF_KERNEL(long attention_backward_scratch(const AttentionBackwardArgs& args))
+
+// Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
+// attention_backward_keys(): writes their gradients, and what they give to grad_query into `part`
+// (heads of the group, T, D), or into grad_query itself if part is nullptr.
+TF_KERNEL(void attention_backward(const AttentionBackwardArgs& args, long b, long key_head,
+                                  long begin, long end, float* part, float* scratch))
+
+// Row [begin, end) of the group's (heads, T) in grad_query: the sum of `parts` parts.
+TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
+                                      const float* part, long parts, long begin, long end))
+
+// grad_mask at (b, h) of the mask: key tile `tile` (all if the mask has one column) and query
+// blocks [begin, end), summed over what the mask is broadcast over.
+TF_KERNEL(void attention_backward_mask(const AttentionBackwardArgs& args, long b, long h, long tile,
+                                       long begin, long end, float* scratch))
+
+}  // namespace tf
