@@ -165,19 +165,26 @@ def _middle(seen: Sequence[Change]) -> float:
     return math.exp(sum(math.log(one.value) for one in seen) / len(seen))
 
 
-def _call(command: Sequence[str | Path], cwd: Path, **environment: str) -> None:
-    subprocess.run(
-        [str(c) for c in command], cwd=cwd, check=True, env={**os.environ, **environment}
+def _call(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
+    """What the command printed. Raises CalledProcessError."""
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=cwd,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
+    return done.stdout.strip()
 
 
 def _worktree(revision: str) -> Path:
     """A built checkout of that revision. Raises CalledProcessError, FileNotFoundError."""
-    git = ["git", "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}"]
-    done = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True)
-    place = ROOT / "build" / "compare" / done.stdout.strip()
+    name = ["git", "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}"]
+    commit = _call(name, ROOT)
+    place = ROOT / "build" / "compare" / commit
     if not place.exists():
-        _call(["git", "worktree", "add", "--quiet", "--detach", place, done.stdout.strip()], ROOT)
+        _call(["git", "worktree", "add", "--force", "--quiet", "--detach", place, commit], ROOT)
     if not (place / "benchmarks" / "__main__.py").exists():
         raise FileNotFoundError(f"revision {revision} has no benchmark suite")
     _call(
@@ -246,8 +253,9 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         passes = _passes(options, console)
     except subprocess.CalledProcessError as error:
-        told = (error.stderr or "").strip()
-        parser.error(f"{options.base!r} is no result file, and as a revision: {told or error}")
+        told = (error.stderr or "").strip().splitlines()[-3:]
+        why = "\n".join(told) or str(error)
+        parser.error(f"{options.base!r} is no result file, and as a revision: {why}")
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(str(error))
     unlike = _other_machines(*passes[0])
