@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import types
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from transformer_fast.measure import machine
+from transformer_fast.measure.calls import forced
 from transformer_fast.measure.clock import Plan
 from transformer_fast.measure.contest import Row, run_contest
+from transformer_fast.measure.modules import twins
 from transformer_fast.measure.summary import speed_up, summarise
+from transformer_fast.measure.transformers import Size
 from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
@@ -22,7 +26,7 @@ pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 from benchmarks import findings, peers, readme, regression, report, run, store
 from benchmarks.__main__ import main
 from benchmarks.scope import Scope
-from benchmarks.suites import SCALING, SUITES, layers, ops, training
+from benchmarks.suites import SCALING, SUITES, decode, layers, ops, training
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
@@ -289,6 +293,31 @@ def test_a_peer_does_the_same_work_or_says_why_not(peer):
                 real = slice(None) if hidden is None else ~hidden
                 got, right = offered.run(*arguments), layer(*arguments)
             torch.testing.assert_close(got[real], right[real], rtol=1e-4, atol=1e-5)
+
+
+def _translators() -> tuple[Any, Any]:
+    size = Size(32, 4, 64, layers=2, vocabulary=40)
+    return twins(lambda nn: decode.Translator(nn, size, 20), torch.float32, "cpu")
+
+
+def test_everyone_decodes_alike_and_wrong_tokens_are_found():
+    ours, theirs = _translators()
+    source = torch.randint(3, 40, (3, 7))
+    oracle = copy.deepcopy(theirs).double()
+    judge = decode.GreedyJudge(oracle, forced(ours.logits, "reference"), 5)
+    offered = peers.contenders(peers.load(), "decode", theirs, (source,), 5)
+    runs = [decode.cached(ours, 5), decode.recomputing(theirs, 5)]
+    runs += [contender.run for contender in offered if contender.run is not None]
+    with torch.no_grad():
+        for run_one in runs:
+            parity = judge(run_one(source), (source,))
+            assert parity.ok, str(parity)
+        right = runs[0](source)
+        for place in ((0, 0), (2, 4)):
+            wrong = right.clone()
+            wrong[place] = (wrong[place] + 7) % 37 + 3
+            assert not judge(wrong, (source,)).ok
+        assert not judge(right[:, :4], (source,)).ok
 
 
 def test_a_missing_or_broken_peer_is_a_row_with_its_reason():

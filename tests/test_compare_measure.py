@@ -129,18 +129,19 @@ def test_noise_widens_the_interval_until_it_says_nothing():
 
 
 def test_the_lower_roof_counts():
-    compute = roof.Roof(peak=100.0, bandwidth=10.0, flops=1000.0, bytes=50.0)
+    compute = roof.Roof(100.0, copy=10.0, read=20.0, flops=1000.0, bytes=50.0, written=0.0)
     assert (compute.bound, compute.seconds) == ("compute", 10.0)
-    moved = replace(compute, bytes=500.0)
-    assert (moved.bound, moved.seconds) == ("bandwidth", 50.0)
-    better = compute.better(roof.Roof(peak=50.0, bandwidth=20.0, flops=0.0, bytes=0.0))
-    assert (better.peak, better.bandwidth, better.flops) == (100.0, 20.0, 1000.0)
+    for written, seconds in ((0.0, 25.0), (100.0, 35.0), (250.0, 50.0), (400.0, 50.0)):
+        moved = replace(compute, bytes=500.0, written=written)
+        assert (moved.bound, moved.seconds) == ("bandwidth", seconds)
+    better = compute.better(roof.Roof(50.0, 20.0, 10.0, 0.0, 0.0, 0.0))
+    assert (better.peak, better.copy, better.read, better.flops) == (100.0, 20.0, 20.0, 1000.0)
 
 
 def test_without_probes_there_is_no_roof_and_a_reason(monkeypatch):
     monkeypatch.setattr(_native, "module", None)
     monkeypatch.setattr(_native, "why_not", "it was not built")
-    assert roof.probe(1.0, 1.0, torch.float32) is None
+    assert roof.probe(1.0, 1.0, 0.0, torch.float32) is None
     assert roof.why_no_roof(torch.device("cpu")) == "it was not built"
     assert "no probes for meta" in str(roof.why_no_roof(torch.device("meta")))
 
@@ -148,10 +149,10 @@ def test_without_probes_there_is_no_roof_and_a_reason(monkeypatch):
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_probes_of_little_and_much_work():
     for size in (1.0, 1e12):
-        found = roof.probe(size, size, torch.float32)
+        found = roof.probe(size, size, 0.0, torch.float32)
         assert found is not None
         assert found.peak > 1e9
-        assert found.bandwidth > 1e8
+        assert found.read >= found.copy > 1e8
         assert found.flops == size
 
 

@@ -11,6 +11,8 @@ or None if it is about other work:
     def op(op, arguments)                takes and returns what ``reference.<op>`` does
     def encoder_layer(layer, arguments)  takes (x, mask, padding), as the torch.nn layer it is given
     def transformer(model, arguments)    takes (source, target), as the model it is given
+    def decode(model, arguments, new)    takes (source,), gives (B, new) tokens, chosen greedily;
+                                         the model is a `suites.decode.Translator`
 
 Weights may be prepared (packed, converted) before the function is given: they stay the same while
 it is timed. Activations may not: they change from call to call. What a peer returns is checked; if

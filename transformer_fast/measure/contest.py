@@ -123,28 +123,32 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {message} ({where.name})"
 
 
-def _check(contest: Contest, contender: Contender, row: Row) -> bool:
-    """Fill in the row's parity; False if it may not be timed."""
+def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
+    """Fill in the row's parity; the bytes of its results, or None if it may not be timed."""
     assert contender.run is not None
     calls = contest.inputs[0]
+    written = 0.0
     for arguments in calls:
         before = [x.detach().clone() for x in _tensors(arguments)]
         try:
-            verdict = contest.judge(contender.run(*arguments), arguments)
+            result = contender.run(*arguments)
+            verdict = contest.judge(result, arguments)
         except Exception as error:
             # A peer that breaks is a row with its reason; a kernel of ours that breaks is red.
             row.ok, row.reason = (False if contender.ours else None), _told(error)
-            return False
+            return None
         for tensor, copy in zip(_tensors(arguments), before, strict=True):
             if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
                 row.ok, row.reason = False, "it changed its input"
-                return False
+                return None
         row.ok = _passes(contender, verdict) and row.ok is not False
         row.error = _worse(row.error, verdict.error)
         row.error_ratio = _worse(row.error_ratio, verdict.ratio)
+        written += sum(x.numel() * x.element_size() for x in _tensors(result))
     if not row.ok:
         row.reason = "its result is outside the error budget, so no speed is given"
-    return bool(row.ok)
+        return None
+    return written
 
 
 def _passes(contender: Contender, verdict: Verdict) -> bool:
@@ -221,10 +225,14 @@ def run_contest(
         for contender in contest.contenders
     }
     able: dict[str, Contender] = {}
+    written = 0.0
     for contender in contest.contenders:
-        if contender.run is not None and _check(contest, contender, rows[contender.name]):
-            able[contender.name] = contender
-    work = contest.useful_flops, contest.bytes, contest.dtype, contest.device
+        if contender.run is not None:
+            size = _check(contest, contender, rows[contender.name])
+            if size is not None:
+                able[contender.name] = contender
+                written = size
+    work = contest.useful_flops, contest.bytes, written, contest.dtype, contest.device
     has_roof = bool(able) and (contest.flops > 0.0 or contest.bytes > 0.0)
     top = roof.probe(*work) if probe_before and has_roof else None
     samples = alternate(

@@ -1,9 +1,11 @@
 """The roof: the shortest time in which this machine could do a piece of work.
 
-max(arithmetic / peak rate, memory traffic / bandwidth), with both rates measured (never read from
-a data sheet) beside the work they judge. On the CPU they are the native module's probes: a loop of
-multiply-adds in registers, and memcpy over as many bytes as the work touches, so that work which
-fits in a cache is held to that cache. On a GPU they are a large matrix product and a large copy.
+The longer of arithmetic / peak rate and memory traffic / bandwidth, all rates measured (never read
+from a data sheet) beside the work they judge. On the CPU they are the native module's probes: a
+loop of multiply-adds in registers, and copying and reading as many bytes as the work touches, so
+that work which fits in a cache is held to that cache. What is written is held to the rate of
+copying, with as many bytes of what is read; the rest of the reading to the rate of reading. On a
+GPU they are a large matrix product and a large copy.
 """
 
 from __future__ import annotations
@@ -26,18 +28,27 @@ class Roof:
     """Measured rates, in flop/s and bytes/s, and the work they are applied to."""
 
     peak: float
-    bandwidth: float
+    #: Bytes read plus bytes written.
+    copy: float
+    read: float
     flops: float
+    #: Read and written together, and written alone.
     bytes: float
+    written: float
+
+    @property
+    def _moving(self) -> float:
+        copied = min(2.0 * self.written, self.bytes)
+        return copied / self.copy + (self.bytes - copied) / self.read
 
     @property
     def seconds(self) -> float:
-        return max(self.flops / self.peak, self.bytes / self.bandwidth)
+        return max(self.flops / self.peak, self._moving)
 
     @property
     def bound(self) -> str:
         """Which of the two limits the work: 'compute' or 'bandwidth'."""
-        return "compute" if self.flops / self.peak >= self.bytes / self.bandwidth else "bandwidth"
+        return "compute" if self.flops / self.peak >= self._moving else "bandwidth"
 
     def better(self, other: Roof | None) -> Roof:
         """The higher of two measurements of each rate; noise only ever lowers them."""
@@ -45,9 +56,11 @@ class Roof:
             return self
         return Roof(
             max(self.peak, other.peak),
-            max(self.bandwidth, other.bandwidth),
+            max(self.copy, other.copy),
+            max(self.read, other.read),
             self.flops,
             self.bytes,
+            self.written,
         )
 
 
@@ -95,7 +108,11 @@ def _gpu_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 
 def probe(
-    flops: float, bytes: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+    flops: float,
+    bytes: float,
+    written: float,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> Roof | None:
     """Measure the rates now, for work of that size; None where nothing can be probed.
 
@@ -105,11 +122,14 @@ def probe(
     if why_no_roof(device) is not None:
         return None
     if device.type == "cuda":
-        return Roof(*_gpu_rates(dtype, device), flops, bytes)
+        peak, copy = _gpu_rates(dtype, device)
+        return Roof(peak, copy, copy, flops, bytes, written)
     module = _native.module
     assert module is not None
     threads = torch.get_num_threads()
+    size = int(min(_MOST_BYTES, max(bytes, 4 * _LEAST_BYTES * threads)))
     # The probe copies between two buffers of this size.
-    size = int(min(_MOST_BYTES, max(bytes, 4 * _LEAST_BYTES * threads))) // 2
-    bandwidth = module.probe_copy_bandwidth(size, threads) * 1e9
-    return Roof(_cpu_peak(dtype, threads), bandwidth, flops, bytes)
+    copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
+    # Copying reads too, so reading is at least as fast, whatever the noise.
+    read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
+    return Roof(_cpu_peak(dtype, threads), copy, read, flops, bytes, written)
