@@ -26,7 +26,7 @@ pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 from benchmarks import findings, peers, readme, regression, report, run, store
 from benchmarks.__main__ import main
 from benchmarks.scope import Scope
-from benchmarks.suites import SCALING, SUITES, decode, layers, ops, training
+from benchmarks.suites import SCALING, SUITES, backward, decode, layers, ops, training
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
@@ -373,6 +373,20 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
         assert {"reference", "torch"} <= timed
         assert any(one.chosen and one.time for one in suite["rows"])
     assert f"written to {path}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_relu_is_near_its_kink_when_gradients_are_compared():
+    case = OPS["feed_forward"].bench_cases[2]
+    arguments = backward.away_from_the_kink("feed_forward", case.build(torch.float32, "cpu", None))
+    x, weight1, bias1, *_ = arguments
+    before = torch.nn.functional.linear(x, weight1, bias1)
+    assert before.numel() > 500_000
+    assert (before.abs() < 1e-4).sum() <= 2
+    assert 0.4 < (before > 0).float().mean() < 0.6
+    same = OPS["layer_norm"].bench_cases[-1].build(torch.float32, "cpu", None)
+    assert all(
+        a is b for a, b in zip(backward.away_from_the_kink("layer_norm", same), same, strict=True)
+    )
 
 
 def test_a_training_step_can_be_checked_again_and_again(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformer_fast.measure.text import Batch
 from transformer_fast.measure.transformers import Seq2Seq, Size, transformer_work
 
 from ..scope import Maker, Scope
+from .backward import spread
 from .models import batches
 
 #: (B, S = T, vocabulary, layers)
@@ -68,8 +70,16 @@ def _contenders(
 
 def _contest(scope: Scope, batch: int, length: int, vocabulary: int, layers: int) -> Contest:
     size = Size(layers=layers, vocabulary=vocabulary)
-    # No dropout: other random numbers would be other results.
-    ours, theirs = twins(lambda nn: Seq2Seq(nn, size, dropout=0.0), scope.dtype, scope.device)
+
+    def make(namespace: Any) -> nn.Module:
+        # No dropout: other random numbers would be other results.
+        model = Seq2Seq(namespace, size, dropout=0.0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear1.bias"):
+                parameter.data = spread(parameter.data)
+        return model
+
+    ours, theirs = twins(make, scope.dtype, scope.device)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     reference = forced(Step(copy.deepcopy(ours)), "reference")
     inputs: list[list[Arguments]] = [
