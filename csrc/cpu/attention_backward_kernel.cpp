@@ -91,34 +91,64 @@ void clear(float* p, long n) {
   for (long j = 0; j < n; ++j) p[j] = 0.0f;
 }
 
-// c += A B for the left factor's columns as rows, A (k, m) with rows kScoreStride apart: what a
-// tile of keys gathers from a block of queries.
-void gather(const float* a, long m, const float* panels, long capacity, long k, long n, float* c,
-            long c_stride) {
-  for (long j = 0; j < n; j += kPanel)
-    panel_rows<Form::columns>(a, kScoreStride, m, panels + j * capacity, k, c + j, c_stride,
-                              least(kPanel, n - j), {nullptr, true, false},
-                              panels + (j + kPanel) * capacity);
-}
+// Sums over the queries for each key of a tile: c (m x n) gathers A^T B from blocks of k queries, A
+// (k, m) with rows kScoreStride apart, B (k, n) in panels of kQueryBlock rows.
+struct Gathered {
+  float* sums;
+  long stride;
+  bool started = false;
 
-// The same one by one, leaving hidden places out: their rows may hold NaN or inf.
-void gather_wild(const float* a, long m, const float* panels, long capacity, long k, long n,
-                 float* c, long c_stride) {
-  for (long i = 0; i < k; ++i)
-    for (long s = 0; s < m; ++s) {
-      const float x = a[i * kScoreStride + s];
-      if (x == 0.0f && __builtin_signbit(x)) continue;
-      for (long j = 0; j < n; ++j)
-        c[s * c_stride + j] += x * panels[j / kPanel * kPanel * capacity + i * kPanel + j % kPanel];
+  // The first block sees `m` of the tile's `rows` keys; nothing of the others is there yet.
+  void start(long m, long rows, bool whole) {
+    if (!started) clear(sums + (whole ? 0 : m) * stride, (rows - (whole ? 0 : m)) * stride);
+  }
+
+  void add(const float* a, long m, const float* b, long k, long n, long rows) {
+    start(m, rows, false);
+    // A strip of A stays in the first-level cache for all panels; the next is fetched meanwhile.
+    each_tile(m, [&](long, long i, long count) {
+      const char* ahead = reinterpret_cast<const char*>(a + i + 2 * count - 1);
+      for (long j = 0; j < n; j += kPanel)
+        kTiles<Form::columns>[n - j > kLanes ? 1 : 0][count - 1](
+            a + i, kScoreStride, b + j* kQueryBlock, k, sums + i* stride + j, stride,
+            {nullptr, started, false}, {ahead, kScoreStride * static_cast<long>(sizeof(float))});
+    });
+    started = true;
+  }
+
+  // The same one by one, leaving hidden places out: rows of B hold NaN or inf.
+  void add_wild(const float* a, long m, const float* b, long k, long n, long rows) {
+    start(m, rows, true);
+    started = true;
+    for (long i = 0; i < k; ++i)
+      for (long s = 0; s < m; ++s) {
+        const float x = a[i * kScoreStride + s];
+        if (x == 0.0f && __builtin_signbit(x)) continue;
+        for (long j = 0; j < n; ++j)
+          sums[s * stride + j] +=
+              x * b[j / kPanel * kPanel * kQueryBlock + i * kPanel + j % kPanel];
+      }
+  }
+
+  void write(long rows, long n, float scale, float* to, long to_stride) {
+    start(0, rows, true);
+    for (long i = 0; i < rows; ++i) {
+      long d = 0;
+      for (; d + kLanes <= n; d += kLanes)
+        store(to + i * to_stride + d, load(sums + i * stride + d) * set1(scale));
+      for (; d < n; ++d) to[i * to_stride + d] = sums[i * stride + d] * scale;
     }
-}
+  }
+};
 
 // A tile of keys of one key head, packed.
 struct KeyTile {
   const AttentionBackwardArgs& args;
   const Workspace& work;
-  long b, key_head, start, count;
-  bool wild = false;  // its keys hold NaN or inf
+  long b, key_head, start, count, rows;  // `count` of its rows are not hidden by length
+  bool wild = false;                     // its keys hold NaN or inf
+  Gathered grad_key = {work.grad_key, work.size_up + kPad};
+  Gathered grad_value = {work.grad_value, work.value_up + kPad};
 
   void pack() {
     const float* k = args.key + head_offset(args.key_starts, args.key_stride, b, key_head) +
@@ -221,8 +251,8 @@ struct Block {
     }
   }
 
-  // dS times the keys of the tile, added to rows of `to`.
-  void give_query(const KeyTile& tile, long count, float* to, long stride) const {
+  // dS times the keys of the tile, into or onto rows of `to`.
+  void give_query(const KeyTile& tile, long count, float* to, long stride, bool onto) const {
     const long n = args.size, c_stride = work.size_up + kPad;
     if (tile.wild) {
       clear(work.grad_query, sight.rows * c_stride);
@@ -239,8 +269,8 @@ struct Block {
       float* out = to + i * stride;
       long d = 0;
       for (; d + kLanes <= n; d += kLanes)
-        store(out + d, fma(load(from + d), scale, load(out + d)));
-      for (; d < n; ++d) out[d] += from[d] * args.scale;
+        store(out + d, fma(load(from + d), scale, onto ? load(out + d) : zero()));
+      for (; d < n; ++d) out[d] = from[d] * args.scale + (onto ? out[d] : 0.0f);
     }
   }
 
@@ -256,22 +286,27 @@ struct Block {
   }
 
   // What the tile's keys and values gather from this block.
-  void give_keys(long count) const {
-    const long rows = sight.rows;
+  void give_keys(KeyTile& tile, long count) const {
+    const auto give = [&](Gathered& sums, const float* a, const float* b, long n, bool wild) {
+      if (wild) {
+        sums.add_wild(a, count, b, sight.rows, n, tile.rows);
+      } else {
+        sums.add(a, count, b, sight.rows, n, tile.rows);
+      }
+    };
     if (args.grad_value != nullptr)
-      (wild_grad ? gather_wild : gather)(work.p, count, work.grad, kQueryBlock, rows,
-                                         args.value_size, work.grad_value, work.value_up + kPad);
-    if (args.grad_key != nullptr)
-      (wild_query ? gather_wild : gather)(work.ds, count, work.query, kQueryBlock, rows, args.size,
-                                          work.grad_key, work.size_up + kPad);
+      give(tile.grad_value, work.p, work.grad, args.value_size, wild_grad);
+    if (args.grad_key != nullptr) give(tile.grad_key, work.ds, work.query, args.size, wild_query);
   }
 };
 
-// Queries [first, first + rows) of block `index` of `count` even ones.
+// Queries in even blocks; smaller ones where causality cuts them off.
 struct Cut {
-  long blocks;
-  long queries;
-  explicit Cut(long q) : blocks((q + kQueryBlock - 1) / kQueryBlock), queries(q) {}
+  long queries, blocks;
+  Cut(const AttentionBackwardArgs& args, long b) : queries(query_count(args, b)) {
+    const long most_rows = args.causal ? kQueryBlock / 2 : kQueryBlock;
+    blocks = (queries + most_rows - 1) / most_rows;
+  }
   long first(long index) const { return queries * index / blocks; }
 };
 
@@ -284,7 +319,7 @@ long key_limit(const AttentionBackwardArgs& args, long b) {
 template <class F>
 void each_block(const AttentionBackwardArgs& args, const Workspace& work, const KeyTile& tile,
                 long head, long begin, long end, const F& f) {
-  const Cut cut(query_count(args, tile.b));
+  const Cut cut(args, tile.b);
   for (long index = begin; index < least(end, cut.blocks); ++index) {
     const long first = cut.first(index), rows = cut.first(index + 1) - first;
     const long stop = tile.start + tile.count;
@@ -299,31 +334,17 @@ void each_block(const AttentionBackwardArgs& args, const Workspace& work, const 
   }
 }
 
-void write_rows(const float* from, long stride, long rows, long n, float scale, float* to,
-                long to_stride) {
-  for (long i = 0; i < rows; ++i) {
-    long d = 0;
-    for (; d + kLanes <= n; d += kLanes)
-      store(to + i * to_stride + d, load(from + i * stride + d) * set1(scale));
-    for (; d < n; ++d) to[i * to_stride + d] = from[i * stride + d] * scale;
-  }
-}
-
-// dK and dV of the tile, from work.
-void write_tile(const AttentionBackwardArgs& args, const Workspace& work, const KeyTile& tile,
-                long rows) {
-  if (args.grad_key != nullptr)
-    write_rows(work.grad_key, work.size_up + kPad, rows, args.size, args.scale,
-               args.grad_key +
-                   head_offset(args.key_starts, args.grad_key_stride, tile.b, tile.key_head) +
-                   tile.start * args.grad_key_stride[2],
-               args.grad_key_stride[2]);
-  if (args.grad_value != nullptr)
-    write_rows(work.grad_value, work.value_up + kPad, rows, args.value_size, 1.0f,
-               args.grad_value +
-                   head_offset(args.key_starts, args.grad_value_stride, tile.b, tile.key_head) +
-                   tile.start * args.grad_value_stride[2],
-               args.grad_value_stride[2]);
+// dK and dV of the tile.
+void write_tile(const AttentionBackwardArgs& args, KeyTile& tile) {
+  const auto write = [&](Gathered& sums, long n, float scale, float* grad, const long* stride) {
+    if (grad != nullptr)
+      sums.write(tile.rows, n, scale,
+                 grad + head_offset(args.key_starts, stride, tile.b, tile.key_head) +
+                     tile.start * stride[2],
+                 stride[2]);
+  };
+  write(tile.grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
+  write(tile.grad_value, args.value_size, 1.0f, args.grad_value, args.grad_value_stride);
 }
 
 // Where a block's rows of dQ are, and how far apart.
@@ -386,25 +407,35 @@ void attention_backward(const AttentionBackwardArgs& args, long b, long key_head
   const bool wants_query = args.grad_query != nullptr;
   const QueryRows out =
       wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
-  for (long h = 0; h < group && wants_query; ++h)
-    for (long t = 0; t < queries; ++t)
-      clear(out.data + h * out.head_stride + t * out.stride, args.size);
-  const long keys = key_count(args, b), limit = key_limit(args, b), step = keys_per_tile(args);
-  for (long start = begin; start < least(end, keys); start += step) {
-    KeyTile tile{args, work, b, key_head, start, most(0, least(step, limit - start))};
-    clear(work.grad_key, kKeyTile * (work.size_up + kPad));
-    clear(work.grad_value, kKeyTile * (work.value_up + kPad));
+  const long keys = least(end, key_count(args, b)), limit = key_limit(args, b);
+  const long step = keys_per_tile(args);
+  // Once even without keys, for dQ.
+  for (long start = begin; start == begin || start < keys; start += step) {
+    const long rows = most(0, least(step, keys - start));
+    KeyTile tile{args, work, b, key_head, start, most(0, least(rows, limit - start)), rows};
     if (tile.count > 0) tile.pack();
-    for (long h = 0; h < group && tile.count > 0; ++h)
-      each_block(
-          args, work, tile, key_head * group + h, 0, queries, [&](const Block& block, long count) {
-            block.give_keys(count);
-            if (wants_query)
-              block.give_query(tile, count,
-                               out.data + h * out.head_stride + block.sight.first * out.stride,
-                               out.stride);
-          });
-    write_tile(args, work, tile, least(step, keys - start));
+    for (long h = 0; h < group; ++h) {
+      float* to = wants_query ? out.data + h * out.head_stride : nullptr;
+      long written = 0;  // rows of dQ so far
+      // The first tile writes all rows, the others add to them.
+      const auto clear_to = [&](long end_row) {
+        for (; written < end_row && start == begin; ++written)
+          clear(to + written * out.stride, args.size);
+      };
+      if (tile.count > 0)
+        each_block(args, work, tile, key_head * group + h, 0, queries,
+                   [&](const Block& block, long count) {
+                     block.give_keys(tile, count);
+                     if (!wants_query) return;
+                     const long first = block.sight.first;
+                     clear_to(first);
+                     block.give_query(tile, count, to + first * out.stride, out.stride,
+                                      start != begin);
+                     written = first + block.sight.rows;
+                   });
+      if (wants_query) clear_to(queries);
+    }
+    write_tile(args, tile);
   }
 }
 
@@ -440,7 +471,8 @@ void attention_backward_mask(const AttentionBackwardArgs& args, long mask_b, lon
     const long stop = by_column ? least(limit, first + step) : limit;
     for (long h = first_h; h < last_h; ++h)
       for (long start = first; start < stop; start += step) {
-        KeyTile keys{args, work, b, h / group, start, least(step, stop - start)};
+        const long rows = least(step, stop - start);
+        KeyTile keys{args, work, b, h / group, start, rows, rows};
         keys.pack();
         each_block(args, work, keys, h, begin, end, [&](const Block& block, long count) {
           for (long i = 0; i < block.sight.rows; ++i) {

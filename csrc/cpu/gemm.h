@@ -60,17 +60,20 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     Vec b[kVecs];
     TF_UNROLL for (int j = 0; j < kVecs; ++j) b[j] = load(panel + u * kPanel + j * kLanes);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
-      const Vec x = set1(kForm == Form::rows      ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
+      const Vec x = set1(kForm == Form::rows     ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
                          : kForm == Form::turned ? row[0][u * kTurned + i]
-                                                 : row[0][u * a_stride + i]);
+                                                 : row[0][i]);
       TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] = fma(x, b[j], acc[i][j]);
+    }
+    if (kForm == Form::columns) {
+      row[0] += a_stride;
+      // Else the compiler keeps an offset for each value in memory instead of this one pointer.
+      asm("" : "+r"(row[0]));
     }
   };
   const auto advance = [&](int steps) __attribute__((always_inline)) {
     TF_UNROLL for (int i = 0; i < kPointers; ++i)
-      row[i] += kForm == Form::rows     ? steps
-                : kForm == Form::turned ? steps * kTurned
-                                        : steps * a_stride;
+      row[i] += kForm == Form::rows ? steps : kForm == Form::turned ? steps * kTurned : 0;
     panel += steps * kPanel;
   };
   long p = 0;
