@@ -24,6 +24,9 @@ constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;
 // Marks a hidden place among P and dS: arithmetic takes it for 0.
 constexpr float kHidden = -0.0f;
+// Exponents below this count as hidden: their share of a row is below 2^-100, and products with it
+// could fall below the smallest normal number, which costs hundreds of cycles on some CPUs.
+constexpr float kNegligible = -69.0f;
 
 // Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
 long keys_per_tile(const AttentionBackwardArgs& args) {
@@ -68,23 +71,32 @@ struct Workspace {
   }
 };
 
-// Copies rows of n values into panels of `capacity` rows; returns whether any is NaN or inf.
-bool copy_panels(const float* from, long stride, long rows, long n, float* to, long capacity) {
+// Copies rows of n values, row i times factors[i] if given, into panels of `capacity` rows; returns
+// whether any is NaN or inf.
+bool copy_panels(const float* from, long stride, long rows, long n, const float* factors, float* to,
+                 long capacity) {
   // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
   Vec wild = zero();
   for (long j = 0; j < n; j += kPanel) {
     float* panel = to + j * capacity;
     for (long i = 0; i < rows; ++i) {
+      const Vec factor = set1(factors != nullptr ? factors[i] : 1.0f);
       TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
         const long have = n - j - v;
-        const float* place = from + i * stride + j + v;
-        const Vec x = have >= kLanes ? load(place) : have > 0 ? load_n(place, have) : zero();
+        const Vec x = have > 0 ? load_some(from + i * stride + j + v, have) * factor : zero();
         store(panel + i * kPanel + v, x);
         wild = wild + (x - x);
       }
     }
   }
   return !(reduce_add(wild) == 0.0f);
+}
+
+// Panels of kQueryBlock rows as the left factor of a product.
+void turn_panels(const float* panels, long rows, long n, float* to) {
+  for (long j = 0; j < n; j += kPanel)
+    turn_rows(panels + j * kQueryBlock, kPanel, rows, least(kPanel, n - j), to + j * kTurned,
+              kTurned * round_up(n, kLanes));
 }
 
 void clear(float* p, long n) {
@@ -108,10 +120,13 @@ struct Gathered {
     // A strip of A stays in the first-level cache for all panels; the next is fetched meanwhile.
     each_tile(m, [&](long, long i, long count) {
       const char* ahead = reinterpret_cast<const char*>(a + i + 2 * count - 1);
-      for (long j = 0; j < n; j += kPanel)
+      for (long j = 0; j < n; j += kPanel) {
+        const float* panel = b + j * kQueryBlock;
+        float* to = sums + i * stride + j;
         kTiles<Form::columns>[n - j > kLanes ? 1 : 0][count - 1](
-            a + i, kScoreStride, b + j* kQueryBlock, k, sums + i* stride + j, stride,
-            {nullptr, started, false}, {ahead, kScoreStride * static_cast<long>(sizeof(float))});
+            a + i, kScoreStride, panel, k, to, stride, {nullptr, started, false},
+            {ahead, kScoreStride * static_cast<long>(sizeof(float))});
+      }
     });
     started = true;
   }
@@ -162,7 +177,7 @@ struct KeyTile {
       pack_rows(v + s * args.value_stride[2], args.value_stride[2], rows, args.value_size,
                 work.values_turned + s * args.value_size);
     }
-    wild = copy_panels(k, args.key_stride[2], count, args.size, work.keys, kKeyTile);
+    wild = copy_panels(k, args.key_stride[2], count, args.size, nullptr, work.keys, kKeyTile);
   }
 };
 
@@ -177,6 +192,7 @@ struct Block {
   float factor = scaled ? 1.0f : args.scale;
   long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
 
+  // dO is multiplied by norm, so that P need not be.
   void load_rows() {
     const long rows = sight.rows;
     const float* q = args.query +
@@ -185,12 +201,12 @@ struct Block {
     const float* g = args.grad +
                      head_offset(args.query_starts, args.grad_stride, sight.b, sight.head) +
                      sight.first * args.grad_stride[2];
-    turn_rows(q, args.query_stride[2], rows, args.size, work.query_turned,
-              kTurned * round_up(args.size, kLanes));
-    turn_rows(g, args.grad_stride[2], rows, args.value_size, work.grad_turned,
-              kTurned * round_up(args.value_size, kLanes));
-    wild_query = copy_panels(q, args.query_stride[2], rows, args.size, work.query, kQueryBlock);
-    wild_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, work.grad, kQueryBlock);
+    wild_query =
+        copy_panels(q, args.query_stride[2], rows, args.size, nullptr, work.query, kQueryBlock);
+    wild_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, args.norm + row,
+                            work.grad, kQueryBlock);
+    turn_panels(work.query, rows, args.size, work.query_turned);
+    turn_panels(work.grad, rows, args.value_size, work.grad_turned);
   }
 
   static void scores(const float* turned, long size, long rows, const float* panels, long count,
@@ -226,18 +242,17 @@ struct Block {
     float* ds = work.ds + i * kScoreStride;
     const float shift = args.shift[row + i];
     const Vec minus = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
-    const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]);
+    const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]) * norm;
     const float* extra =
         args.grad_weights != nullptr ? args.grad_weights + (row + i) * args.keys + start : nullptr;
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
                       count, work.factors);
     for (long j = 0; j < count; j += kLanes) {
-      const Vec x = load(p + j);
-      const auto hidden = equal(x, set1(-kInf));
-      Vec weight = exp(fma(x, times, minus)) * norm, slope = load(ds + j);
-      if (extra != nullptr)
-        slope = slope + (count - j >= kLanes ? load(extra + j) : load_n(extra + j, count - j));
+      const Vec x = fma(load(p + j), times, minus);
+      const auto none = less(x, set1(kNegligible));  // -inf, where hidden, is
+      Vec weight = exp(x), slope = load(ds + j);
+      if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
       const Vec unmixed = weight;
       if (args.dropout.on) {
         const Vec f = load(work.factors + j);
@@ -246,8 +261,8 @@ struct Block {
       }
       // Adding 0 turns -0 into 0: only hidden places are kHidden.
       const Vec score = fma(unmixed, slope - delta, zero());
-      store(p + j, select(hidden, set1(kHidden), weight));
-      store(ds + j, select(hidden, set1(kHidden), score));
+      store(p + j, select(none, set1(kHidden), weight));
+      store(ds + j, select(none, set1(kHidden), score));
     }
   }
 
