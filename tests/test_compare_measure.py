@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from transformer_fast import _native, dispatch
+from transformer_fast import _native, dispatch, nn
+from transformer_fast.backends import cpu_blocks
 from transformer_fast.measure import calls, clock, machine, roof, text, torch_ops
 from transformer_fast.measure.clock import Plan, alternate
 from transformer_fast.measure.contest import Contender, Contest, Row, run_contest
@@ -329,9 +330,25 @@ def test_recording_tells_what_ran_and_leaves_the_kernels_alone():
         layer_norm(x, shape, *rest, backend="reference")
         layer_norm(x, shape, *rest, backend="reference")
     assert found.calls == {("layer_norm", "reference"): 2}
+    blocks = cpu_blocks.attention, cpu_blocks.feed_forward
     with pytest.raises(KeyError), calls.record():
         raise KeyError("inside")
+    assert (cpu_blocks.attention, cpu_blocks.feed_forward) == blocks
     assert {op: dispatch.kernels(op) for op in dispatch.OPS} == before
+
+
+def test_recording_a_layer_misses_nothing():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    x, padding = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for hidden in (None, padding):
+        with torch.no_grad(), calls.record() as found:
+            layer(x, src_key_padding_mask=hidden)
+        ran = {op.partition(" ")[0] for op, _ in found.calls}
+        assert {"attention", "feed_forward"} <= ran
+        with torch.no_grad(), dispatch.use_backend("reference"), calls.record() as found:
+            layer(x, src_key_padding_mask=hidden)
+        assert {backend for _, backend in found.calls} == {"reference"}
+        assert {"attention", "feed_forward"} <= {op for op, _ in found.calls}
 
 
 _ODD = ("garbage", "empty", "nothing", "ends", "finfo", "callable", "lowest")

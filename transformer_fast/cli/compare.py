@@ -31,7 +31,7 @@ DTYPES = {
 }
 CASES = (*OPS, *text_models.NAMES)
 
-_PLAN = Plan(rounds=25, seconds=1.5, least=5, sample=0.003)
+_PLAN = Plan(rounds=25, seconds=1.0, least=5, sample=0.003)
 #: The text: paragraphs per batch, and where a paragraph is cut.
 _BATCHES, _SIZE, _LONGEST = 2, 8, 256
 _MODEL_LONGEST = 160

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import dispatch
+from ..backends import cpu_blocks
 from ..dispatch import OPS, Kernel
 from ..testing import call_of
 
@@ -44,14 +45,27 @@ def record() -> Iterator[Record]:
 
         return replace(kernel, run=run)
 
+    def watch_block(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def block(*arguments: Any) -> Any:
+            found.calls[f"{name} sub-layer", "cpu"] += 1
+            return run(*arguments)
+
+        return block
+
     before = [kernel for op in OPS for kernel in dispatch.kernels(op)]
+    # Whole sub-layers run beside the dispatcher.
+    blocks = {name: getattr(cpu_blocks, name) for name in ("attention", "feed_forward")}
     for kernel in before:
         dispatch.register(watch(kernel))
+    for name, run in blocks.items():
+        setattr(cpu_blocks, name, watch_block(name, run))
     try:
         yield found
     finally:
         for kernel in before:
             dispatch.register(kernel)
+        for name, run in blocks.items():
+            setattr(cpu_blocks, name, run)
 
 
 def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
