@@ -60,15 +60,24 @@ def register(
 def needs_function(*tensors: Tensor | None) -> bool:
     """Whether a call with these tensors has to go through an autograd function.
 
-    Forward-mode differentiation does: there it is refused; a bare operator would lose the tangent.
+    Raises NotImplementedError if one has a tangent, which a bare operator would lose in silence.
     """
     if forward_ad._current_level >= 0:
-        return True
+        _refuse_tangents(tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def _refuse_tangents(tensors: tuple[Tensor | None, ...]) -> None:
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "the kernels have no forward-mode derivative; run the call under "
+                "transformer_fast.use_backend('reference')"
+            )
 
 
 class _NoSecondDerivative(torch.autograd.Function):
