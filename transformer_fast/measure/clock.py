@@ -8,6 +8,7 @@ sample, drift together, and their ratio holds.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -27,16 +28,21 @@ class Plan:
     least: int = 5
     #: Seconds a single sample takes at least; a shorter call is repeated within the sample.
     sample: float = 0.004
+    #: Seconds of calls before each sample that are not counted: threads of the contender before
+    #: may still be spinning, its data may still be in the caches. Long calls need none.
+    settle: float = 0.002
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.rounds:
             raise ValueError(f"least must be between 1 and rounds, {self.rounds}, not {self.least}")
         if self.seconds <= 0 or self.sample <= 0:
             raise ValueError("seconds and sample must be positive")
+        if self.settle < 0:
+            raise ValueError(f"settle must not be negative, like {self.settle}")
 
 
 #: For a look, for continuous integration, and for figures that are published.
-QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001)
+QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001, settle=0.0005)
 ORDINARY = Plan()
 THOROUGH = Plan(rounds=60, seconds=10.0, least=11, sample=0.010)
 
@@ -76,10 +82,11 @@ def alternate(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     if not calls:
         return samples
-    repeats = {}
+    repeats, settling = {}, {}
     for name, call in calls.items():
-        once = min(_sample(call, inputs, i, 1, device) for i in range(2))
-        repeats[name] = max(1, min(100_000, round(plan.sample / max(once, 1e-9))))
+        once = max(1e-7, min(_sample(call, inputs, i, 1, device) for i in range(2)))
+        repeats[name] = max(1, round(plan.sample / once))
+        settling[name] = math.ceil(plan.settle / once) if once < 10 * plan.settle else 0
     order = list(calls)
     shuffle = random.Random(0).shuffle
     collecting = gc.isenabled()
@@ -92,6 +99,8 @@ def alternate(
                 break
             shuffle(order)
             for name in order:
+                if settling[name]:
+                    _sample(calls[name], inputs, done, settling[name], device)
                 samples[name].append(_sample(calls[name], inputs, done, repeats[name], device))
             if tick is not None:
                 tick()
