@@ -231,6 +231,21 @@ def test_notes():
     assert notes.failures(rows) == ["attention causal on cpu: it changed its input"]
 
 
+def test_notes_on_what_ran_inside_a_module():
+    refused = {"cpu": ["it takes fp32", "it has no dropout"], "reference": []}
+    reasons = {
+        ("linear", "reference"): refused,
+        ("attention", "reference"): refused,
+        ("layer_norm", "torch"): {"cpu": []},
+        ("add_layer_norm", "cpu"): refused,
+    }
+    assert notes.inside("encoder_layer", reasons) == [
+        "linear, attention in encoder_layer run on 'reference', because cpu: it takes fp32, "
+        "it has no dropout",
+        "layer_norm in encoder_layer run on 'torch'",
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1.234, "1.23 s"), (0.0123, "12.3 ms"), (123e-6, "123 µs"), (5e-9, "5.00 ns"), (0, "0 ns")],

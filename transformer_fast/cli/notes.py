@@ -53,16 +53,20 @@ def fallbacks(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def inside(op: str, reasons: Mapping[tuple[str, str], dict[str, list[str]]]) -> list[str]:
-    """The same for ops inside a module: what `calls.record` found."""
-    lines = []
-    for (inner, backend), against in reasons.items():
+def inside(
+    module: str, reasons: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]
+) -> list[str]:
+    """The same for ops inside a module (what `calls.record` found), alike ones together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for (op, backend), against in reasons.items():
         if backend in _FALLBACKS:
             told = "; ".join(
                 f"{name}: {', '.join(why)}"
                 for name, why in against.items()
                 if why and name not in _FALLBACKS
             )
-            because = f", because {told}" if told else ""
-            lines.append(f"{inner} in {op} runs on '{backend}'{because}")
-    return lines
+            found.setdefault((backend, told), []).append(op)
+    return [
+        f"{', '.join(ops)} in {module} run on '{backend}'" + (f", because {told}" if told else "")
+        for (backend, told), ops in found.items()
+    ]
