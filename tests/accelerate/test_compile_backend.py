@@ -1,0 +1,446 @@
+"""torch.compile(model, backend="transformer_fast"): hand-written code on our ops, same numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate_ruler import assert_same_numbers
+from hand_written import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    NORMS,
+    Attention,
+    B,
+    Block,
+    FeedForward,
+    M,
+    Norm,
+    T,
+    Translator,
+    annotated_norm,
+    causal,
+    divided,
+    padding,
+    sentences,
+    with_blind_rows,
+)
+from torch import Tensor
+
+from transformer_fast import accelerate, compile_backend, compile_reports
+from transformer_fast.accelerate.graph import run_time
+from transformer_fast.accelerate.graph.report import GraphReport
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: Any) -> tuple[Any, list[GraphReport]]:
+    reports: list[GraphReport] = []
+    options = {"report": reports.append}
+    return torch.compile(model, backend=compile_backend, options=options), reports
+
+
+def check(model: torch.nn.Module, *args: Any, **counts: int) -> list[GraphReport]:
+    """Rewritten as said (at least), and the same numbers in inference and in training."""
+    ours, reports = compiled(copy.deepcopy(model))
+    assert_same_numbers(ours.train(), model.train(), args, {}, grad=True)
+    ours, more = compiled(copy.deepcopy(model))
+    assert_same_numbers(ours.eval(), model.eval(), args, {}, grad=False)
+    for report in (*reports, *more):
+        for op, count in counts.items():
+            assert report.counts.get(op, 0) == count, str(report)
+    assert reports
+    assert more
+    return reports
+
+
+def _x() -> Tensor:
+    return torch.randn(B, T, M)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention(name: str) -> None:
+    attend, mask = ATTENTIONS[name]
+    [report] = check(Attention(attend()), _x(), _x(), mask(), attention=1, linear=4)
+    assert not report.left
+    assert not {"softmax", "matmul", "bmm", "einsum", "baddbmm"} & set(report.others)
+
+
+@pytest.mark.parametrize("mask", [None, causal(), padding(), with_blind_rows()])
+def test_the_same_finite_numbers_where_nothing_is_seen(mask: Tensor | None) -> None:
+    """Rows that see nothing get the mean of all values, as a fill of -1e9 means."""
+    model = Attention(divided).eval()
+    ours, _ = compiled(model)
+    x = 30 * _x()  # scores of a thousand and more: adding -1e9 would not do
+    with torch.no_grad():
+        expected, weights = model(x, x, mask)
+        got, ours_weights = ours(x, x, mask)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours_weights, weights, rtol=1e-4, atol=1e-5)
+    if mask is not None and mask.shape[-2] == T:
+        blind = ~mask.any(-1, keepdim=True).expand(B, 4, T, 1)
+        assert torch.allclose(ours_weights[blind[..., 0]], torch.full((T,), 1 / T))
+
+
+def test_infinite_fills_give_zeros_where_nothing_is_seen() -> None:
+    """The one rule of this library that changes numbers: NaN becomes 0."""
+    attend, _ = ATTENTIONS["multiplied"]
+    model = Attention(attend()).eval()
+    ours, _ = compiled(model)
+    x, mask = _x(), with_blind_rows()
+    with torch.no_grad():
+        expected, got = model(x, x, mask), ours(x, x, mask)
+    blind = expected.isnan()
+    assert blind.any()
+    torch.testing.assert_close(got[~blind], expected[~blind])
+    torch.testing.assert_close(got[blind], model.out.bias.expand_as(got)[blind])
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(NORMS[name]))
+    [report] = check(model, 1 + 3 * _x(), layer_norm=1)
+    assert not {"mean", "std", "var", "sqrt", "sub"} & set(report.others)
+    torch.nn.init.normal_(model[0].weight, 0, 1e-4)
+    torch.nn.init.zeros_(model[0].bias)
+    check(model, _x(), layer_norm=1)  # eps counts
+
+
+def test_equal_values_stay_finite() -> None:
+    model = Norm(annotated_norm)
+    ours, _ = compiled(model)
+    x = torch.ones(B, T, M)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model.shift.expand(B, T, M))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_feed_forward(name: str) -> None:
+    [report] = check(FeedForward(ACTIVATIONS[name]), _x(), feed_forward=1, linear=0)
+    assert not report.others
+
+
+@pytest.mark.parametrize("norm", [None, annotated_norm])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("cross", [True, False])
+def test_blocks(cross: bool, norm_first: bool, norm: Any) -> None:
+    model = Block(cross, norm_first, norm)
+    sums = 2 + cross if not norm_first else 1 + cross
+    [report] = check(
+        model, _x(), _x(), causal(), padding(),
+        attention=1 + cross, feed_forward=1, linear=4 * (1 + cross), add_layer_norm=sums,
+        layer_norm=int(norm_first),
+    )  # fmt: skip
+    assert not report.left
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_whole_translator(norm_first: bool) -> None:
+    model = Translator(norm_first)
+    [report] = check(
+        model, *sentences(), attention=6, feed_forward=4, linear=25,
+        add_layer_norm=8 if norm_first else 10,
+    )  # fmt: skip
+    assert "softmax" not in report.others
+
+
+def test_masks_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    right = run_time.attend
+
+    def attend(*args: Any) -> Any:
+        seen.append(args[3:6])
+        return right(*args)
+
+    monkeypatch.setattr(run_time, "attend", attend)
+    ours, _ = compiled(Translator().eval())
+    with torch.no_grad():
+        ours(*sentences())
+    encoder, decoder = seen[:2], seen[2::2]
+    assert len({id(mask) for mask, *_ in encoder}) == 1
+    # The decoder's mask was seen to be causal and padding: it need not be read for every pair.
+    assert [(mask.shape, causal) for mask, _, causal in decoder] == 2 * [((B, 1, 1, T), True)]
+
+
+def test_training_learns_the_same() -> None:
+    theirs = Translator()
+    ours_model = copy.deepcopy(theirs)
+    ours, _ = compiled(ours_model)
+    source, target = sentences()
+    losses: list[list[float]] = []
+    for model, parameters in ((theirs, theirs.parameters()), (ours, ours_model.parameters())):
+        optimizer = torch.optim.Adam(parameters, 3e-3)
+        losses.append([])
+        for _ in range(6):
+            loss = torch.nn.functional.nll_loss(
+                model(source, target).flatten(0, 1), target.flatten()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_dropout() -> None:
+    """Another pattern than PyTorch's, of the same kind: seeded, and right on average."""
+    model = Block(False, False, p=0.25)
+    ours, reports = compiled(model)
+    x = _x()
+    torch.manual_seed(3)
+    first = ours(x, x, None, None)
+    assert not torch.equal(first, ours(x, x, None, None))
+    torch.manual_seed(3)
+    assert torch.equal(first, ours(x, x, None, None))
+    assert reports[0].counts == {
+        "attention": 1,
+        "feed_forward": 1,
+        "add_layer_norm": 2,
+        "linear": 4,
+    }
+    assert "dropout" not in reports[0].others
+
+
+def test_weights_are_seen_after_dropout_or_before_it_as_the_user_does() -> None:
+    for name, dropped in (("divided, (T, T)", True), ("weights before dropout", False)):
+        attend, _ = ATTENTIONS[name]
+        ours, reports = compiled(Attention(attend(), p=0.5))
+        x = _x()
+        output, weights = ours(x, x, torch.ones(T, T))
+        assert reports[0].counts["attention"] == 1
+        assert (weights == 0).any() == dropped
+        total = weights.sum(-1)
+        assert torch.allclose(total, torch.ones(()), atol=1e-5) != dropped
+        output.sum().backward()
+
+
+def _softcap(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return torch.softmax(30 * torch.tanh(q @ k.transpose(-2, -1) / 30), -1) @ v
+
+
+def _over_queries(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return torch.softmax(q @ k.transpose(-2, -1), dim=-2) @ v
+
+
+def _shown_scores(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    scores = q @ k.transpose(-2, -1)
+    return torch.softmax(scores, -1) @ v, scores
+
+
+def _small_fill(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return torch.softmax((q @ k.mT).masked_fill(causal().logical_not(), -5.0), -1) @ v
+
+
+def _added_after(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    scores = (q @ k.mT).masked_fill(causal().logical_not(), -1e4)
+    return torch.softmax(scores + torch.arange(T, dtype=q.dtype), -1) @ v
+
+
+def _filled_differently(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool
+) -> Any:
+    scores = (q @ k.mT).masked_fill(~padding(), -1e4)
+    return torch.softmax(scores.masked_fill(~causal(), -1e9), -1) @ v
+
+
+def _changed_weights(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return (torch.softmax(q @ k.mT, -1) * causal()) @ v
+
+
+def _unknown_fill(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return torch.softmax(torch.where(causal(), q @ k.mT, q.min() * 1e6), -1) @ v
+
+
+def _multiplied_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return torch.softmax((q @ k.mT) * causal(), -1) @ v
+
+
+def _shared_key_head(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    return torch.softmax(q @ k[:, :1].mT, -1) @ v
+
+
+def _values_written(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    weights = torch.softmax(q @ k.mT, -1)
+    v = v.clone()
+    v[:, :, 0].zero_()
+    return weights @ v
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (_softcap, "its scores come from tanh"),
+        (_over_queries, "not taken over the last dimension"),
+        (_shown_scores, "its scores are used elsewhere too"),
+        (_small_fill, "filled with -5, which does not hide"),
+        (_added_after, "something is added to its scores after a finite fill"),
+        (_filled_differently, "its scores are filled with several values"),
+        (_changed_weights, "its result is not multiplied with values"),
+        (_unknown_fill, "what its scores are filled with is not known while compiling"),
+        (_multiplied_mask, "its scores are multiplied by more than a number"),
+        (_shared_key_head, "its scores come from matmul"),
+        (_values_written, "something is written in place between its parts"),
+    ],
+)
+def test_what_is_not_attention_as_we_know_it_stays(attend: Any, reason: str) -> None:
+    [report] = check(Attention(attend), _x(), _x(), None, attention=0, linear=4)
+    [left] = [str(found) for found in report.left]
+    assert reason in left
+    assert f"{__file__}:" in left
+
+
+def test_writes_in_place_elsewhere_stay_writes() -> None:
+    class Cache(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention(divided)
+            self.register_buffer("cache", torch.zeros(B, T, M))
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            self.cache[:, step] = x[:, 0]
+            y = self.attention(x[:, :1], self.cache, None)[0]
+            self.cache.mul_(0.5)
+            return y
+
+    theirs = Cache().eval()
+    model = copy.deepcopy(theirs)
+    ours, reports = compiled(model)
+    with torch.no_grad():
+        for step in range(3):
+            x = _x()
+            torch.testing.assert_close(ours(x, step), theirs(x, step))
+            torch.testing.assert_close(model.cache, theirs.cache)
+    assert reports[0].counts["attention"] == 1
+
+
+def test_lengths_may_vary() -> None:
+    model = Block(False, True, annotated_norm).eval()
+    ours, reports = compiled(model)
+    with torch.no_grad():
+        for length in (5, 6, 9, 13):
+            x, mask = torch.randn(B, length, M), torch.ones(length, length).tril()
+            torch.testing.assert_close(ours(x, x, mask, None), model(x, x, mask, None))
+    assert len(reports) == 2  # the second graph serves all other lengths
+    assert all(report.counts["attention"] == 1 for report in reports)
+
+
+def test_torchs_own_function_is_rewritten_too() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    check(Attention(attend), _x(), _x(), None, attention=1, linear=4)
+
+
+def test_with_modules_of_ours() -> None:
+    """accelerate for torch.nn's modules, the compiler for the rest."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.TransformerEncoderLayer(M, 4, 64, 0.0, batch_first=True)
+            self.attention = Attention(divided)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(self.layer(x), x, causal())[0]
+
+    theirs = Mixed()
+    model = copy.deepcopy(theirs)
+    accelerate(model)
+    ours, reports = compiled(model)
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=True)
+    assert_same_numbers(ours.eval(), theirs.eval(), (_x(),), {}, grad=False)
+    assert all(report.counts["attention"] >= 1 for report in reports)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpointed_blocks() -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(False, True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            run = torch.utils.checkpoint.checkpoint
+            return run(self.block, x, x, causal(), None, use_reentrant=False)
+
+    check(Checkpointed(), _x(), attention=1, feed_forward=1)
+
+
+def test_an_inner_backend() -> None:
+    theirs = Translator().eval()
+    model = copy.deepcopy(theirs)
+    options = {"inner": "aot_eager"}
+    ours = torch.compile(model, backend=compile_backend, options=options, fullgraph=True)
+    assert_same_numbers(ours, theirs, sentences(), {}, grad=True)
+    assert_same_numbers(ours, theirs, sentences(), {}, grad=False)
+
+
+def test_autocast() -> None:
+    model = Block(True, False).eval()
+    ours, reports = compiled(model)
+    x, memory = _x(), _x()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x, memory, causal(), padding())
+        got = ours(x, memory, causal(), padding())
+    assert got.dtype == expected.dtype
+    exact = model(x, memory, causal(), padding())
+    allowed = 2 * (expected.float() - exact).abs().max() + torch.finfo(torch.bfloat16).eps
+    assert (got.float() - exact).abs().max() <= allowed
+    assert reports[0].counts["attention"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = Block(False, True, annotated_norm).to(dtype).eval()
+    ours, reports = compiled(model)
+    x = _x().to(dtype)
+    with torch.no_grad():
+        got, expected = ours(x, x, causal(), None), model(x, x, causal(), None)
+    assert got.dtype == dtype
+    exact = copy.deepcopy(model).double()(x.double(), x.double(), causal(), None)
+    allowed = 2 * (expected - exact).abs().max() + 8 * torch.finfo(dtype).eps
+    assert (got - exact).abs().max() <= allowed
+    assert reports[0].counts["attention"] == 1
+
+
+def test_reports_and_options() -> None:
+    compile_reports(clear=True)
+    model = torch.compile(FeedForward(), backend=compile_backend)
+    model(_x())
+    [report] = compile_reports(clear=True)
+    assert str(report) == "rewritten: 1 feed_forward."
+    assert compile_reports() == []
+    for options, told in (({"fast": True}, "has the options inner and report, not fast"),):
+        broken = torch.compile(FeedForward(), backend=compile_backend, options=options)
+        with pytest.raises(Exception, match=told):
+            broken(_x())
+
+
+def test_the_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the entry point in pyproject.toml, which is all that an installed package needs."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    group = "torch_dynamo_backends"
+    [(name, target)] = project["project"]["entry-points"][group].items()
+    assert name == "transformer_fast"
+    registry = torch._dynamo.backends.registry
+    torch.compiler.list_backends()  # looks for entry points, once per process
+    monkeypatch.setitem(registry._BACKENDS, name, EntryPoint(name, target, group))
+    monkeypatch.delitem(registry._COMPILER_FNS, name, raising=False)
+    assert name in torch.compiler.list_backends()
+    compile_reports(clear=True)
+    model, x = FeedForward(), _x()
+    ours = torch.compile(model, backend="transformer_fast")
+    torch.testing.assert_close(ours(x), model(x))
+    assert compile_reports(clear=True)[0].counts == {"feed_forward": 1}

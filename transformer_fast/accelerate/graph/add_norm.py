@@ -1,0 +1,66 @@
+"""Recognising the residual connection in front of a norm: ``norm(x + dropout(y))``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from ... import functional
+from .. import outside_norm
+from .editor import Editor
+from .feed_forward import dropout_of
+from .ops import dtype, mutates, only_user, read, shape
+
+_NORMS = (functional.layer_norm, outside_norm.layer_norm)
+
+
+def rewrite_add_norm(editor: Editor) -> None:
+    """One call for sum and norm; the sum stays available, for pre-norm models."""
+    for node in list(editor.graph.nodes):
+        if node.target not in _NORMS or not node.users:
+            continue
+        total = node.args[0]
+        op = read(total)
+        if not isinstance(total, Node) or op is None or op.name != "add" or mutates(total):
+            continue
+        terms = op["input"], op["other"]
+        if not all(isinstance(t, Node) and _fits(t, total) for t in terms):
+            continue
+        parameters = [n for n in node.all_input_nodes if n is not total]
+        if editor.last([total, *parameters]) is not total:
+            continue
+        _rewrite(editor, node, total, *terms)
+    for node in editor.graph.nodes:
+        if node.target in _NORMS:
+            editor.found("layer_norm", node)
+
+
+def _fits(term: Node, total: Node) -> bool:
+    return shape(term) == shape(total) and dtype(term) == dtype(total)
+
+
+def _rewrite(editor: Editor, norm: Node, total: Node, first: Any, second: Any) -> None:
+    input, residual, p = _split(first, second)
+    if norm.target is functional.layer_norm:
+        _, sizes, weight, bias, eps = norm.args
+        both = editor.call(
+            total, functional.add_layer_norm, input, residual, sizes, weight, bias, eps,
+            dropout_p=p, like=norm,
+        )  # fmt: skip
+    else:
+        _, *rest = norm.args
+        both = editor.call(total, outside_norm.add_layer_norm, input, residual, *rest, p, like=norm)
+    norm.replace_all_uses_with(editor.item(both, 0, norm))
+    total.replace_all_uses_with(editor.item(both, 1, total))
+    editor.remove([norm, total])
+    editor.found("add_layer_norm", norm)
+
+
+def _split(first: Node, second: Node) -> tuple[Node, Node, float]:
+    """Which term is the sub-layer's output, and its dropout if nobody else sees that."""
+    for term, other in ((second, first), (first, second)):
+        found = dropout_of(term)
+        if found is not None and only_user(term) is not None and term is not other:
+            return found[0], other, found[1]
+    return second, first, 0.0

@@ -1,0 +1,218 @@
+"""Recognising layer norms: torch's, and those written by hand in their several definitions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import functional
+from .. import outside_norm
+from .editor import Editor
+from .factors import plus
+from .ops import Op, dtype, is_number, only_user, read, shape
+
+
+@dataclass
+class _Norm:
+    """``(x - mean(x)) / spread * weight + bias`` over the last dimension."""
+
+    input: Node
+    #: eps under the root, or added to the standard deviation.
+    inside: bool
+    unbiased: bool
+    eps: float
+    weight: Node | None = None
+    bias: Node | None = None
+
+
+def rewrite_norms(editor: Editor) -> None:
+    """One call for each norm: of our layer_norm, or of the Annotated Transformer's."""
+    for node in list(editor.graph.nodes):
+        op = read(node)
+        if op is None or not node.users:
+            continue
+        if op.name == "layer_norm" and _plain_arguments(op):
+            arguments = (op["weight"], op["bias"], op.args.get("eps", 1e-5))
+            new = editor.call(
+                node, functional.layer_norm, op["input"], op["normalized_shape"], *arguments,
+                like=node,
+            )  # fmt: skip
+            node.replace_all_uses_with(new)
+            editor.remove([node])
+        elif op.name in ("div", "mul"):
+            norm = _standardised(node, op)
+            if norm is not None:
+                _replace(editor, node, norm)
+
+
+def _plain_arguments(op: Op) -> bool:
+    sizes = op["normalized_shape"]
+    return isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in sizes)
+
+
+def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
+    width = shape(norm.input)[-1]  # type: ignore[index]
+    if not isinstance(width, int) or width < 2 or dtype(norm.input) != dtype(core):
+        return
+    last = _with_affine(core, norm, width)
+    if norm.inside:
+        weight: Any = norm.weight
+        eps = norm.eps
+        if norm.unbiased:
+            # sqrt(v n / (n - 1) + eps) = sqrt(n / (n - 1)) sqrt(v + eps (n - 1) / n)
+            eps *= (width - 1) / width
+            ratio = math.sqrt((width - 1) / width)
+            if weight is None:
+                weight = editor.call(last, torch.full, (width,), ratio, like=last)
+                weight.kwargs = {"dtype": dtype(core), "device": core.meta["example_value"].device}
+            else:
+                weight = editor.call(last, torch.mul, weight, ratio, like=weight)
+        new = editor.call(
+            last, functional.layer_norm, norm.input, (width,), weight, norm.bias, eps, like=last
+        )
+    else:
+        arguments = (norm.weight, norm.bias, norm.eps, norm.unbiased)
+        new = editor.call(last, outside_norm.layer_norm, norm.input, *arguments, like=last)
+    last.replace_all_uses_with(new)
+    editor.remove([last])
+
+
+def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
+    """The node behind weight and bias; fills them in."""
+    last = core
+    while True:
+        user = only_user(last)
+        op = read(user)
+        if user is None or op is None or shape(user) != shape(core):
+            return last
+        other = op["other"] if op["input"] is last else op["input"]
+        if other is last or not isinstance(other, Node) or shape(other) != (width,):
+            return last
+        if op.name == "mul" and norm.weight is None and norm.bias is None:
+            norm.weight = other
+        elif op.name == "add" and norm.bias is None:
+            norm.bias = other
+        else:
+            return last
+        last = user
+
+
+def _standardised(node: Node, op: Op) -> _Norm | None:
+    """The norm whose division ``node`` is."""
+    top, spread = op["input"], op["other"]
+    if op.name == "div":
+        found = _spread(spread)
+        return None if found is None else _centred(top, *found)
+    for one, other in ((top, spread), (spread, top)):
+        root = read(other)
+        if root is None or not (root.name == "rsqrt" or root["exponent"] == -0.5):
+            continue
+        sum = plus(root["input"])
+        variance = None if sum is None else _variance(sum[1])
+        if sum is not None and variance is not None:
+            return _centred(one, variance[0], variance[1], True, sum[0])
+    return None
+
+
+def _spread(node: Any) -> tuple[Node, bool, bool, float] | None:
+    """(what it is of, unbiased, eps inside, eps) of a denominator."""
+    sum = plus(node)
+    if sum is not None:
+        eps, deviation = sum
+        op = read(deviation)
+        if op is None:
+            return None
+        if op.name == "std" and (unbiased := _over_last(op)) is not None:
+            return op["input"], unbiased, False, eps
+        if _is_root(op) and (variance := _variance(op["input"])) is not None:
+            return (*variance, False, eps)
+        return None
+    op = read(node)
+    if op is None or not _is_root(op):
+        return None
+    sum = plus(op["input"])
+    variance = None if sum is None else _variance(sum[1])
+    return None if variance is None or sum is None else (*variance, True, sum[0])
+
+
+def _is_root(op: Op) -> bool:
+    return op.name == "sqrt" or (op.name == "pow" and op["exponent"] == 0.5)
+
+
+def _variance(node: Any) -> tuple[Node, bool] | None:
+    """What the node is the variance of, and whether the unbiased one."""
+    op = read(node)
+    if op is None:
+        return None
+    if op.name == "var":
+        unbiased = _over_last(op)
+        return None if unbiased is None else (op["input"], unbiased)
+    if op.name == "pow" and op["exponent"] == 2:
+        inner = read(op["input"])
+        if (
+            inner is not None
+            and inner.name == "std"
+            and (unbiased := _over_last(inner)) is not None
+        ):
+            return inner["input"], unbiased
+    if op.name == "mean" and _is_last(op):
+        square = read(op["input"])
+        if square is None:
+            return None
+        doubled = square.name == "mul" and square["input"] is square["other"]
+        centred = square["input"] if doubled or square["exponent"] == 2 else None
+        input = _minus_mean(centred)
+        return None if input is None else (input, False)
+    return None
+
+
+def _is_last(op: Op) -> bool:
+    dim = op["dim"]
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int) or op["keepdim"] is not True or op["dtype"] is not None:
+        return False
+    sizes = shape(op["input"])
+    return sizes is not None and dim in (-1, len(sizes) - 1)
+
+
+def _over_last(op: Op) -> bool | None:
+    """Whether std or var over the last dimension is unbiased; None if it is something else."""
+    if not _is_last(op):
+        return None
+    if op["correction"] is not None:
+        return {0: False, 1: True}.get(op["correction"])
+    unbiased = op.args.get("unbiased", True)
+    return unbiased if isinstance(unbiased, bool) else None
+
+
+def _minus_mean(node: Any) -> Node | None:
+    """x of ``x - mean(x)``."""
+    op = read(node)
+    if op is None or op.name != "sub" or not isinstance(op["input"], Node):
+        return None
+    mean = read(op["other"])
+    if mean is None or mean.name != "mean" or not _is_last(mean):
+        return None
+    return op["input"] if mean["input"] is op["input"] else None
+
+
+def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _Norm | None:
+    """The norm with the numerator ``top``: centred, perhaps already multiplied by the weight."""
+    if not is_number(eps) or not isinstance(top, Node):
+        return None
+    input = _minus_mean(top)
+    if input is of:
+        return _Norm(of, inside, unbiased, eps)
+    op = read(top)
+    if op is None or op.name != "mul" or only_user(top) is None:
+        return None
+    sizes = shape(of)
+    for weight, centred in ((op["input"], op["other"]), (op["other"], op["input"])):
+        if _minus_mean(centred) is of and sizes is not None and shape(weight) == sizes[-1:]:
+            return _Norm(of, inside, unbiased, eps, weight)
+    return None

@@ -1,0 +1,301 @@
+"""Reading a graph that `torch.compile` captured: one name for the many ways to call an op.
+
+``scores / 8``, ``torch.div(scores, 8)`` and ``scores.div_(8)`` are all read as
+``Op("div", {"input": scores, "other": 8})``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call; ``op["other"]`` is its argument of that name, or None."""
+
+    name: str
+    args: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args.get(name)
+
+
+_BINARY = ("input", "other")
+_UNARY = ("input",)
+_REDUCE = ("input", "dim", "keepdim", "dtype")
+_SPREAD = ("input", "dim", "unbiased", "keepdim", "correction")
+
+#: name: (parameters, functions, names of methods)
+_OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
+    "matmul": (
+        _BINARY,
+        (torch.matmul, torch.bmm, operator.matmul),
+        ("matmul", "bmm", "__matmul__"),
+    ),
+    "baddbmm": (("input", "batch1", "batch2", "beta", "alpha"), (torch.baddbmm,), ("baddbmm",)),
+    "add": (
+        (*_BINARY, "alpha"),
+        (torch.add, operator.add, operator.iadd),
+        ("add", "add_", "__add__", "__radd__"),
+    ),
+    "sub": (
+        (*_BINARY, "alpha"),
+        (torch.sub, torch.subtract, operator.sub, operator.isub),
+        ("sub", "sub_", "subtract"),
+    ),
+    "mul": (
+        _BINARY,
+        (torch.mul, torch.multiply, operator.mul, operator.imul),
+        ("mul", "mul_", "multiply"),
+    ),
+    "div": (
+        (*_BINARY, "rounding_mode"),
+        (torch.div, torch.true_divide, torch.divide, operator.truediv, operator.itruediv),
+        ("div", "div_", "divide", "true_divide"),
+    ),
+    "neg": (_UNARY, (torch.neg, operator.neg), ("neg",)),
+    "softmax": (
+        ("input", "dim", "dtype"),
+        (torch.softmax, torch.special.softmax),
+        ("softmax",),
+    ),
+    "masked_fill": (
+        ("input", "mask", "value"),
+        (torch.masked_fill,),
+        ("masked_fill", "masked_fill_"),
+    ),
+    "dropout": (("input", "p", "training", "inplace"), (F.dropout, torch.dropout), ()),
+    "linear": (("input", "weight", "bias"), (F.linear,), ()),
+    "relu": (
+        ("input", "inplace"),
+        (F.relu, F.relu_, torch.relu, torch.relu_),
+        ("relu", "relu_"),
+    ),
+    "clamp": (("input", "min", "max"), (torch.clamp, torch.clip), ("clamp", "clamp_", "clip")),
+    "clamp_min": (("input", "min"), (torch.clamp_min,), ("clamp_min",)),
+    "gelu": (("input", "approximate"), (F.gelu,), ()),
+    "silu": (("input", "inplace"), (F.silu,), ()),
+    "sigmoid": (_UNARY, (torch.sigmoid, F.sigmoid), ("sigmoid",)),
+    "tanh": (_UNARY, (torch.tanh, F.tanh), ("tanh",)),
+    "erf": (_UNARY, (torch.erf, torch.special.erf), ("erf",)),
+    "transpose": (
+        ("input", "dim0", "dim1"),
+        (torch.transpose, torch.swapaxes, torch.swapdims),
+        ("transpose", "swapaxes", "swapdims"),
+    ),
+    "mean": (_REDUCE, (torch.mean,), ("mean",)),
+    "std": (_SPREAD, (torch.std,), ("std",)),
+    "var": (_SPREAD, (torch.var,), ("var",)),
+    "sqrt": (_UNARY, (torch.sqrt,), ("sqrt",)),
+    "rsqrt": (_UNARY, (torch.rsqrt,), ("rsqrt",)),
+    "square": (_UNARY, (torch.square,), ("square",)),
+    "pow": (("input", "exponent"), (torch.pow, operator.pow), ("pow", "__pow__")),
+    "eq": (_BINARY, (torch.eq, operator.eq), ("eq", "__eq__")),
+    "ne": (_BINARY, (torch.ne, operator.ne), ("ne", "__ne__")),
+    "not": (_UNARY, (torch.logical_not, torch.bitwise_not, operator.invert), ("logical_not",)),
+    "bool": (_UNARY, (), ("bool",)),
+    "unsqueeze": (("input", "dim"), (torch.unsqueeze,), ("unsqueeze",)),
+    "contiguous": (_UNARY, (), ("contiguous",)),
+    "clone": (_UNARY, (torch.clone,), ("clone",)),
+    "float": (_UNARY, (), ("float",)),
+    "type_as": (_BINARY, (), ("type_as",)),
+    "to": (("input", "dtype"), (), ("to", "type")),
+    "tensor": (("value", "dtype", "device"), (torch.tensor,), ()),
+    "full_like": (("input", "value"), (torch.full_like,), ()),
+    "layer_norm": (
+        ("input", "normalized_shape", "weight", "bias", "eps"),
+        (F.layer_norm, torch.layer_norm),
+        (),
+    ),
+    "attention": (
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+        (F.scaled_dot_product_attention,),
+        (),
+    ),
+    "setitem": (("input", "index", "value"), (operator.setitem,), ()),
+    "getitem": (("input", "index"), (operator.getitem,), ()),
+}
+_FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    function: (name, parameters)
+    for name, (parameters, functions, _) in _OPS.items()
+    for function in functions
+}
+_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    method: (name, parameters)
+    for name, (parameters, _, methods) in _OPS.items()
+    for method in methods
+}
+#: Signatures of their own.
+_FUNCTIONS[F.softmax] = ("softmax", ("input", "dim", "_stacklevel", "dtype"))
+_FUNCTIONS[torch.where] = ("where", ("condition", "input", "other"))
+_METHODS["where"] = ("where", ("input", "condition", "other"))
+_ALIASES = {"self": "input", "axis": "dim", "tensor": "input", "fill_value": "value"}
+
+#: Methods and functions that give another view of the same numbers, in the same order or not.
+_VIEWS = frozenset(
+    {"view", "reshape", "transpose", "permute", "swapaxes", "swapdims", "unflatten", "flatten",
+     "contiguous", "unsqueeze", "squeeze"}
+)  # fmt: skip
+
+
+def read(node: Any) -> Op | None:
+    """The op of a call node, or None: no node, or nothing we know."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "call_function":
+        special = _SPECIAL.get(node.target)
+        if special is not None:
+            return special(node)
+        known = _FUNCTIONS.get(node.target)
+    elif node.op == "call_method":
+        if node.target == "permute":
+            dims = node.args[1] if len(node.args) == 2 else node.args[1:]
+            return Op("permute", {"input": node.args[0], "dims": node.kwargs.get("dims", dims)})
+        known = _METHODS.get(str(node.target))
+    else:
+        return None
+    if known is None:
+        return None
+    name, parameters = known
+    if len(node.args) > len(parameters):
+        return None
+    args = dict(zip(parameters, node.args, strict=False))
+    for key, value in node.kwargs.items():
+        args[_ALIASES.get(key, key)] = value
+    return _checked(name, args)
+
+
+def _checked(name: str, args: dict[str, Any]) -> Op | None:
+    """Without the variants of an op that mean something else."""
+    if name in ("add", "sub") and args.get("alpha", 1) != 1:
+        return None
+    if name == "div" and args.get("rounding_mode") is not None:
+        return None
+    if name == "to" and not isinstance(args.get("dtype"), torch.dtype):
+        return None
+    if name == "clamp":
+        return Op("relu", args) if args.get("min") == 0 and args.get("max") is None else None
+    if name == "clamp_min":
+        return Op("relu", args) if args.get("min") == 0 else None
+    if name == "square":
+        return Op("pow", {**args, "exponent": 2})
+    return Op(name, args)
+
+
+def _read_einsum(node: Node) -> Op | None:
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
+        return None
+    equation = equation.replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    return Op("einsum", {"equation": equation, "input": operands[0], "other": operands[1]})
+
+
+def _read_getattr(node: Node) -> Op | None:
+    if node.args[1] in ("mT", "mH"):
+        return Op("transpose", {"input": node.args[0], "dim0": -2, "dim1": -1})
+    return None
+
+
+def _read_permute(node: Node) -> Op | None:
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dims")
+    return Op("permute", {"input": node.args[0], "dims": dims})
+
+
+_SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
+    torch.einsum: _read_einsum,
+    builtins.getattr: _read_getattr,
+    torch.permute: _read_permute,
+}
+
+
+def value(node: Any) -> Any:
+    """What the node gave while it was captured: a fake tensor, a number..."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def shape(node: Any) -> tuple[Any, ...] | None:
+    found = value(node)
+    return tuple(found.shape) if isinstance(found, Tensor) else None
+
+
+def rank(node: Any) -> int | None:
+    found = value(node)
+    return found.dim() if isinstance(found, Tensor) else None
+
+
+def dtype(node: Any) -> torch.dtype | None:
+    found = value(node)
+    return found.dtype if isinstance(found, Tensor) else None
+
+
+def is_number(x: Any) -> bool:
+    """A Python number known while compiling."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def is_single(node: Any) -> bool:
+    """A tensor of one element, or a number known at run time only."""
+    found = value(node)
+    if isinstance(found, Tensor):
+        return all(isinstance(n, int) and n == 1 for n in found.shape) and found.dim() <= 1
+    return isinstance(node, Node) and isinstance(found, (int, float, torch.SymInt, torch.SymFloat))
+
+
+def constant(x: Any) -> float | None:
+    """A number known while compiling, given as such or as a tensor made of it."""
+    if is_number(x):
+        return float(x)
+    op = read(x)
+    if op is not None and op.name in ("tensor", "full_like") and is_number(op["value"]):
+        return float(op["value"])
+    return None
+
+
+def only_user(node: Node) -> Node | None:
+    """The node that alone uses this one, once."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def is_view(node: Node) -> bool:
+    return node.op == "call_method" and str(node.target) in _VIEWS
+
+
+def mutates(node: Node) -> bool:
+    """Whether the call writes into one of its arguments."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if node.op != "call_function":
+        return False
+    if node.kwargs.get("inplace") is True or "out" in node.kwargs:
+        return True
+    name = getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return in_place or any(a is True for a in _inplace_argument(node))
+
+
+def _inplace_argument(node: Node) -> Iterator[Any]:
+    op = read(node)
+    if op is not None and "inplace" in op.args:
+        yield op["inplace"]
+
+
+_IN_PLACE = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem,
+     operator.ipow, operator.iand, operator.ior, operator.imatmul}
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""All that is done to one captured graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch.fx import GraphModule
+
+from ... import functional
+from .activation import rewrite_activations
+from .add_norm import rewrite_add_norm
+from .attention import rewrite_attention
+from .editor import (
+    Editor,
+    merge_equal,
+    name_dtypes,
+    name_mutations,
+    remove_idle_dropout,
+)
+from .feed_forward import rewrite_feed_forward, rewrite_linear
+from .norm import rewrite_norms
+from .ops import read
+from .report import GraphReport
+
+
+def rewrite(module: GraphModule) -> GraphReport:
+    """Put our ops in for what is recognised, in place; what is not stays as it is.
+
+    ``module`` is a graph as torch.compile gives it to a backend: every node knows the value it had
+    while the graph was captured (``meta["example_value"]``).
+    """
+    report = GraphReport()
+    editor = Editor(module.graph, report)
+    name_mutations(module.graph)
+    name_dtypes(module.graph)
+    remove_idle_dropout(module.graph)
+    merge_equal(module.graph)
+    rewrite_attention(editor)
+    _rewrite_calls_of_torchs(editor)
+    rewrite_norms(editor)
+    rewrite_activations(editor)
+    rewrite_feed_forward(editor)
+    rewrite_add_norm(editor)
+    rewrite_linear(editor)
+    report.others = Counter(
+        str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+        for node in module.graph.nodes
+        if node.op == "call_method" or (node.op == "call_function" and not _is_ours(node.target))
+    )
+    module.graph.lint()
+    module.recompile()
+    for child in module.children():
+        # What is checkpointed or branched over is a graph within the graph.
+        if isinstance(child, GraphModule):
+            inner = rewrite(child)
+            report.rewritten += inner.rewritten
+            report.left += inner.left
+            report.others += inner.others
+    return report
+
+
+def _is_ours(target: object) -> bool:
+    return (getattr(target, "__module__", "") or "").startswith("transformer_fast.")
+
+
+def _rewrite_calls_of_torchs(editor: Editor) -> None:
+    """`F.scaled_dot_product_attention`, where the user calls it already."""
+    for node in list(editor.graph.nodes):
+        op = read(node)
+        if (
+            op is None
+            or op.name != "attention"
+            or node.target is functional.scaled_dot_product_attention
+        ):
+            continue
+        with editor.graph.inserting_before(node):
+            new = editor.graph.call_function(
+                functional.scaled_dot_product_attention, node.args, node.kwargs
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        editor.graph.erase_node(node)
+        editor.found("attention", node)

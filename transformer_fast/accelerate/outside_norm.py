@@ -1,0 +1,171 @@
+"""The Annotated Transformer's layer norm, on the kernels of the usual one.
+
+``y = weight * (x - mean(x)) / (std(x) + eps) + bias``; "The Annotated Transformer" (Rush 2018).
+With s the biased standard deviation and std = k s (k = sqrt(M / (M - 1)), or 1 if biased too):
+
+    y = weight * (x - mean) / s * f + bias,    f = 1 / (k + eps / s) per row
+
+so the usual kernel does the statistics and the first product, and its backward all but one term of
+the order eps / s: dx = LN_backward(f g) + (x - mean) S eps f^2 / (M s^4) per row, with
+S = sum(g weight (x - mean)).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import autograd
+from ..dispatch import Call, select
+from ..functional._check import wants_grad
+from ..reference.dropout import draw_seed, dropout
+
+#: Keeps rows of equal values finite; far below the square of anything that is not noise.
+_TINY = 1e-30
+
+
+def layer_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, unbiased: bool
+) -> Tensor:
+    """The norm alone; see the module."""
+    return _run(input, None, weight, bias, eps, unbiased, 0.0)[0]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """``(norm(sum), sum)`` with ``sum = residual + dropout(input, dropout_p)``."""
+    return _run(input, residual, weight, bias, eps, unbiased, dropout_p)
+
+
+def _run(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    op = "layer_norm" if residual is None else "add_layer_norm"
+    tensors = (input, weight, bias) if residual is None else (input, residual, weight, bias)
+    backend = select(Call(op, tensors, wants_grad(*tensors), dropout_p)).backend
+    seed = draw_seed(input.device) if 0.0 < dropout_p < 1.0 else None
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    if half or backend not in autograd._pairs[op]:
+        return _plain(input, residual, weight, bias, eps, unbiased, dropout_p, seed)
+    y, total = _OutsideNorm.apply(
+        backend, input, residual, weight, bias, eps, unbiased, dropout_p, seed
+    )
+    return y, input if residual is None else total
+
+
+def _plain(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The definition, in PyTorch; statistics of half types in fp32."""
+    total = input if residual is None else residual + dropout(input, dropout_p, seed)
+    x = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+    std, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=int(unbiased))
+    y = (x - mean) / (std + eps)
+    y = y if weight is None else weight * y
+    y = y if bias is None else y + bias
+    return y.to(total.dtype), total
+
+
+class _OutsideNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        unbiased: bool,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = (input.shape[-1],)
+        if residual is None:
+            pair = autograd._pairs["layer_norm"][backend]
+            total = input
+            y, mean, rstd = pair.forward(input, shape, weight, None, _TINY)
+        else:
+            pair = autograd._pairs["add_layer_norm"][backend]
+            y, total, mean, rstd = pair.forward(
+                input, residual, shape, weight, None, _TINY, dropout_p, seed
+            )
+        f = (_ratio(shape[0], unbiased) + eps * rstd).reciprocal_()
+        per_row = f.view(*input.shape[:-1], 1)
+        y = y.mul_(per_row) if bias is None else torch.addcmul(bias, y, per_row)
+        ctx.backend, ctx.eps, ctx.dropout_p = backend, eps, dropout_p
+        ctx.alone = residual is None
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, weight, mean, rstd, f, seed)
+        return y, None if residual is None else total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Any, ...]:
+        total, weight, mean, rstd, f, seed = ctx.saved_tensors
+        _, want_input, want_residual, want_weight, want_bias, *_ = ctx.needs_input_grad
+        if grad is None:
+            grad = torch.zeros_like(total)
+        shape = (total.shape[-1],)
+        rows = (*total.shape[:-1], 1)
+        # What the usual norm's backward does not know: f itself depends on x.
+        centred = total - mean.view(rows)
+        scaled = grad if weight is None else grad * weight
+        slope = torch.linalg.vecdot(scaled, centred).view(rows)
+        steep = rstd * f  # in this order nothing overflows where s is 0
+        slope = slope * (ctx.eps * steep * steep * rstd * rstd / shape[0]).view(rows)
+        rest = centred.mul_(slope)
+        if ctx.alone:
+            found = autograd._pairs["layer_norm"][ctx.backend].backward(
+                grad * f.view(rows),
+                total,
+                shape,
+                weight,
+                mean,
+                rstd,
+                (want_input, want_weight, False),
+            )
+            dinput, dweight = found[0].add_(rest) if want_input else None, found[1]
+            dresidual = None
+        else:
+            if grad_sum is not None:
+                rest = rest.add_(grad_sum)
+            wants = (want_input, want_residual, want_weight, False)
+            found = autograd._pairs["add_layer_norm"][ctx.backend].backward(
+                grad * f.view(rows), rest, total, shape, weight, mean, rstd, ctx.dropout_p, seed,
+                wants,
+            )  # fmt: skip
+            dinput, dresidual, dweight = found[:3]
+        dbias = grad.flatten(0, -2).sum(0) if want_bias and ctx.has_bias else None
+        return (
+            None, dinput if want_input else None, dresidual if want_residual else None,
+            dweight if want_weight else None, dbias, None, None, None, None,
+        )  # fmt: skip
+
+
+def _ratio(size: int, unbiased: bool) -> float:
+    """std over the biased standard deviation."""
+    return math.sqrt(size / (size - 1)) if unbiased else 1.0
