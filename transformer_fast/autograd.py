@@ -1,8 +1,8 @@
 """One `torch.autograd.Function` per op, shared by all backends that have a backward.
 
 A backend registers a pair of functions per op under its name (`register`). Both take and return
-plain tensors; neither is differentiated. ``wants`` tells which gradients are asked for, in the order
-of the results; what is not wanted may come back as anything.
+plain tensors; neither is differentiated. ``wants`` tells which gradients are asked for, in the
+order of the results; what is not wanted may come back as anything.
 
     layer_norm        forward(input, normalized_shape, weight, bias, eps) -> (output, mean, rstd)
                       backward(grad, input, normalized_shape, weight, mean, rstd, wants)
@@ -23,7 +23,8 @@ of the results; what is not wanted may come back as anything.
     feed_forward      forward(input, weight1, bias1, weight2, bias2, activation, dropout_p, seed)
                           -> (output, preactivation)
                       backward(grad, input, weight1, bias1, weight2, activation, dropout_p, seed,
-                          preactivation, wants) -> gradients of input, weight1, bias1, weight2, bias2
+                          preactivation, wants)
+                          -> gradients of input, weight1, bias1, weight2, bias2
 
 ``preactivation`` is what activation was applied to, or anything else that backward wants to keep.
 

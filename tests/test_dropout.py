@@ -1,0 +1,146 @@
+"""Dropout inside the CPU kernels: the reference's elements, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_fast import _native, functional, reference
+from transformer_fast.backends import cpu
+
+pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+P = (0.01, 0.1, 0.5, 0.9, 1.0)
+SEEDS = (0, 1, 2**32, 2**63 - 1, 123456789012345678)
+
+
+@pytest.fixture(params=tuple(_native.module.supported_isas()) if _native.module else ("none",))
+def isa(request):
+    before = _native.module.isa()
+    _native.module.set_isa(request.param)
+    yield request.param
+    _native.module.set_isa(before)
+
+
+def seed_of(p: float, seed: int) -> torch.Tensor | None:
+    return torch.tensor(seed) if p < 1.0 else None
+
+
+def same_elements(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Zero at the same places, and the same values up to rounding elsewhere."""
+    assert torch.equal(got == 0, expected == 0)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("p", P)
+def test_add_layer_norm_drops_the_references_elements(p, seed, isa):
+    for columns in (*range(1, 36), 63, 64, 65, 257):
+        x = torch.rand(5, columns) + 1.0
+        zeros = torch.zeros_like(x)
+        _, total = cpu.add_layer_norm(x, zeros, (columns,), None, None, 1e-5, p, seed_of(p, seed))
+        assert torch.equal(total, reference.dropout(x, p, seed_of(p, seed)))
+
+
+def test_columns_are_those_of_the_last_dimension(isa):
+    x, seed = torch.rand(3, 5, 7, 9) + 1.0, torch.tensor(3)
+    zeros = torch.zeros_like(x)
+    for shape in ((9,), (7, 9), (5, 7, 9)):
+        _, total = cpu.add_layer_norm(x, zeros, shape, None, None, 1e-5, 0.4, seed)
+        assert torch.equal(total, reference.dropout(x, 0.4, seed))
+
+
+@pytest.mark.parametrize("p", P)
+def test_attention_drops_the_references_elements(p, isa):
+    generator = torch.Generator().manual_seed(0)
+    for length, keys in ((1, 1), (3, 31), (17, 33), (70, 300), (5, 530)):
+        q, k, v = (torch.randn(2, 3, n, 8, generator=generator) for n in (length, keys, keys))
+        rest = (None, None, False, None, p, seed_of(p, 11), False, True)
+        output, weights = cpu.attention(q, k, v, *rest)
+        expected, expected_weights = reference.attention(q, k, v, *rest)
+        same_elements(weights, expected_weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", P)
+@pytest.mark.parametrize("rows", [3, 150])
+def test_feed_forward_drops_the_references_elements(p, rows, isa):
+    """The second matrix is the identity, so the hidden values are the result."""
+    x, seed = torch.rand(rows, 8) + 0.5, seed_of(p, 21)
+    for hidden in (1, 5, 31, 64, 550):
+        w1 = torch.rand(hidden, 8) + 0.1
+        arguments = (x, w1, None, torch.eye(hidden), None, "relu", p, seed)
+        same_elements(cpu.feed_forward(*arguments), reference.feed_forward(*arguments))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_same_elements_with_and_without_gradients(grad):
+    x = torch.rand(40, 32, requires_grad=grad)
+    w1, w2, seed = torch.rand(64, 32), torch.rand(32, 64), torch.tensor(5)
+    got = cpu.feed_forward(x, w1, None, w2, None, "gelu", 0.3, seed)
+    expected = reference.feed_forward(x, w1, None, w2, None, "gelu", 0.3, seed)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [float("nan"), float("inf")])
+def test_what_is_dropped_is_gone(values, isa):
+    """A dropped element gives 0 whatever it was, and passes no gradient."""
+    seed = torch.tensor(4)
+    dropped = reference.dropout(torch.ones(6, 40), 0.5, seed) == 0
+    x = torch.ones(6, 40).masked_fill(dropped, values).requires_grad_()
+    normalized, total = cpu.add_layer_norm(x, torch.ones(6, 40), (40,), None, None, 1e-5, 0.5, seed)
+    assert bool(total.isfinite().all())
+    (grad,) = torch.autograd.grad(normalized.sin().sum() + total.sum(), x)
+    assert bool(grad.isfinite().all())
+    assert not grad[dropped].any()
+
+
+def test_share_and_scale():
+    """What torch's dropout promises on the average, over a million elements."""
+    torch.manual_seed(0)
+    x = torch.ones(1024, 1024)
+    for p in (0.1, 0.5):
+        _, total = functional.add_layer_norm(
+            x, torch.zeros_like(x), 1024, dropout_p=p, backend="cpu"
+        )
+        kept = total != 0
+        # Five standard deviations.
+        assert abs(kept.double().mean().item() - (1 - p)) < 5 * (p * (1 - p)) ** 0.5 / 1024
+        assert torch.allclose(total[kept], torch.tensor(1 / (1 - p)))
+
+
+def test_calls_draw_different_elements_and_repeat_with_the_generator():
+    x, w1, w2 = torch.rand(64, 32), torch.rand(64, 32), torch.rand(32, 64)
+
+    def run() -> torch.Tensor:
+        return functional.feed_forward(x, w1, None, w2, None, dropout_p=0.5, backend="cpu")
+
+    torch.manual_seed(3)
+    first, second = run(), run()
+    torch.manual_seed(3)
+    assert torch.equal(run(), first)
+    assert not torch.equal(first, second)
+
+
+def test_threads_do_not_change_the_elements():
+    q = torch.randn(2, 4, 300, 16)
+    arguments = (q, q, q, None, None, True, None, 0.3, torch.tensor(9), False, False)
+    threads = torch.get_num_threads()
+    first, _ = cpu.attention(*arguments)
+    try:
+        torch.set_num_threads(1)
+        second, _ = cpu.attention(*arguments)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(first, second)
+
+
+def test_seed_is_checked():
+    x = torch.rand(4, 8)
+    ops = torch.ops.transformer_fast
+    with pytest.raises(RuntimeError, match="dropout needs a seed"):
+        ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 0.5, None)
+    with pytest.raises(RuntimeError, match="int64 scalar"):
+        ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 0.5, torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 1.5, torch.tensor(1))
