@@ -1,0 +1,198 @@
+"""Results do not depend on threads, on earlier calls, or on what another thread does meanwhile."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from harness import Target, drawn, on, run, targets, targets_and_cases, use
+
+from transformer_fast import _native
+from transformer_fast.specs import OPS
+from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.spec import Draw
+from transformer_fast.testing.oracle import as_results
+
+NATIVE = [p for p in targets() if p.values[0].kernel.backend == "cpu"]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit; NaN equals NaN."""
+    pairs = zip(as_results(one), as_results(other), strict=True)
+    return all(
+        a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
+    )
+
+
+def large(op: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """Calls with work for several threads, split by rows, by columns and by heads."""
+    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+
+    def attention(heads: int, queries: int, keys: int, **options: Any) -> tuple[Any, ...]:
+        qkv = draw.normal(1, heads, queries, 24), *(draw.normal(1, heads, keys, 24) for _ in "kv")
+        return arrange(*qkv, **options)
+
+    def feed_forward(rows: int) -> tuple[Any, ...]:
+        first = draw.weight(300, 90), draw.normal(300)
+        second = draw.weight(90, 300), draw.normal(90)
+        return draw.normal(rows, 90), *first, *second, "gelu", 0.0, None
+
+    def linear(rows: int, outputs: int) -> tuple[Any, ...]:
+        residual = draw.normal(rows, outputs)
+        return draw.normal(rows, 90), draw.weight(outputs, 90), None, "relu", residual
+
+    norm = draw.normal(900, 130), (130,), draw.normal(130), draw.normal(130), 1e-5
+    return {
+        "layer_norm": [norm],
+        "add_layer_norm": [(norm[0], draw.normal(900, 130), *norm[1:], 0.0, None)],
+        "linear": [linear(1, 700), linear(40, 300), linear(500, 130)],
+        "feed_forward": [feed_forward(rows) for rows in (1, 40, 500)],
+        "attention": [
+            attention(1, 900, 530),
+            attention(1, 900, 530, causal=True),
+            attention(5, 130, 300),
+            attention(7, 1, 700),
+        ],
+    }[op]
+
+
+@pytest.mark.parametrize("target", NATIVE)
+def test_thread_counts_agree(target, threads):
+    for arguments in large(target.op, target.dtype):
+        results = []
+        for count in (1, 2, 3, 2, 1):
+            torch.set_num_threads(count)
+            results.append(run(target, arguments))
+        assert all(equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
+def test_two_runs_agree(target, case):
+    arguments = on(target, drawn(target.op, case, target.dtype)[0])
+    first, second = (run(target, arguments) for _ in range(2))
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("target", NATIVE)
+def test_garbage_of_an_earlier_call_is_not_read(target):
+    """Scratch memory is kept between calls; here it is full of NaN from a larger one."""
+    calls = [c for c in large(target.op, target.dtype) if not target.refusal(c)]
+    small = [drawn(target.op, c.name, target.dtype)[0] for c in OPS[target.op].cases]
+    small = [arguments for arguments in small if not target.refusal(arguments)]
+    clean = [run(target, arguments) for arguments in (*small, *calls)]
+    for arguments, before in zip((*small, *calls), clean, strict=True):
+        for call in calls:
+            run(target, tuple(_all_nan(x) for x in call))
+        assert equal(run(target, arguments), before)
+
+
+def _all_nan(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return torch.full_like(value, math.nan)
+    return value
+
+
+@pytest.mark.parametrize("target", NATIVE)
+def test_a_result_is_not_overwritten_by_the_next_call(target):
+    for arguments in large(target.op, target.dtype):
+        first = run(target, arguments)
+        kept = [None if x is None else x.clone() for x in as_results(first)]
+        run(target, tuple(_all_nan(x) for x in arguments))
+        assert equal(first, tuple(kept))
+
+
+@pytest.mark.parametrize("target", [p for p in NATIVE if p.values[0].isa in (None, "avx2")])
+def test_python_threads_do_not_disturb_each_other(target):
+    calls = large(target.op, target.dtype)
+    before = _native.module.isa()
+    use(target.isa)
+    try:
+        with torch.no_grad():
+            expected = [target.kernel.run(*call) for call in calls]
+            wrong: list[int] = []
+
+            def work(offset: int) -> None:
+                for turn in range(12):
+                    place = (turn + offset) % len(calls)
+                    with torch.no_grad():
+                        if not equal(target.kernel.run(*calls[place]), expected[place]):
+                            wrong.append(place)
+
+            workers = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+    finally:
+        use(before)
+    assert wrong == []
+
+
+def lazily_negative(x: torch.Tensor) -> torch.Tensor:
+    """Equal to x, with the sign yet to be applied."""
+    return torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("target", targets(all_isas=False))
+def test_lazily_negated_views(target):
+    (arguments,) = drawn(target.op, OPS[target.op].cases[0].name, target.dtype)
+    expected = run(target, on(target, arguments))
+    floating = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments]
+    for place in (p for p, is_floating in enumerate(floating) if is_floating):
+        called = list(arguments)
+        called[place] = lazily_negative(arguments[place])
+        assert called[place].is_neg()
+        assert equal(run(target, on(target, tuple(called))), expected)
+
+
+@pytest.mark.parametrize("target", targets(all_isas=False))
+def test_inference_mode_and_parameters(target):
+    (arguments,) = drawn(target.op, OPS[target.op].cases[0].name, target.dtype)
+    expected = run(target, on(target, arguments))
+    wrapped = tuple(
+        torch.nn.Parameter(x, requires_grad=False)
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        else x
+        for x in on(target, arguments)
+    )
+    with torch.inference_mode():
+        assert equal(run(target, wrapped), expected)
+    assert equal(run(target, wrapped), expected)
+
+
+CHANGES = {
+    "in place": lambda w: w.mul_(2),
+    "through .data": lambda w: w.data.mul_(2),
+    "copied": lambda w: w.copy_(w * 2),
+    "assigned to .data": lambda w: setattr(w, "data", w.detach() * 2),
+    "through NumPy": lambda w: w.detach().numpy().__imul__(2),
+}
+
+
+def weights_of(target: Target) -> list[str]:
+    return [n for n in OPS[target.op].gradients_of if n.startswith("weight")]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("target", [p for p in targets(all_isas=False) if weights_of(p.values[0])])
+def test_a_changed_weight_is_seen(target, change):
+    """Whatever a kernel keeps of a parameter must not outlive the parameter's values."""
+    if change == "through NumPy" and target.dtype == torch.bfloat16:
+        pytest.skip("NumPy has no bfloat16")
+    spec = OPS[target.op]
+    (arguments,) = drawn(target.op, spec.cases[0].name, target.dtype)
+    for name in weights_of(target):
+        place = spec.arguments.index(name)
+        parameter = torch.nn.Parameter(on(target, arguments)[place].clone())
+        called = list(on(target, arguments))
+        called[place] = parameter
+        first = run(target, tuple(called))
+        with torch.no_grad():
+            CHANGES[change](parameter)
+        second = run(target, tuple(called))
+        called[place] = parameter.detach().clone()
+        assert equal(second, run(target, tuple(called)))
+        assert not equal(second, first)
