@@ -10,13 +10,14 @@
 
 namespace tf {
 
-// A mask (1 or B, 1 or H, 1 or T, 1 or S), read through its strides.
+// A mask (1 or B, 1 or H, 1 or T, 1 or S), read through its strides: bool, float32 or of `type`.
 inline void set_mask(AttentionShape& args, const std::optional<Tensor>& mask,
-                     const std::array<int64_t, 4>& sizes) {
+                     const std::array<int64_t, 4>& sizes, ScalarType type = ScalarType::Float) {
   if (!mask) return;
-  STD_TORCH_CHECK(mask->is_cpu() && (mask->scalar_type() == ScalarType::Bool ||
-                                     mask->scalar_type() == ScalarType::Float),
-                  "attention: mask must be a bool or float32 tensor on the CPU");
+  const ScalarType given = mask->scalar_type();
+  STD_TORCH_CHECK(
+      mask->is_cpu() && (given == ScalarType::Bool || given == ScalarType::Float || given == type),
+      "attention: mask must be bool, float32 or of query's dtype, and on the CPU");
   STD_TORCH_CHECK(mask->dim() == 4, "attention: mask must have 4 dimensions");
   for (int d = 0; d < 4; ++d) {
     STD_TORCH_CHECK(mask->size(d) == sizes[d] || mask->size(d) == 1,
@@ -24,7 +25,10 @@ inline void set_mask(AttentionShape& args, const std::optional<Tensor>& mask,
     args.mask_stride[d] = mask->size(d) == 1 ? 0 : mask->stride(d);
   }
   args.mask = mask->const_data_ptr();
-  args.mask_type = mask->scalar_type() == ScalarType::Bool ? Element::boolean : Element::float32;
+  args.mask_type = given == ScalarType::Bool       ? Element::boolean
+                   : given == ScalarType::BFloat16 ? Element::bfloat16
+                   : given == ScalarType::Half     ? Element::float16
+                                                   : Element::float32;
 }
 
 // `count` integers of any integer type; none without a tensor.
@@ -39,23 +43,29 @@ inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tenso
   return {data, data + count};
 }
 
-inline void run_attention(const AttentionArgs& args) {
+// Calls run(batch element, key head, begin, end) for all queries, shared out between threads.
+template <class Run>
+void each_attention_item(const AttentionShape& args, const Run& run) {
   // An item is some queries of the heads that share a key head. Each packs its keys again, so an
   // item is all of them unless that leaves threads idle.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
   const int64_t wanted = groups >= 4 * threads || threads == 1 ? 1 : 4 * threads / groups + 1;
   const int64_t chunks = std::max<int64_t>(1, std::min(wanted, heads * args.queries / 256));
-  const int64_t scratch = TF_DISPATCH(attention_scratch, args);
   for_each_item(groups * chunks, [&](int64_t item) {
     // The last chunks of a causal group are the longest; they go first.
     const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
     const int64_t rows = heads * query_count(args, group / args.key_heads);
     const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
-    if (begin == end) return;
-    TF_DISPATCH(attention_queries, args, group / args.key_heads, group % args.key_heads, begin, end,
-                kernel_scratch().floats(scratch));
+    if (begin < end) run(group / args.key_heads, group % args.key_heads, begin, end);
     kernel_scratch().trim();
+  });
+}
+
+inline void run_attention(const AttentionArgs& args) {
+  const int64_t scratch = TF_DISPATCH(attention_scratch, args);
+  each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
+    TF_DISPATCH(attention_queries, args, b, key_head, begin, end, kernel_scratch().floats(scratch));
   });
 }
 

@@ -18,8 +18,6 @@ constexpr long kQueryBlock = 8 * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;
-// Marks a hidden place among the weights: arithmetic takes it for 0.
-constexpr float kHidden = -0.0f;
 
 struct Workspace {
   long query_stride, value_columns, sum_stride, keys_up;
@@ -82,15 +80,15 @@ struct Block {
     }
   }
 
-  // Turns a row of scores into weights exp(factor * s - peak), hidden ones into kHidden; returns
-  // their sum.
+  // Turns a row of scores into weights exp(factor * s - peak), hidden ones into 0; returns their
+  // sum.
   float exponentiate(float* s, long count, float peak) const {
     const Vec minus = set1(peak == -kInf ? 0.0f : -peak), times = set1(factor);
     Vec sum[2] = {zero(), zero()};
     for (long j = 0; j < count; j += 2 * kLanes) {
       TF_UNROLL for (int u = 0; u < 2; ++u) {
         const Vec x = load(s + j + u * kLanes);
-        const Vec e = select(equal(x, set1(-kInf)), set1(kHidden), exp(fma(x, times, minus)));
+        const Vec e = select(equal(x, set1(-kInf)), zero(), exp(fma(x, times, minus)));
         sum[u] = sum[u] + e;
         store(s + j + u * kLanes, e);
       }
@@ -123,7 +121,7 @@ struct Block {
 
   long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
 
-  // Drops weights of the row; hidden ones stay kHidden.
+  // Drops weights of the row.
   void drop_row(long i, long start, long count) const {
     float* s = work.scores + i * kScoreStride;
     dropout_factors(args.dropout, static_cast<uint64_t>(row(i)), static_cast<uint64_t>(start),
@@ -136,8 +134,10 @@ struct Block {
     for (long i = 0; i < rows; ++i) {
       const float* p = work.scores + i * kScoreStride;
       float* o = work.sums + i * work.sum_stride;
-      for (long s = 0; s < count; ++s) {
-        if (__builtin_signbit(p[s]) && p[s] == 0.0f) continue;
+      const long seen = sight.visible(i, start, count);
+      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, start, seen);
+      for (long s = 0; s < seen; ++s) {
+        if (mask != nullptr && mask[s] == -kInf) continue;
         for (long j = 0; j < args.value_size; j += kPanel) {
           const float* v = work.values + j * work.keys_up + (start + s) * kPanel;
           for (long c = 0; c < least(kPanel, args.value_size - j); ++c) o[j + c] += p[s] * v[c];
@@ -217,7 +217,7 @@ struct Block {
           float* s = work.scores + i * kScoreStride;
           exponentiate(s, seen, work.peak[i]);
           if (args.dropout.on) drop_row(i, start, seen);
-          for (long j = 0; j < seen; ++j) to[j] = s[j] / work.total[i] + 0.0f;
+          for (long j = 0; j < seen; ++j) to[j] = s[j] / work.total[i];
         }
         for (long j = blank ? 0 : seen; j < count; ++j) to[j] = 0.0f;
       }

@@ -39,6 +39,7 @@ void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pair
 class DotProduct {
  public:
   using Operand = BFloat16;
+  static constexpr long kBlockRows = 4 * kTileRows;
   static constexpr long kChain = 256;  // half a first-level cache of panel
 
   static void enter() {}
@@ -71,13 +72,22 @@ class DotProduct {
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink) {
-    multiply_to(block, rows, k, panel, next, false, buffer, kPanel);
+    product(block, k, rows, k, panel, next, false, buffer, kPanel);
     for (long i = 0; i < rows; ++i, buffer += kPanel) sink(i, load(buffer), load(buffer + kLanes));
   }
   static long buffer_size(long rows) { return rows * kPanel; }
 
-  static void multiply_to(const Operand* block, long rows, long k, const Operand* panel,
-                          const Operand* next, bool accumulate, float* c, long c_stride) {
+  template <class Meanwhile>
+  static void multiply_to(const Operand* block, long block_k, long rows, long k,
+                          const Operand* panel, bool accumulate, float* c, long c_stride,
+                          const Meanwhile&) {
+    product(block, block_k, rows, k, panel, panel + panel_size(k), accumulate, c, c_stride);
+  }
+  static long steps(long, long) { return 0; }
+
+ private:
+  static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
+                      const Operand* next, bool accumulate, float* c, long c_stride) {
     const long depth = pair_depth(k), count = (rows + kTileRows - 1) / kTileRows;
     long p = 0;
     do {
@@ -87,8 +97,9 @@ class DotProduct {
       const long step = 2 * kPanel * static_cast<long>(sizeof(Operand)) / count;
       for (long i = 0, left = count; i < rows; --left) {
         const long tile_rows = (rows - i + left - 1) / left;
-        kTiles[tile_rows - 1](block + i * stride(k) + p, stride(k), panel + p * kPanel, here / 2,
-                              c + i * c_stride, c_stride, accumulate || p > 0, ahead, step);
+        kTiles[tile_rows - 1](block + i * stride(block_k) + p, stride(block_k), panel + p * kPanel,
+                              here / 2, c + i * c_stride, c_stride, accumulate || p > 0, ahead,
+                              step);
         ahead += here / 2 * step;
         i += tile_rows;
       }
@@ -96,7 +107,6 @@ class DotProduct {
     } while (p < depth);
   }
 
- private:
   static constexpr decltype(&dot_tile<1>) kTiles[kTileRows] = {
       dot_tile<1>,  dot_tile<2>,  dot_tile<3>,  dot_tile<4>, dot_tile<5>,
       dot_tile<6>,  dot_tile<7>,  dot_tile<8>,  dot_tile<9>, dot_tile<10>,

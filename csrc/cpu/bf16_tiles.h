@@ -23,6 +23,7 @@ TF_INLINE void order_memory() { asm volatile("" ::: "memory"); }
 class TileProduct {
  public:
   using Operand = BFloat16;
+  static constexpr long kBlockRows = 32;
   // Depth that stays in the first-level cache as a panel (16 KiB) beside the rows passing by.
   static constexpr long kChain = 256;
 
@@ -98,14 +99,21 @@ class TileProduct {
   // Floats that multiply() wants as `buffer`.
   static long buffer_size(long rows) { return round_up(rows, kPair) * kPanel; }
 
-  // C = A B, or C += A B, for a shallow A: C has round_up(rows, 16) rows, c_stride apart.
-  static void multiply_to(const Operand* block, long rows, long k, const Operand* panel,
-                          const Operand*, bool accumulate, float* c, long c_stride) {
-    const long depth = pair_depth(k);
+  // C = A B, or C += A B, with the first k of block_k columns of A. C has round_up(rows, 16) rows,
+  // c_stride apart. Calls meanwhile() while the tiles are busy, steps(rows, k) times in all.
+  template <class Meanwhile>
+  static void multiply_to(const Operand* block, long block_k, long rows, long k,
+                          const Operand* panel, bool accumulate, float* c, long c_stride,
+                          const Meanwhile& meanwhile) {
+    const long depth = pair_depth(block_k);
     order_memory();
     for (long i = 0; i < rows; i += kPair)
-      multiply_pair(block + i * depth, depth, rows - i, panel, depth / kPairDepth, accumulate,
-                    c + i * c_stride, c_stride, [](long) {});
+      multiply_pair(block + i * depth, depth, rows - i, panel, pair_depth(k) / kPairDepth,
+                    accumulate, c + i * c_stride, c_stride,
+                    [&](long) __attribute__((always_inline)) { meanwhile(); });
+  }
+  static long steps(long rows, long k) {
+    return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth);
   }
 
  private:

@@ -6,6 +6,7 @@
 
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_host.h"
+#include "cpu/half_ops.h"
 #include "cpu/linear_backward_host.h"
 
 namespace tf {
@@ -22,6 +23,12 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
                                                  double dropout_p, std::optional<Tensor> seed,
                                                  bool keep) {
   const char* op = "feed_forward";
+  if (is_half(input)) {
+    STD_TORCH_CHECK(!keep, op, ": a backward takes float32 only");
+    return {half::feed_forward(input, weight1, std::nullopt, bias1, weight2, std::nullopt, bias2,
+                               activation, dropout_p, seed),
+            fresh(input, {0})};
+  }
   check_float(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);

@@ -25,6 +25,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
     const std::optional<Tensor>& bias, int64_t normalized, double eps, double dropout_p,
     const std::optional<Tensor>& seed);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
+    const std::optional<Tensor>& seed, bool need_weights);
+
 Tensor pack_weight(const Tensor& weight);
 
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
@@ -34,7 +39,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
 Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
                     const Tensor& weight2, const std::optional<Tensor>& packed2,
-                    const std::optional<Tensor>& bias2, int64_t activation);
+                    const std::optional<Tensor>& bias2, int64_t activation, double dropout_p = 0.0,
+                    const std::optional<Tensor>& seed = std::nullopt);
 
 }  // namespace half
 }  // namespace tf

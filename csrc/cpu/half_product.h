@@ -5,8 +5,10 @@
 //   Operand                      what A and B are kept as
 //   block_size, fill, chunk, put a block of rows of A: from a tensor, or computed, kPanel values at
 //   once panel_size, pack_*           a panel of kPanel columns of B, from rows of W = B^T or of B
-//   multiply, multiply_to        a block times a panel, row by row into a sink or into memory
-//   value, element               single operands of a chunk and of a panel, as floats
+//   multiply                     a block times a panel, row by row into a sink
+//   multiply_to, steps           the same into memory, with other work done meanwhile; how often
+//   kBlockRows                   rows of a block for multiply_to that has to stay in the first
+//   cache value, element               single operands of a chunk and of a panel, as floats
 #pragma once
 
 #include "cpu/gemm.h"
@@ -25,6 +27,7 @@ template <class T>
 class FloatProduct {
  public:
   using Operand = float;
+  static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
 
   static void enter() {}
   static void leave() {}
@@ -64,18 +67,26 @@ class FloatProduct {
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink) {
-    multiply_to(block, rows, k, panel, next, false, buffer, kPanel);
+    product(block, k, rows, k, panel, next, false, buffer, kPanel);
     for (long i = 0; i < rows; ++i, buffer += kPanel) sink(i, load(buffer), load(buffer + kLanes));
   }
   static long buffer_size(long rows) { return rows * kPanel; }
 
-  static void multiply_to(const Operand* block, long rows, long k, const Operand* panel,
-                          const Operand* next, bool accumulate, float* c, long c_stride) {
-    panel_rows<Form::rows>(block, stride(k), rows, panel, k, c, c_stride, kPanel,
+  template <class Meanwhile>
+  static void multiply_to(const Operand* block, long block_k, long rows, long k,
+                          const Operand* panel, bool accumulate, float* c, long c_stride,
+                          const Meanwhile&) {
+    product(block, block_k, rows, k, panel, panel + panel_size(k), accumulate, c, c_stride);
+  }
+  static long steps(long, long) { return 0; }
+
+ private:
+  static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
+                      const Operand* next, bool accumulate, float* c, long c_stride) {
+    panel_rows<Form::rows>(block, stride(block_k), rows, panel, k, c, c_stride, kPanel,
                            {nullptr, accumulate, false}, next);
   }
 
- private:
   static constexpr long kWide = 64;
   static constexpr long kPad = 16;  // keeps the rows of a tile out of each other's cache sets
   static long stride(long k) { return round_up(k, kPanel) + kPad; }

@@ -86,6 +86,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
                                                      bool is_causal, double scale, double dropout_p,
                                                      std::optional<Tensor> seed,
                                                      bool need_weights) {
+  if (is_half(query))
+    return half::attention(query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed,
+                           need_weights);
   const char* op = "attention";
   check_float(op, "query", query);
   check_float(op, "key", key);

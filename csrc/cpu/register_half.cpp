@@ -3,6 +3,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/attention_half_kernel.h"
+#include "cpu/attention_host.h"
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_half_kernel.h"
 #include "cpu/half_ops.h"
@@ -128,6 +130,77 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
 
 namespace {
 
+// A tensor whose channels are adjacent.
+Tensor adjacent(const Tensor& tensor) {
+  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
+    const std::optional<Tensor>& seed, bool need_weights) {
+  const char* op = "attention";
+  check_like(op, "query", query, query);
+  check_like(op, "key", key, query);
+  check_like(op, "value", value, query);
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+                  "attention: query, key and value must be (B, H, length, size)");
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
+                size = query.size(3), keys = key.size(2), value_size = value.size(3),
+                key_heads = key.size(1);
+  STD_TORCH_CHECK(key.size(0) == batch && value.size(0) == batch && key.size(3) == size &&
+                      value.size(2) == keys && value.size(1) == key_heads,
+                  "attention: the shapes of query, key and value do not fit");
+  STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
+                  "attention: the number of query heads must be a multiple of that of key heads");
+  HalfAttentionArgs args{};
+  set_mask(args, mask, {batch, heads, queries, keys}, query.scalar_type());
+  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
+  if (key_lengths) args.key_lengths = lengths.data();
+  const Tensor q = adjacent(query), k = adjacent(key), v = adjacent(value);
+  // Memory order (B, T, H, Dv): joining the heads again costs no copy.
+  Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
+  Tensor shift = fresh_float(query, {batch, heads, queries});
+  Tensor norm = fresh_float(query, {batch, heads, queries});
+  Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
+  args.type = element_of(query);
+  args.query = q.const_data_ptr();
+  args.key = k.const_data_ptr();
+  args.value = v.const_data_ptr();
+  args.output = output.mutable_data_ptr();
+  args.shift = static_cast<float*>(shift.mutable_data_ptr());
+  args.norm = static_cast<float*>(norm.mutable_data_ptr());
+  args.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
+  args.batch = batch;
+  args.heads = heads;
+  args.key_heads = key_heads;
+  args.queries = queries;
+  args.keys = keys;
+  args.size = size;
+  args.value_size = value_size;
+  for (int d = 0; d < 4; ++d) {
+    args.query_stride[d] = q.stride(d);
+    args.key_stride[d] = k.stride(d);
+    args.value_stride[d] = v.stride(d);
+    if (d < 3) args.output_stride[d] = output.stride(d);
+  }
+  args.scale = static_cast<float>(scale);
+  args.causal = is_causal;
+  args.dropout = make_dropout(op, dropout_p, seed);
+  if (batch * heads * queries > 0) {
+    const int64_t scratch = TF_DISPATCH(half_attention_scratch, args);
+    each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
+      TF_DISPATCH(half_attention_queries, args, b, key_head, begin, end,
+                  bytes_of(kernel_scratch(), scratch));
+    });
+  }
+  return {output, weights, shift, norm};
+}
+
+namespace {
+
 void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
                   const std::optional<Tensor>& bias, const Tensor& input) {
   check_like(op, name, weight, input);
@@ -240,7 +313,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
 Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
                     const Tensor& weight2, const std::optional<Tensor>& packed2,
-                    const std::optional<Tensor>& bias2, int64_t activation) {
+                    const std::optional<Tensor>& bias2, int64_t activation, double dropout_p,
+                    const std::optional<Tensor>& seed) {
   const char* op = "feed_forward";
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
@@ -255,8 +329,9 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   const void* panels2 = panels_of(weight2, packed2, 1);
   const Element type = element_of(input);
   void* y = output.mutable_data_ptr();
+  const Dropout dropout = make_dropout(op, dropout_p, seed);
   const int64_t threads = torch::stable::get_num_threads();
-  if (m < 64 * threads) {
+  if (m < 64 * threads && !dropout.on) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     void* hidden = bytes_of(shared_scratch(2), 2 * m * f);
     run_linear({type, x.data, panels1, data_of(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
@@ -276,7 +351,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                                    n,
                                    x.stride,
                                    static_cast<int>(activation),
-                                   Dropout{}};
+                                   dropout};
     const int64_t most = TF_DISPATCH(half_feed_forward_row_block, args);
     int64_t blocks = (m + most - 1) / most;
     blocks = (blocks + threads - 1) / threads * threads;

@@ -15,7 +15,7 @@ from ..dispatch import Call, Kernel, register
 from .cpu_backward import ACTIVATIONS
 from .cpu_packing import packed_weight
 
-_FLOAT = frozenset({torch.float32})
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def layer_norm(
@@ -169,7 +169,7 @@ def _fake_attention(
     batch, heads, length, _ = query.shape
     # Memory order (B, T, H, Dv): joining the heads again costs no copy.
     output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    shift = query.new_empty((batch, heads, length))
+    shift = query.new_empty((batch, heads, length), dtype=torch.float32)
     shape = (batch, heads, length, key.shape[-2]) if need_weights else (0,)
     return output, query.new_empty(shape), shift, torch.empty_like(shift)
 
@@ -203,10 +203,21 @@ def _fake_feed_forward(
     return input.new_empty((*input.shape[:-1], weight2.shape[0]))
 
 
-def _refuse_attention(call: Call) -> str | None:
-    if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32):
-        return f"it reads bool and float32 masks and this one is {str(call.mask.dtype)[6:]}"
+def _refuse(call: Call) -> str | None:
+    dtype = call.tensors[0].dtype  # type: ignore[union-attr]
+    if call.needs_grad and dtype != torch.float32:
+        return f"its backward takes float32 and the call has {str(dtype)[6:]}"
     return None
+
+
+def _refuse_attention(call: Call) -> str | None:
+    dtype = call.tensors[0].dtype  # type: ignore[union-attr]
+    if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, dtype):
+        return (
+            "it reads masks that are bool, float32 or of query's dtype and this one is "
+            f"{str(call.mask.dtype)[6:]}"
+        )
+    return _refuse(call)
 
 
 def _register() -> None:
@@ -222,8 +233,10 @@ def _register() -> None:
             torch.library.register_fake(f"transformer_fast::{name}", fake)
     activations = frozenset(ACTIVATIONS)
     for kernel in (
-        Kernel("layer_norm", "cpu", layer_norm, gradients=True),
-        Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
+        Kernel("layer_norm", "cpu", layer_norm, gradients=True, refuses=_refuse),
+        Kernel(
+            "add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True, refuses=_refuse
+        ),
         Kernel(
             "attention",
             "cpu",
@@ -233,7 +246,7 @@ def _register() -> None:
             dropout=True,
             refuses=_refuse_attention,
         ),
-        Kernel("linear", "cpu", linear, gradients=True, activations=activations),
+        Kernel("linear", "cpu", linear, gradients=True, activations=activations, refuses=_refuse),
         Kernel(
             "feed_forward",
             "cpu",
@@ -241,6 +254,7 @@ def _register() -> None:
             gradients=True,
             dropout=True,
             activations=activations,
+            refuses=_refuse,
         ),
     ):
         register(
@@ -248,7 +262,7 @@ def _register() -> None:
                 **{
                     **kernel.__dict__,
                     "devices": ("cpu",),
-                    "dtypes": _FLOAT,
+                    "dtypes": _FLOATS,
                     "unavailable": _native.why_not,
                 }
             )
