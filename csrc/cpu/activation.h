@@ -33,7 +33,9 @@ TF_INLINE Vec normal_cdf(Vec x) {
   p = fma(p, t, set1(1.421413741f));
   p = fma(p, t, set1(-0.284496736f));
   p = fma(p, t, set1(0.254829592f));
-  const Vec tail = set1(0.5f) * p * t * exp(zero() - z * z);
+  // Beyond 9 the tail would fall below the smallest normal number; it stays where it is instead.
+  const Vec bounded = min(set1(9.0f), z);
+  const Vec tail = set1(0.5f) * p * t * exp(zero() - bounded * bounded);
   return select(less(x, zero()), tail, set1(1.0f) - tail);
 }
 
