@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import sys
+from dataclasses import replace
 
 import torch
 
@@ -29,14 +29,6 @@ _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ACTIVATIONS = frozenset({None, "relu", "gelu", "gelu_tanh", "silu"})
 
 
-def interpreted() -> bool:
-    """Whether kernels run, or would run, in Triton's interpreter."""
-    runtime = sys.modules.get(f"{__name__}.runtime")
-    if runtime is not None:
-        return bool(runtime.INTERPRETED)
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
 def _why_not_installed() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
@@ -46,15 +38,12 @@ def _why_not_installed() -> str | None:
 def _refuse_place(call: Call) -> str | None:
     first = call.tensors[0]
     assert first is not None
-    kind = first.device.type
-    if kind == "cuda":
+    if first.is_cuda:
         if torch.version.hip is not None:
             return "its tile sizes are for NVIDIA GPUs"
         major, minor = torch.cuda.get_device_capability(first.device)
         if major < 8:
             return f"it needs a GPU of compute capability 8.0 and this one has {major}.{minor}"
-    elif kind == "cpu" and not interpreted():
-        return "it runs on cuda tensors, or with TRITON_INTERPRET=1 on cpu ones"
     return None
 
 
@@ -77,30 +66,33 @@ def _refuse_attention(call: Call) -> str | None:
     return _refuse_place(call)
 
 
-def _register() -> None:
+def kernels(interpreted: bool) -> list[Kernel]:
+    """What is registered; the interpreter takes CPU tensors too."""
     norms, attention = layer_norm_operators, attention_operators.attention
     linear, feed_forward = linear_operators.linear, feed_forward_operators.feed_forward
-    for kernel in (
+    found = (
         Kernel("layer_norm", "triton", norms.layer_norm, refuses=_refuse_layer_norm),
         Kernel("add_layer_norm", "triton", norms.add_layer_norm, refuses=_refuse_layer_norm),
         Kernel("attention", "triton", attention, mask_gradient=True, refuses=_refuse_attention),
         Kernel("linear", "triton", linear, refuses=_refuse_place),
         Kernel("feed_forward", "triton", feed_forward, refuses=_refuse_place),
-    ):
-        register(
-            Kernel(
-                **{
-                    **kernel.__dict__,
-                    "devices": ("cuda", "cpu"),
-                    "dtypes": _DTYPES,
-                    "gradients": True,
-                    "dropout": True,
-                    "activations": _ACTIVATIONS,
-                    "unavailable": _why_not_installed(),
-                    "proven": False,
-                }
-            )
+    )
+    return [
+        replace(
+            kernel,
+            devices=("cpu", "cuda") if interpreted else ("cuda",),
+            dtypes=_DTYPES,
+            gradients=True,
+            dropout=True,
+            activations=_ACTIVATIONS,
+            unavailable=_why_not_installed(),
+            proven=False,
         )
+        for kernel in found
+    ]
 
 
-_register()
+for _kernel in kernels(
+    interpreted=os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+):
+    register(_kernel)

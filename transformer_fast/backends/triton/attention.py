@@ -84,7 +84,7 @@ class Problem(NamedTuple):
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
             return None
-        granule = config.attention_granule(self.architecture, max(self.head), self.half, self.heavy)
+        granule = config.attention_granule(self.architecture, max(self.head), self.half)
         return tile_lists(
             self.owner,
             self.mask,

@@ -91,7 +91,10 @@ def _key_gradients(
     batch, _, queries, keys = problem.sizes
     grad_key, grad_value = like_heads(k, k.shape[-1]), like_heads(v, v.shape[-1])
     tile = config.attention_backward_key(
-        problem.architecture, max(problem.head), problem.half, problem.heavy
+        problem.architecture,
+        max(problem.head),
+        problem.half,
+        problem.heavy or problem.group > 1,
     )
     lists = problem.lists(tile, by_keys=True)
     launch(

@@ -19,6 +19,9 @@ from .runtime import INTERPRETED, next_power_of_2
 #: Architectures with tables; others use the nearest one below (8.9 has the memory of 8.6).
 ARCHITECTURES = (80, 86, 90, 100, 120)
 
+#: Queries and keys of a tile of attention in the interpreter; tests make it smaller for more tiles.
+interpreter_tile = (32, 32)
+
 _forced: int | None = None
 
 
@@ -84,8 +87,8 @@ class AttentionTile(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Tiles for head sizes up to ``head``: half types, the same with dropout or an additive mask
-    (which take registers), fp32."""
+    """Tiles for head sizes up to ``head``: half types, the same where registers are scarce (dropout,
+    additive masks, for keys also heads in groups), fp32."""
 
     head: int
     half: AttentionTile
@@ -160,8 +163,8 @@ _BACKWARD_KEY = {
     ),
     90: _rows(
         " 64:  64x64 w4 s2 |  32x64 w4 s2 | 32x32 w8 s2",
-        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  16x64 w8 s2 |  16x32 w4 s2 | 16x32 w8 s2",
+        "128:  64x64 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
+        "256:  16x64 w8 s2 |  16x32 w4 s2 | 16x16 w8 s2",
     ),
     100: _rows(
         " 64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2",
@@ -202,48 +205,42 @@ def _table(table: _Table, architecture: int) -> tuple[_Row, ...]:
 def _attention(
     table: _Table, architecture: int, head: int, half: bool, heavy: bool
 ) -> AttentionTile:
+    if architecture == 0:
+        return AttentionTile(*interpreter_tile, 4, 1)
     row = next(row for row in _table(table, architecture) if head <= row.head)
     return row.float if not half else row.heavy if heavy else row.half
 
 
 def attention_forward(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 16, 4, 1)
     return _attention(_FORWARD, architecture, head, half, heavy)
 
 
 def attention_backward_query(
     architecture: int, head: int, half: bool, heavy: bool
 ) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 32, 4, 1)
     return _attention(_BACKWARD_QUERY, architecture, head, half, heavy)
 
 
 def attention_backward_key(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(32, 16, 4, 1)
     return _attention(_BACKWARD_KEY, architecture, head, half, heavy)
 
 
 def attention_bias(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 16, 4, 1)
     return _attention(_BIAS, architecture, head, half, heavy)
 
 
 def attention_weights(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    if architecture == 0:
-        return AttentionTile(16, 32, 4, 1)
     return _attention(_WEIGHTS, architecture, head, half, heavy)
 
 
-def attention_granule(architecture: int, head: int, half: bool, heavy: bool) -> tuple[int, int]:
+def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, int]:
     """Queries and keys that one code of a mask covers: what the tiles of all kernels are made of."""
-    if architecture == 0:
-        return 16, 16
     tables = (_FORWARD, _BACKWARD_QUERY, _BACKWARD_KEY)
-    tiles = [_attention(table, architecture, head, half, heavy) for table in tables]
+    tiles = [
+        _attention(table, architecture, head, half, heavy)
+        for table in tables
+        for heavy in (False, True)
+    ]
     return min(tile.queries for tile in tiles), min(tile.keys for tile in tiles)
 
 
