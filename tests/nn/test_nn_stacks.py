@@ -129,8 +129,37 @@ def test_skipping_padding_changes_nothing_at_real_places(
     assert outputs[0][late].any()
 
 
-def test_padded_places_hold_what_torch_gives_there() -> None:
-    """Zeros in torch's inference, values in its training."""
+@pytest.mark.parametrize("suffix", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_training_on_real_tokens_gives_the_same_gradients(
+    batch_first: bool, norm_first: bool, suffix: bool
+) -> None:
+    torch.manual_seed(4)
+    layer = nn.TransformerEncoderLayer(
+        M, H, HIDDEN, 0.0, batch_first=batch_first, norm_first=norm_first
+    )
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(M)).train()
+    hidden = torch.zeros(B, S, dtype=torch.bool)
+    hidden[0, -2:] = True
+    if not suffix:
+        hidden[1, 0] = True
+    src = torch.randn(B, S, M)
+    found = []
+    for skips in (False, True):
+        encoder.skips_padding = skips
+        encoder.zero_grad()
+        x = (src if batch_first else src.transpose(0, 1)).clone().requires_grad_()
+        output = encoder(x, src_key_padding_mask=hidden)
+        output = output if batch_first else output.transpose(0, 1)
+        output[~hidden].square().sum().backward()
+        found.append([output[~hidden].detach(), x.grad, *(p.grad for p in encoder.parameters())])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_padded_places_are_computed_in_every_mode() -> None:
+    """Torch's inference gives zeros there, its training does not; ours does as training does."""
     theirs = torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2
     )
@@ -141,8 +170,7 @@ def test_padded_places_hold_what_torch_gives_there() -> None:
     for training in (True, False):
         ours.train(training)
         with torch.set_grad_enabled(training):
-            expected = trained if training else theirs(x, src_key_padding_mask=hidden)
-            torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), expected)
+            torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), trained)
 
 
 class Custom(torch.nn.Module):

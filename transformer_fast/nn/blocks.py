@@ -86,9 +86,9 @@ def attention(
             or (is_causal and mask is None)
         ):
             return None
-        if mask is not None and key_padding_mask is not None:
-            if mask.dtype != key_padding_mask.dtype:
-                return None
+        both = mask is not None and key_padding_mask is not None
+        if both and mask.dtype != key_padding_mask.dtype:  # type: ignore[union-attr]
+            return None
         combined = module._mask(
             None if is_causal else mask, key_padding_mask, x, source, sequence, 0
         )

@@ -1,8 +1,9 @@
 """Stacks on real tokens only: padded places are taken out, and zeros stand there in the output.
 
-For inference on the CPU with a bool key padding mask. The tokens of all sequences lie behind each
+For bool key padding masks on the CPU. The tokens of all sequences lie behind each
 other as rows (tokens, M); attention knows where each sequence begins; everything else works on rows
 anyway. Taking hidden keys out keeps the order of the others, so causal attention stays what it was.
+In inference each sub-layer is one call on rows; else, see `ragged_ops`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends import cpu_blocks
-from . import blocks, bypass
+from . import blocks, bypass, ragged_ops
 from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -78,12 +79,19 @@ def encoder(
     """The encoder's layers on real tokens only; None where that is not possible or of no use."""
     if padding is None or x.dim() != 3 or (mask is not None and not is_causal):
         return None
-    if not cpu_blocks.fits(x) or not all(_encoder_layer_fits(layer, x) for layer in layers):
+    by_blocks = cpu_blocks.fits(x) and all(_encoder_layer_fits(layer, x) for layer in layers)
+    if not by_blocks and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
         return None
     batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
     if not _padding_fits(padding, x, batch_first):
         return None
     rows = gather(x, padding, batch_first)
+    if not by_blocks:
+        places = ragged_ops.Places.of(padding, rows.places)
+        values = rows.values
+        for layer in layers:
+            values = ragged_ops.encoder_layer(layer, values, places, is_causal)  # type: ignore[arg-type]
+        return scatter(rows._replace(values=values), x, batch_first)
     values = rows.values
     for layer in layers:
         y = blocks.attention(

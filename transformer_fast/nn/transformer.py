@@ -35,18 +35,17 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
     Arguments, attributes and state_dict are torch's. ``enable_nested_tensor`` and ``mask_check``
     are accepted and change nothing.
 
-    Padding costs nothing in inference on the CPU where torch's inference path gives zeros at padded
-    places, that is, with a bool src_key_padding_mask, no mask, batch_first and post-norm layers: the
-    layers then run on the real tokens only. Elsewhere torch computes values at padded places, and so
-    do we, unless ``encoder.skips_padding = True`` asks for zeros there too (also with a causal mask);
-    False asks for values always. A final ``norm`` turns zeros into its bias.
+    Padded places hold what the layers compute there, in every mode (torch gives zeros there in some).
+    With ``encoder.skips_padding = True`` they may hold zeros instead, and padding then costs nothing
+    on the CPU: the layers run on the real tokens only, forward and backward, for a bool
+    src_key_padding_mask and no or a causal mask. A final ``norm`` turns the zeros into its bias.
 
     ``is_causal=None`` finds out whether the mask is causal if it lies in CPU memory; elsewhere the
     mask is obeyed without looking, since looking would wait for the device. Pass True if you know.
     """
 
-    #: Whether padded places may hold zeros instead of values; None: where torch's inference does so.
-    skips_padding: bool | None = None
+    #: Whether padded places may hold zeros instead of values.
+    skips_padding: bool = False
 
     def __init__(
         self,
@@ -82,10 +81,7 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
-        skips = self.skips_padding
-        if skips is None:
-            skips = src_key_padding_mask is not None and self._torch_gives_zeros(mask)
-        padding = src_key_padding_mask if skips else None
+        padding = src_key_padding_mask if self.skips_padding else None
         on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
@@ -99,19 +95,6 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             )
         output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
-
-    def _torch_gives_zeros(self, mask: Tensor | None) -> bool:
-        layer = self.layers[0]
-        return (
-            mask is None
-            and not torch.is_grad_enabled()
-            and self.enable_nested_tensor
-            and not self.training
-            and isinstance(layer, TransformerEncoderLayer)
-            and not layer.norm_first
-            and layer.self_attn.batch_first
-            and layer.self_attn.num_heads % 2 == 0
-        )
 
 
 class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):

@@ -1,0 +1,111 @@
+"""Encoder layers on real tokens by the public ops: for training, and for dtypes without blocks.
+
+Projections, FFN and norms, most of the work, see the real tokens only. For attention the projected
+tokens are put back into (B, T), where padded keys are hidden and padded queries are not read again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from ..functional.attention import attend
+from . import bypass
+from .multihead_attention import MultiheadAttention
+from .transformer_layers import TransformerEncoderLayer
+
+
+class Places(NamedTuple):
+    """Where the real tokens of a batch stand."""
+
+    batch: int
+    length: int
+    places: Tensor  #: of the tokens among the batch's B * T places
+    key_lengths: Tensor | None  #: (B,), if padding is at the end of each sequence
+    mask: Tensor | None  #: else (B, 1, 1, T), True = real
+
+    @staticmethod
+    def of(padding: Tensor, places: Tensor | None) -> Places:
+        assert places is not None
+        real = padding.logical_not()
+        lengths = real.sum(dim=1)
+        suffix = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
+        if torch.equal(suffix, real):
+            return Places(*real.shape, places, lengths, None)
+        return Places(*real.shape, places, None, real[:, None, None, :])
+
+
+def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
+    """Whether running the layer on rows is what calling it would do, and nothing else."""
+    base = torch.nn.TransformerEncoderLayer
+    if not (
+        bypass.is_plain(layer, (TransformerEncoderLayer,))
+        and not any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
+        and bypass.is_plain(layer.self_attn, (MultiheadAttention,))
+        and not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.is_cpu
+    ):
+        return False
+    attention = layer.self_attn
+    assert isinstance(attention, MultiheadAttention)
+    return (
+        attention._qkv_same_embed_dim
+        and attention.bias_k is None
+        and not attention.add_zero_attn
+        and x.shape[-1] == attention.embed_dim
+        and all(
+            bypass.is_plain(part, kind)
+            for part, kind in (
+                (attention.out_proj, bypass.LINEAR),
+                (layer.linear1, bypass.LINEAR),
+                (layer.linear2, bypass.LINEAR),
+                (layer.norm1, bypass.LAYER_NORM),
+                (layer.norm2, bypass.LAYER_NORM),
+                (layer.dropout, bypass.DROPOUT),
+                (layer.dropout1, bypass.DROPOUT),
+                (layer.dropout2, bypass.DROPOUT),
+            )
+        )
+    )
+
+
+def _attend(module: MultiheadAttention, x: Tensor, places: Places, is_causal: bool) -> Tensor:
+    """Self-attention of rows (tokens, M) to rows, out_proj included."""
+    projected = functional.linear(x, module.in_proj_weight, module.in_proj_bias)
+    batch, length = places.batch, places.length
+    spread = projected.new_zeros((batch * length, projected.shape[1]))
+    spread = spread.index_copy(0, places.places, projected)
+    heads = spread.view(batch, length, 3, module.num_heads, module.head_dim)
+    query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+    output, _ = attend(
+        query,
+        key,
+        value,
+        places.mask,
+        places.key_lengths,
+        is_causal,
+        dropout_p=module.dropout if module.training else 0.0,
+    )
+    rows = output.transpose(1, 2).reshape(batch * length, x.shape[1])
+    return bypass.linear(module.out_proj, rows.index_select(0, places.places))
+
+
+def encoder_layer(
+    layer: TransformerEncoderLayer, x: Tensor, places: Places, is_causal: bool
+) -> Tensor:
+    """The layer on rows (tokens, M)."""
+
+    def feed_forward(y: Tensor) -> Tensor:
+        return bypass.feed_forward(y, layer.linear1, layer.activation, layer.dropout, layer.linear2)
+
+    if layer.norm_first:
+        attended = _attend(layer.self_attn, layer.norm1(x), places, is_causal)
+        y, x = bypass.add_norm(attended, layer.dropout1, x, layer.norm2)
+        return x + layer.dropout2(feed_forward(y))
+    attended = _attend(layer.self_attn, x, places, is_causal)
+    x, _ = bypass.add_norm(attended, layer.dropout1, x, layer.norm1)
+    return bypass.add_norm(feed_forward(x), layer.dropout2, x, layer.norm2)[0]
