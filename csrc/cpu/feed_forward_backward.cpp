@@ -69,12 +69,12 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
                    const bool (&wants)[5], Gradients& result) {
   const int64_t k = args.k, f = args.f, n = args.n;
   const float* grad = dy.data + begin * dy.stride;
+  FeedForwardArgs back = args;
   WeightGradientArgs sums{};
   sums.m = rows;
   sums.row = begin;
   sums.accumulate = begin > 0;
   if (wants[0] || wants[1] || wants[2]) {
-    FeedForwardArgs back = args;
     back.x = grad;
     back.x_stride = dy.stride;
     back.packed1 = panels_w2;
@@ -87,6 +87,8 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
     back.slope_at = z + begin * f;
     const bool sums_wanted = wants[1] || wants[2];
     back.hidden = sums_wanted ? shared_scratch(2).floats(rows * f) : nullptr;
+    if (wants[3])
+      back.panels = shared_scratch(4).floats(TF_DISPATCH(weight_gradient_panels, rows, f));
     run_feed_forward(back, 3);
     if (sums_wanted) {
       sums.grad = back.hidden;
@@ -111,6 +113,7 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
     sums.grad_bias = data_if(wants[4], result.bias2);
     sums.activation = args.activation;
     sums.dropout = args.dropout;
+    sums.panels = back.panels;
     run_weight_gradient_part(sums, 3);
   }
 }
@@ -170,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   for (int64_t begin = 0; begin < m; begin += most)
     backward_part(args, dy, x, z, panels_w2, panels_w1, begin, std::min(most, m - begin), wants,
                   result);
-  for (int slot = 0; slot < 4; ++slot) shared_scratch(slot).trim();
+  for (int slot = 0; slot < 5; ++slot) shared_scratch(slot).trim();
   return all();
 }
 

@@ -6,6 +6,7 @@
 #include "cpu/activation_slope.h"
 #include "cpu/gemm.h"
 #include "cpu/philox.h"
+#include "cpu/weight_gradient_panels.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -46,8 +47,13 @@ void between(const FeedForwardArgs& args, long row, long unit, long columns, flo
     if (args.dropout.on) x = drop(x, load(factors + j));
     if (args.slope_at != nullptr) {
       const float* at = args.slope_at + place + j;
-      x = through_activation(x, columns - j >= kLanes ? load(at) : load_n(at, columns - j),
-                             args.activation);
+      const Vec z = columns - j >= kLanes ? load(at) : load_n(at, columns - j);
+      x = through_activation(x, z, args.activation);
+      if (args.panels != nullptr) {
+        const Vec h = activate(z, args.activation);
+        store(args.panels + weight_gradient_place(args.m, row, unit + j),
+              args.dropout.on ? drop(h, load(factors + j)) : h);
+      }
     }
     store(hidden + j, x);
   }

@@ -25,6 +25,8 @@ struct FeedForwardArgs {
   float* preactivation = nullptr;   // (m, f): x W1^T + b1 is kept here, or nullptr
   const float* slope_at = nullptr;  // (m, f): where to take act' in the backward, or nullptr
   float* hidden = nullptr;          // (m, f): what meets W2 is kept here, or nullptr
+  float* panels = nullptr;          // with slope_at: the activated hidden units as a right factor
+                                    // (see WeightGradientArgs), or nullptr
 };
 
 // Turns rows [begin, end) of x W1^T + b1, whole and `f` apart, into what meets W2.

@@ -31,8 +31,8 @@ inline int64_t weight_gradient_part_rows(int64_t columns) {
   return std::max(kMultiple, kFloats / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
 }
 
-// One part of the rows: X into panels, in the shared scratch `slot`, then dW in blocks. How it is
-// cut does not reach the result.
+// One part of the rows: X into panels, in the shared scratch `slot`, unless it is there already
+// (args.panels); then dW in blocks. How it is cut does not reach the result.
 inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t width = TF_DISPATCH(panel_columns, );
@@ -40,7 +40,7 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );
   const int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
   const bool weight = args.grad_weight != nullptr && args.k > 0;
-  if (weight) {
+  if (weight && args.panels == nullptr) {
     args.panels = shared_scratch(slot).floats(TF_DISPATCH(weight_gradient_panels, args.m, args.k));
     const int64_t grain = std::max<int64_t>(1, 16384 / args.k);
     torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {

@@ -6,6 +6,7 @@
 #include "cpu/activation_slope.h"
 #include "cpu/gemm.h"
 #include "cpu/philox.h"
+#include "cpu/weight_gradient_panels.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -55,7 +56,9 @@ struct Fetch {
   }
 };
 
-TF_INLINE long panel_stride(const WeightGradientArgs& args) { return args.m * kPanel + kPad; }
+TF_INLINE long panel_stride(const WeightGradientArgs& args) {
+  return weight_gradient_panel_stride(args.m);
+}
 
 TF_INLINE Vec load_some(const float* p, long n) { return n >= kLanes ? load(p) : load_n(p, n); }
 
@@ -162,7 +165,7 @@ void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
 }
 
 long weight_gradient_panels(long m, long k) {
-  return (k + kPanel - 1) / kPanel * (m * kPanel + kPad) + kDepth * kPanel;
+  return (k + kPanel - 1) / kPanel * weight_gradient_panel_stride(m) + kDepth * kPanel;
 }
 
 void pack_x(const WeightGradientArgs& args, long begin, long end, float* scratch) {
@@ -171,7 +174,7 @@ void pack_x(const WeightGradientArgs& args, long begin, long end, float* scratch
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(args.row + i), 0, args.k, scratch);
     for (long j = 0; j < args.k; j += kPanel) {
-      float* to = args.panels + j / kPanel * panel_stride(args) + i * kPanel;
+      float* to = args.panels + weight_gradient_place(args.m, i, j);
       TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
         const long have = args.k - j - v;
         Vec x = have > 0 ? load_some(from + j + v, have) : zero();
