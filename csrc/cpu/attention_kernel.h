@@ -12,8 +12,8 @@ struct AttentionArgs : AttentionShape {
   const float* key;    // (B, Hkv, S, D)
   const float* value;  // (B, Hkv, S, Dv)
   float* output;       // (B, H, T, Dv), channels adjacent
-  // For the backward, (B, H, T), contiguous, or nullptr: P = exp(scores - shift) norm; where nothing
-  // is seen, shift is -inf and norm 0.
+  // For the backward, (B, H, T), contiguous, or nullptr: P = exp(scores - shift) norm; where
+  // nothing is seen, shift is -inf and norm 0.
   float* shift;
   float* norm;
   float* weights;   // (B, H, T, S), contiguous, behind the dropout, or nullptr

@@ -1,8 +1,8 @@
 // The matrix product under every kernel: C (m x n) = A (m x k) B (k x n), for kernel files only.
 //
-// B comes packed in panels of kPanel columns: panel p holds B[:, p * kPanel ...] as (k, kPanel), the
-// last one filled up with zeros. A is row-major. A register tile is up to kTileRows x kPanel: each
-// step broadcasts one value of A per row and multiplies it with one row of the panel.
+// B comes packed in panels of kPanel columns: panel p holds B[:, p * kPanel ...] as (k, kPanel),
+// the last one filled up with zeros. A is row-major. A register tile is up to kTileRows x kPanel:
+// each step broadcasts one value of A per row and multiplies it with one row of the panel.
 #pragma once
 
 #include "cpu/transpose.h"
@@ -22,8 +22,8 @@ TF_INLINE long least(long x, long y) { return x < y ? x : y; }
 TF_INLINE long most(long x, long y) { return x > y ? x : y; }
 
 // Steps of k in one go. A running sum of n terms errs like n; sums of kChain terms that are then
-// added up err like sqrt(n * kChain), which keeps long products as exact as the best libraries'. And
-// kChain rows of a panel stay in the first-level cache while all rows of A pass by.
+// added up err like sqrt(n * kChain), which keeps long products as exact as the best libraries'.
+// And kChain rows of a panel stay in the first-level cache while all rows of A pass by.
 constexpr long kChain = 128;
 
 // What becomes of a tile's sums.
@@ -49,8 +49,8 @@ template <Form kForm, int kRows, int kVecs>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
           const TileEnds& ends, Ahead ahead) {
   Vec acc[kRows][kVecs];
-  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
-    acc[i][j] = zero();
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
+      zero();
   // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
   // pointers than that do not fit into registers.
   constexpr int kPointers = kForm == Form::rows ? (kRows + 2) / 3 : 1;
@@ -72,8 +72,10 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     }
   };
   const auto advance = [&](int steps) __attribute__((always_inline)) {
-    TF_UNROLL for (int i = 0; i < kPointers; ++i)
-      row[i] += kForm == Form::rows ? steps : kForm == Form::turned ? steps * kTurned : 0;
+    TF_UNROLL for (int i = 0; i < kPointers; ++i) row[i] += kForm == Form::rows ? steps
+                                                            : kForm == Form::turned
+                                                                ? steps * kTurned
+                                                                : 0;
     panel += steps * kPanel;
   };
   long p = 0;
@@ -90,8 +92,8 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     advance(1);
   }
   if (ends.accumulate) {
-    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
-      acc[i][j] = acc[i][j] + load(c + i * c_stride + j * kLanes);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
+        acc[i][j] + load(c + i * c_stride + j * kLanes);
   } else if (ends.bias != nullptr) {
     TF_UNROLL for (int j = 0; j < kVecs; ++j) {
       const Vec bias = load(ends.bias + j * kLanes);
@@ -100,26 +102,26 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   }
   if (ends.relu) {
     // In this order NaN comes through, as it does in torch.
-    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
-      acc[i][j] = max(zero(), acc[i][j]);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
+        max(zero(), acc[i][j]);
   }
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
-    store(c + i * c_stride + j * kLanes, acc[i][j]);
+      store(c + i * c_stride + j * kLanes, acc[i][j]);
 }
 
-using TileFunction = void (*)(const float*, long, const float*, long, float*, long,
-                              const TileEnds&, Ahead);
+using TileFunction = void (*)(const float*, long, const float*, long, float*, long, const TileEnds&,
+                              Ahead);
 
 #if defined(__AVX512F__)
-#define TF_TILES(form, vecs)                                                                   \
-  {tile<form, 1, vecs>,  tile<form, 2, vecs>,  tile<form, 3, vecs>,  tile<form, 4, vecs>,      \
-   tile<form, 5, vecs>,  tile<form, 6, vecs>,  tile<form, 7, vecs>,  tile<form, 8, vecs>,      \
-   tile<form, 9, vecs>,  tile<form, 10, vecs>, tile<form, 11, vecs>, tile<form, 12, vecs>,     \
+#define TF_TILES(form, vecs)                                                               \
+  {tile<form, 1, vecs>,  tile<form, 2, vecs>,  tile<form, 3, vecs>,  tile<form, 4, vecs>,  \
+   tile<form, 5, vecs>,  tile<form, 6, vecs>,  tile<form, 7, vecs>,  tile<form, 8, vecs>,  \
+   tile<form, 9, vecs>,  tile<form, 10, vecs>, tile<form, 11, vecs>, tile<form, 12, vecs>, \
    tile<form, 13, vecs>, tile<form, 14, vecs>}
 #else
-#define TF_TILES(form, vecs)                                                              \
-  {tile<form, 1, vecs>, tile<form, 2, vecs>, tile<form, 3, vecs>, tile<form, 4, vecs>,    \
-   tile<form, 5, vecs>, tile<form, 6, vecs>}
+#define TF_TILES(form, vecs)                                      \
+  {tile<form, 1, vecs>, tile<form, 2, vecs>, tile<form, 3, vecs>, \
+   tile<form, 4, vecs>, tile<form, 5, vecs>, tile<form, 6, vecs>}
 #endif
 template <Form kForm>
 constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kForm, 2)};
@@ -137,7 +139,8 @@ TF_INLINE void each_tile(long m, const F& f) {
 
 // Rows of one panel: c (m x columns) with columns <= kPanel. Writes whole vectors: up to
 // round_up(columns, kLanes) columns of c. What of B is needed next (at last: `next`) is fetched
-// meanwhile, a share by each tile. a_stride: between rows of A, or between tiles where it is turned.
+// meanwhile, a share by each tile. a_stride: between rows of A, or between tiles where it is
+// turned.
 template <Form kForm>
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
                           float* c, long c_stride, long columns, const TileEnds& ends,
@@ -152,10 +155,9 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
     const TileEnds here{ends.bias, ends.accumulate || p > 0, ends.relu && last};
     const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
     each_tile(m, [&](long t, long i, long rows) {
-      const float* from =
-          kForm == Form::rows     ? a + i * a_stride + p
-          : kForm == Form::turned ? a + t * a_stride + p * kTurned
-                                  : a + p * a_stride + i;
+      const float* from = kForm == Form::rows     ? a + i * a_stride + p
+                          : kForm == Form::turned ? a + t * a_stride + p * kTurned
+                                                  : a + p * a_stride + i;
       tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride, here,
                       {ahead, step});
       ahead += depth * step;
@@ -164,8 +166,8 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
   } while (p < k);
 }
 
-// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kTurned * k. May
-// write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
+// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kTurned * k.
+// May write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
 TF_INLINE void turn_rows(const float* from, long from_stride, long m, long k, float* to,
                          long stride) {
   each_tile(m, [&](long t, long i, long rows) {
@@ -178,8 +180,7 @@ TF_INLINE void turn_rows(const float* from, long from_stride, long m, long k, fl
         transpose_rows(first + r * from_stride + p, from_stride, have, out + p * kTurned + r,
                        kTurned);
       for (; p < k; ++p)
-        for (long q = 0; q < have; ++q)
-          out[p * kTurned + r + q] = first[(r + q) * from_stride + p];
+        for (long q = 0; q < have; ++q) out[p * kTurned + r + q] = first[(r + q) * from_stride + p];
     }
   });
 }

@@ -17,9 +17,7 @@ TF_INLINE void each_vector(long n, const F& f) {
 }
 
 TF_INLINE Vec load_some(const float* p, long n) { return n == kLanes ? load(p) : load_n(p, n); }
-TF_INLINE void store_some(float* p, Vec x, long n) {
-  n == kLanes ? store(p, x) : store_n(p, x, n);
-}
+TF_INLINE void store_some(float* p, Vec x, long n) { n == kLanes ? store(p, x) : store_n(p, x, n); }
 
 // What dropout multiplies a row of x by, in scratch.
 void row_factors(const LayerNormArgs& args, long row, float* factors) {
@@ -52,7 +50,8 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
     long j = 0;
     for (; j + 4 * kLanes <= n; j += 4 * kLanes)
       TF_UNROLL for (int u = 0; u < 4; ++u) total[u] = total[u] + load(x + j + u * kLanes);
-    for (; j < n; j += kLanes) total[0] = total[0] + load_some(x + j, n - j < kLanes ? n - j : kLanes);
+    for (; j < n; j += kLanes)
+      total[0] = total[0] + load_some(x + j, n - j < kLanes ? n - j : kLanes);
   }
   const float mean =
       reduce_add((total[0] + total[1]) + (total[2] + total[3])) / static_cast<float>(n);
@@ -72,9 +71,8 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
   }
   float rest = 0.0f;
   for (; j < n; ++j) rest += (source[j] - mean) * (source[j] - mean);
-  const float variance =
-      (reduce_add((square[0] + square[1]) + (square[2] + square[3])) + rest) /
-      static_cast<float>(n);
+  const float variance = (reduce_add((square[0] + square[1]) + (square[2] + square[3])) + rest) /
+                         static_cast<float>(n);
   const float rstd = 1.0f / __builtin_sqrtf(variance + args.eps);
 
   const Vec scale = set1(rstd);

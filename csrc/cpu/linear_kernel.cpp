@@ -1,5 +1,5 @@
-// Linear map with epilogue. A block of rows is turned once into the form its tiles read; the weights
-// stream by in panels.
+// Linear map with epilogue. A block of rows is turned once into the form its tiles read; the
+// weights stream by in panels.
 #include "cpu/linear_kernel.h"
 
 #include "cpu/activation.h"
@@ -11,7 +11,8 @@ namespace {
 constexpr long kRowBlock = 8 * kTileRows;
 constexpr long kDepth = 2048;  // columns of A in scratch at a time
 
-// Activation and residual on a block that is still in cache; what comes before them is kept if wanted.
+// Activation and residual on a block that is still in cache; what comes before them is kept if
+// wanted.
 void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows, long column,
             long columns) {
   if (args.activation > kRelu || args.preactivation != nullptr) {
@@ -90,15 +91,15 @@ void linear_block(const LinearArgs& args, long row_begin, long row_end, long pan
         const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
         const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
         if (columns == kPanel) {
-          panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns, {bias, !first, relu},
-                     next);
+          panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
+                                   {bias, !first, relu}, next);
         } else {
           if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
           if (!first)
             for (long i = 0; i < rows; ++i)
               copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
           panel_rows<Form::turned>(a, a_stride, rows, panel, k, edge, kPanel, columns,
-                     {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
+                                   {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
           for (long i = 0; i < rows; ++i)
             copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
         }

@@ -20,8 +20,8 @@ struct LinearArgs {
 TF_KERNEL(long panel_columns())
 TF_KERNEL(long packed_size(long n, long k))
 
-// Whether `packed` still holds W, judged by some values of it: what was written behind PyTorch's back
-// (through .data, NumPy, shared memory) is noticed when it changed a good part of the matrix.
+// Whether `packed` still holds W, judged by some values of it: what was written behind PyTorch's
+// back (through .data, NumPy, shared memory) is noticed when it changed a good part of the matrix.
 TF_KERNEL(bool packed_matches(const float* weight, long stride, long n, long k,
                               const float* packed))
 
@@ -33,7 +33,7 @@ TF_KERNEL(void pack_panels(const float* weight, long stride, long n, long k, flo
 TF_KERNEL(long linear_scratch(const LinearArgs& args))
 
 // Rows [row_begin, row_end) of the panels [panel_begin, panel_end).
-TF_KERNEL(void linear_block(const LinearArgs& args, long row_begin, long row_end,
-                            long panel_begin, long panel_end, float* scratch))
+TF_KERNEL(void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
+                            long panel_end, float* scratch))
 
 }  // namespace tf

@@ -109,7 +109,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   if (key_lengths) args.key_lengths = lengths.data();
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
   Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
-  Tensor shift = fresh(query, {batch, heads, queries}), norm = fresh(query, {batch, heads, queries});
+  Tensor shift = fresh(query, {batch, heads, queries}),
+         norm = fresh(query, {batch, heads, queries});
   Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
   args.query = static_cast<const float*>(query.const_data_ptr());
   args.key = static_cast<const float*>(key.const_data_ptr());

@@ -1,6 +1,6 @@
 // Whole sub-layers in one call, for inference: attention or feed-forward with its projections, the
-// residual connection and the norm. What lies between is kept in this thread's scratch, so a call costs
-// one dispatch and no fresh pages but its result's.
+// residual connection and the norm. What lies between is kept in this thread's scratch, so a call
+// costs one dispatch and no fresh pages but its result's.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/attention_host.h"

@@ -40,7 +40,7 @@ _held = 0
 
 def packed_weight(weight: Tensor) -> Tensor | None:
     """The packed copy of a parameter, or None where none is kept (the kernel then packs itself)."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() and weight.requires_grad:
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and weight.requires_grad):
         return None
     owner = weight if weight._base is None else weight._base
     if not isinstance(owner, torch.nn.Parameter):

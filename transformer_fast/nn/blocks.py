@@ -24,7 +24,9 @@ def _norm_fits(norm: torch.nn.Module, width: int) -> bool:
 
 
 def _inactive(dropout: torch.nn.Module) -> bool:
-    return bypass.is_plain(dropout, bypass.DROPOUT) and (not dropout.training or dropout.p == 0.0)
+    return bypass.is_plain(dropout, bypass.DROPOUT) and (
+        not dropout.training or bool(dropout.p == 0.0)
+    )
 
 
 def attention_fits(

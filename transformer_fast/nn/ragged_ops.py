@@ -31,11 +31,12 @@ class Places(NamedTuple):
     def of(padding: Tensor, places: Tensor | None) -> Places:
         assert places is not None
         real = padding.logical_not()
+        batch, length = real.shape
         lengths = real.sum(dim=1)
         suffix = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
         if torch.equal(suffix, real):
-            return Places(*real.shape, places, lengths, None)
-        return Places(*real.shape, places, None, real[:, None, None, :])
+            return Places(batch, length, places, lengths, None)
+        return Places(batch, length, places, None, real[:, None, None, :])
 
 
 def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:

@@ -65,7 +65,9 @@ def _layer_norm(columns: int, dtype: torch.dtype, dropout_p: float) -> None:
     x, weight = _meta(8192, columns, dtype=dtype), _meta(columns, dtype=dtype)
     seed = _meta(dtype=torch.int64) if dropout_p else None
     shape = (columns,)
-    y, total, mean, rstd = add_layer_norm_forward(x, x, shape, weight, weight, 1e-5, dropout_p, seed)
+    y, total, mean, rstd = add_layer_norm_forward(
+        x, x, shape, weight, weight, 1e-5, dropout_p, seed
+    )
     add_layer_norm_backward(y, total, total, shape, weight, mean, rstd, dropout_p, seed, True, True)
 
 
@@ -101,7 +103,9 @@ def cases() -> Iterator[Case]:
         for head in HEADS:
             at = f"attention {kind} head {head}"
             yield _named(at, _attention, head, dtype)
-            yield _named(f"{at} causal, weights", _attention, head, dtype, causal=True, weights=True)
+            yield _named(
+                f"{at} causal, weights", _attention, head, dtype, causal=True, weights=True
+            )
             yield _named(f"{at} bool mask", _attention, head, dtype, mask=torch.bool)
             yield _named(
                 f"{at} float mask, lengths, causal, dropout",

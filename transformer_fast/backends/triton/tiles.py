@@ -106,7 +106,9 @@ def visible_scores(
     """(scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
 
     Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. MASK_ROWS is False
-    where the mask does not depend on the query, BOUNDED is False where all keys are below ``key_end``. With BOUND_QUERIES what is beyond the last query counts as hidden: for sums over queries.
+    where the mask does not depend on the query, BOUNDED is False where all keys are below
+    ``key_end``. With BOUND_QUERIES what is beyond the last query counts as hidden: for sums over
+    queries.
     """
     # The comparison with itself is a True of the right shape, which costs nothing.
     visible = keys == keys
