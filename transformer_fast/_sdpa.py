@@ -89,9 +89,11 @@ def _attention(
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     if attn_mask is not None:
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-    output, lse, _ = torch.ops.transformer_fast.cpu_attention(
-        query, key, value, attn_mask, None, is_causal, scale, False
+    output, _, shift, norm = torch.ops.transformer_fast.cpu_attention(
+        query, key, value, attn_mask, None, is_causal, scale, 0.0, None, False
     )
+    # P = exp(scores - shift) norm, so the log of the sum of exp(scores) is shift - log(norm).
+    lse = torch.where(norm == 0.0, -math.inf, shift - norm.log())
     # The layouts that PyTorch's operator promises to compiled programs.
     promised = torch.empty_like(query)
     if promised.stride() != output.stride():
