@@ -114,7 +114,7 @@ def _run(model: torch.nn.Module, args: Any, kwargs: Any, grad: bool) -> list[Ten
         return outputs
     weights = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape) for x in outputs]
     total = sum(((x * w).sum() for x, w in zip(outputs, weights, strict=True)), torch.zeros(()))
-    wanted = list(model.parameters())
+    wanted = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(total, wanted, allow_unused=True)
     return [x.detach() for x in outputs] + [
         torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)

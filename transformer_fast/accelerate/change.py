@@ -18,6 +18,10 @@ class Change(Protocol):
     name: str
     module: torch.nn.Module
 
+    @property
+    def now(self) -> str:
+        """What the module runs as then, for the report."""
+
     def apply(self) -> None: ...
 
     def undo(self) -> None: ...
@@ -31,6 +35,10 @@ class ClassChange:
     module: torch.nn.Module
     before: type
     after: type
+
+    @property
+    def now(self) -> str:
+        return class_of_ours(self.after)
 
     def apply(self) -> None:
         self.module.__dict__[RECORD] = (self.before, self.after)
@@ -84,7 +92,10 @@ def undone(changes: Sequence[Change]) -> Iterator[None]:
         apply_all(changes)
 
 
-def recorded(name: str, module: torch.nn.Module) -> list[Change]:
-    """The changes that the module remembers."""
-    record = module.__dict__.get(RECORD)
-    return [] if record is None else [ClassChange(name, module, *record)]
+def class_of_ours(cls: type) -> str:
+    """The name of the class, ours or the user's, that does the work."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("transformer_fast."):
+            parts = base.__module__.split(".")
+            return ".".join([*parts[: 3 if parts[1] == "accelerate" else 2], base.__name__])
+    return f"{cls.__module__}.{cls.__qualname__}"

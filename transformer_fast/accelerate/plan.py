@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from . import torch_nn
-from .change import Change, recorded
-from .find import find
+from .change import Change, class_of_ours
+from .find import find, recorded
 from .report import Entry, Report
 from .who_runs import who_runs
 
@@ -24,7 +24,7 @@ def make_plan(
     for name, module in model.named_modules():
         kind = type(module).__name__
         if recorded(name, module) or torch_nn.is_ours(module):
-            report.entries.append(Entry(name, kind, "already"))
+            report.entries.append(Entry(name, kind, "already", _now(name, module)))
             continue
         found = find(name, module)
         if found is None:
@@ -35,8 +35,13 @@ def make_plan(
             report.entries.append(Entry(name, kind, "left", reason=found))
         else:
             changes.append(found)
-            report.entries.append(Entry(name, kind, "swapped"))
+            report.entries.append(Entry(name, kind, "swapped", found.now))
     return changes
+
+
+def _now(name: str, module: torch.nn.Module) -> str:
+    changes = recorded(name, module)
+    return changes[0].now if changes else class_of_ours(type(module))
 
 
 def tell(model: torch.nn.Module, report: Report) -> None:
@@ -50,18 +55,10 @@ def _completed(entry: Entry, model: torch.nn.Module, verified: bool | None) -> E
         return entry
     if entry.outcome == "swapped" and verified is False:
         reason = "verify found other numbers, and everything was taken back"
-        return replace(entry, outcome="left", reason=reason)
+        return replace(entry, outcome="left", now="", reason=reason)
     module = model.get_submodule(entry.name)
     inference, training = who_runs(module)
-    return replace(entry, now=_full_name(type(module)), inference=inference, training=training)
-
-
-def _full_name(cls: type) -> str:
-    """The class of ours, or the user's, that does the work."""
-    for base in cls.__mro__:
-        if base.__module__.startswith("transformer_fast.nn."):
-            return f"transformer_fast.nn.{base.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return replace(entry, inference=inference, training=training)
 
 
 def _remarks(model: torch.nn.Module, report: Report) -> list[str]:

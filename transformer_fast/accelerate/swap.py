@@ -116,7 +116,7 @@ def accelerated(
 
 def _changes_of(model: torch.nn.Module) -> list[Change]:
     """What `accelerate` changed in the model and has not been taken back."""
-    from .change import recorded
+    from .find import recorded
 
     return [c for name, module in model.named_modules() for c in recorded(name, module)]
 

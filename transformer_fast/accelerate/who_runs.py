@@ -11,6 +11,7 @@ from .. import nn
 from .._explain import explain
 from ..dispatch import Explanation
 from ..nn import bypass
+from .hugging_face import models
 
 #: An op and the arguments of a small call of it.
 _Example = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -41,6 +42,10 @@ def _examples(module: torch.nn.Module, like: Tensor, dropout: bool) -> list[_Exa
     def x(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=dropout)
 
+    if models.is_model(module):
+        heads = x(1, 1, 1, 64)
+        found: Any = getattr(module.config, "attention_dropout", 0.0)
+        return [("attention", (heads,) * 3, {"dropout_p": float(found) if dropout else 0.0})]
     if isinstance(module, torch.nn.LayerNorm):
         shape = module.normalized_shape
         return [("layer_norm", (x(1, *shape), shape, module.weight, module.bias), {})]

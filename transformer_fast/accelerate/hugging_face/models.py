@@ -1,0 +1,151 @@
+"""Which models of transformers are known, and how they are changed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import torch_nn
+from ..change import Change, ClassChange
+
+#: Tested with these; others are left as they are.
+_VERSIONS = ((5, 0), (6, 0))
+MODELS = ("bart", "bert", "marian", "t5")
+#: The attribute that remembers what a model's attention was.
+_RECORD = "_attention_before_accelerate"
+
+
+def is_loaded() -> bool:
+    return "transformers.modeling_utils" in sys.modules
+
+
+def is_model(module: torch.nn.Module) -> bool:
+    """Whether it is a whole model of transformers (or one of the models inside another)."""
+    if not is_loaded():
+        return False
+    return isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel)
+
+
+@dataclass
+class AttentionChange:
+    """The model's attention goes through our name in the registries."""
+
+    name: str
+    module: Any
+    before: str | None
+
+    @property
+    def now(self) -> str:
+        return f"{type(self.module).__name__} with the attention of transformer_fast"
+
+    def apply(self) -> None:
+        from .attention import NAME, register
+
+        register()
+        self.module.__dict__[_RECORD] = self.before
+        self.module.config._attn_implementation_internal = NAME
+
+    def undo(self) -> None:
+        self.module.config._attn_implementation_internal = self.before
+        self.module.__dict__.pop(_RECORD, None)
+
+
+def recorded(name: str, module: torch.nn.Module) -> AttentionChange | None:
+    if _RECORD not in module.__dict__:
+        return None
+    return AttentionChange(name, module, module.__dict__[_RECORD])
+
+
+def _version_reason() -> str | None:
+    import transformers
+
+    parts = transformers.__version__.split(".")
+    version = (int(parts[0]), int(parts[1]))
+    low, high = _VERSIONS
+    if low <= version < high:
+        return None
+    return (
+        f"transformers {transformers.__version__} is not known here; versions {low[0]}.{low[1]} up "
+        f"to {high[0]}.{high[1]} are"
+    )
+
+
+def find(name: str, module: torch.nn.Module) -> Change | str | None:
+    """The change of a model or a layer, why it stays, or None: it is neither."""
+    return _find_model(name, module) if is_model(module) else _find_layer(name, module)
+
+
+def _find_model(name: str, model: Any) -> Change | str | None:
+    """The change of a model's attention, or why it stays."""
+    kind = getattr(model.config, "model_type", "")
+    if kind not in MODELS:
+        return f"models of type {kind!r} are not known here; {', '.join(MODELS)} are"
+    reason = _version_reason()
+    if reason is not None:
+        return reason
+    before = model.config._attn_implementation
+    if before not in ("sdpa", "eager"):
+        return f"its attention is {before!r}, and only 'sdpa' and 'eager' are replaced"
+    if not model._can_set_attn_implementation():
+        return f"{type(model).__name__} does not look its attention up in the registry"
+    return AttentionChange(name, model, before)
+
+
+def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
+    """The change of a layer's class, or why it stays; None if it is no layer that is known."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    ours = _classes().get(kind.__name__)
+    if ours is None or kind.__module__.split(".")[2] not in MODELS:
+        return None
+    reason = _version_reason() or torch_nn.parametrised(module) or torch_nn.sharded(module)
+    if reason is not None:
+        return reason
+    for method in _methods(ours):
+        theirs = getattr(kind, method, None)
+        if theirs is None or not _same_arguments(theirs, getattr(ours, method)):
+            return f"{kind.__name__}.{method} of this transformers takes other arguments"
+    return ClassChange(name, module, kind, _in_front(ours, kind))
+
+
+_made: dict[type, type] = {}
+
+
+def _in_front(ours: type, theirs: type) -> type:
+    """A class with our methods in front of theirs."""
+    if theirs not in _made:
+        names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
+        _made[theirs] = type(theirs.__name__, (ours, theirs), names)
+    return _made[theirs]
+
+
+def _classes() -> dict[str, type]:
+    from . import layers
+
+    return {
+        "BartEncoderLayer": layers.EncoderLayer,
+        "BartDecoderLayer": layers.DecoderLayer,
+        "MarianEncoderLayer": layers.EncoderLayer,
+        "MarianDecoderLayer": layers.DecoderLayer,
+        "BertLayer": layers.BertLayer,
+        "BertSelfOutput": layers.Output,
+        "BertOutput": layers.Output,
+        "T5DenseActDense": layers.T5DenseActDense,
+    }
+
+
+def _methods(ours: type) -> Iterator[str]:
+    """The methods of theirs that ours replaces."""
+    for name in ("forward", "feed_forward_chunk"):
+        if name in vars(ours):
+            yield name
+
+
+def _same_arguments(theirs: Any, ours: Any) -> bool:
+    return list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
