@@ -30,7 +30,8 @@ _ACTIVATIONS = frozenset({None, "relu", "gelu", "gelu_tanh", "silu"})
 
 
 def _why_not_installed() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:  # a mere folder of that name
         return "Triton is not installed (pip install triton)"
     return None
 

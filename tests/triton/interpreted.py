@@ -1,0 +1,56 @@
+"""Triton's kernels run on the GPU where there is one, and else in Triton's interpreter.
+
+Triton decides when a kernel is decorated, by its environment. So the switch is set while the kernels
+are imported, and no longer: what other tests start does not inherit it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """Within the block Triton decorates kernels for the machine the tests run on."""
+    before = os.environ.get("TRITON_INTERPRET")
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+        elif DEVICE == "cpu":
+            del os.environ["TRITON_INTERPRET"]
+
+
+def _why_not() -> str | None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:  # the folder of these tests has its name
+        return "Triton is not installed"
+    if DEVICE == "cpu" and "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
+        return "Triton was imported before, with its interpreter off"
+    return None
+
+
+WHY_NOT = _why_not()
+if WHY_NOT is None:
+    with switched_on():
+        import triton.experimental.gluon  # the interpreter imports it at its first run
+
+        import transformer_fast.backends.triton.compile_cases  # noqa: F401 - imports all kernels
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """A kernel of the tests' own."""
+    with switched_on():
+        return triton.jit(function, **options)

@@ -1,0 +1,339 @@
+"""What the op table does not reach of attention on Triton: garbage that only some queries see, tile
+lists and their cache, splits of decoding, sums over broadcast masks, large strides, equal bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from transformer_fast import reference
+from transformer_fast.backends.triton import config, mask_tiles
+from transformer_fast.backends.triton.attention import attention_forward, make_problem
+from transformer_fast.backends.triton.attention_bwd import attention_backward
+from transformer_fast.backends.triton.operators.attention import attention
+from transformer_fast.testing import check, check_gradients
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("small_tiles"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def drawn(device, b=1, h=2, t=37, s=53, d=16, dv=None, key_heads=None, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    sizes = ((b, h, t, d), (b, key_heads or h, s, d), (b, key_heads or h, s, dv or d))
+    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def arguments(q, k, v, mask=None, lengths=None, causal=False, p=0.0, weights=False):
+    seed = torch.tensor(0x7123456789ABCDEF, device=q.device) if p else None
+    return q, k, v, mask, lengths, causal, None, p, seed, True, weights
+
+
+def patchy_mask(t, s, device):
+    """Tiles that nobody sees, that everybody sees, and others; a query that sees nothing."""
+    mask = torch.rand(t, s, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[:16, 16:32] = False
+    mask[16:32] = True
+    mask[-3] = False
+    return mask.to(device)
+
+
+# Garbage ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_garbage_in_the_future_of_some_queries(device, dtype, garbage):
+    """Within one tile some queries see the key and some do not; each gets what the reference gives."""
+    q, k, v = drawn(device, dv=24, dtype=dtype)
+    v[:, :, 20, 3:] = garbage
+    check("attention", attention(*arguments(q, k, v, causal=True)), arguments(q, k, v, causal=True))
+
+
+def test_garbage_in_keys_and_values_hidden_by_a_mask(device):
+    q, k, v = drawn(device, t=40, s=40)
+    mask = patchy_mask(40, 40, device)
+    mask[:, 33] = False
+    k[:, :, 33], v[:, :, 33] = math.nan, math.inf
+    check("attention", attention(*arguments(q, k, v, mask)), arguments(q, k, v, mask))
+    check_gradients("attention", attention, arguments(q, k, v, mask))
+
+
+def test_garbage_in_queries_that_see_nothing(device):
+    """Neither they nor the gradients that come to them reach keys and values."""
+    q, k, v = drawn(device, t=40, dv=24)
+    mask = patchy_mask(40, 53, device)
+    mask[5] = False
+    scale, up = 0.25, torch.randn(1, 2, 40, 24, generator=torch.Generator().manual_seed(2))
+    up = up.to(device)
+    results = []
+    for spoilt in (False, True):
+        query, grad = q.clone(), up.clone()
+        query[:, :, 5] = math.nan if spoilt else 0.0
+        grad[:, :, -3] = math.inf if spoilt else 0.0
+        forward = (query, k, v, mask, None, False, scale, 0.0, None)
+        output, shift, norm = attention_forward(*forward)
+        found = attention_backward(grad, None, *forward, output, None, shift, norm, False)
+        results.append((output, *found[:3]))
+    for clean, spoilt in zip(*results, strict=True):
+        assert spoilt.isfinite().all()
+        torch.testing.assert_close(spoilt, clean, rtol=1e-5, atol=1e-6)
+    assert (results[1][0][:, :, 5] == 0).all()
+    assert (results[1][1][:, :, 5] == 0).all()
+
+
+# Tile lists ---------------------------------------------------------------------------------------
+
+
+def listed_tiles(lists: mask_tiles.TileLists, row: int) -> tuple[set[int], set[int]]:
+    full, total = lists.counts[row].tolist()
+    numbers = lists.numbers[row].tolist()
+    return set(numbers[:full]), set(numbers[lists.capacity : lists.capacity + total - full])
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_lists_name_each_tile_once_and_rightly(device, kind, causal, by_keys):
+    b, h, t, s = 2, 1, 70, 90
+    block, granule = (32, 16), (16, 16)
+    seen = torch.rand(b, h, t, s, generator=torch.Generator().manual_seed(3)) > 0.3
+    seen[:, :, :32, 16:48] = False
+    seen[:, :, 32:64, :32] = True
+    mask = seen if kind == "bool" else torch.zeros(b, h, t, s).masked_fill_(~seen, -math.inf)
+    mask = mask.to(device)
+    lengths = None if by_keys else torch.tensor([90, 50], device=device)
+    lists = mask_tiles.tile_lists(
+        mask, mask_tiles.prepare_mask(mask), (b, h, t, s), lengths, causal, granule, block, by_keys
+    )
+    visible = seen.clone()
+    if causal:
+        visible &= torch.ones(t, s, dtype=torch.bool).tril()
+    if lengths is not None:
+        visible &= torch.arange(s) < lengths.cpu()[:, None, None, None]
+    down, across = -(-t // block[0]), -(-s // block[1])
+    for number in range(b):
+        for m in range(down):
+            for n in range(across):
+                rows = slice(m * block[0], (m + 1) * block[0])
+                tile = visible[number, 0, rows, n * block[1] : (n + 1) * block[1]]
+                row = number * lists.stride_b + (n if by_keys else m)
+                full, part = listed_tiles(lists, row)
+                other = m if by_keys else n
+                assert ((other in full) + (other in part)) == bool(tile.any())
+                if other in full:
+                    # The border of the keys counts as hidden; that of the queries does not matter.
+                    assert tile.all()
+                    assert (n + 1) * block[1] <= s
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("listed", [False, True])
+def test_masks_with_and_without_lists(device, listed, dtype, monkeypatch):
+    monkeypatch.setattr(config, "lists_pay", lambda *sizes: listed)
+    q, k, v = drawn(device, b=2, h=2, key_heads=1, t=40, s=42, dv=8, dtype=dtype)
+    lengths = torch.tensor([42, 21], device=device)
+    call = arguments(q, k, v, patchy_mask(40, 42, device), lengths, causal=True, p=0.2)
+    check_gradients("attention", attention, call)
+    check("attention", attention(*call), call)
+
+
+def test_lists_are_made_anew_when_the_mask_changes(device):
+    q, k, v = drawn(device, t=40, s=40)
+    mask = torch.zeros(1, 1, 40, 40, dtype=torch.bool, device=device)
+    mask[..., :16] = True
+    call = arguments(q, k, v, mask)
+    check("attention", attention(*call), call)
+    kept = mask_tiles._kept[mask]
+    attention(*call)
+    assert mask_tiles._kept[mask] is kept, "the second call found what the first one kept"
+    mask[..., 16:] = True
+    mask[..., :16] = False
+    check("attention", attention(*call), call)
+    view = mask[:, :, :, :20]
+    view[...] = True  # writing to a view is writing to the mask
+    check("attention", attention(*call), call)
+
+
+def test_lists_live_as_long_as_their_mask(device):
+    q, k, v = drawn(device, t=40, s=40)
+    before = len(mask_tiles._kept)
+    mask = patchy_mask(40, 40, device)
+    attention(*arguments(q, k, v, mask))
+    assert len(mask_tiles._kept) == before + 1
+    del mask
+    assert len(mask_tiles._kept) == before
+
+
+def test_views_of_one_mask_have_lists_of_their_own(device):
+    q, k, v = drawn(device, t=32, s=40)
+    base = patchy_mask(64, 40, device)
+    for start in (0, 16, 32):
+        call = arguments(q, k, v, base[start : start + 32])
+        check("attention", attention(*call), call)
+    with torch.inference_mode():
+        mask = patchy_mask(32, 40, device)
+        check("attention", attention(*arguments(q, k, v, mask)), arguments(q, k, v, mask))
+
+
+# Additive masks -----------------------------------------------------------------------------------
+
+SHAPES = [
+    (2, 4, 37, 53),
+    (1, 4, 37, 53),
+    (2, 1, 37, 53),
+    (37, 53),
+    (2, 1, 1, 53),
+    (53,),
+    (4, 1, 53),
+]
+CONSTANT = [(2, 1, 37, 1), (1,), (4, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_of_a_broadcast_mask(device, shape):
+    q, k, v = drawn(device, b=2, h=2, key_heads=1, t=20, s=35, dv=8)
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(device)
+    call = arguments(q, k, v, mask, torch.tensor([35, 17], device=device), p=0.1)
+    check_gradients("attention", attention, call)
+
+
+@pytest.mark.parametrize("shape", CONSTANT)
+def test_a_mask_that_is_the_same_for_all_keys_has_the_gradient_0(device, shape):
+    q, k, v = drawn(device, b=2, t=20, s=35)
+    mask = torch.randn(shape).to(device).requires_grad_()
+    output, _ = attention(*arguments(q, k, v, mask))
+    (gradient,) = torch.autograd.grad(output.square().sum(), mask)
+    assert gradient.shape == mask.shape
+    assert (gradient == 0).all()
+
+
+def test_gradient_of_an_expanded_mask_is_that_of_each_place(device):
+    q, k, v = drawn(device, b=2, h=2, t=20, s=20)
+    mask = torch.randn(20, 20, generator=torch.Generator().manual_seed(5)).to(device)
+    expanded = mask.expand(2, 2, 20, 20)
+    check_gradients("attention", attention, arguments(q, k, v, expanded))
+
+
+def test_rows_of_finfo_min_attend_to_everything(device):
+    """m + log l rounds to m there: the backward must know the sum apart."""
+    q, k, v = drawn(device, h=1, dtype=torch.float16)
+    mask = torch.zeros(1, 1, 37, 53, dtype=torch.float32, device=device)
+    mask[..., ::2, :] = torch.finfo(torch.float32).min
+    call = arguments(q, k, v, mask)
+    check("attention", attention(*call), call)
+    check_gradients("attention", attention, call)
+
+
+# One query ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits_from", [16, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_query(device, dtype, splits_from, monkeypatch):
+    tile = config.DecodeTile(16, splits_from, 4, 1)
+    monkeypatch.setattr(config, "attention_decode", lambda *sizes: tile)
+    q, k, v = drawn(device, b=3, h=4, key_heads=2, t=1, s=75, dv=24, dtype=dtype)
+    lengths = torch.tensor([75, 17, 0], device=device)
+    padding = torch.arange(75, device=device) % 3 > 0
+    for mask in (None, padding[None, None, None, :], torch.randn(75, device=device).to(dtype)):
+        call = arguments(q, k, v, mask, lengths)
+        check("attention", attention(*call), call)
+
+
+def test_gradients_of_one_query(device):
+    q, k, v = drawn(device, b=2, h=4, key_heads=2, t=1, s=40, dv=24)
+    call = arguments(q, k, v, None, torch.tensor([40, 0], device=device), weights=True)
+    check_gradients("attention", attention, call)
+
+
+def test_garbage_beside_one_query(device):
+    q, k, v = drawn(device, b=2, h=4, key_heads=1, t=1, s=40)
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool, device=device)
+    mask[:, :, :, 7] = False
+    k[:, :, 7], v[:, :, 7] = math.nan, math.inf
+    k[1, :, 30:], v[1, :, 30:] = math.inf, math.nan
+    call = arguments(q, k, v, mask, torch.tensor([40, 30], device=device))
+    check("attention", attention(*call), call)
+
+
+# Weights, bits, strides ---------------------------------------------------------------------------
+
+
+def test_gradient_through_the_weights(device):
+    q, k, v = drawn(device, b=1, h=2, key_heads=1)
+    call = arguments(q, k, v, patchy_mask(37, 53, device), causal=True, p=0.3, weights=True)
+    check_gradients("attention", attention, call)
+
+
+def test_same_bits_every_time(device):
+    q, k, v = drawn(device, b=2, h=2, dtype=torch.bfloat16)
+    mask = torch.randn(1, 2, 37, 53, generator=torch.Generator().manual_seed(6)).to(device)
+    forward = (q, k, v, mask.bfloat16(), None, True, 0.25, 0.2, torch.tensor(5, device=device))
+    runs = []
+    for _ in range(2):
+        output, shift, norm = attention_forward(*forward)
+        found = attention_backward(output, None, *forward, output, None, shift, norm, True)
+        runs.append((output, shift, norm, *found))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_dropout_is_the_references(device):
+    """Not a place more, not a place less: weights are 0 exactly where the reference drops."""
+    q, k, v = drawn(device, b=2, h=3)
+    call = arguments(q, k, v, p=0.5, weights=True)
+    weights = attention(*call)[1]
+    expected = reference.attention(*call)[1]
+    assert torch.equal(weights == 0, expected == 0)
+    assert 0.4 < (weights == 0).float().mean() < 0.6
+
+
+@pytest.mark.parametrize("far", ["mask", "key"])
+def test_offsets_beyond_32_bits(device, far):
+    """Rows 2^31 elements apart. The memory between them is never touched."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("12 GiB of free memory are needed")
+    apart = 2**31 + 16
+    q, k, v = drawn(device, h=1, t=3, s=3, dtype=torch.float16)
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool, device=device)
+    near = arguments(q, k, v, mask)
+    if far == "mask":
+        place = torch.empty(2 * apart + 3, dtype=torch.bool, device=device)
+        mask = place.as_strided((3, 3), (apart, 1)).copy_(mask)
+    else:
+        place = torch.empty(2 * apart + 16, dtype=torch.float16, device=device)
+        k = place.as_strided((1, 1, 3, 16), (0, 0, apart, 1)).copy_(k)
+    for ours, theirs in zip(
+        attention(*arguments(q, k, v, mask))[:1], attention(*near)[:1], strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_strides_of_the_results(device):
+    """Joining the heads of the output again costs no copy."""
+    q, k, v = drawn(device, b=2, h=3, dv=8)
+    forward = (q, k, v, None, None, False, 0.25, 0.0, None)
+    output, shift, norm = attention_forward(*forward)
+    found = attention_backward(output, None, *forward, output, None, shift, norm, False)
+    for tensor in (output, *found[:3]):
+        assert tensor.transpose(1, 2).is_contiguous()
+
+
+def test_units_of_scores():
+    q, k, v = drawn("cpu", dtype=torch.bfloat16)
+
+    def natural(q, k, v, mask, scale):
+        return make_problem(q, k, v, mask, None, False, scale, 0.0, None).natural
+
+    assert not natural(q, k, v, None, 0.25)
+    assert not natural(q, k, v, torch.ones(37, 53, dtype=torch.bool), 0.25)
+    assert natural(q, k, v, torch.ones(37, 53), 0.25)
+    assert natural(q, k, v, None, -0.25)
+    assert natural(q, k, v, None, 0.0)
+    assert natural(q.float(), k.float(), v.float(), None, 0.25)

@@ -1,0 +1,193 @@
+"""The operators as torch sees them (schema, fakes, tracing), and the calls the kernels refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_fast
+from transformer_fast import dispatch
+from transformer_fast.backends import triton as backend
+from transformer_fast.specs import OPS
+from transformer_fast.testing import require_grad
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ops = torch.ops.transformer_fast
+SEED = torch.tensor(0x7123456789ABCDEF)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def layer_norm_calls():
+    x, w, b = normal(2, 5, 24), normal(24), normal(24)
+    rows = normal(10)
+    yield ops.triton_layer_norm, (x, None, [24], w, b, 1e-5, 0.0, None)
+    yield ops.triton_layer_norm, (x, x.flip(0), [5, 24], None, None, 1e-5, 0.3, SEED)
+    forward = (x, None, x, [24], w, rows, rows.abs())
+    yield ops.triton_layer_norm_backward, (*forward, 0.0, None, True, False)
+    yield ops.triton_layer_norm_backward, (*forward, 0.3, SEED, False, True)
+
+
+def attention_calls():
+    q = normal(2, 3, 5, 4, dtype=torch.float16).transpose(1, 2)
+    k, v = normal(2, 2, 7, 4, dtype=torch.float16), normal(2, 2, 7, 6, dtype=torch.float16)
+    mask, lengths = normal(1, 4, 1, 7, dtype=torch.float16), torch.tensor([7, 2])
+    q = normal(2, 5, 4, 4, dtype=torch.float16).transpose(1, 2)
+    for extra in ((None, None, True, 0.5, 0.0, None, False), (mask, lengths, False, 0.5, 0.2, SEED, True)):  # fmt: skip
+        yield ops.triton_attention, (q, k, v, *extra)
+        output, weights, shift, norm = ops.triton_attention(q, k, v, *extra)
+        given = (weights.clone(), weights) if extra[-1] else (None, None)
+        yield (
+            ops.triton_attention_backward,
+            (output.clone(), given[0], q, k, v, *extra[:-1], output, given[1], shift, norm,
+             extra[0] is not None),
+        )  # fmt: skip
+
+
+def linear_calls():
+    x, w, b = normal(2, 5, 12), normal(9, 12), normal(9)
+    y, z = normal(2, 5, 9), normal(10, 9)
+    yield ops.triton_linear, (x, w, b, None, None, True)
+    yield ops.triton_linear, (x, w, None, "gelu", y, True)
+    yield ops.triton_linear_backward, (y, x, w, "silu", z, True, True, True)
+    yield ops.triton_linear_backward, (y, x, w, None, z[:0, 0], False, True, False)
+
+
+def feed_forward_calls():
+    x, w1, b1 = normal(2, 5, 12), normal(9, 12), normal(9)
+    w2, b2, hidden = normal(12, 9), normal(12), normal(10, 9)
+    yield ops.triton_feed_forward, (x, w1, b1, w2, b2, "relu", 0.2, SEED, True)
+    yield ops.triton_feed_forward, (x, w1, None, w2, None, "gelu_tanh", 0.0, None, False)
+    forward = (x.flip(0), x, w1, w2, "gelu", 0.2, SEED, hidden)
+    yield ops.triton_feed_forward_backward, (*forward, True, True, True)
+    yield ops.triton_feed_forward_backward, (*forward, False, False, False)
+
+
+CALLS = [layer_norm_calls, attention_calls, linear_calls, feed_forward_calls]
+
+
+def on(device: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__.removesuffix("_calls"))
+def test_opcheck(calls, device):
+    for operator, arguments in calls():
+        arguments = tuple(on(device, value) for value in arguments)
+        torch.library.opcheck(
+            operator.default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+CASES = {
+    "layer_norm": "three dimensions",
+    "add_layer_norm": "dropout",
+    "attention": "weights, mask, empty rows",
+    "linear": "silu, residual, no bias",
+    "feed_forward": "dropout",
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_graph_forward_and_backward(op, device):
+    arguments = (
+        OPS[op].case(CASES[op]).build(torch.float32, device, torch.Generator().manual_seed(0))
+    )
+    run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
+
+    def total(*given: Any) -> torch.Tensor:
+        results = run(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(r.square().sum() for r in results if r is not None)
+
+    found = []
+    for function in (total, torch.compile(total, fullgraph=True, backend="aot_eager")):
+        leaves = require_grad(op, arguments)
+        value = function(*leaves)
+        wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        found.append([value.detach(), *torch.autograd.grad(value, wanted)])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_empty_calls_are_the_references(op, device):
+    arguments = list(OPS[op].case(CASES[op]).build(torch.float32, device, None))
+    arguments[0] = arguments[0][:0]
+    if op in ("attention", "add_layer_norm"):
+        arguments[1] = arguments[1][:0]
+    if op == "attention":
+        arguments[2], arguments[3] = arguments[2][:0], arguments[3][:0]
+    if op == "linear":
+        arguments[4] = arguments[4][:0]
+    run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
+    expected = OPS[op].reference(*arguments)
+    for ours, theirs in zip(
+        *(r if isinstance(r, tuple) else (r,) for r in (run(*arguments), expected)), strict=True
+    ):
+        assert ours is theirs or ours.shape == theirs.shape
+
+
+def test_named_backend(device):
+    x = normal(4, 32).to(device)
+    with transformer_fast.use_backend("triton"):
+        y = transformer_fast.functional.layer_norm(x, (32,))
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (32,)))
+    assert transformer_fast.explain("layer_norm", x, (32,)).backend != "triton"
+
+
+def why_not(op: str, *tensors: torch.Tensor | None, **rest: Any) -> list[str]:
+    kernel = next(k for k in dispatch.kernels(op) if k.backend == "triton")
+    return dispatch.why_not(
+        kernel, dispatch.Call(op, tensors, rest.pop("needs_grad", False), **rest)
+    )
+
+
+def test_limits(device):
+    def rows(*shape):
+        return torch.empty(shape, device=device)
+
+    assert why_not("layer_norm", rows(1, 16384)) == []
+    assert why_not("layer_norm", rows(1, 16385)) == [
+        "it normalises up to 16384 values at once and the call has 16385"
+    ]
+    assert why_not("layer_norm", rows(1, 8192), needs_grad=True) == []
+    assert why_not(
+        "add_layer_norm", rows(2, 8192), normalized_shape=(2, 8192), needs_grad=True
+    ) == ["it normalises up to 8192 values at once with gradients and the call has 16384"]
+    assert why_not("attention", *[rows(1, 1, 2, 256)] * 3) == []
+    assert why_not("attention", *[rows(1, 1, 2, 257)] * 3) == [
+        "it takes head sizes up to 256 and the call has 257"
+    ]
+    assert why_not("linear", rows(2, 2), rows(2, 2), None, None) == []
+    (reason,) = why_not("linear", rows(2, 2).double(), rows(2, 2).double(), None, None)
+    assert "float64" in reason
+
+
+def test_old_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+    class Fake(torch.Tensor):
+        is_cuda = True
+
+    call = dispatch.Call("linear", (torch.empty(2, 2).as_subclass(Fake),), False)
+    assert backend._refuse_place(call) == (
+        "it needs a GPU of compute capability 8.0 and this one has 7.5"
+    )
+
+
+def test_a_folder_of_the_name_is_not_triton(monkeypatch):
+    class Spec:
+        origin = None
+
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: Spec)
+    assert backend.kernels(interpreted=False)[0].unavailable is not None
+    monkeypatch.undo()
+    assert backend.kernels(interpreted=False)[0].unavailable is None
+    assert backend.kernels(interpreted=False)[0].devices == ("cuda",)

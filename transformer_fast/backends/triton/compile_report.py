@@ -1,0 +1,87 @@
+"""``python -m transformer_fast.backends.triton.compile_report``: what every kernel needs.
+
+Compiles the calls of `compile_cases` for each architecture and prints, per kernel, registers, bytes
+that did not fit in them, shared memory, and the instructions that tell whether the assembler took the
+fast path: HGMMA and UTCHMMA are the matrix units of Hopper and Blackwell, HMMA those before, UTMALDG
+is the copy engine, LDG.128 and LDGSTS.128 are loads of 16 bytes a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from .compile_ahead import SHARED_LIMIT, compile_launch, disassemble
+from .compile_cases import cases, launches
+
+_INSTRUCTIONS = {
+    "HGMMA": r"\bHGMMA",
+    "UTCHMMA": r"\bUTCHMMA",
+    "HMMA": r"\bHMMA",
+    "UTMALDG": r"\bUTMALDG",
+    "LDG.128": r"\bLDG\S*\.128",
+    "LDGSTS.128": r"\bLDGSTS\S*\.128",
+}
+
+
+def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[str, Any]]:
+    """One record per kernel of the calls and kernels that the expressions match."""
+    for architecture in architectures:
+        for case in cases():
+            if not re.search(match, case.name):
+                continue
+            for launch in launches(case, architecture):
+                if not re.search(kernel, launch.kernel.fn.__name__):
+                    continue
+                compiled = compile_launch(launch, architecture)
+                code = disassemble(compiled.cubin)
+                yield {
+                    "call": case.name,
+                    "kernel": compiled.kernel,
+                    "architecture": architecture,
+                    "registers": compiled.registers,
+                    "spilled": compiled.spilled,
+                    "shared": compiled.shared,
+                    "warps": compiled.warps,
+                    "stages": compiled.stages,
+                    "fits": compiled.fits,
+                    "instructions": {
+                        name: len(re.findall(pattern, code))
+                        for name, pattern in _INSTRUCTIONS.items()
+                        if re.search(pattern, code)
+                    },
+                }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
+    parser.add_argument(
+        "--architectures", type=int, nargs="+", choices=SHARED_LIMIT, default=list(SHARED_LIMIT)
+    )
+    parser.add_argument("--match", default="", help="regular expression for the calls")
+    parser.add_argument("--kernel", default="", help="regular expression for the kernels")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args(arguments)
+    too_large = 0
+    for record in report(options.architectures, options.match, options.kernel):
+        too_large += not record["fits"]
+        if options.json:
+            print(json.dumps(record), flush=True)
+            continue
+        found = " ".join(f"{n} {name}" for name, n in record["instructions"].items())
+        print(
+            f"sm_{record['architecture']:<3} {record['kernel']:32} {record['registers']:3} registers,"
+            f" {record['spilled']:4} bytes spilled, {record['shared'] / 1024:5.1f} KiB shared"
+            f"{'' if record['fits'] else ' (too much)'}, {found or 'no matrix unit'}"
+            f"  [{record['call']}]",
+            flush=True,
+        )
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
