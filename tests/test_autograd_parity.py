@@ -28,7 +28,7 @@ def kernel_of(op: str) -> Kernel:
 
 
 def arguments_of(op: str, case: str) -> tuple[Any, ...]:
-    return drawn(op, case, torch.float32)[0]
+    return drawn(op, case, torch.float32)
 
 
 def refusal(op: str, case: str) -> str | None:

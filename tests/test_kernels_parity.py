@@ -22,13 +22,13 @@ GRADIENT_CASES = [
 
 @pytest.mark.parametrize(("target", "case"), targets_and_cases())
 def test_outputs(target, case):
-    (arguments,) = drawn(target.op, case, target.dtype)
+    arguments = drawn(target.op, case, target.dtype)
     check_target(target, arguments, truth=truth_of_case(target.op, case, target.dtype))
 
 
 @pytest.mark.parametrize(("target", "case"), GRADIENT_CASES)
 def test_gradients(target, case):
-    (arguments,) = drawn(target.op, case, target.dtype)
+    arguments = drawn(target.op, case, target.dtype)
     if not target.kernel.gradients:
         pytest.skip("the call needs gradients and it has no backward")
     names = OPS[target.op].gradients_of
@@ -42,7 +42,7 @@ def test_gradients(target, case):
 
 @pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
 def test_inputs_are_not_modified_nor_returned(target, case):
-    (arguments,) = drawn(target.op, case, target.dtype)
+    arguments = drawn(target.op, case, target.dtype)
     arguments = on(target, arguments)
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     before = [(x.clone(), x._version) for x in tensors]

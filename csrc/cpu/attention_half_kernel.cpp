@@ -1,6 +1,9 @@
-// Attention by online softmax for half types (see attention_kernel.cpp). While the matrix unit
-// works out the next tile of scores and the sums of the last one, the vector unit turns this one's
-// rows into probabilities: there are two buffers of each.
+// Attention for half types, panel by panel of keys: one pass over the scores. The online softmax of
+// attention_kernel.cpp refers probabilities to the largest score so far, and corrects what it has
+// when a larger one comes. Here they refer to the largest of the first panel for good: exponents
+// reach far, and where they do not, which shows in the result, the block is done again from the
+// true maximum. While the matrix unit works out one panel of scores, the vector unit softens the
+// panel before.
 #include "cpu/attention_half_kernel.h"
 
 #include "cpu/attention_mask.h"
@@ -11,27 +14,30 @@
 namespace tf::TF_ISA {
 namespace {
 
-constexpr long kKeyTile = 256;
-constexpr long kPad = 16;
-constexpr long kScoreStride = kKeyTile + kPad;
+constexpr long kGroupKeys =
+    256;  // keys whose probabilities are kept, then multiplied into the sums
+constexpr long kGroup = kGroupKeys / kPanel;
+// Scores below this are not referred to: as a rule they stand for a hidden place.
+constexpr float kLow = -1e30f;
+constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 template <class T>
 struct Workspace {
   using P = Product<T>;
   using Operand = typename P::Operand;
-  static constexpr long kRows = P::kBlockRows;
 
   long sum_stride, key_panel, value_panel;
-  Operand *keys, *values, *query, *weights[2];
-  // Per row: largest score so far, times log2(e); sum of the probabilities relative to it; both as
-  // they were before the tile at hand, and what the tile adds.
-  float *peak, *total, *last_peak, *sum;
-  float *scores[2], *bias, *factors, *sums;
-  unsigned char* wild;  // per key tile: its values hold NaN or inf
+  Operand *keys, *values, *query, *weights;
+  float *scores[2], *sums;
+  float* total;  // per row: kLanes partial sums of the probabilities
+  float* minus;  // per row: what is added to scores before the exponential
+  float *bias, *factors;
+  bool* known;          // per row: whether `minus` is set
+  unsigned char* wild;  // per panel of keys: its values hold NaN or inf
   long bytes = 0;
 
   Workspace(const HalfAttentionArgs& args, void* scratch)
-      : sum_stride(round_up(args.value_size, kPanel) + kPad),
+      : sum_stride(round_up(args.value_size, kPanel) + 16),
         key_panel(P::panel_size(args.size)),
         value_panel(P::panel_size(round_up(args.keys, kPanel))) {
     const auto take = [&](auto*& place, long count) {
@@ -39,265 +45,349 @@ struct Workspace {
       place = static_cast<decltype(+place)>(at);
       bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
     };
-    const long rows = round_up(kRows, 16);
+    const long rows = round_up(P::kBlockRows, 16);
     take(keys, round_up(args.keys, kPanel) / kPanel * key_panel);
     take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
     take(query, P::block_size(rows, args.size));
-    for (int slot = 0; slot < 2; ++slot) {
-      take(weights[slot], P::block_size(rows, kKeyTile));
-      take(scores[slot], rows * kScoreStride);
-    }
-    take(bias, kScoreStride);
-    take(factors, kScoreStride);
+    take(weights, P::block_size(rows, kGroupKeys));
+    take(scores[0], rows * kPanel);
+    take(scores[1], rows * kPanel);
     take(sums, rows * sum_stride);
-    take(peak, rows);
-    take(total, rows);
-    take(last_peak, rows);
-    take(sum, rows);
-    take(wild, args.keys / kKeyTile + 1);
+    take(total, rows * kLanes);
+    take(minus, rows);
+    take(bias, kPanel + 16);
+    take(factors, kPanel);
+    take(known, rows);
+    take(wild, args.keys / kPanel + 1);
   }
 };
 
 // One block of queries of one head against the packed keys.
 template <class T>
-struct Block {
-  using P = Product<T>;
-  const HalfAttentionArgs& args;
-  const Workspace<T>& work;
-  const Sight sight;
-  long rows = sight.rows;
-  // The scale is applied to a score where it is read (factor), inside an fma; a mask, or a scale
-  // that would not keep the order of scores, asks for it at once. The exponential is of base 2.
-  bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
-  float factor = scaled ? kLog2E : args.scale * kLog2E;
-  // One row of the mask for all of the tile, where it has no more.
-  bool shared_mask = args.mask != nullptr && args.mask_stride[2] == 0;
+class Block {
+ public:
+  Block(const HalfAttentionArgs& call, const Workspace<T>& place, const Sight& seen)
+      : args(call), work(place), sight(seen), rows(seen.rows) {}
 
-  struct Tile {
-    long start, count;  // count 0: none
-    int slot;
+  void run() {
+    begin();
+    if (!pass()) {
+      find_maxima();
+      clear();
+      pass();
+    }
+    if (args.weights != nullptr) write_weights();
+  }
+
+ private:
+  using P = Product<T>;
+
+  struct Panel {
+    long start, count;  // keys; count 0: there is none
+    int slot;           // of its scores
+    long column;        // of its probabilities
+    bool plain;         // all rows see all of it, and no mask adds to it
   };
 
   long row_of(long i) const {
     return (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
   }
 
-  Tile tile_from(long start, int slot) const {
-    for (; start < sight.limit; start += kKeyTile) {
-      const long count = least(kKeyTile, sight.limit - start);
-      if (!sight.mask_hides_tile(start, count)) return {start, count, slot};
+  // The first panel from `start` on that any row sees.
+  Panel panel_from(long start, int slot, long column) const {
+    for (; start < sight.limit; start += kPanel) {
+      const long count = least(kPanel, sight.limit - start);
+      if (sight.mask_hides_tile(start, count)) continue;
+      const bool whole = count == kPanel && sight.visible(0, start, count) == count;
+      return {start, count, slot, column, whole && !mask_adds(start, count)};
     }
-    return {start, 0, slot};
+    return {start, 0, slot, column, false};
+  }
+
+  // Whether the mask changes any score of the panel; only asked of masks that are alike for all
+  // rows.
+  bool mask_adds(long start, long count) const {
+    if (args.mask == nullptr) return false;
+    if (args.mask_stride[2] != 0) return true;
+    const float* mask = sight.mask_row(0, start, count);
+    for (long j = 0; j < count; ++j)
+      if (mask[j] != 0.0f) return true;
+    return false;
   }
 
   template <class Meanwhile>
-  void score(const Tile& tile, const Meanwhile& meanwhile) const {
-    for (long j = 0; j < tile.count; j += kPanel)
-      P::multiply_to(work.query, args.size, rows, args.size,
-                     work.keys + (tile.start + j) / kPanel * work.key_panel, false,
-                     work.scores[tile.slot] + j, kScoreStride, meanwhile);
+  void score(const Panel& panel, const Meanwhile& meanwhile) const {
+    P::multiply_to(work.query, args.size, rows, args.size,
+                   work.keys + panel.start / kPanel * work.key_panel, false,
+                   work.scores[panel.slot], kPanel, meanwhile);
   }
 
-  // Scales, masks and hides a row of scores up to whole panels; tells whether any is hidden.
-  bool see(float* s, long i, const Tile& tile) const {
-    const long seen = sight.visible(i, tile.start, tile.count);
-    if (args.mask != nullptr) {
-      const float* mask = shared_mask ? work.bias : sight.mask_row(i, tile.start, seen);
-      sight.add_mask(s, mask, seen);
-    } else if (scaled) {
-      for (long j = 0; j < seen; ++j) s[j] *= args.scale;
-    }
-    const long end = round_up(tile.count, kPanel);
-    for (long j = seen; j < end; ++j) s[j] = -kInf;
-    return seen < end || args.mask != nullptr;
-  }
-
-  void begin_tile(const Tile& tile) const {
-    if (!shared_mask) return;
-    const float* mask = sight.mask_row(0, tile.start, tile.count);
-    if (mask != work.bias) copy_row(mask, tile.count, work.bias, tile.count);
-  }
-
-  void soften(long i, const Tile& tile) const {
-    float* s = work.scores[tile.slot] + i * kScoreStride;
-    const bool any_hidden = see(s, i, tile);
-    const long count = round_up(tile.count, kPanel);
-    const float before = work.peak[i], here = highest(s, count) * factor;
-    const float peak = before > here ? before : here;
-    auto* to = work.weights[tile.slot];
-    if (!args.dropout.on) {
-      work.sum[i] = each_power(s, count, factor, peak, any_hidden, [&](long j, Vec low, Vec high) {
-        P::put(P::chunk(to, kKeyTile, i, j), low, high);
-      });
-    } else {
-      dropout_factors(args.dropout, static_cast<uint64_t>(row_of(i)),
-                      static_cast<uint64_t>(tile.start), count, work.factors);
-      work.sum[i] = each_power(s, count, factor, peak, any_hidden, [&](long j, Vec low, Vec high) {
-        P::put(P::chunk(to, kKeyTile, i, j), low * load(work.factors + j),
-               high * load(work.factors + j + kLanes));
-      });
-    }
-    work.last_peak[i] = before;
-    work.peak[i] = peak;
-  }
-
-  // Brings sums and totals to the new peaks.
-  void settle() const {
-    for (long i = 0; i < rows; i += kLanes) {
-      const Vec before = load(work.last_peak + i), peak = load(work.peak + i);
-      // Equal peaks may both be infinite.
-      const Vec keep =
-          select(equal(before, peak), set1(1.0f),
-                 select(equal(before, set1(-kInf)), zero(), power_of_two(before - peak)));
-      store(work.total + i, fma(load(work.total + i), keep, load(work.sum + i)));
-      float by[kLanes];
-      store(by, keep);
-      for (long r = 0; r < kLanes && i + r < rows; ++r) {
-        if (by[r] == 1.0f || work.last_peak[i + r] == -kInf) continue;
-        float* o = work.sums + (i + r) * work.sum_stride;
-        for (long j = 0; j < args.value_size; j += kLanes) store(o + j, load(o + j) * set1(by[r]));
+  // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
+  TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
+    const float* s = work.scores[panel.slot] + i * kPanel;
+    const long seen = sight.visible(i, panel.start, panel.count);
+    const float* mask = args.mask == nullptr ? nullptr
+                        : shared != nullptr  ? shared
+                                             : sight.mask_row(i, panel.start, seen);
+    const Vec scale = set1(args.scale), hidden = set1(-kInf);
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      x[u] = load(s + u * kLanes);
+      const long left = seen - u * kLanes;
+      if (mask != nullptr) {
+        const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : hidden;
+        x[u] = select(equal(m, hidden), hidden, fma(x[u], scale, m));
+      } else {
+        x[u] = x[u] * scale;
       }
+      if (left < kLanes)
+        x[u] = select(less(load(kLaneNumbers), set1(static_cast<float>(left))), x[u], hidden);
+    }
+  }
+
+  // The mask of a panel where it is alike for all rows.
+  const float* shared_mask(const Panel& panel) const {
+    return args.mask != nullptr && args.mask_stride[2] == 0
+               ? sight.mask_row(0, panel.start, panel.count)
+               : nullptr;
+  }
+
+  // The reference of a row, if this panel shows it one.
+  void refer(long i, const Vec (&x)[2]) {
+    const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+    if (highest > kLow) {
+      work.minus[i] = -highest;
+      work.known[i] = true;
+      --unknown_;
+    } else if (highest != -kInf) {
+      low_ = true;
+    }
+  }
+
+  TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+    float* total = work.total + i * kLanes;
+    store(total, load(total) + (e[0] + e[1]));
+    if (args.dropout.on) drop_row(panel, i, e);
+    P::put(P::chunk(work.weights, kGroupKeys, i, panel.column), e[0], e[1]);
+  }
+
+  TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
+    dropout_factors(args.dropout, static_cast<uint64_t>(row_of(i)),
+                    static_cast<uint64_t>(panel.start), kPanel, work.factors);
+    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * load(work.factors + u * kLanes);
+  }
+
+  // Turns the scores of rows up to `until` of the waiting panel into probabilities.
+  void soften(long until) {
+    if (until <= softened_) return;
+    if (waiting_.plain && unknown_ == 0) {
+      const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
+      const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+      for (; softened_ < until; ++softened_, s += kPanel) {
+        const Vec minus = set1(work.minus[softened_]) * base;
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
+            power_of_two(fma(load(s + u * kLanes), factor, minus), T{});
+        put(waiting_, softened_, e);
+      }
+      return;
+    }
+    const float* shared = shared_mask(waiting_);
+    for (; softened_ < until; ++softened_) {
+      Vec x[2];
+      see(waiting_, softened_, shared, x);
+      if (!work.known[softened_]) refer(softened_, x);
+      const Vec minus = set1(work.minus[softened_]);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two((x[u] + minus) * set1(kLog2E), T{});
+      put(waiting_, softened_, x);
     }
   }
 
   // Probabilities times values where the values hold NaN or inf: hidden ones are left out.
-  void mix_wild(const Tile& tile) const {
+  void mix_wild(const Panel& panel) const {
     for (long i = 0; i < rows; ++i) {
-      const long seen = sight.visible(i, tile.start, tile.count);
-      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, tile.start, seen);
+      const long seen = sight.visible(i, panel.start, panel.count);
+      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, panel.start, seen);
+      const auto* chunk = P::chunk(work.weights, kGroupKeys, i, panel.column);
       for (long s = 0; s < seen; ++s) {
         if (mask != nullptr && mask[s] == -kInf) continue;
-        const auto* chunk = P::chunk(work.weights[tile.slot], kKeyTile, i, s / kPanel * kPanel);
-        const float p = P::value(chunk + s % kPanel);
+        const float p = P::value(chunk + s);
         for (long j = 0; j < args.value_size; ++j)
           work.sums[i * work.sum_stride + j] +=
               p *
-              P::element(work.values + j / kPanel * work.value_panel, tile.start + s, j % kPanel);
+              P::element(work.values + j / kPanel * work.value_panel, panel.start + s, j % kPanel);
       }
     }
   }
 
-  bool is_wild(const Tile& tile) const { return work.wild[tile.start / kKeyTile]; }
-
-  template <class Meanwhile>
-  void mix(const Tile& tile, const Meanwhile& meanwhile) const {
-    for (long j = 0; j < args.value_size; j += kPanel)
-      P::multiply_to(work.weights[tile.slot], kKeyTile, rows, tile.count,
-                     work.values + j / kPanel * work.value_panel + tile.start * kPanel, true,
-                     work.sums + j, work.sum_stride, meanwhile);
+  // Multiplies the probabilities of the first `count` panels of the group into the sums, adjacent
+  // ones together.
+  void mix(const Panel* group, long count) const {
+    for (long from = 0, to; from < count; from = to) {
+      to = from + 1;
+      if (work.wild[group[from].start / kPanel]) {
+        mix_wild(group[from]);
+        continue;
+      }
+      while (to < count && group[to].start == group[to - 1].start + kPanel &&
+             !work.wild[group[to].start / kPanel])
+        ++to;
+      const long keys = group[to - 1].start + group[to - 1].count - group[from].start;
+      for (long j = 0; j < args.value_size; j += kPanel)
+        P::multiply_to(P::chunk(work.weights, kGroupKeys, 0, group[from].column), kGroupKeys, rows,
+                       keys,
+                       work.values + j / kPanel * work.value_panel + group[from].start * kPanel,
+                       true, work.sums + j, work.sum_stride, [] {});
+    }
   }
 
-  void begin() const {
+  void clear() {
+    for (long i = 0; i < round_up(rows, 16); ++i) {
+      for (long j = 0; j < args.value_size; j += kLanes)
+        store(work.sums + i * work.sum_stride + j, zero());
+      store(work.total + i * kLanes, zero());
+    }
+  }
+
+  void begin() {
     const T* query = static_cast<const T*>(args.query) +
                      head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
                      sight.first * args.query_stride[2];
     P::fill(query, args.query_stride[2], rows, args.size, work.query);
-    for (long i = 0; i < round_up(rows, 16); ++i) {
-      float* o = work.sums + i * work.sum_stride;
-      for (long j = 0; j < args.value_size; j += kLanes) store(o + j, zero());
-      work.peak[i] = -kInf;
-      work.total[i] = 0.0f;
+    clear();
+    for (long i = 0; i < rows; ++i) {
+      work.minus[i] = 0.0f;
+      work.known[i] = false;
     }
+    unknown_ = rows;
   }
 
-  void finish() const {
+  // The true maximum of every row as its reference.
+  void find_maxima() {
+    for (long i = 0; i < rows; ++i) work.minus[i] = kInf;
+    for (Panel panel = panel_from(0, 0, 0); panel.count > 0;
+         panel = panel_from(panel.start + kPanel, 0, 0)) {
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        Vec x[2];
+        see(panel, i, shared, x);
+        const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+        if (-highest < work.minus[i]) work.minus[i] = -highest;
+      }
+    }
+    for (long i = 0; i < rows; ++i) {
+      if (work.minus[i] == kInf) work.minus[i] = 0.0f;
+      work.known[i] = true;
+    }
+    unknown_ = 0;
+    exact_ = true;
+  }
+
+  // The whole block; false if its references did not do.
+  bool pass() {
+    const long steps = P::steps(rows, args.size);
+    const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
+    Panel group[kGroup];
+    long count = 0;  // panels in the group, the waiting one included
+    waiting_.count = 0;
+    softened_ = rows;
+    for (Panel panel = panel_from(0, 0, 0); panel.count > 0;) {
+      score(panel,
+            [&]() __attribute__((always_inline)) { soften(least(rows, softened_ + share)); });
+      soften(rows);
+      if (count == kGroup) {
+        mix(group, count);
+        count = 0;
+      }
+      panel.column = count * kPanel;
+      waiting_ = group[count++] = panel;
+      softened_ = 0;
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot, 0);
+    }
+    soften(rows);
+    mix(group, count);
+    return finish();
+  }
+
+  bool finish() const {
     T* output = static_cast<T*>(args.output) +
                 head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
                 sight.first * args.output_stride[2];
+    Vec odd = zero();  // NaN once any result is not finite
     for (long i = 0; i < rows; ++i) {
-      const float total = work.total[i];
+      const float total = reduce_add(load(work.total + i * kLanes));
       const float* o = work.sums + i * work.sum_stride;
       // What was never added to is 0 already.
       const Vec by = set1(total == 0.0f ? 1.0f : 1.0f / total);
-      for (long j = 0; j < args.value_size; j += kLanes)
-        store_some(output + i * args.output_stride[2] + j, load(o + j) * by, args.value_size - j);
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load(o + j);
+        odd = odd + (x - x);
+        store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
+      }
+      odd = odd + set1(total - total);
       if (args.shift == nullptr) continue;
-      args.shift[row_of(i)] = work.peak[i] * kLn2;
-      args.norm[row_of(i)] = total == 0.0f ? 0.0f : 1.0f / total;
+      args.shift[row_of(i)] = total == 0.0f ? -kInf : __builtin_logf(total) - work.minus[i];
+      args.norm[row_of(i)] = total == 0.0f ? 0.0f : 1.0f;
     }
+    return exact_ || (!any(not_a_number(odd)) && (unknown_ == 0 || !low_));
   }
 
-  // The probabilities, from the peaks and sums of the first pass.
-  void write_weights() const {
-    for (long start = 0; start < args.keys; start += kKeyTile) {
-      const long count = least(kKeyTile, args.keys - start);
-      const Tile tile{start, most(0, least(count, sight.limit - start)), 0};
-      const bool none = tile.count == 0 || sight.mask_hides_tile(start, tile.count);
-      if (!none) {
-        score(tile, [] {});
-        begin_tile(tile);
+  // The probabilities, once sums and references are known.
+  void write_weights() {
+    unknown_ = 0;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.total + i * kLanes));
+      work.total[i * kLanes] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
+    T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
+    for (long start = 0; start < args.keys; start += kPanel) {
+      const Panel panel = start < sight.limit ? panel_from(start, 0, 0) : Panel{};
+      const long count = least(kPanel, args.keys - start);
+      if (panel.count == 0 || panel.start != start) {
+        for (long i = 0; i < rows; ++i)
+          for (long j = 0; j < count; j += kLanes)
+            store_some(first + i * args.keys + start + j, zero(), count - j);
+        continue;
       }
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
       for (long i = 0; i < rows; ++i) {
-        T* to = static_cast<T*>(args.weights) + row_of(i) * args.keys + start;
-        const bool blank = none || work.total[i] == 0.0f;
-        if (!blank) write_row(i, tile, to);
-        for (long j = blank ? 0 : tile.count; j < count; j += kLanes)
-          store_some(to + j, zero(), count - j);
+        Vec x[2];
+        see(panel, i, shared, x);
+        const Vec minus = set1(work.minus[i]), by = set1(work.total[i * kLanes]);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+            power_of_two((x[u] + minus) * set1(kLog2E), T{}) * by;
+        if (args.dropout.on) drop_row(panel, i, x);
+        TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
+            store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
       }
     }
   }
 
-  void write_row(long i, const Tile& tile, T* to) const {
-    float* s = work.scores[0] + i * kScoreStride;
-    const bool any_hidden = see(s, i, tile);
-    const long count = round_up(tile.count, kPanel);
-    const Vec by = set1(1.0f / work.total[i]);
-    each_power(s, count, factor, work.peak[i], any_hidden, [&](long j, Vec low, Vec high) {
-      store(s + j, low * by);
-      store(s + j + kLanes, high * by);
-    });
-    if (args.dropout.on) {
-      dropout_factors(args.dropout, static_cast<uint64_t>(row_of(i)),
-                      static_cast<uint64_t>(tile.start), count, work.factors);
-      for (long j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.factors + j));
-    }
-    for (long j = 0; j < tile.count; j += kLanes) store_some(to + j, load(s + j), tile.count - j);
-  }
-
-  void run() const {
-    begin();
-    Tile last{0, 0, 1}, here = tile_from(0, 0);
-    if (here.count > 0) score(here, [] {});
-    while (here.count > 0) {
-      const Tile next = tile_from(here.start + kKeyTile, 1 - here.slot);
-      const bool wild = last.count > 0 && is_wild(last);
-      if (wild) mix_wild(last);
-      begin_tile(here);
-      const long steps = P::steps(rows, last.count) * panels(args.value_size) +
-                         P::steps(rows, args.size) * panels(next.count);
-      const long share = steps > 0 ? (rows + steps - 1) / steps : rows;
-      long done = 0;
-      const auto meanwhile = [&]() __attribute__((always_inline)) {
-        for (const long until = least(rows, done + share); done < until; ++done) soften(done, here);
-      };
-      if (last.count > 0 && !wild) mix(last, meanwhile);
-      score(next, meanwhile);
-      for (; done < rows; ++done) soften(done, here);
-      settle();
-      last = here;
-      here = next;
-    }
-    if (last.count > 0) is_wild(last) ? mix_wild(last) : mix(last, [] {});
-    finish();
-    if (args.weights != nullptr) write_weights();
-  }
-
-  static long panels(long columns) { return (columns + kPanel - 1) / kPanel; }
+  const HalfAttentionArgs& args;
+  const Workspace<T>& work;
+  const Sight sight;
+  const long rows;
+  Panel waiting_{};     // scored, not yet softened
+  long softened_ = 0;   // rows of it that are
+  long unknown_ = 0;    // rows without a reference
+  bool low_ = false;    // a row saw scores too low to refer to
+  bool exact_ = false;  // references are the true maxima
 };
 
-// Where a tile's values hold NaN or inf.
+// Where a panel's values hold NaN or inf.
 template <class T>
 void find_wild(const HalfAttentionArgs& args, const T* value, long keys, unsigned char* wild) {
-  for (long start = 0; start < keys; start += kKeyTile) {
+  for (long start = 0; start < keys; start += kPanel) {
     Vec sum = zero();
-    for (long s = start; s < least(keys, start + kKeyTile); ++s) {
+    for (long s = start; s < least(keys, start + kPanel); ++s) {
       const T* row = value + s * args.value_stride[2];
       for (long j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load_some(row + j, args.value_size - j);
         sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
       }
     }
-    wild[start / kKeyTile] = !(reduce_add(sum) == 0.0f);
+    wild[start / kPanel] = any(not_a_number(sum));
   }
 }
 
@@ -321,7 +411,6 @@ template <class T>
 void attend(const HalfAttentionArgs& args, long b, long key_head, long begin, long end,
             void* scratch) {
   const Workspace<T> work(args, scratch);
-  constexpr long kRows = Workspace<T>::kRows;
   const long queries = query_count(args, b);
   long limit = key_count(args, b);
   if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
@@ -330,18 +419,18 @@ void attend(const HalfAttentionArgs& args, long b, long key_head, long begin, lo
   const long last = all ? queries : (end - 1) % queries + 1;
   pack<T>(args, work, b, key_head, args.causal ? least(limit, last) : limit);
   const long group = args.heads / args.key_heads;
+  const unsigned mode = flush_denormals();
   Product<T>::enter();
   for (long item = begin; item < end;) {
     const long first = item % queries;
-    const long left = least(queries - first, end - item);
-    const long rows = least(left, kRows);
+    const long rows = least(least(queries - first, end - item), Product<T>::kBlockRows);
     const long seen = args.causal ? least(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
-    const Block<T> block{args, work, Sight{args, b, head, first, rows, seen, work.bias}};
-    block.run();
+    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}).run();
     item += rows;
   }
   Product<T>::leave();
+  restore_denormals(mode);
 }
 
 }  // namespace

@@ -1,67 +1,65 @@
-// One row of scores into probabilities for half types. For kernel files only.
+// Powers of two for the probabilities of half types. For kernel files only.
 #pragma once
 
-#include "cpu/gemm.h"
+#include "cpu/half.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-constexpr float kLog2E = 1.44269504089f, kLn2 = 0.69314718056f;
-// 2^x stops here, lest results become denormal.
-constexpr float kLeastPower = -126.0f;
+constexpr float kLog2E = 1.44269504089f;
 
-// 2^x for x <= 126, relative error below 3e-6, which is nothing beside the rounding of a half type;
-// NaN stays NaN.
-TF_INLINE Vec power_of_two(Vec x) {
-  x = max(set1(kLeastPower), x);  // in this order NaN comes through
-  const Vec n = round(x), f = x - n;
-  Vec p = set1(9.5701019611e-03f);
-  p = fma(p, f, set1(5.5917860698e-02f));
-  p = fma(p, f, set1(2.4024744830e-01f));
-  p = fma(p, f, set1(6.9312181469e-01f));
-  p = fma(p, f, set1(9.9999926144e-01f));
-  return scale_by_power(p, n);
+// c[0] + c[1] f + ...
+template <int kDegree>
+TF_INLINE Vec polynomial(const float (&c)[kDegree + 1], Vec f) {
+  Vec p = set1(c[kDegree]);
+  TF_UNROLL for (int i = kDegree - 1; i >= 0; --i) p = fma(p, f, set1(c[i]));
+  return p;
 }
 
-// The largest of `count` scores, a multiple of kPanel of them; NaN is passed over.
-TF_INLINE float highest(const float* scores, long count) {
-  Vec best[2] = {set1(-kInf), set1(-kInf)};
-  for (long j = 0; j < count; j += kPanel) {
-    best[0] = max(load(scores + j), best[0]);
-    best[1] = max(load(scores + j + kLanes), best[1]);
-  }
-  return reduce_max(max(best[0], best[1]));
+// 2^x, 0 for -inf, NaN for NaN; the relative error, 8e-5 for bfloat16 and 3e-6 for float16, is
+// nothing beside the rounding of a half type. Minimax polynomials for 2^f.
+#if defined(__AVX512F__)
+
+// f from 0 to 1: scalef takes the floor of x by itself. Where its result is denormal it would cost
+// a hundred times as much, but for flush_denormals().
+template <int kDegree>
+TF_INLINE Vec power_of_two(Vec x, const float (&c)[kDegree + 1]) {
+  return _mm512_scalef_ps(polynomial<kDegree>(c, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | 8)),
+                          x);
+}
+TF_INLINE Vec power_of_two(Vec x, BFloat16) {
+  constexpr float c[] = {9.9992521901e-01f, 6.9583353789e-01f, 2.2606715784e-01f,
+                         7.8024523144e-02f};
+  return power_of_two<3>(x, c);
+}
+TF_INLINE Vec power_of_two(Vec x, Float16) {
+  constexpr float c[] = {1.0000025934e+00f, 6.9300383469e-01f, 2.4144275636e-01f, 5.2011460921e-02f,
+                         1.3534167975e-02f};
+  return power_of_two<4>(x, c);
 }
 
-// Calls put(j, low, high) with 2^(scores * factor - peak) for each kPanel of them, 0 for scores of
-// -inf; returns the sum.
-template <class Put>
-TF_INLINE float each_power(const float* scores, long count, float factor, float peak,
-                           bool any_hidden, const Put& put) {
-  const Vec times = set1(factor), minus = set1(peak == -kInf ? 0.0f : -peak);
-  Vec sum[2] = {zero(), zero()};
-  if (any_hidden || peak == -kInf) {
-    for (long j = 0; j < count; j += kPanel) {
-      Vec e[2];
-      TF_UNROLL for (int u = 0; u < 2; ++u) {
-        const Vec x = load(scores + j + u * kLanes);
-        e[u] = select(equal(x, set1(-kInf)), zero(), power_of_two(fma(x, times, minus)));
-        sum[u] = sum[u] + e[u];
-      }
-      put(j, e[0], e[1]);
-    }
-  } else {
-    for (long j = 0; j < count; j += kPanel) {
-      Vec e[2];
-      TF_UNROLL for (int u = 0; u < 2; ++u) {
-        e[u] = power_of_two(fma(load(scores + j + u * kLanes), times, minus));
-        sum[u] = sum[u] + e[u];
-      }
-      put(j, e[0], e[1]);
-    }
-  }
-  return reduce_add(sum[0] + sum[1]);
+#else
+
+// f from -1/2 to 1/2; from 2^128 on the result is no power but large or infinite.
+template <class T>
+TF_INLINE Vec power_of_two(Vec x, T) {
+  constexpr float c[] = {9.9999926144e-01f, 6.9312181469e-01f, 2.4024744830e-01f, 5.5917860698e-02f,
+                         9.5701019611e-03f};
+  const Vec n = round(max(set1(-126.0f), min(set1(128.0f), x))), f = x - n;
+  const Vec power = scale_by_power(polynomial<4>(c, f), n);
+  return select(less(x, set1(-126.0f)), zero(), power);
 }
+
+#endif
+
+// From now on this thread takes denormal numbers for 0 and makes none; returns what to give back to
+// restore_denormals().
+TF_INLINE unsigned flush_denormals() {
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);
+  return before;
+}
+TF_INLINE void restore_denormals(unsigned before) { _mm_setcsr(before); }
 
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -39,7 +39,10 @@ def attention_calls():
     k, v = normal(2, 2, 7, 4, dtype=torch.float16), normal(2, 2, 7, 6, dtype=torch.float16)
     mask, lengths = normal(1, 4, 1, 7, dtype=torch.float16), torch.tensor([7, 2])
     q = normal(2, 5, 4, 4, dtype=torch.float16).transpose(1, 2)
-    for extra in ((None, None, True, 0.5, 0.0, None, False), (mask, lengths, False, 0.5, 0.2, SEED, True)):  # fmt: skip
+    for extra in (
+        (None, None, True, 0.5, 0.0, None, False),
+        (mask, lengths, False, 0.5, 0.2, SEED, True),
+    ):
         yield ops.triton_attention, (q, k, v, *extra)
         output, weights, shift, norm = ops.triton_attention(q, k, v, *extra)
         given = (weights.clone(), weights) if extra[-1] else (None, None)
