@@ -1,0 +1,238 @@
+"""Attention maps: which query looks at which key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from . import style
+from .watch import watch
+
+
+def attention_maps(
+    weights: Tensor | Mapping[str, Tensor],
+    query_tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    *,
+    index: int = 0,
+    heads: Sequence[int] | None = None,
+    average: bool = False,
+    query_padding: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    is_causal: bool = False,
+    title: str | None = None,
+) -> Figure:
+    """A map of attention weights for each layer (rows) and head (columns), tokens on the axes.
+
+        with models.attention_weights(model, "decoder.*.multihead_attn") as weights:
+            model(source, target)
+        viz.attention_maps(weights, target_words, source_words)
+
+    A row of a map is a query, a column a key; all maps share one scale, from 0 to the greatest
+    weight. What is hidden is grey.
+
+    Args:
+        weights: (B, H, T, S), (H, T, S) or (T, S); or several of one T and S by their layers'
+            names, as `models.attention_weights` gives them.
+        query_tokens: T tokens; None: their places.
+        key_tokens: S tokens; None: the query's where S is T and they are given, else their places.
+        index: which sequence of the batch.
+        heads: which heads; None: all.
+        average: one map for each layer, the mean of the heads.
+        query_padding: bool (T,), True at queries that are padding, shown grey; None: there are none.
+        key_padding: bool (S,), the same of keys.
+        is_causal: whether keys behind the query (s > t) are hidden, shown grey.
+        title: of the whole picture.
+
+    Raises:
+        TypeError: weights that are no floating-point tensors; a padding mask that is not bool.
+        ValueError: shapes that do not fit; NaN or negative numbers among the weights.
+        IndexError: no such sequence or head.
+    """
+    named = _named(weights)
+    maps = {name: _one_sequence(name, w, index) for name, w in named.items()}
+    rows, columns = next(iter(maps.values())).shape[-2:]
+    for name, found in maps.items():
+        if found.shape[-2:] != (rows, columns):
+            raise ValueError(
+                f"all weights must have one query length and one key length, ({rows}, {columns}) "
+                f"as {next(iter(maps))!r} has, but {name!r} has {tuple(found.shape[-2:])}: "
+                "choose layers by name in models.attention_weights"
+            )
+    if key_tokens is None and rows == columns:
+        key_tokens = query_tokens
+    queries = style.check_tokens("query_tokens", query_tokens, rows)
+    keys = style.check_tokens("key_tokens", key_tokens, columns)
+    padding = torch.zeros((rows, columns), dtype=torch.bool)
+    query_padding = style.check_padding("query_padding", query_padding, rows)
+    key_padding = style.check_padding("key_padding", key_padding, columns)
+    if query_padding is not None:
+        padding |= query_padding[:, None]
+    if key_padding is not None:
+        padding |= key_padding
+    hidden = padding | torch.ones_like(padding).triu(1) if is_causal else padding
+    chosen = {name: _heads(name, found, heads, average) for name, found in maps.items()}
+    return _draw(chosen, queries, keys, hidden, _reasons(padding, is_causal), title)
+
+
+def model_attention(
+    model: torch.nn.Module,
+    source: Tensor,
+    target: Tensor | None = None,
+    *,
+    kind: str | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    average: bool = False,
+    index: int = 0,
+    source_vocabulary: Sequence[str] | Mapping[int, str] | None = None,
+    target_vocabulary: Sequence[str] | Mapping[int, str] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """`attention_maps` of a model of `transformer_fast.models`, run on the given tokens.
+
+    The model runs without gradients and without dropout, in whatever mode it is; padding and what
+    the causal mask hides are grey.
+
+    Args:
+        model: `models.Transformer`, `models.LanguageModel` or `models.Encoder`.
+        source: token ids (B, S); of the other models: their tokens.
+        target: token ids (B, T) the decoder is given; for `models.Transformer` only.
+        kind: "encoder" (self-attention), "decoder" (self-attention) or "cross" (decoder to
+            encoder). None: "cross" of a `models.Transformer`, the only one of the others.
+        layers: which layers; None: all.
+        heads, average, index, title: as in `attention_maps`.
+        source_vocabulary: the token of each id; None: ids are shown.
+        target_vocabulary: the same of the target; None: ids, or the source's where the model has
+            one vocabulary for both.
+
+    Raises:
+        TypeError: a model of another kind.
+        ValueError: a kind that the model does not have, a target missing or not wanted.
+        IndexError: no such layer, head or sequence.
+    """
+    seen = watch(model, source, target, kind, layers, source_vocabulary, target_vocabulary, index)
+    return attention_maps(
+        seen.weights,
+        seen.query_tokens,
+        seen.key_tokens,
+        index=index,
+        heads=heads,
+        average=average,
+        query_padding=seen.query_padding,
+        key_padding=seen.key_padding,
+        is_causal=seen.is_causal,
+        title=seen.title if title is None else title,
+    )
+
+
+def _named(weights: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(weights, Mapping):
+        return {"": style.check_float("weights", weights)}
+    if not weights:
+        raise ValueError(
+            "weights is empty: has the model been called within models.attention_weights?"
+        )
+    return {name: style.check_float(f"weights[{name!r}]", w) for name, w in weights.items()}
+
+
+def _one_sequence(name: str, weights: Tensor, index: int) -> Tensor:
+    """(H, T, S)."""
+    said = f"weights[{name!r}]" if name else "weights"
+    if not 2 <= weights.dim() <= 4 or weights.numel() == 0:
+        raise ValueError(
+            f"{said} must have shape (B, H, T, S), (H, T, S) or (T, S), none of them 0, not "
+            f"{list(weights.shape)}"
+        )
+    if weights.isnan().any() or (weights < 0).any():
+        raise ValueError(f"{said} must be attention weights, but holds NaN or negative numbers")
+    if weights.dim() == 4:
+        return weights[style.check_index("index", index, weights.shape[0])]
+    return weights if weights.dim() == 3 else weights[None]
+
+
+def _heads(
+    name: str, weights: Tensor, heads: Sequence[int] | None, average: bool
+) -> dict[str, Tensor]:
+    """The maps (T, S) of one row of the picture by what stands above them."""
+    numbers = range(weights.shape[0]) if heads is None else heads
+    if len(numbers) == 0:
+        raise ValueError("heads must name at least one head")
+    chosen = [style.check_index("heads", head, weights.shape[0]) for head in numbers]
+    if weights.shape[0] == 1:
+        return {"": weights[0]}
+    if average:
+        return {f"mean of {len(chosen)} heads": weights[chosen].mean(0)}
+    return {f"head {head}": weights[head] for head in chosen}
+
+
+def _reasons(padding: Tensor, is_causal: bool) -> str:
+    """What grey stands for."""
+    reasons = ["padding"] if padding.any() else []
+    return " or ".join([*reasons, "behind the query (causal)"] if is_causal else reasons)
+
+
+def _row_names(names: Sequence[str]) -> list[str]:
+    """ "layer 0" where the names differ in the layer's number alone."""
+    matches = [re.fullmatch(r"(.*\blayers)\.(\d+)\.(\w+)", name) for name in names]
+    if len({m and (m[1], m[3]) for m in matches}) == 1 and matches[0]:
+        return [f"layer {m[2]}" for m in matches if m]
+    return list(names)
+
+
+def _draw(
+    maps: dict[str, dict[str, Tensor]],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    hidden: Tensor,
+    reasons: str,
+    title: str | None,
+) -> Figure:
+    across = max(len(row) for row in maps.values())
+    most = 6.0 if across * len(maps) == 1 else 3.6 if across * len(maps) <= 4 else 2.2
+    cell = style.cell_size(len(queries), len(keys), most)
+    height, width = max(cell * len(queries), 0.6), max(cell * len(keys), 0.9)
+    figure = style.new_figure(
+        max(across * (width + 0.2) + style.token_inches(queries) + 1.7, 3.4),
+        len(maps) * (height + 0.25) + style.token_inches(keys) + (1.1 if reasons else 0.8),
+    )
+    panels = figure.subplots(len(maps), across, squeeze=False)
+    highest = max(float(m[~hidden].max()) if (~hidden).any() else 0.0
+                  for row in maps.values() for m in row.values())  # fmt: skip
+    image = None
+    for i, (name, row) in enumerate(zip(_row_names(list(maps)), maps.values(), strict=True)):
+        for j, (head, weights) in enumerate(row.items()):
+            panel = panels[i, j]
+            image = panel.imshow(
+                numpy.ma.array(weights.numpy(), mask=hidden.numpy()),
+                cmap=style.colours(style.SEQUENTIAL),
+                vmin=0.0,
+                vmax=highest or 1.0,
+                aspect="auto",
+                interpolation="nearest",
+            )
+            if i == 0:
+                panel.set_title(head, fontsize=style.LABEL_SIZE)
+            if j == 0:
+                panel.set_ylabel(f"{name}\nquery".lstrip(), fontsize=style.LABEL_SIZE)
+            if i == len(maps) - 1:
+                panel.set_xlabel("key", fontsize=style.LABEL_SIZE)
+            style.label_tokens(panel.xaxis, keys, width)
+            style.label_tokens(panel.yaxis, queries, height)
+            panel.tick_params(labelleft=j == 0, labelbottom=i == len(maps) - 1)
+        for panel in panels[i, len(row) :]:
+            panel.set_visible(False)
+    assert image is not None
+    bar = figure.colorbar(image, ax=panels, fraction=0.05, aspect=25)
+    bar.set_label("attention weight", fontsize=style.LABEL_SIZE)
+    bar.ax.tick_params(labelsize=style.TICK_SIZE)
+    if title:
+        figure.suptitle(title, fontsize=style.TITLE_SIZE, parse_math=False)
+    if reasons:
+        style.legend_below(figure, [style.hidden_patch(f"hidden: {reasons}")])
+    return figure

@@ -1,0 +1,127 @@
+"""Positional encodings: the whole table, and how single dimensions run over the positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ..models.positions import Positions, SinusoidalPositions
+from . import style
+
+
+def positional_encoding(
+    positions: torch.nn.Module | Tensor,
+    length: int | None = None,
+    *,
+    dimensions: Sequence[int] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """A table of position vectors as a heat map, and some of its columns as curves.
+
+    Args:
+        positions: `models.SinusoidalPositions`, `models.LearnedPositions`, a model or an embedding
+            that has one of them, or a table (L, M).
+        length: how many positions to show; None: the first 100, or all where there are fewer.
+        dimensions: which columns to draw as curves, at most 6; None: four, spread over the table.
+        title: of the whole picture; None: what is shown.
+
+    Raises:
+        TypeError: something else as positions.
+        ValueError: a length that the table does not have; a table of another shape.
+        IndexError: no such dimension.
+
+    Source: "Attention Is All You Need", section 3.5.
+    """
+    table, kind = _table(positions)
+    longest, size = table.shape
+    if length is None:
+        length = min(100, longest)
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= longest:
+        raise ValueError(f"length must be an int in [1, {longest}], not {length!r}")
+    table = table[:length]
+    if dimensions is None:
+        # Even ones: of sinusoids they are all sines, which differ in nothing but their period.
+        dimensions = sorted({size * i // 16 // 2 * 2 for i in (4, 6, 8, 10)})
+    chosen = [style.check_index("dimensions", dimension, size) for dimension in dimensions]
+    if not 1 <= len(chosen) <= len(style.LINES):
+        raise ValueError(f"dimensions must name 1 to {len(style.LINES)}, not {len(chosen)}")
+
+    figure = style.new_figure(11.0, 4.2)
+    heat, curves = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
+    extreme = float(table.abs().max()) or 1.0
+    image = heat.imshow(
+        table.T.numpy(),
+        cmap=style.DIVERGING,
+        vmin=-extreme,
+        vmax=extreme,
+        aspect="auto",
+        interpolation="nearest",
+        origin="lower",
+    )
+    heat.set_title("each column is one position's vector", fontsize=style.LABEL_SIZE)
+    heat.set_ylabel("dimension", fontsize=style.LABEL_SIZE)
+    bar = figure.colorbar(image, ax=heat)
+    bar.set_label("value", fontsize=style.LABEL_SIZE)
+    bar.ax.tick_params(labelsize=style.TICK_SIZE)
+    for number, dimension in enumerate(chosen):
+        label = f"dimension {dimension}"
+        if kind == "sinusoidal":
+            wave = "cos" if dimension % 2 else "sin"
+            period = 2 * torch.pi * 10000.0 ** (dimension // 2 * 2 / size)
+            label += f": {wave}, period {period:,.4g}"
+        curves.plot(
+            range(length),
+            table[:, dimension].numpy(),
+            color=style.LINES[number],
+            linestyle=style.DASHES[number],
+            marker="o" if length == 1 else "",
+            label=label,
+        )
+    curves.set_title("some dimensions over the positions", fontsize=style.LABEL_SIZE)
+    curves.set_ylabel("value", fontsize=style.LABEL_SIZE)
+    curves.grid(color="#E5E5E5", linewidth=0.6)
+    curves.set_axisbelow(True)
+    curves.spines[["top", "right"]].set_visible(False)
+    for axes in (heat, curves):
+        axes.set_xlabel("position", fontsize=style.LABEL_SIZE)
+        axes.tick_params(labelsize=style.TICK_SIZE)
+    # Below the curves, where it can hide none of them.
+    figure.legend(
+        loc="outside lower right",
+        ncols=2,
+        fontsize=style.TICK_SIZE,
+        frameon=False,
+        handlelength=3.5,
+    )
+    name = {"sinusoidal": "Sinusoidal positions", "learned": "Learned positions"}.get(
+        kind, "Positions"
+    )
+    figure.suptitle(
+        f"{name}: {length} of {longest:,}, d_model = {size}" if title is None else title,
+        fontsize=style.TITLE_SIZE,
+        parse_math=False,
+    )
+    return figure
+
+
+def _table(positions: torch.nn.Module | Tensor) -> tuple[Tensor, str]:
+    """The table (L, M), and "sinusoidal", "learned" or "" where nobody knows."""
+    if isinstance(positions, Tensor):
+        table = style.check_float("positions", positions)
+        if table.dim() != 2 or table.numel() == 0:
+            raise ValueError(f"positions must have shape (L, M), not {list(table.shape)}")
+        return table, ""
+    found: dict[int, Positions] = {}
+    if isinstance(positions, torch.nn.Module):
+        found = {id(m): m for m in positions.modules() if isinstance(m, Positions)}
+    if not found:
+        raise TypeError(
+            "positions must be a table (L, M), or a module with models.SinusoidalPositions or "
+            f"models.LearnedPositions, not {type(positions).__name__}"
+        )
+    first = next(iter(found.values()))
+    kind = "sinusoidal" if isinstance(first, SinusoidalPositions) else "learned"
+    return style.check_float("positions", first.table), kind

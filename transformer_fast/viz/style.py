@@ -1,0 +1,157 @@
+"""What all pictures have in common: colours, tokens on axes, checks of arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis, XAxis
+from matplotlib.colors import Colormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+# Okabe and Ito's colours, told apart by all eyes; never the only thing that tells lines apart.
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
+VISIBLE, HIDDEN, BLIND = "#56B4E9", "#D9D9D9", "#D55E00"
+#: From nothing to much, in even steps of lightness; and around zero.
+SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
+
+TITLE_SIZE, LABEL_SIZE, TICK_SIZE = 11, 9, 8
+#: Inches that a tick's label takes across its axis.
+_TICK_SPACE = TICK_SIZE * 1.35 / 72
+_LONGEST_TOKEN = 16
+
+
+def new_figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(w_pad=0.07, h_pad=0.07)  # type: ignore[call-arg]
+    return figure
+
+
+def colours(name: str) -> Colormap:
+    """The map of that name, grey where there is no value."""
+    from matplotlib import colormaps
+
+    return colormaps[name].with_extremes(bad=HIDDEN)
+
+
+def hidden_patch(label: str, colour: str = HIDDEN) -> Patch:
+    """An entry for a legend."""
+    return Patch(facecolor=colour, edgecolor="#666666", linewidth=0.5, label=label)
+
+
+def cell_size(rows: int, columns: int, most: float) -> float:
+    """Inches of a cell's side, so that a map has at most ``most`` inches and can still be seen."""
+    longest = max(rows, columns, 1)
+    return max(min(0.26, most / longest), 1.3 / longest)
+
+
+def shown(token: str) -> str:
+    """A token as one short line: white space is made visible, the end of a long one cut off."""
+    token = token.encode("unicode_escape").decode() if not token.isprintable() else token
+    token = token.replace(" ", "\N{OPEN BOX}")
+    return (
+        token
+        if len(token) <= _LONGEST_TOKEN
+        else token[: _LONGEST_TOKEN - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    )
+
+
+def label_tokens(axis: Axis, tokens: Sequence[str], inches: float) -> None:
+    """Tokens at 0, 1, ...; as many of them, in even steps, as there is room for.
+
+    Below a map they stand upright where they do not fit side by side.
+    """
+    names = [shown(token) for token in tokens]
+    below = isinstance(axis, XAxis)
+    rotated = below and token_inches(names) + 0.06 > inches / len(names)
+    if rotated and all(name.isdigit() for name in names):
+        # Places: some of them are enough.
+        rotated, space = False, token_inches(names) + 0.06
+    else:
+        space = 0.0 if below and not rotated else _TICK_SPACE
+    step = max(1, math.ceil(len(names) * space / inches))
+    axis.set_ticks(list(range(0, len(names), step)))
+    # What looks like mathematics ("$") is text too.
+    axis.set_ticklabels(
+        names[::step], fontsize=TICK_SIZE, rotation=90 if rotated else 0, parse_math=False
+    )
+    axis.set_tick_params(length=2)
+
+
+def token_inches(tokens: Sequence[str]) -> float:
+    """Roughly what the longest takes along its line."""
+    return max(len(shown(token)) for token in tokens) * 0.075
+
+
+def legend_below(figure: Figure, entries: list[Patch]) -> None:
+    """As many columns as the figure has room for."""
+    widest = max(len(str(entry.get_label())) for entry in entries) * 0.065 + 0.5
+    figure.legend(
+        handles=entries,
+        loc="outside lower right",
+        ncols=max(1, min(len(entries), int(figure.get_figwidth() / widest))),
+        fontsize=TICK_SIZE,
+        frameon=False,
+    )
+
+
+def cell_borders(axes: Axes, rows: int, columns: int) -> None:
+    """Thin lines between the cells, where there are few enough to see."""
+    if max(rows, columns) > 40:
+        return
+    axes.set_xticks([i - 0.5 for i in range(1, columns)], minor=True)
+    axes.set_yticks([i - 0.5 for i in range(1, rows)], minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.6)
+    axes.tick_params(which="minor", length=0)
+
+
+def check_tensor(name: str, value: Any, what: str = "a Tensor") -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be {what}, not {type(value).__name__}")
+    return value.detach().cpu()
+
+
+def check_float(name: str, value: Any) -> Tensor:
+    """As a tensor in CPU memory that numpy knows: fp32 or fp64."""
+    tensor = check_tensor(name, value, "a Tensor of floating point")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a Tensor of floating point, not {tensor.dtype}")
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def check_tokens(name: str, tokens: Sequence[Any] | None, length: int) -> list[str]:
+    """The names of ``length`` tokens; their places where there are none."""
+    if tokens is None:
+        return [str(i) for i in range(length)]
+    if isinstance(tokens, str):
+        raise TypeError(f"{name} must be a sequence of tokens, not one str")
+    if len(tokens) != length:
+        raise ValueError(f"{name} must name {length} tokens, not {len(tokens)}")
+    return [str(token) for token in tokens]
+
+
+def check_padding(name: str, padding: Tensor | None, length: int) -> Tensor | None:
+    if padding is None:
+        return None
+    found = check_tensor(name, padding, "a bool Tensor, True at padding")
+    if found.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool Tensor, True at padding, not {found.dtype}")
+    if found.shape != (length,):
+        raise ValueError(f"{name} must have shape [{length}], not {list(found.shape)}")
+    return found
+
+
+def check_index(name: str, index: int, size: int) -> int:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"{name} must be an int, not {type(index).__name__}")
+    if not 0 <= index < size:
+        raise IndexError(f"{name} must be in [0, {size}), not {index}")
+    return index
