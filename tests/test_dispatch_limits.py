@@ -98,9 +98,7 @@ def test_dtype(kernel):
     call = accepted(kernel)
     names = ", ".join(sorted(map(name_of, kernel.dtypes)))
     for dtype in DTYPES:
-        cast = call._replace(
-            tensors=tuple(None if t is None else t.to(dtype) for t in call.tensors)
-        )
+        cast = in_dtype(call, dtype)
         here = dataclasses.replace(kernel, devices=(), unavailable=None)
         if not kernel.dtypes or dtype in kernel.dtypes:
             assert why_not(here, cast) == []
@@ -184,12 +182,16 @@ MASKED = (
 ROUNDED = "PyTorch's CPU backward keeps half types' statistics in the half type"
 
 
-def training_in(dtype: torch.dtype) -> Change:
-    def change(call: Call) -> Call:
-        tensors = tuple(None if t is None else t.to(dtype) for t in call.tensors)
-        return call._replace(tensors=tensors, needs_grad=True)
+FLOAT32_BACKWARD = "its backward takes float32 and the call has {}"
+MASK_DTYPES = "it reads masks that are bool, float32 or of query's dtype and this one is {}"
 
-    return change
+
+def in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    return call._replace(tensors=tuple(None if t is None else t.to(dtype) for t in call.tensors))
+
+
+def training_in(dtype: torch.dtype) -> Change:
+    return lambda call: in_dtype(call, dtype)._replace(needs_grad=True)
 
 
 REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
@@ -198,15 +200,23 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
         (ROUNDED, training_in(torch.float16)),
     ],
     ("add_layer_norm", "torch"): [(ROUNDED, training_in(torch.bfloat16))],
+    **{
+        (op, "cpu"): [
+            (FLOAT32_BACKWARD.format(name), training_in(getattr(torch, name)))
+            for name in ("bfloat16", "float16")
+        ]
+        for op in ("layer_norm", "add_layer_norm", "linear", "feed_forward")
+    },
     ("attention", "cpu"): [
+        (MASK_DTYPES.format("float64"), lambda call: call._replace(mask=MASK.double())),
+        (MASK_DTYPES.format("float16"), lambda call: call._replace(mask=MASK.half())),
+        (MASK_DTYPES.format("bfloat16"), lambda call: call._replace(mask=MASK.bfloat16())),
         (
-            "it reads bool and float32 masks and this one is float64",
-            lambda call: call._replace(mask=MASK.double()),
+            MASK_DTYPES.format("float16"),
+            lambda call: in_dtype(call, torch.bfloat16)._replace(mask=MASK.half()),
         ),
-        (
-            "it reads bool and float32 masks and this one is float16",
-            lambda call: call._replace(mask=MASK.half()),
-        ),
+        (FLOAT32_BACKWARD.format("bfloat16"), training_in(torch.bfloat16)),
+        (FLOAT32_BACKWARD.format("float16"), training_in(torch.float16)),
     ],
     ("attention", "torch"): [
         (MASKED, lambda call: call._replace(mask=MASK)),
@@ -230,6 +240,16 @@ def test_refuses(key, sentence, change):
     call = accepted(kernel)
     assert sentence not in why_not(kernel, call)
     check_refusal(kernel, change(call), sentence)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_masks_that_the_cpu_reads(dtype):
+    """Beside those it refuses above: bool, float32, and float masks of query's dtype."""
+    (kernel,) = (k for k in dispatch.kernels("attention") if k.backend == "cpu")
+    here = dataclasses.replace(kernel, unavailable=None)
+    call = in_dtype(accepted(kernel), dtype)
+    for readable in (torch.bool, torch.float32, dtype):
+        assert why_not(here, call._replace(mask=MASK.to(readable))) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
