@@ -91,7 +91,8 @@ def of_attention(model: models.Transformer) -> Iterator[tuple[str, str, Figure]]
     yield (
         "attention_cross",
         "Which word of the source the decoder looks at, in each layer and head. The model turns "
-        "lines around, and that is what can be seen: from bottom left to top right.",
+        "lines around: as it reads a word of the target, it looks at the word before that one in "
+        "the source, which it writes next.",
         viz.model_attention(model, source, target, source_vocabulary=WORDS),
     )
     yield (
@@ -138,7 +139,7 @@ def of_masks() -> Iterator[tuple[str, str, Figure]]:
     )
     yield (
         "masks_bool_torch_nn",
-        "And here True = hidden. The first query sees nothing: transformer_fast gives 0 for it.",
+        "And here True = hidden. The first three queries see nothing: transformer_fast gives 0 for them.",
         viz.masks(length, attn_mask=window, is_causal=True, true_means="hidden"),
     )
     distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
@@ -213,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for pictures in (of_attention(model), of_layers(model), of_positions(), of_masks()):
         for name, caption, figure in pictures:
             file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+            figure.savefig(file, format="png", dpi=100, pil_kwargs={"optimize": True})
             (options.out / f"{name}.png").write_bytes(file.getvalue())
             done.append((name, caption, file.getvalue()))
     (options.out / "index.html").write_text(page(done), encoding="utf-8")

@@ -46,7 +46,7 @@ def attention_maps(
         average: one map for each layer, the mean of the heads.
         query_padding: bool (T,), True at queries that are padding, shown grey; None: there are none.
         key_padding: bool (S,), the same of keys.
-        is_causal: whether keys behind the query (s > t) are hidden, shown grey.
+        is_causal: whether keys after the query (s > t) are hidden, shown grey.
         title: of the whole picture.
 
     Raises:
@@ -174,7 +174,7 @@ def _heads(
 def _reasons(padding: Tensor, is_causal: bool) -> str:
     """What grey stands for."""
     reasons = ["padding"] if padding.any() else []
-    return " or ".join([*reasons, "behind the query (causal)"] if is_causal else reasons)
+    return " or ".join([*reasons, "after the query (causal)"] if is_causal else reasons)
 
 
 def _row_names(names: Sequence[str]) -> list[str]:

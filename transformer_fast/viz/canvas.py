@@ -20,9 +20,9 @@ SUM_RADIUS = 0.12
 _INK = "#222222"
 
 
-def text_width(text: str, size: float = FONT_SIZE) -> float:
+def text_width(text: str, size: float = FONT_SIZE, weight: str = "normal") -> float:
     """Inches of the widest line."""
-    font = FontProperties(size=size)
+    font = FontProperties(size=size, weight=weight)
     widths = [
         TextPath((0.0, 0.0), line, prop=font).get_extents().width
         for line in text.split("\n")
@@ -98,7 +98,7 @@ class Canvas:
         usual: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": FONT_SIZE, "zorder": 4}
         options = usual | options
         self._texts.append((x, y, text, options))
-        width = text_width(text, options["fontsize"])
+        width = text_width(text, options["fontsize"], options.get("fontweight", "normal"))
         height = (text.count("\n") + 1) * options["fontsize"] * 1.35 / 72
         if options.get("rotation"):
             width, height = height, width

@@ -178,8 +178,8 @@ def _stack(
 def _layer(layer: Any) -> LayerFacts:
     if not isinstance(layer, _LAYERS):
         raise TypeError(
-            "model must be built of TransformerEncoderLayer and TransformerDecoderLayer, and has a "
-            f"{type(layer).__name__}"
+            "model must be built of TransformerEncoderLayer and TransformerDecoderLayer, and one "
+            f"of its layers is {type(layer).__name__}"
         )
     attention = layer.self_attn
     return LayerFacts(

@@ -55,13 +55,11 @@ def cell_size(rows: int, columns: int, most: float) -> float:
 
 def shown(token: str) -> str:
     """A token as one short line: white space is made visible, the end of a long one cut off."""
-    token = token.encode("unicode_escape").decode() if not token.isprintable() else token
-    token = token.replace(" ", "\N{OPEN BOX}")
-    return (
-        token
-        if len(token) <= _LONGEST_TOKEN
-        else token[: _LONGEST_TOKEN - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    )
+    signs = (s if s.isprintable() else s.encode("unicode_escape").decode() for s in token)
+    token = "".join(signs).replace(" ", "\N{OPEN BOX}")
+    if len(token) <= _LONGEST_TOKEN:
+        return token
+    return token[: _LONGEST_TOKEN - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def label_tokens(axis: Axis, tokens: Sequence[str], inches: float) -> None:

@@ -77,8 +77,9 @@ def watch(
         else:
             model(source)
     shared = isinstance(model, Transformer) and model.config["target_vocab_size"] is None
+    target_name = "target_vocabulary"
     if target_vocabulary is None and shared:
-        target_vocabulary = source_vocabulary
+        target_name, target_vocabulary = "source_vocabulary", source_vocabulary
     style.check_index("index", index, source.shape[0])
 
     def words_and_padding(of_target: bool) -> tuple[list[str], Tensor | None]:
@@ -86,7 +87,7 @@ def watch(
         assert tokens is not None
         vocabulary = target_vocabulary if of_target else source_vocabulary
         padding = _half(model, "decoder" if of_target else "encoder").padding_mask(tokens)
-        label = "target_vocabulary" if of_target else "source_vocabulary"
+        label = target_name if of_target else "source_vocabulary"
         ids = tokens[index].tolist()
         return _words(label, ids, vocabulary), None if padding is None else padding[index]
 
