@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
+from transformer_fast import _native
 from transformer_fast.specs import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,15 +20,61 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_the_quick_start_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL)
-    assert len(blocks) >= 3
+def sections() -> dict[str, list[str]]:
+    """The Python of README by the heading above it."""
+    found: dict[str, list[str]] = {}
+    for part in re.split(r"(?m)^(?=##)", text_of("README.md")):
+        blocks = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
+        if blocks:
+            found[part.partition("\n")[0].strip("# ")] = blocks
+    return found
+
+
+#: What a section's code prints, each way in with something that shows it went in.
+SHOWN = {
+    "Change one import": "torch.Size([2, 10, 512])",
+    "Accelerate a model that exists": "modules swapped, 0 left as they were",
+    "Leave the code alone": "",
+    "Hugging Face": "attention of transformer_fast",
+    "Code that somebody wrote by hand": "rewritten: 1 attention.",
+    "Whole models, and decoding": "torch.Size([2, ",
+    "The ops themselves": "attention runs on '",
+    "Pictures": "",
+}
+
+
+def test_no_way_in_is_missing():
+    assert set(SHOWN) <= set(sections())
+
+
+@pytest.fixture
+def known_backend(monkeypatch):
+    """backend="transformer_fast", where the package runs without being installed."""
+    if "transformer_fast" not in torch.compiler.list_backends():
+        entry = EntryPoint(
+            "transformer_fast",
+            "transformer_fast.accelerate.graph.backend:compile_backend",
+            "torch_dynamo_backends",
+        )
+        monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, entry.name, entry)
+    torch.compiler.reset()
+
+
+# Libraries other than ours have warnings of their own.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("section", sections())
+def test_snippets_run(section, capsys, known_backend):
+    """Each section by itself, as somebody would copy it."""
+    code = sections()[section]
+    for extra, word in (("transformers", "from transformers "), ("matplotlib", "viz")):
+        if any(word in block for block in code):
+            pytest.importorskip(extra, reason=f"{extra} is not installed")
+    if any("enable_sdpa" in block for block in code) and _native.why_not is not None:
+        pytest.skip(f"there is no CPU kernel: {_native.why_not}")
     names: dict[str, object] = {}
-    for block in blocks:
+    for block in code:
         exec(compile(block, "README.md", "exec"), names)
-    shown = capsys.readouterr().out
-    assert "torch.Size([2, 10, 512])" in shown
-    assert "attention runs on '" in shown
+    assert SHOWN.get(section, "") in capsys.readouterr().out
 
 
 def test_generated_parts_are_up_to_date():
