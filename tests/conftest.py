@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Threads that wait sleep: where several processes share the cores, spinning takes the others' time.
+# OpenMP asks once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest
@@ -12,6 +17,9 @@ from transformer_fast import _native, dispatch
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
+
+# Most calls here are too small for a second thread. Tests of what depends on threads set them.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +33,8 @@ def process_left_alone() -> Iterator[None]:
 
     def flags() -> tuple[object, ...]:
         state = dispatch._state.backend, dispatch._state.strict
-        return *state, torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+        torchs = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+        return *state, *torchs, torch.get_num_threads()
 
     before = flags()
     yield
@@ -43,6 +52,11 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_threads(threads: None) -> None:
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(params=_native.module.supported_isas() if _native.module else ["none"])

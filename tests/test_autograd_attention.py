@@ -13,7 +13,10 @@ from transformer_fast.backends import cpu
 from transformer_fast.measure.memory import peak
 from transformer_fast.testing import check_gradients, nan_memory
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+pytestmark = [
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 
 @pytest.fixture(params=tuple(_native.module.supported_isas()) if _native.module else ("none",))

@@ -68,12 +68,14 @@ def test_most_cases_are_accepted() -> None:
 
 
 @EVERY_CASE
+@pytest.mark.usefixtures("two_threads")
 def test_gradients(op: str, case: str, isa: str) -> None:
     with nan_memory():
         check_gradients(op, kernel_of(op).run, all_among_nan(arguments_of(op, case)))
 
 
 @EVERY_CASE
+@pytest.mark.usefixtures("two_threads")
 def test_training_forward(op: str, case: str, isa: str) -> None:
     """What the forward returns on the way to gradients is held to the forward's budget."""
     arguments = arguments_of(op, case)
@@ -94,16 +96,12 @@ def test_each_gradient_alone(op: str, case: str) -> None:
 
 
 @EVERY_CASE
-def test_same_bits_with_one_thread(op: str, case: str) -> None:
+def test_same_bits_with_one_thread(op: str, case: str, two_threads: None) -> None:
     arguments = arguments_of(op, case)
     run = kernel_of(op).run
-    threads = torch.get_num_threads()
     first, second = gradients(op, run, arguments), gradients(op, run, arguments)
-    try:
-        torch.set_num_threads(1)
-        single = gradients(op, run, arguments)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
+    single = gradients(op, run, arguments)
     for name in first:
         assert torch.equal(first[name], second[name]), name
         assert torch.equal(first[name], single[name]), name

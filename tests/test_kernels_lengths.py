@@ -14,6 +14,8 @@ from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import Truth, truth_of
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 #: Bytes in a vector.
 VECTOR = {"baseline": 16, "avx2": 32}
 #: Around the panels, tiles and blocks of the kernels, and a prime beyond them all.

@@ -15,6 +15,8 @@ from harness import Target, check_target, on, run, targets
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.testing import check, truth_of
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 #: The kernels that have masks.
 TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend != "torch"]
 SHAPES = list(itertools.product((1, 2), (1, 3), (1, 19), (1, 37)))  # all of (B, H, T, S)

@@ -10,6 +10,8 @@ from transformer_fast import dispatch
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, check_gradients, require_grad
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 #: The CPU's own kernels have tests of their gradients of their own. A normalised single value has
 #: the gradient 0, which PyTorch computes as a difference of large numbers.
 GRADIENT_CASES = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,15 +26,6 @@ from transformer_fast.nn import masks
 
 INFOS = {info.module_cls: info for info in module_db if info.module_cls in OURS}
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The samples are tiny: a second thread only costs time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Case:
