@@ -208,6 +208,7 @@ def _draw(
     for i, (name, row) in enumerate(zip(_row_names(list(maps)), maps.values(), strict=True)):
         for j, (head, weights) in enumerate(row.items()):
             panel = panels[i, j]
+            style.hatched(panel)
             image = panel.imshow(
                 numpy.ma.array(weights.numpy(), mask=hidden.numpy()),
                 cmap=style.colours(style.SEQUENTIAL),
@@ -234,5 +235,5 @@ def _draw(
     if title:
         figure.suptitle(title, fontsize=style.TITLE_SIZE, parse_math=False)
     if reasons:
-        style.legend_below(figure, [style.hidden_patch(f"hidden: {reasons}")])
+        style.legend_below(figure, [style.legend_entry(f"hidden: {reasons}")])
     return figure

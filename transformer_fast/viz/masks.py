@@ -101,7 +101,7 @@ def masks(
     if key_lengths is not None:
         lengths = _key_lengths(key_lengths, columns, index)
         panel(
-            f"key_lengths\n{int(lengths)}: keys from there on hidden",
+            f"key_lengths\n{int(lengths)} keys; later ones hidden",
             visible_places(*like, None, lengths, False),
         )
     if is_causal:
@@ -183,6 +183,7 @@ def _draw(
     image = None
     for number, (one, place) in enumerate(zip(panels, axes, strict=True)):
         visible = one.visible.numpy()
+        style.hatched(place)
         if one in biased and one.added is not None:
             image = place.imshow(
                 numpy.ma.array(one.added.numpy(), mask=~visible),
@@ -194,8 +195,8 @@ def _draw(
             )
         else:
             place.imshow(
-                visible.astype(numpy.uint8),
-                cmap=ListedColormap([style.HIDDEN, style.VISIBLE]),
+                numpy.ma.array(visible.astype(numpy.uint8), mask=~visible),
+                cmap=ListedColormap([style.VISIBLE]).with_extremes(bad="none"),
                 vmin=0,
                 vmax=1,
                 aspect="auto",
@@ -213,8 +214,8 @@ def _draw(
         bar.set_label("added to the score", fontsize=style.LABEL_SIZE)
         bar.ax.tick_params(labelsize=style.TICK_SIZE)
     axes[0].set_ylabel("query", fontsize=style.LABEL_SIZE)
-    legend = [style.hidden_patch("may attend", style.VISIBLE)] if len(biased) < len(panels) else []
-    legend.append(style.hidden_patch("hidden"))
+    legend = [style.legend_entry("may attend", style.VISIBLE)] if len(biased) < len(panels) else []
+    legend.append(style.legend_entry("hidden"))
     if blind:
         legend.append(
             Patch(

@@ -18,8 +18,9 @@ from torch import Tensor
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 VISIBLE, HIDDEN, BLIND = "#56B4E9", "#D9D9D9", "#D55E00"
+_HATCH = "#B8B8B8"
 #: From nothing to much, in even steps of lightness; and around zero.
-SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
+SEQUENTIAL, DIVERGING = "viridis", "PuOr_r"
 
 TITLE_SIZE, LABEL_SIZE, TICK_SIZE = 11, 9, 8
 #: Inches that a tick's label takes across its axis.
@@ -36,15 +37,22 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def colours(name: str) -> Colormap:
-    """The map of that name, grey where there is no value."""
+    """The map of that name, which lets `hatched` axes through where there is no value."""
     from matplotlib import colormaps
 
-    return colormaps[name].with_extremes(bad=HIDDEN)
+    return colormaps[name].with_extremes(bad="none")
 
 
-def hidden_patch(label: str, colour: str = HIDDEN) -> Patch:
-    """An entry for a legend."""
-    return Patch(facecolor=colour, edgecolor="#666666", linewidth=0.5, label=label)
+def hatched(axes: Axes) -> None:
+    """What stands for hidden behind an image: grey, and hatched, so that no pale colour is like it."""
+    axes.patch.set(facecolor=HIDDEN, edgecolor=_HATCH, hatch="////", linewidth=0.0)
+
+
+def legend_entry(label: str, colour: str | None = None) -> Patch:
+    """For a colour, or for what is hidden."""
+    if colour is None:
+        return Patch(facecolor=HIDDEN, edgecolor=_HATCH, hatch="////", linewidth=0.0, label=label)
+    return Patch(facecolor=colour, label=label)
 
 
 def cell_size(rows: int, columns: int, most: float) -> float:
