@@ -43,7 +43,7 @@ def test_by_hand():
         ("silu", (0.7310585786300049, -0.2689414213699951)),
         (torch.square, (1, 1)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_activations_by_hand(name, expected):
     y = linear(double(1), double([1], [-1]), None, name, None)
