@@ -1,0 +1,53 @@
+"""A small task: reverse a sequence. What the tests here train, alone or in several processes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from transformer_fast import models, training
+
+PAD, START, END = 0, 1, 2
+WORDS = 12
+Pairs = list[tuple[list[int], list[int]]]
+
+
+def make_pairs(count: int = 60, seed: int = 0) -> Pairs:
+    chance = random.Random(seed)
+    sources = [
+        [chance.randrange(3, WORDS) for _ in range(chance.randint(2, 7))] for _ in range(count)
+    ]
+    return [(s, s[::-1]) for s in sources]
+
+
+def make_model(dropout: float = 0.1, seed: int = 0) -> models.Transformer:
+    torch.manual_seed(seed)
+    return models.Transformer(
+        WORDS, WORDS, 16, 2, 1, 1, 32, dropout,
+        pad_token=PAD, start_token=START, end_token=END, max_len=16,
+    )  # fmt: skip
+
+
+def lengths_of(pairs: Pairs) -> list[tuple[int, int]]:
+    return [(len(source), len(target) + 1) for source, target in pairs]
+
+
+def make_loader(pairs: Pairs, max_tokens: int = 120, **options: Any) -> DataLoader:
+    sampler = training.TokenBatches(lengths_of(pairs), max_tokens, **options)
+    collate = training.PairCollator(PAD, START, END)
+    return DataLoader(pairs, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def make_trainer(
+    model: torch.nn.Module, checkpoint: Path | None = None, **options: Any
+) -> training.Trainer:
+    optimizer = training.adamw(model, lr=3e-3, weight_decay=0.01)
+    schedule = training.paper_schedule(optimizer, None, 10)
+    objective = training.NextTokenLoss(PAD)
+    return training.Trainer(
+        model, optimizer, objective, schedule=schedule, checkpoint=checkpoint, **options
+    )

@@ -1,0 +1,54 @@
+"""Training that can be copied: losses, schedules, batches, checkpoints and a loop.
+
+    sampler = training.TokenBatches(lengths, max_tokens=4096)
+    loader = DataLoader(pairs, batch_sampler=sampler, collate_fn=training.PairCollator(0, 1, 2))
+    optimizer = training.adamw(model)
+    trainer = training.Trainer(
+        model, optimizer, training.NextTokenLoss(pad_token=0),
+        schedule=training.paper_schedule(optimizer, d_model=512), checkpoint="run.pt",
+    )
+    trainer.resume()
+    trainer.fit(loader, epochs=10, validation=other_loader)
+
+The parts work by themselves too, in a loop of your own. ``torchrun`` needs two lines more,
+`process_group` and `parallelise`.
+"""
+
+from .activation_checkpointing import checkpoint_activations
+from .batches import TokenBatches
+from .checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from .evaluate import evaluate
+from .history import History, plot_loss
+from .loss import NextTokenLoss, label_smoothing_loss
+from .optimizer import adamw, clip_gradients, parameter_groups
+from .pairs import PairBatch, PairCollator, pad_sequences
+from .processes import parallelise, process_group
+from .random_state import random_state, set_random_state
+from .schedule import linear_schedule, paper_schedule
+from .trainer import Trainer
+
+__all__ = [
+    "CheckpointError",
+    "History",
+    "NextTokenLoss",
+    "PairBatch",
+    "PairCollator",
+    "TokenBatches",
+    "Trainer",
+    "adamw",
+    "checkpoint_activations",
+    "clip_gradients",
+    "evaluate",
+    "label_smoothing_loss",
+    "linear_schedule",
+    "pad_sequences",
+    "paper_schedule",
+    "parallelise",
+    "parameter_groups",
+    "plot_loss",
+    "process_group",
+    "random_state",
+    "read_checkpoint",
+    "set_random_state",
+    "write_checkpoint",
+]

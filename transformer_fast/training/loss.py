@@ -1,0 +1,108 @@
+"""The loss of the next token: cross entropy with label smoothing, counted per real token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def label_smoothing_loss(
+    logits: Tensor,
+    expected: Tensor,
+    *,
+    pad_token: int | None = None,
+    smoothing: float = 0.1,
+    reduction: str = "mean",
+) -> Tensor:
+    """``mean over real tokens of (1 - s) * -log p[expected] + s * mean over v of -log p[v]``.
+
+    ``p = softmax(logits)``, in fp32 at least. Without a single real token the loss is 0.
+
+    Args:
+        logits: (..., V).
+        expected: int64 or int32 (...), the token that is right.
+        pad_token: where expected holds it, nothing counts; None: all tokens count.
+        smoothing: s in [0, 1].
+        reduction: "mean" over real tokens, "sum" over them, or "none" for (...), 0 at padding.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind, shapes that do not fit.
+        IndexError: an expected token that is not in [0, V) (torch's, on the CPU).
+
+    Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
+    """
+    _check(logits, expected, smoothing, reduction)
+    classes = logits.shape[-1]
+    flat = logits.reshape(-1, classes)
+    target = expected.reshape(-1).long()
+    losses = F.cross_entropy(
+        flat.to(torch.promote_types(flat.dtype, torch.float32)),
+        target,
+        ignore_index=-100 if pad_token is None else pad_token,
+        label_smoothing=smoothing,
+        reduction="none" if reduction == "none" else "sum",
+    )
+    if reduction == "none":
+        return losses.view(expected.shape)
+    if reduction == "sum":
+        return losses
+    return losses / token_count(target, pad_token).clamp(min=1)
+
+
+def token_count(expected: Tensor, pad_token: int | None) -> Tensor:
+    """How many of the tokens are real, as an int64 scalar on their device."""
+    if pad_token is None:
+        return torch.tensor(expected.numel(), device=expected.device)
+    return (expected != pad_token).sum()
+
+
+def _check(logits: Tensor, expected: Tensor, smoothing: float, reduction: str) -> None:
+    for name, value in (("logits", logits), ("expected", expected)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a Tensor, not {type(value).__name__}")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, not {logits.dtype}")
+    if expected.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"expected must hold token ids, int64 or int32, not {expected.dtype}")
+    if logits.dim() == 0 or logits.shape[:-1] != expected.shape:
+        raise ValueError(
+            f"expected must have the shape of logits without its last dimension, "
+            f"{list(logits.shape[:-1])}, not {list(expected.shape)}"
+        )
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"smoothing must lie in [0, 1], not {smoothing}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
+
+
+class NextTokenLoss:
+    """An objective for `Trainer`: batches ``(*inputs, expected)``, a model that gives logits.
+
+    ``(source, target, expected)`` for `models.Transformer`, ``(tokens, expected)`` for
+    `models.LanguageModel`.
+
+    Args:
+        pad_token, smoothing: as in `label_smoothing_loss`.
+    """
+
+    def __init__(self, pad_token: int | None, smoothing: float = 0.1) -> None:
+        if not 0.0 <= smoothing <= 1.0:
+            raise ValueError(f"smoothing must lie in [0, 1], not {smoothing}")
+        self.pad_token, self.smoothing = pad_token, smoothing
+
+    def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses and the number of real tokens."""
+        *inputs, expected = batch
+        logits = model(*inputs)
+        total = label_smoothing_loss(
+            logits,
+            expected,
+            pad_token=self.pad_token,
+            smoothing=self.smoothing,
+            reduction="sum",
+        )
+        return total, token_count(expected, self.pad_token)

@@ -1,0 +1,88 @@
+"""The optimiser, and what happens to gradients before it sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters: matrices with weight decay; vectors and embedding tables without.
+
+    A table that is the output's weight too counts as a table.
+
+    Raises:
+        ValueError: no parameter is trainable, or weight_decay is negative.
+    """
+    if not weight_decay >= 0.0:
+        raise ValueError(f"weight_decay must be at least 0, not {weight_decay}")
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[parameter.dim() < 2 or id(parameter) in tables].append(parameter)
+    if not any(groups):
+        raise ValueError("model has no trainable parameters")
+    decays = (weight_decay, 0.0)
+    return [
+        {"params": group, "weight_decay": decay}
+        for group, decay in zip(groups, decays, strict=True)
+        if group
+    ]
+
+
+def adamw(
+    model: torch.nn.Module,
+    lr: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.98),
+    eps: float = 1e-9,
+    weight_decay: float = 0.0,
+    fused: bool = True,
+) -> torch.optim.AdamW:
+    """AdamW on `parameter_groups`, with the paper's betas and eps.
+
+    Without weight decay it is the paper's Adam. Make it after the model was moved, wrapped or
+    sharded (`parallelise`).
+
+    Args:
+        lr: the rate that the schedule scales; 1.0 is what `paper_schedule` with a d_model expects.
+
+    Raises:
+        ValueError: as `parameter_groups` and torch.optim.AdamW.
+
+    Source: "Attention Is All You Need", section 5.3; Loshchilov and Hutter 2017.
+    """
+    return torch.optim.AdamW(
+        parameter_groups(model, weight_decay), lr=lr, betas=betas, eps=eps, fused=fused
+    )
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their common 2-norm is at most max_norm; the norm before that.
+
+    Args:
+        max_norm: above 0; None: only measure.
+
+    Raises:
+        ValueError: max_norm is not above 0.
+    """
+    if max_norm is not None and not max_norm > 0.0:
+        raise ValueError(f"max_norm must be above 0, or None, not {max_norm}")
+    wanted = list(parameters)
+    gradients = [p.grad for p in wanted if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(wanted, max_norm, norm)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply all gradients by a factor."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

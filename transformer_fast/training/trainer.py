@@ -1,0 +1,292 @@
+"""The loop: steps, validation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import processes
+from .checkpoint import (
+    CheckpointError,
+    load_whole_state,
+    read_checkpoint,
+    whole_state,
+    write_checkpoint,
+)
+from .evaluate import Objective, device_of, evaluate, in_dtype, on_device
+from .history import History
+from .interrupts import Interrupts
+from .optimizer import clip_gradients, scale_gradients
+from .position import Position
+from .processes import without_sync
+from .progress import StepProgress
+
+#: A loader of batches, or ``validation(model)`` giving {name: value}.
+Validation = Iterable[Any] | Callable[[torch.nn.Module], dict[str, float]]
+
+#: Why a process may ask all to stop after the step: out of time, or a signal.
+_STOPS = (0, signal.SIGINT, signal.SIGTERM)
+
+
+class Trainer:
+    """Trains a model; resumes to the same numbers; runs unchanged under ``torchrun``.
+
+    Each step's loss is the mean over its tokens, those of all processes and of all ``accumulate``
+    batches together, so the gradients are those of one process with one large batch.
+
+        trainer = Trainer(model, adamw(model), NextTokenLoss(pad_token), schedule=...)
+        trainer.fit(loader, steps=1000)
+
+    Args:
+        model: plain, or from `parallelise` or torch.compile.
+        optimizer: made from that model.
+        objective: ``objective(model, batch)`` gives the sum of the losses and their number, two
+            scalar tensors.
+        schedule: its ``step`` follows each of the optimiser's.
+        clip_norm: highest 2-norm of all gradients; None: no limit.
+        accumulate: batches per step.
+        autocast: dtype for `torch.autocast` in the forward pass; None: none.
+        checkpoint: file to save to; None: nothing is saved.
+        checkpoint_every: steps between two saves; at the end of `fit`, or at Ctrl-C and SIGTERM,
+            is always one.
+
+    ``history`` has what happened (`History`).
+
+    Raises:
+        ValueError: accumulate, checkpoint_every or clip_norm out of range.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        objective: Objective,
+        *,
+        schedule: LRScheduler | None = None,
+        clip_norm: float | None = 1.0,
+        accumulate: int = 1,
+        autocast: torch.dtype | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int = 1000,
+    ) -> None:
+        for name, value in (("accumulate", accumulate), ("checkpoint_every", checkpoint_every)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if clip_norm is not None and not clip_norm > 0.0:
+            raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm}")
+        self.model, self.optimizer, self.objective = model, optimizer, objective
+        self.schedule, self.clip_norm, self.accumulate = schedule, clip_norm, accumulate
+        self.autocast = autocast
+        self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
+        self.history = History()
+        self.position = Position()
+
+    @property
+    def step(self) -> int:
+        """How many steps were done, those before a resume included."""
+        return self.history.steps
+
+    def fit(
+        self,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        minutes: float | None = None,
+        validation: Validation | None = None,
+        validate_every: int | None = None,
+        progress: bool = True,
+    ) -> History:
+        """Train until the first of the limits is reached.
+
+        Args:
+            batches: gone through once per epoch, in the same order whenever its epoch is the same:
+                a DataLoader with `TokenBatches`, or any iterable; ``set_epoch`` is called where
+                its sampler has one.
+            steps, epochs: in all, those before a resume included.
+            minutes: of this call.
+            validation: a loader, whose mean loss is found, or a function of the model. With
+                several processes each calls it.
+            validate_every: steps between two validations; None: at the end of each epoch and of
+                fit.
+            progress: whether to show a bar, on a terminal.
+
+        Raises:
+            ValueError: no limit, one below 1, or no batches.
+            FloatingPointError: a gradient is NaN or infinite; model and optimiser are as before
+                that step.
+            KeyboardInterrupt, SystemExit: at a signal, once the step is complete and saved.
+        """
+        limits = _Limits(steps, epochs, minutes)
+        shown = progress and processes.rank() == 0
+        due_at_epoch = validation is not None and validate_every is None
+        validated = -1
+        signals: list[int] = []
+        self.model.train()
+        with Interrupts() as interrupts, StepProgress(steps, self.step, shown) as bar:
+            while not signals and not limits.reached(self.step, self.position.epoch):
+                for group in self.position.groups(batches, self.accumulate):
+                    late, signals = self._step(group, limits, interrupts, bar)
+                    done = late or bool(signals) or limits.reached(self.step, self.position.epoch)
+                    if validate_every is not None and self.step % validate_every == 0:
+                        validated = self._validate(validation)
+                    if not done and self.step % self.checkpoint_every == 0:
+                        self.save()
+                    if done:
+                        limits.stop = True
+                        break
+                else:
+                    if due_at_epoch:
+                        validated = self._validate(validation)
+            if validated != self.step and not signals:
+                self._validate(validation)
+            self.save()
+        if signal.SIGINT in signals:
+            raise KeyboardInterrupt
+        if signals:
+            raise SystemExit(128 + signals[0])
+        return self.history
+
+    def _step(
+        self, group: list[Any], limits: _Limits, interrupts: Interrupts, bar: StepProgress
+    ) -> tuple[bool, list[int]]:
+        """One step; and whether any process is out of time, and the signals any has received."""
+        began = time.perf_counter()
+        device = device_of(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for place, batch in enumerate(group):
+            with without_sync(self.model, place == len(group) - 1):
+                with in_dtype(self.model, self.autocast):
+                    loss, tokens = self.objective(self.model, on_device(batch, device))
+                loss.backward()
+            sums += torch.stack((loss.detach().double(), tokens.double()))
+        received = [limits.late(), *(interrupts.received == number for number in _STOPS[1:])]
+        told = torch.tensor(received, dtype=torch.float64, device=device)
+        loss_sum, count, *stops = processes.total(torch.cat((sums, told))).tolist()
+        # Gradients are means over the processes here; they shall be means over the tokens.
+        scale_gradients(self.model.parameters(), processes.world_size() / max(count, 1.0))
+        norm = clip_gradients(self.model.parameters(), self.clip_norm).item()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"the gradient of step {self.step + 1} has norm {norm}; its loss is "
+                f"{loss_sum / max(count, 1.0):.6g}"
+            )
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        history = self.history
+        history.loss.append(loss_sum / max(count, 1.0))
+        history.learning_rate.append(float(rate))
+        history.gradient_norm.append(norm)
+        history.tokens.append(int(count))
+        history.seconds.append(time.perf_counter() - began)
+        bar.advance(history.loss[-1], float(rate), count / max(history.seconds[-1], 1e-9))
+        signals = [int(n) for n, told in zip(_STOPS[1:], stops[1:], strict=True) if told]
+        return bool(stops[0]), signals
+
+    def _validate(self, validation: Validation | None) -> int:
+        """Validate, if that is wanted; the step at which it was."""
+        if validation is not None:
+            if callable(validation):
+                was_training = self.model.training
+                found = validation(self.model)
+                self.model.train(was_training)
+            else:
+                found = {
+                    "loss": evaluate(self.model, self.objective, validation, autocast=self.autocast)
+                }
+            self.history.validation.append((self.step, found))
+        return self.step
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Save everything to ``path``, or to ``checkpoint``; without either do nothing.
+
+        All processes must call it; the first one writes.
+        """
+        path = self.checkpoint if path is None else path
+        if path is None:
+            return
+        model, optimizer = whole_state(self.model, self.optimizer)
+        random_states = processes.gathered(self.position.random_states())
+        if processes.rank() == 0:
+            state = {
+                "model": model,
+                "optimizer": optimizer,
+                "schedule": None if self.schedule is None else self.schedule.state_dict(),
+                "position": self.position.state_dict(),
+                "random": random_states,
+                "history": self.history.state_dict(),
+            }
+            write_checkpoint(path, state)
+        processes.gathered(None)  # nobody goes on before the file is there
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go back to where `save` was called; `fit` goes on from there, to the same numbers.
+
+        That takes the same data, the same number of processes and the same versions and threads.
+
+        Raises:
+            FileNotFoundError: no such file.
+            CheckpointError: damaged, or saved by another number of processes or without the
+                schedule that is here.
+            RuntimeError: of another model.
+        """
+        state = read_checkpoint(path)
+        world = processes.world_size()
+        if len(state["random"]) != world:
+            raise CheckpointError(
+                f"{os.fspath(path)!r} was saved by {len(state['random'])} process(es) and cannot "
+                f"go on to the same numbers with {world}; its weights are under 'model'"
+            )
+        if (self.schedule is None) != (state["schedule"] is None):
+            raise CheckpointError(
+                f"{os.fspath(path)!r} was saved with{'out' if self.schedule else ''} a schedule"
+            )
+        load_whole_state(self.model, self.optimizer, state["model"], state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.history.load_state_dict(state["history"])
+        self.position.load_state_dict(state["position"], state["random"][processes.rank()])
+
+    def resume(self) -> bool:
+        """`load` the file ``checkpoint`` if there is one; whether there was."""
+        if self.checkpoint is None or not os.path.exists(self.checkpoint):
+            return False
+        self.load(self.checkpoint)
+        return True
+
+
+class _Limits:
+    """When to stop."""
+
+    def __init__(self, steps: int | None, epochs: int | None, minutes: float | None) -> None:
+        limits = {"steps": steps, "epochs": epochs, "minutes": minutes}
+        if all(value is None for value in limits.values()):
+            raise ValueError("one of steps, epochs and minutes must be given")
+        for name, value in limits.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, not {value}")
+        self.steps, self.epochs = steps, epochs
+        self.deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        self.stop = False
+
+    def late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def reached(self, step: int, epoch: int) -> bool:
+        return (
+            self.stop
+            or (self.steps is not None and step >= self.steps)
+            or (self.epochs is not None and epoch >= self.epochs)
+        )
