@@ -1,0 +1,1 @@
+"""Grapheme to phoneme on the CMU Pronouncing Dictionary; ``python -m examples.pronunciation``."""

@@ -1,0 +1,210 @@
+"""How is this word pronounced? A small Transformer learns it from a dictionary.
+
+    make example                                    about 15 minutes of two free cores
+    python -m examples.pronunciation --quick        the same in small
+    python -m examples.pronunciation --resume       go on after an interruption
+    python -m examples.pronunciation --resume --say transformer attention
+    torchrun --nproc-per-node 2 -m examples.pronunciation
+
+The data is the CMU Pronouncing Dictionary (``pip install 'transformer_fast[example]'``): words are
+sequences of letters, pronunciations sequences of phonemes. A tenth of the words, chosen by their
+hash, is never trained on; errors are counted on those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import transformer_fast
+from transformer_fast import models, training
+
+from . import dictionary as data
+from .race import race
+from .score import Score, evaluate, pronounce
+from .setting import Setting, make_loader, make_model, make_trainer
+
+_SHOWN = 12
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.pronunciation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help=f"training steps ({Setting.steps})")
+    length.add_argument("--minutes", type=float, help="as many steps as should fit")
+    parser.add_argument("--quick", action="store_true", help="a small model, half a minute")
+    parser.add_argument("--resume", action="store_true", help="go on from the output folder")
+    parser.add_argument("--seed", type=int, help="of weights, order and dropout (0)")
+    parser.add_argument("--beams", type=int, default=4, help="of the final test (4)")
+    parser.add_argument("--race-steps", type=int, help="steps on each backend (60); 0: none")
+    parser.add_argument("--say", nargs="+", metavar="WORD", default=[], help="words to pronounce")
+    parser.add_argument("--dictionary", type=Path, help="a file in the dictionary's format")
+    parser.add_argument("--output", type=Path, default=Path("runs/pronunciation"))
+    options = parser.parse_args(arguments)
+    for name in ("steps", "minutes", "beams"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name} must be above 0, not {value}")
+    if options.resume and any(v is not None for v in (options.steps, options.seed)):
+        parser.error("--resume keeps --steps and --seed of the run that it goes on with")
+    return options
+
+
+def choose_setting(options: argparse.Namespace, dictionary: data.Dictionary) -> Setting:
+    """The setting that the options ask for, or that of the run to resume."""
+    file = options.output / "setting.json"
+    if options.resume:
+        if not file.exists():
+            raise SystemExit(f"There is nothing to resume in {options.output}.")
+        return Setting(**json.loads(file.read_text(encoding="utf-8")))
+    seed = options.seed or 0
+    setting = Setting.quick(seed) if options.quick else Setting(seed=seed)
+    if options.minutes is not None:
+        setting = dataclasses.replace(setting, steps=steps_in(options.minutes, setting, dictionary))
+    elif options.steps is not None:
+        setting = dataclasses.replace(setting, steps=options.steps)
+    return setting
+
+
+def steps_in(minutes: float, setting: Setting, dictionary: data.Dictionary) -> int:
+    """How many steps take so long, going by a few of them."""
+    trainer = make_trainer(make_model(setting, dictionary), setting)
+    history = trainer.fit(make_loader(dictionary.train, dictionary, setting), steps=15)
+    seconds = sorted(history.seconds[5:])
+    return max(1, int(60.0 * minutes / seconds[len(seconds) // 2]))
+
+
+def backend_of_training(model: models.Transformer) -> str | None:
+    """What the attention of a training step runs on."""
+    layer = model.encoder.stack.layers[0].self_attn
+    width = layer.embed_dim // layer.num_heads
+    heads = next(model.parameters()).new_zeros((2, layer.num_heads, 8, width)).requires_grad_()
+    return transformer_fast.explain(
+        "attention", heads, heads, heads, dropout_p=layer.dropout
+    ).backend
+
+
+def show(model: models.Transformer, dictionary: data.Dictionary, beams: int) -> None:
+    """Some words of the test, evenly spread over it, and what the dictionary says."""
+    step = max(1, len(dictionary.test) // _SHOWN)
+    entries = dictionary.test[step // 2 :: step][:_SHOWN]
+    found = pronounce(model, [entry.word for entry in entries], dictionary, beams)
+    for entry, ours in zip(entries, found, strict=True):
+        mark = " " if ours in entry.pronunciations else "x"
+        print(f"  {mark} {entry.word:16} {' '.join(ours)}")
+        if mark == "x":
+            print(f"    {'dictionary:':16} {' | '.join(map(' '.join, entry.pronunciations))}")
+
+
+def say(
+    model: models.Transformer, dictionary: data.Dictionary, options: argparse.Namespace
+) -> None:
+    words = [word.lower() for word in options.say]
+    for word, ours in zip(words, pronounce(model, words, dictionary, options.beams), strict=True):
+        print(f"  {word:18} {' '.join(ours)}")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Score:
+    dictionary = data.load(options.dictionary)
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    tell = print if first else lambda *_: None
+    setting = choose_setting(options, dictionary)
+    options.output.mkdir(parents=True, exist_ok=True)
+    model = make_model(setting, dictionary).to(device)
+    trainer = make_trainer(
+        training.parallelise(model), setting, checkpoint=options.output / "checkpoint.pt"
+    )
+    if options.resume and not trainer.resume():
+        raise SystemExit(f"There is no checkpoint in {options.output} yet.")
+    if first:
+        text = json.dumps(dataclasses.asdict(setting), indent=1)
+        (options.output / "setting.json").write_text(text + "\n", encoding="utf-8")
+
+    train = make_loader(dictionary.train, dictionary, setting)
+    valid = make_loader(dictionary.validation, dictionary, setting, shuffle=False)
+    some = dictionary.validation[:: max(1, len(dictionary.validation) // 500)]
+    backend = backend_of_training(model)
+    tell(
+        f"{len(dictionary.train):,} words to train on, {len(dictionary.test):,} to test on; "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters; {setting.steps:,} steps "
+        f"({setting.steps / len(train):.1f} epochs) on '{backend}', "
+        f"{torch.get_num_threads()} thread(s)"
+    )
+
+    def validate(wrapped: torch.nn.Module) -> dict[str, float]:
+        loss = training.evaluate(wrapped, trainer.objective, valid)
+        found = evaluate(model, some, dictionary)
+        taken = sum(trainer.history.seconds)
+        tell(f"step {trainer.step:6,}  {taken / 60:5.1f} min  validation loss {loss:.4f}, {found}")
+        return {"loss": loss, "per": found.phoneme_error_rate, "wer": found.word_error_rate}
+
+    if trainer.step < setting.steps:
+        # Where there are kernels, it would be an error if a step left them.
+        with transformer_fast.strict(backend != "reference"):
+            trainer.fit(
+                train,
+                steps=setting.steps,
+                validation=validate,
+                validate_every=max(1, min(len(train), setting.steps // 3)),
+            )
+    seconds = trainer.history.seconds
+    tell(
+        f"{trainer.step:,} steps took {sum(seconds) / 60:.1f} minutes, the median one "
+        f"{statistics.median(seconds) * 1e3:.0f} ms"
+    )
+    result = evaluate(model, dictionary.test, dictionary)
+    if first:
+        report(options, setting, dictionary, model, trainer, result)
+    return result
+
+
+def report(
+    options: argparse.Namespace,
+    setting: Setting,
+    dictionary: data.Dictionary,
+    model: models.Transformer,
+    trainer: training.Trainer,
+    greedy: Score,
+) -> None:
+    print(f"test, greedy:   {greedy}")
+    if options.beams > 1:
+        began = time.perf_counter()
+        found = evaluate(model, dictionary.test, dictionary, options.beams)
+        took = time.perf_counter() - began
+        print(f"test, {options.beams} beams:  {found} ({found.words / took:,.0f} words per second)")
+    show(model, dictionary, options.beams)
+    say(model, dictionary, options)
+    try:
+        training.plot_loss({"training": trainer.history}, options.output / "loss.png")
+    except ImportError as error:
+        print(error)
+    steps = (20 if options.quick else 60) if options.race_steps is None else options.race_steps
+    alone = not torch.distributed.is_initialized()
+    if steps and alone:
+        loader = make_loader(dictionary.train, dictionary, setting)
+        print(race(loader, setting, dictionary, steps, options.output / "race.png"))
+    print(f"pictures and checkpoint: {options.output}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    try:
+        with training.process_group() as device:
+            run(options, device)
+    except KeyboardInterrupt:
+        raise SystemExit(f"interrupted; --resume goes on from {options.output}") from None
+
+
+if __name__ == "__main__":
+    main()
