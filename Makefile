@@ -1,7 +1,7 @@
 # Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
 #
 #   make compare   parity and speed of every kernel against the reference, here
-#   make test      the test suite
+#   make test      the test suite, on up to four cores; ARGS="-n 0" keeps it in one process
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make bench-quick      its small cases, in less than three minutes; nothing is kept
 #   make bench-scaling    how time grows with length, batch, threads ...; takes long
@@ -43,7 +43,7 @@ compare: setup
 	$(BIN)/python -m transformer_fast compare $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks run $(ARGS)

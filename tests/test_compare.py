@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def _short(monkeypatch, threads):
     """Parity is as in earnest; sizes are small and the timing is as short as it gets."""
+    monkeypatch.setenv("COLUMNS", "160")  # no name is broken, however slow the machine is
     monkeypatch.setattr(compare, "QUICK", dataclasses.replace(compare.QUICK, seconds=0.01, least=2))
     torch.set_num_threads(1)
     monkeypatch.setattr(compare, "_LONGEST", 96)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,19 +116,26 @@ def reference_error(
     """
     generator = torch.Generator().manual_seed(0)
     outputs = grads = 0.0
-    for draw in range(4):
-        module, given = theirs, args
-        if draw:
-            module = copied(theirs)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.copy_(_jitter(parameter, generator))
-            moved = {id(x): _jitter(x, generator) for x in args}
-            given = tuple(moved[id(x)] for x in args)
-        found, found_grads = run(module, given, kwargs, grad=bool(oracle[1]))
-        outputs = max(outputs, relative_error(found, oracle[0]))
-        grads = max(grads, relative_error(found_grads, oracle[1]))
+    kept = [(parameter, parameter.detach().clone()) for parameter in theirs.parameters()]
+    try:
+        for draw in range(4):
+            given = args
+            if draw:
+                _write((parameter, _jitter(values, generator)) for parameter, values in kept)
+                moved = {id(x): _jitter(x, generator) for x in args}
+                given = tuple(moved[id(x)] for x in args)
+            found, found_grads = run(theirs, given, kwargs, grad=bool(oracle[1]))
+            outputs = max(outputs, relative_error(found, oracle[0]))
+            grads = max(grads, relative_error(found_grads, oracle[1]))
+    finally:
+        _write(kept)
     return outputs, grads
+
+
+@torch.no_grad()
+def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for parameter, value in values:
+        parameter.copy_(value)
 
 
 def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ def errors(found: list[Case], grad: bool) -> list[tuple[float, float, float, flo
         exact = cast(case.args, torch.float64), cast(case.kwargs, torch.float64)
         oracle = run(case.oracle, *exact, grad)
         theirs, their_grads = reference_error(
-            copied(case.theirs).float(),
+            case.theirs if case.dtype == torch.float32 else copied(case.theirs).float(),
             cast(case.args, torch.float32),
             cast(case.kwargs, torch.float32),
             oracle,
