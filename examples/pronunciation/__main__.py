@@ -27,7 +27,7 @@ import transformer_fast
 from transformer_fast import models, training
 
 from . import dictionary as data
-from .race import race
+from .race import picture, race
 from .score import Score, evaluate, pronounce
 from .setting import Setting, make_loader, make_model, make_trainer
 
@@ -185,10 +185,7 @@ def report(
         print(f"test, {options.beams} beams:  {found} ({found.words / took:,.0f} words per second)")
     show(model, dictionary, options.beams)
     say(model, dictionary, options)
-    try:
-        training.plot_loss({"training": trainer.history}, options.output / "loss.png")
-    except ImportError as error:
-        print(error)
+    picture({"training": trainer.history}, options.output / "loss.png")
     steps = (20 if options.quick else 60) if options.race_steps is None else options.race_steps
     alone = not torch.distributed.is_initialized()
     if steps and alone:

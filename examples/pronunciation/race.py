@@ -18,6 +18,16 @@ from .setting import Setting, make_model, make_trainer
 _CHUNK = 5  # steps in a row; what ran before is no part of the next but its first
 
 
+def picture(histories: dict[str, training.History], file: Path, **options: Any) -> None:
+    """Save the losses' curves, if matplotlib is there."""
+    try:
+        from transformer_fast import viz
+    except ImportError as error:
+        print(f"no {file.name}: {error}")
+        return
+    viz.loss_curves(histories, **options).savefig(file, dpi=120)
+
+
 class _Runner:
     """A run of its own, with random numbers of its own."""
 
@@ -41,7 +51,7 @@ class _Runner:
 
 
 def race(
-    loader: DataLoader[Any], setting: Setting, dictionary: Dictionary, steps: int, picture: Path
+    loader: DataLoader[Any], setting: Setting, dictionary: Dictionary, steps: int, file: Path
 ) -> str:
     """Both runs, a few steps of one and a few of the other in turn; what they took, in a line.
 
@@ -69,13 +79,10 @@ def race(
         f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f} in the middle half "
         f"of {len(ratios)} pairs of {_CHUNK} steps); losses differ by at most {apart:.1e}"
     )
-    try:
-        training.plot_loss(
-            {name: runner.trainer.history for name, runner in runners.items()},
-            picture,
-            window=5,
-            title=f"same seed, {torch.get_num_threads()} thread(s)",
-        )
-    except ImportError as error:
-        line += f" ({error})"
+    picture(
+        {name: runner.trainer.history for name, runner in runners.items()},
+        file,
+        window=5,
+        title=f"same seed, {torch.get_num_threads()} thread(s)",
+    )
     return line

@@ -140,15 +140,3 @@ def test_other_ways_to_run(how: str, tmp_path: Path) -> None:
     # The checkpoint has the plain model's names, however the model ran.
     make_model().load_state_dict(training.read_checkpoint(tmp_path / "run.pt")["model"])
     torch._dynamo.reset()
-
-
-def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    loader = make_loader(make_pairs())
-    history = make_trainer(make_model()).fit(loader, steps=9, validation=loader, validate_every=4)
-    path = tmp_path / "new" / "loss.png"
-    training.plot_loss({"one": history, "other": history}, path, title="two runs")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="plot_loss needs matplotlib"):
-        training.plot_loss({"one": history}, path)

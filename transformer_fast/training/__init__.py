@@ -18,7 +18,7 @@ from .activation_checkpointing import checkpoint_activations
 from .batches import TokenBatches
 from .checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from .evaluate import evaluate
-from .history import History, plot_loss
+from .history import History
 from .loss import NextTokenLoss, label_smoothing_loss
 from .optimizer import adamw, clip_gradients, parameter_groups
 from .pairs import PairBatch, PairCollator, pad_sequences
@@ -45,7 +45,6 @@ __all__ = [
     "paper_schedule",
     "parallelise",
     "parameter_groups",
-    "plot_loss",
     "process_group",
     "random_state",
     "read_checkpoint",

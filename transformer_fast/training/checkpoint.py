@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,15 @@ def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if os.name == "posix":  # the folder's entry has to be on the disk too
         folder = os.open(path.parent, os.O_RDONLY)

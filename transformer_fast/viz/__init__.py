@@ -20,11 +20,13 @@ except ModuleNotFoundError as missing:
 
 from .attention import attention_maps, model_attention
 from .diagram import model_diagram
+from .loss import loss_curves
 from .masks import masks
 from .positions import positional_encoding
 
 __all__ = [
     "attention_maps",
+    "loss_curves",
     "masks",
     "model_attention",
     "model_diagram",
