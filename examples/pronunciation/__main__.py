@@ -28,7 +28,7 @@ from transformer_fast import models, training
 
 from . import dictionary as data
 from .race import picture, race
-from .score import Score, evaluate, pronounce
+from .score import evaluate, pronounce
 from .setting import Setting, make_loader, make_model, make_trainer
 
 _SHOWN = 12
@@ -115,13 +115,15 @@ def say(
         print(f"  {word:18} {' '.join(ours)}")
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Score:
+def run(options: argparse.Namespace, device: torch.device) -> None:
     dictionary = data.load(options.dictionary)
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     tell = print if first else lambda *_: None
     setting = choose_setting(options, dictionary)
     options.output.mkdir(parents=True, exist_ok=True)
     model = make_model(setting, dictionary).to(device)
+    if not first:  # the same weights, but dropout of its own
+        torch.manual_seed(setting.seed + 1_000_003 * torch.distributed.get_rank())
     trainer = make_trainer(
         training.parallelise(model), setting, checkpoint=options.output / "checkpoint.pt"
     )
@@ -163,10 +165,8 @@ def run(options: argparse.Namespace, device: torch.device) -> Score:
         f"{trainer.step:,} steps took {sum(seconds) / 60:.1f} minutes, the median one "
         f"{statistics.median(seconds) * 1e3:.0f} ms"
     )
-    result = evaluate(model, dictionary.test, dictionary)
     if first:
-        report(options, setting, dictionary, model, trainer, result)
-    return result
+        report(options, setting, dictionary, model, trainer)
 
 
 def report(
@@ -175,9 +175,8 @@ def report(
     dictionary: data.Dictionary,
     model: models.Transformer,
     trainer: training.Trainer,
-    greedy: Score,
 ) -> None:
-    print(f"test, greedy:   {greedy}")
+    print(f"test, greedy:   {evaluate(model, dictionary.test, dictionary)}")
     if options.beams > 1:
         began = time.perf_counter()
         found = evaluate(model, dictionary.test, dictionary, options.beams)

@@ -53,6 +53,8 @@ def test_arguments_that_are_wrong() -> None:
             make_trainer(model, **{name: 0})
     with pytest.raises(ValueError, match="clip_norm must be above 0, or None, not -1"):
         make_trainer(model, clip_norm=-1.0)
+    with pytest.raises(ValueError, match=r"autocast must be torch\.bfloat16 or None"):
+        make_trainer(model, autocast=torch.float16)
     with pytest.raises(ValueError, match="batches is empty"):
         make_trainer(model).fit([], steps=1)
     with pytest.raises(ValueError, match="strategy must be one of ddp, fsdp, not 'zero'"):

@@ -101,23 +101,28 @@ def test_fit_again_is_the_same_as_fitting_on() -> None:
     assert_same(result(other), result(one))
 
 
-def test_signal_saves_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_signal_saves_and_stops(
+    number: signal.Signals, error: type[BaseException], tmp_path: Path
+) -> None:
     path = tmp_path / "run.pt"
     expected = start(None)
     expected.fit(make_loader(make_pairs()), steps=8)
     trainer = start(path)
     objective = trainer.objective
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number)
 
     def interrupted(model: torch.nn.Module, batch: Any) -> Any:
         if trainer.step == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return objective(model, batch)
 
     trainer.objective = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         trainer.fit(make_loader(make_pairs()), steps=8)
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
     assert trainer.step == 5
     again = make_trainer(make_model(seed=5), path)
     again.resume()

@@ -53,7 +53,7 @@ class Trainer:
         schedule: its ``step`` follows each of the optimiser's.
         clip_norm: highest 2-norm of all gradients; None: no limit.
         accumulate: batches per step.
-        autocast: dtype for `torch.autocast` in the forward pass; None: none.
+        autocast: torch.bfloat16 for `torch.autocast` in the forward pass; None: none.
         checkpoint: file to save to; None: nothing is saved.
         checkpoint_every: steps between two saves; at the end of `fit`, or at Ctrl-C and SIGTERM,
             is always one.
@@ -61,7 +61,7 @@ class Trainer:
     ``history`` has what happened (`History`).
 
     Raises:
-        ValueError: accumulate, checkpoint_every or clip_norm out of range.
+        ValueError: accumulate, checkpoint_every or clip_norm out of range, or autocast to float16.
     """
 
     def __init__(
@@ -82,6 +82,11 @@ class Trainer:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if clip_norm is not None and not clip_norm > 0.0:
             raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm}")
+        if autocast == torch.float16:
+            raise ValueError(
+                "autocast must be torch.bfloat16 or None: float16 needs its losses scaled, which "
+                "Trainer does not do"
+            )
         self.model, self.optimizer, self.objective = model, optimizer, objective
         self.schedule, self.clip_norm, self.accumulate = schedule, clip_norm, accumulate
         self.autocast = autocast
