@@ -130,6 +130,21 @@ def test_signal_saves_and_stops(
     assert_same(result(again), result(expected))
 
 
+def test_signal_during_the_last_validation(tmp_path: Path) -> None:
+    trainer = start(tmp_path / "run.pt")
+
+    def validation(model: torch.nn.Module) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"error": 0.5}
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(make_loader(make_pairs()), steps=2, validation=validation)
+    history = training.read_checkpoint(tmp_path / "run.pt")["history"]
+    assert history["validation"] == [(2, {"error": 0.5})]
+    trainer.fit(make_loader(make_pairs()), steps=2, validation=validation)  # nothing is left to do
+    assert len(trainer.history.validation) == 1
+
+
 def test_a_write_that_fails_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ class Trainer:
         limits = _Limits(steps, epochs, minutes)
         shown = progress and processes.rank() == 0
         due_at_epoch = validation is not None and validate_every is None
-        validated = -1
+        validated = self.step  # nothing is new to validate yet
         signals: list[int] = []
         self.model.train()
         with Interrupts() as interrupts, StepProgress(steps, self.step, shown) as bar:
@@ -154,6 +154,8 @@ class Trainer:
             if validated != self.step and not signals:
                 self._validate(validation)
             self.save()
+        if interrupts.received is not None and not signals:  # during the last validation
+            signals = [interrupts.received]
         if signal.SIGINT in signals:
             raise KeyboardInterrupt
         if signals:
