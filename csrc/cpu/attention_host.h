@@ -5,6 +5,7 @@
 #include <array>
 #include <vector>
 
+#include "cpu/attention_few_kernel.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/host.h"
 
@@ -62,7 +63,40 @@ void each_attention_item(const AttentionShape& args, const Run& run) {
   });
 }
 
+// The shortest way for few queries a key head, if the call is of that kind.
+template <class Args>
+bool run_few_attention(const Args& args, Element type) {
+  // Measured; half types pay more for each query, which widens the keys again.
+  const int64_t most = type == Element::float32 ? 4 : 2;
+  if (args.heads / args.key_heads * args.queries > most || args.dropout.on ||
+      args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
+    return false;
+  FewAttentionArgs few{};
+  static_cast<AttentionShape&>(few) = args;
+  few.type = type;
+  few.query = args.query;
+  few.key = args.key;
+  few.value = args.value;
+  few.output = args.output;
+  few.shift = args.shift;
+  few.norm = args.norm;
+  few.weights = args.weights;
+  const int64_t scratch = TF_DISPATCH(few_attention_scratch, few);
+  // Waking a thread takes as long as reading this many elements.
+  constexpr int64_t kGrain = 16384;
+  const int64_t each = (few.size + few.value_size) * few.keys * few.heads / few.key_heads;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, each));
+  torch::stable::parallel_for(0, few.batch * few.key_heads, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group)
+      TF_DISPATCH(few_attention_queries, few, group / few.key_heads, group % few.key_heads,
+                  kernel_scratch().floats(scratch));
+    kernel_scratch().trim();
+  });
+  return true;
+}
+
 inline void run_attention(const AttentionArgs& args) {
+  if (run_few_attention(args, Element::float32)) return;
   const int64_t scratch = TF_DISPATCH(attention_scratch, args);
   each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
     TF_DISPATCH(attention_queries, args, b, key_head, begin, end, kernel_scratch().floats(scratch));

@@ -33,6 +33,8 @@ struct TileEnds {
   bool relu;          // clamp at the end
 };
 
+constexpr long kLine = 64;  // bytes of a cache line
+
 // Memory to fetch meanwhile: `step` bytes on at each step of k.
 struct Ahead {
   const char* place;
@@ -80,10 +82,17 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   };
   long p = 0;
   for (; p + 4 <= k; p += 4) {
-    TF_UNROLL for (int u = 0; u < 4; ++u) {
-      _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T0);
-      step(u);
+    if (ahead.step > kLine) {
+      // A single tile has to fetch all lines of the panel, which it waits for less if they need not
+      // come to the first level.
+      TF_UNROLL for (int u = 0; u < 4; ++u) {
+        _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
+        _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
+      }
+    } else {
+      TF_UNROLL for (int u = 0; u < 4; ++u) _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T0);
     }
+    TF_UNROLL for (int u = 0; u < 4; ++u) step(u);
     ahead.place += 4 * ahead.step;
     advance(4);
   }

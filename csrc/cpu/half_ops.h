@@ -8,12 +8,26 @@
 #include <optional>
 #include <tuple>
 
+#include "cpu/attention_half_kernel.h"
+#include "cpu/element.h"
+
 namespace tf {
 
 inline bool is_half(const torch::stable::Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return type == torch::headeronly::ScalarType::BFloat16 ||
          type == torch::headeronly::ScalarType::Half;
+}
+
+inline Element element_of(const torch::stable::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case torch::headeronly::ScalarType::BFloat16:
+      return Element::bfloat16;
+    case torch::headeronly::ScalarType::Half:
+      return Element::float16;
+    default:
+      return Element::float32;
+  }
 }
 
 namespace half {
@@ -41,6 +55,17 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const Tensor& weight2, const std::optional<Tensor>& packed2,
                     const std::optional<Tensor>& bias2, int64_t activation, double dropout_p = 0.0,
                     const std::optional<Tensor>& seed = std::nullopt);
+
+// The parts without checks and allocation, for operators made of several. Parameters are
+// contiguous; x and y are (m, columns); a weight that has no packed copy is packed into shared
+// scratch `slot`.
+void linear_into(const void* x, int64_t m, const Tensor& weight,
+                 const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
+                 const void* residual, void* y, int slot);
+void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
+                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     double eps, void* y, float* statistics);  // room for 2 * rows
+void run_attention(const HalfAttentionArgs& args);
 
 }  // namespace half
 }  // namespace tf

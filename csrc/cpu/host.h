@@ -94,6 +94,23 @@ inline Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes) {
   return result;
 }
 
+// Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
+// fifth, so it begins where a huge page does.
+inline Tensor fresh_weight(const Tensor& like, int64_t count) {
+  constexpr int64_t kHuge = int64_t{2} << 20;
+  const int64_t bytes = count * static_cast<int64_t>(like.element_size());
+  if (bytes < kHuge) return fresh(like, {count});
+  const int64_t element = static_cast<int64_t>(like.element_size());
+  const int64_t sizes[] = {count + kHuge / element};
+  Tensor all = torch::stable::new_empty(like, {sizes, 1});
+  const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
+  const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
+  // Only whole ones, so that no memory is wasted.
+  madvise(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
+          static_cast<size_t>(bytes / kHuge * kHuge), MADV_HUGEPAGE);
+  return torch::stable::narrow(all, 0, skip / element, count);
+}
+
 inline void check_float(const char* op, const char* name, const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, op, ": ", name, " must be float32");

@@ -17,7 +17,6 @@ constexpr long kDepth = kChain;
 constexpr long kPad = 16;  // keeps tiles and panels out of each other's cache sets
 constexpr long kTileStride = kTurned * kDepth + kPad;
 constexpr long kSumStride = kColumnBlock + kPad;
-constexpr long kLine = 64;  // bytes
 
 struct Workspace {
   float *tiles, *sums, *bias;

@@ -144,7 +144,7 @@ Tensor pack_weight(Tensor weight) {
   check_float("pack_weight", "weight", weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
   const int64_t size = TF_DISPATCH(packed_size, weight.size(0), weight.size(1)) + kPackedTail;
-  Tensor packed = fresh(weight, {size});
+  Tensor packed = fresh_weight(weight, size);
   float* place = static_cast<float*>(packed.mutable_data_ptr());
   if (weight.numel() > 0) pack(weight, place);
   for (int64_t i = size - kPackedTail; i < size; ++i) place[i] = 0.0f;

@@ -15,17 +15,6 @@
 namespace tf::half {
 namespace {
 
-Element element_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::BFloat16:
-      return Element::bfloat16;
-    case ScalarType::Half:
-      return Element::float16;
-    default:
-      return Element::float32;
-  }
-}
-
 void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
   STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
   STD_TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", name,
@@ -189,13 +178,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
   args.scale = static_cast<float>(scale);
   args.causal = is_causal;
   args.dropout = make_dropout(op, dropout_p, seed);
-  if (batch * heads * queries > 0) {
-    const int64_t scratch = TF_DISPATCH(half_attention_scratch, args);
-    each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
-      TF_DISPATCH(half_attention_queries, args, b, key_head, begin, end,
-                  bytes_of(kernel_scratch(), scratch));
-    });
-  }
+  if (batch * heads * queries > 0) run_attention(args);
   return {output, weights, shift, norm};
 }
 
@@ -276,13 +259,57 @@ void run_linear(const HalfLinearArgs& args) {
 Tensor pack_weight(const Tensor& weight) {
   check_like("pack_weight", "weight", weight, weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
-  Tensor packed = fresh(weight, {packed_bytes(weight) / 2 + kPackedTail});
+  Tensor packed = fresh_weight(weight, packed_bytes(weight) / 2 + kPackedTail);
   auto* place = static_cast<uint16_t*>(packed.mutable_data_ptr());
   if (weight.numel() > 0) pack(weight, place);
   uint16_t* end = place + packed.numel();
   std::memset(end - kPackedTail, 0, kPackedTail * sizeof(uint16_t));
   end[-1] = packed_layout(weight);
   return packed;
+}
+
+void linear_into(const void* x, int64_t m, const Tensor& weight,
+                 const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
+                 const void* residual, void* y, int slot) {
+  const int64_t n = weight.size(0), k = weight.size(1);
+  run_linear({element_of(weight), x, panels_of(weight, packed, slot), data_of(bias), residual, y, m,
+              k, n, k, n, n, 0});
+}
+
+void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
+                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     double eps, void* y, float* statistics) {
+  const Tensor& parameters = weight ? *weight : bias ? *bias : like;
+  const HalfLayerNormArgs args{element_of(like),
+                               element_of(parameters),
+                               x,
+                               nullptr,
+                               data_of(weight),
+                               data_of(bias),
+                               y,
+                               nullptr,
+                               statistics,
+                               statistics + rows,
+                               columns,
+                               columns,
+                               0,
+                               static_cast<float>(eps),
+                               columns,
+                               Dropout{}};
+  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns));
+  const int64_t scratch = TF_DISPATCH(half_layer_norm_scratch, args);
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(half_layer_norm_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
+  });
+}
+
+void run_attention(const HalfAttentionArgs& args) {
+  if (run_few_attention(args, args.type)) return;
+  const int64_t scratch = TF_DISPATCH(half_attention_scratch, args);
+  each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
+    TF_DISPATCH(half_attention_queries, args, b, key_head, begin, end,
+                bytes_of(kernel_scratch(), scratch));
+  });
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,

@@ -14,8 +14,11 @@ from .. import _native, dispatch
 from .cpu_backward import ACTIVATIONS
 from .cpu_packing import packed_weight
 
+_FLOAT = frozenset({torch.float32})
+_HALF = frozenset({torch.bfloat16, torch.float16})
 
-def fits(input: Tensor, *others: Tensor | None) -> bool:
+
+def fits(input: Tensor, *others: Tensor | None, dtypes: frozenset[torch.dtype] = _FLOAT) -> bool:
     """Whether a call on these tensors needs no gradient and every op in it would run on 'cpu'."""
     if (
         _native.module is None
@@ -31,7 +34,7 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
         kind = type(tensor)
         if (
             (kind is not Tensor and kind is not torch.nn.Parameter)
-            or tensor.dtype != torch.float32
+            or tensor.dtype not in dtypes
             or not tensor.is_cpu
             or (grad and tensor.requires_grad)
         ):
@@ -94,6 +97,56 @@ def feed_forward(
     )  # fmt: skip
 
 
+def fits_decoding(input: Tensor, *others: Tensor | None) -> bool:
+    """Whether `decode_attention` takes these tensors: all of input's dtype, float32 or half."""
+    dtypes = _FLOAT if input.dtype == torch.float32 else _HALF & {input.dtype}
+    return fits(input, *others, dtypes=dtypes)
+
+
+def decode_attention(
+    input: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int | None,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    norm_first: bool,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """The same sub-layer for the newest tokens, whose keys and values join a cache.
+
+    Args:
+        input: (R * T, M), T new tokens of each of R sequences.
+        keys, values: (R, H, places, D). With ``start``, the new tokens' are written to the places
+            from there on and everything before them is seen, causally; in_weight is then (3 M, M).
+            Without, all places are seen and nothing is written; in_weight is (M, M), and R counts
+            sources, each with T queries.
+        mask: broadcast to (R, H, T, places seen), SDPA polarity; key_lengths: (R,).
+    """
+    return torch.ops.transformer_fast.cpu_decode_attention(
+        input, keys, values, start, in_weight, packed_weight(in_weight), in_bias, out_weight,
+        packed_weight(out_weight), out_bias, norm_weight, norm_bias, eps, norm_first, mask,
+        key_lengths,
+    )  # fmt: skip
+
+
+def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory for keys and values, which on the CPU lies in huge pages.
+
+    Every step touches all of it, a little in each of thousands of places.
+    """
+    cache = like.new_empty(shape, dtype=dtype)
+    if _native.module is not None and type(cache) is Tensor and cache.is_cpu:
+        torch.ops.transformer_fast.cpu_prefer_huge_pages(cache)
+    return cache
+
+
 if _native.module is not None:
 
     @torch.library.register_fake("transformer_fast::cpu_attention_block")
@@ -102,4 +155,8 @@ if _native.module is not None:
 
     @torch.library.register_fake("transformer_fast::cpu_feed_forward_block")
     def _fake_feed_forward(input: Tensor, *_: object) -> Tensor:
+        return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+    @torch.library.register_fake("transformer_fast::cpu_decode_attention")
+    def _fake_decode_attention(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)

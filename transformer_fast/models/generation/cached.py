@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.cpu_blocks import empty_cache
 from ...nn import bypass
 from ..embedding import OutputProjection
 from .kernels import Linear, bind_layer_norm, bind_linear, product_dtype
@@ -85,7 +86,7 @@ class CachedDecoder:
         x = self.embed(tokens, 0)
         size = self.stack.d_model // self.stack.heads
         shape = (len(self.layers), 2, rows, self.stack.heads, self.capacity, size)
-        self.cache = x.new_empty(shape, dtype=product_dtype(x))
+        self.cache = empty_cache(x, shape, product_dtype(x))
         return self._run(x, rows, length)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ class CachedDecoder:
         """A cache of these rows; only what has been written so far is copied."""
         shape = list(self.cache.shape)
         shape[2] = rows.shape[0]
-        new = self.cache.new_empty(shape)
+        new = empty_cache(self.cache, tuple(shape), self.cache.dtype)
         select_rows(self.cache, rows, 0, self.length, new)
         self.cache = new
         self.reordering = Reordering(new, self.beams)

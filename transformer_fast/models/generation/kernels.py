@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...backends import cpu_blocks
 from ...dispatch import Call, select
-from .layers import FeedForwardWeights, NormWeights
+from .layers import AttentionWeights, FeedForwardWeights, NormWeights
 
 #: (input (N, M)) -> (N, Mout)
 Linear = Callable[[Tensor], Tensor]
@@ -98,6 +98,46 @@ def bind_join(sample: Tensor, norm: NormWeights, norm_first: bool) -> Join:
     if casts:
         return lambda y, x: run(y.to(x.dtype), x, shape, weight, bias, eps, 0.0, None)[0]
     return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
+
+
+def bind_attention_block(
+    sample: Tensor,
+    keys: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    weights: AttentionWeights,
+    norm: NormWeights,
+    norm_first: bool,
+) -> Callable[..., Tensor] | None:
+    """The whole sub-layer, or None where it has to be composed.
+
+    (x, keys, values, start, mask, key_lengths) -> x; see `cpu_blocks.decode_attention`.
+    """
+    out_weight, out_bias = weights.out_weight, weights.out_bias
+    if (
+        norm.module is not None
+        or sample.shape[0] == 0
+        or not cpu_blocks.fits_decoding(
+            sample, keys, in_weight, in_bias, out_weight, out_bias, norm.weight, norm.bias
+        )
+    ):
+        return None
+    block = cpu_blocks.decode_attention
+
+    def run(
+        x: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int | None,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        return block(
+            x, keys, values, start, in_weight, in_bias, out_weight, out_bias,
+            norm.weight, norm.bias, norm.eps, norm_first, mask, lengths,
+        )  # fmt: skip
+
+    return run
 
 
 def bind_feed_forward_block(

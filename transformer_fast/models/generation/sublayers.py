@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...backends.cpu_blocks import empty_cache
 from .kernels import (
     bind_attention,
+    bind_attention_block,
     bind_enter,
     bind_feed_forward_block,
     bind_join,
@@ -35,6 +37,11 @@ class SelfAttention:
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
         """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
         w = self.weights
+        self.block = bind_attention_block(
+            sample, keys, w.in_weight, w.in_bias, w, self.norm_weights, self.norm_first
+        )
+        if self.block is not None:
+            return
         self.project_in = bind_linear(rows * length, w.in_weight, w.in_bias)
         self.project_out = bind_linear(rows * length, w.out_weight, w.out_bias)
         self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
@@ -47,6 +54,8 @@ class SelfAttention:
 
     def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
         """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far."""
+        if self.block is not None:
+            return self.block(x, *cache.unbind(0), start)
         length = self.shape[1]
         qkv = self.project_in(x if self.enter is None else self.enter(x))
         qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
@@ -101,7 +110,7 @@ class CrossAttention:
         norm_first: bool,
         memory: Tensor,
     ) -> None:
-        self.norm_weights, self.norm_first = norm, norm_first
+        self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
         self.heads = weights.heads
         self.width = width = weights.in_weight.shape[1]
         self.size = width // self.heads
@@ -114,7 +123,8 @@ class CrossAttention:
         both = project(memory.reshape(sources * places, width))
         both = both.view(sources, places, 2, self.heads, self.size)
         # (2, B, H, S, D): each head's keys lie together, since every step reads them all.
-        self.memory = both.permute(2, 0, 3, 1, 4).contiguous()
+        both = both.permute(2, 0, 3, 1, 4)
+        self.memory = empty_cache(both, tuple(both.shape), both.dtype).copy_(both)
 
     def keep(self, sources: Tensor) -> None:
         self.memory = self.memory.index_select(1, sources)
@@ -123,16 +133,24 @@ class CrossAttention:
         rows = sample.shape[0]
         self.keys, self.values = self.memory.unbind(0)
         sources = self.keys.shape[0]
+        self.mask, self.lengths = places.mask, places.lengths
+        self.block = bind_attention_block(
+            sample, self.keys, self.in_weight, self.in_bias, self.weights, self.norm_weights,
+            self.norm_first,
+        )  # fmt: skip
+        if self.block is not None:
+            return
         self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
         self.project_in = bind_linear(rows, self.in_weight, self.in_bias)
         self.project_out = bind_linear(rows, self.out_weight, self.out_bias)
         self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
         self.join = bind_join(sample, self.norm_weights, self.norm_first)
-        self.mask, self.lengths = places.mask, places.lengths
         query = self.keys.new_empty(self.shape).transpose(1, 2)
         self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
 
     def step(self, x: Tensor) -> Tensor:
+        if self.block is not None:
+            return self.block(x, self.keys, self.values, None, self.mask, self.lengths)
         query = self.project_in(x if self.enter is None else self.enter(x))
         query = query.view(self.shape).transpose(1, 2)
         y = self.attention(
