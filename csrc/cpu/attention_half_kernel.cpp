@@ -122,26 +122,52 @@ class Block {
                    work.scores[panel.slot], kPanel, meanwhile);
   }
 
+  // The mask of a row of a panel, or nullptr; `shared` if all rows have that one.
+  const float* mask_of(const Panel& panel, long i, const float* shared) const {
+    if (args.mask == nullptr || shared != nullptr) return shared;
+    return sight.mask_row(i, panel.start, sight.visible(i, panel.start, panel.count));
+  }
+
+  // -inf where a row of a panel is hidden by causality or length.
+  TF_INLINE void hide(const Panel& panel, long i, Vec (&x)[2]) const {
+    const long seen = sight.visible(i, panel.start, panel.count);
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      const long left = seen - u * kLanes;
+      if (left < kLanes)
+        x[u] = select(less(load(kLaneNumbers), set1(static_cast<float>(left))), x[u], set1(-kInf));
+    }
+  }
+
   // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
   TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
     const float* s = work.scores[panel.slot] + i * kPanel;
+    const float* mask = mask_of(panel, i, shared);
     const long seen = sight.visible(i, panel.start, panel.count);
-    const float* mask = args.mask == nullptr ? nullptr
-                        : shared != nullptr  ? shared
-                                             : sight.mask_row(i, panel.start, seen);
-    const Vec scale = set1(args.scale), hidden = set1(-kInf);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       x[u] = load(s + u * kLanes);
-      const long left = seen - u * kLanes;
       if (mask != nullptr) {
-        const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : hidden;
-        x[u] = select(equal(m, hidden), hidden, fma(x[u], scale, m));
+        const long left = seen - u * kLanes;
+        const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf);
+        x[u] = select(equal(m, set1(-kInf)), m, fma(x[u], set1(args.scale), m));
       } else {
-        x[u] = x[u] * scale;
+        x[u] = x[u] * set1(args.scale);
       }
-      if (left < kLanes)
-        x[u] = select(less(load(kLaneNumbers), set1(static_cast<float>(left))), x[u], hidden);
     }
+    hide(panel, i, x);
+  }
+
+  // The same relative to the row's reference, as exponents of 2. Results must not depend on which
+  // rows make up a block, so this is the same arithmetic as where a panel is plain.
+  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
+    const Vec minus = set1(work.minus[i]);
+    if (args.mask != nullptr) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = (x[u] + minus) * set1(kLog2E);
+      return;
+    }
+    const float* s = work.scores[panel.slot] + i * kPanel;
+    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
+    hide(panel, i, x);
   }
 
   // The mask of a panel where it is alike for all rows.
@@ -179,7 +205,7 @@ class Block {
   // Turns the scores of rows up to `until` of the waiting panel into probabilities.
   void soften(long until) {
     if (until <= softened_) return;
-    if (waiting_.plain && unknown_ == 0) {
+    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr) {
       const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
       const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
       for (; softened_ < until; ++softened_, s += kPanel) {
@@ -191,13 +217,24 @@ class Block {
       }
       return;
     }
+    if (waiting_.plain && unknown_ == 0) {
+      const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
+      for (; softened_ < until; ++softened_, s += kPanel) {
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = load(s + u * kLanes) * set1(args.scale);
+        exponents(waiting_, softened_, e);
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = power_of_two(e[u], T{});
+        put(waiting_, softened_, e);
+      }
+      return;
+    }
     const float* shared = shared_mask(waiting_);
     for (; softened_ < until; ++softened_) {
       Vec x[2];
       see(waiting_, softened_, shared, x);
       if (!work.known[softened_]) refer(softened_, x);
-      const Vec minus = set1(work.minus[softened_]);
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two((x[u] + minus) * set1(kLog2E), T{});
+      exponents(waiting_, softened_, x);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
       put(waiting_, softened_, x);
     }
   }
@@ -261,9 +298,10 @@ class Block {
     unknown_ = rows;
   }
 
-  // The true maximum of every row as its reference.
+  // The true maximum as the reference of every row that has none that does.
   void find_maxima() {
-    for (long i = 0; i < rows; ++i) work.minus[i] = kInf;
+    for (long i = 0; i < rows; ++i)
+      if (!work.known[i]) work.minus[i] = kInf;
     for (Panel panel = panel_from(0, 0, 0); panel.count > 0;
          panel = panel_from(panel.start + kPanel, 0, 0)) {
       score(panel, [] {});
@@ -272,7 +310,7 @@ class Block {
         Vec x[2];
         see(panel, i, shared, x);
         const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
-        if (-highest < work.minus[i]) work.minus[i] = -highest;
+        if (!work.known[i] && -highest < work.minus[i]) work.minus[i] = -highest;
       }
     }
     for (long i = 0; i < rows; ++i) {
@@ -309,14 +347,15 @@ class Block {
     return finish();
   }
 
-  bool finish() const {
+  bool finish() {
     T* output = static_cast<T*>(args.output) +
                 head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
                 sight.first * args.output_stride[2];
-    Vec odd = zero();  // NaN once any result is not finite
+    bool did = true;
     for (long i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.total + i * kLanes));
       const float* o = work.sums + i * work.sum_stride;
+      Vec odd = set1(total - total);  // NaN once any result is not finite
       // What was never added to is 0 already.
       const Vec by = set1(total == 0.0f ? 1.0f : 1.0f / total);
       for (long j = 0; j < args.value_size; j += kLanes) {
@@ -324,12 +363,16 @@ class Block {
         odd = odd + (x - x);
         store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
       }
-      odd = odd + set1(total - total);
+      // A row that saw but scores too low to refer to, and one whose reference was too far off.
+      if (!exact_ && (any(not_a_number(odd)) || (!work.known[i] && low_))) {
+        work.known[i] = did = false;
+        continue;
+      }
       if (args.shift == nullptr) continue;
       args.shift[row_of(i)] = total == 0.0f ? -kInf : __builtin_logf(total) - work.minus[i];
       args.norm[row_of(i)] = total == 0.0f ? 0.0f : 1.0f;
     }
-    return exact_ || (!any(not_a_number(odd)) && (unknown_ == 0 || !low_));
+    return did;
   }
 
   // The probabilities, once sums and references are known.
@@ -354,9 +397,9 @@ class Block {
       for (long i = 0; i < rows; ++i) {
         Vec x[2];
         see(panel, i, shared, x);
-        const Vec minus = set1(work.minus[i]), by = set1(work.total[i * kLanes]);
-        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
-            power_of_two((x[u] + minus) * set1(kLog2E), T{}) * by;
+        exponents(panel, i, x);
+        const Vec by = set1(work.total[i * kLanes]);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{}) * by;
         if (args.dropout.on) drop_row(panel, i, x);
         TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
             store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
