@@ -35,6 +35,9 @@ struct TileEnds {
 
 constexpr long kLine = 64;  // bytes of a cache line
 
+// Tiles of so few rows fetch two lines at a step.
+constexpr int kWideAhead = kPanel * sizeof(float) > kLine ? 9 : 0;
+
 // Memory to fetch meanwhile: `step` bytes on at each step of k.
 struct Ahead {
   const char* place;
@@ -50,9 +53,11 @@ constexpr int kTurned = (kTileRows + kLanes - 1) / kLanes * kLanes;
 template <Form kForm, int kRows, int kVecs>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
           const TileEnds& ends, Ahead ahead) {
-  Vec acc[kRows][kVecs];
-  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
-      zero();
+  // Few rows have few sums, each of which waits for its last fma; so they get several.
+  constexpr int kSplit = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;
+  Vec sums[kSplit][kRows][kVecs];
+  TF_UNROLL for (int h = 0; h < kSplit; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
+      TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[h][i][j] = zero();
   // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
   // pointers than that do not fit into registers.
   constexpr int kPointers = kForm == Form::rows ? (kRows + 2) / 3 : 1;
@@ -65,7 +70,8 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
       const Vec x = set1(kForm == Form::rows     ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
                          : kForm == Form::turned ? row[0][u * kTurned + i]
                                                  : row[0][i]);
-      TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] = fma(x, b[j], acc[i][j]);
+      TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[u % kSplit][i][j] =
+          fma(x, b[j], sums[u % kSplit][i][j]);
     }
     if (kForm == Form::columns) {
       row[0] += a_stride;
@@ -82,15 +88,11 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   };
   long p = 0;
   for (; p + 4 <= k; p += 4) {
-    if (ahead.step > kLine) {
-      // A single tile has to fetch all lines of the panel, which it waits for less if they need not
-      // come to the first level.
-      TF_UNROLL for (int u = 0; u < 4; ++u) {
-        _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
-        _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
-      }
-    } else {
-      TF_UNROLL for (int u = 0; u < 4; ++u) _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T0);
+    // Into the second level: the first has few slots for what is on its way, and loads need them.
+    TF_UNROLL for (int u = 0; u < 4; ++u) {
+      _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
+      // A single tile has to fetch all lines of the panel.
+      if (kRows <= kWideAhead) _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
     }
     TF_UNROLL for (int u = 0; u < 4; ++u) step(u);
     ahead.place += 4 * ahead.step;
@@ -100,6 +102,10 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     step(0);
     advance(1);
   }
+  Vec(&acc)[kRows][kVecs] = sums[0];
+  TF_UNROLL for (int h = kSplit / 2; h > 0; h /= 2) TF_UNROLL for (int g = 0; g < h; ++g)
+      TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
+          sums[g][i][j] = sums[g][i][j] + sums[g + h][i][j];
   if (ends.accumulate) {
     TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
         acc[i][j] + load(c + i * c_stride + j * kLanes);
