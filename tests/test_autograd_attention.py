@@ -75,7 +75,9 @@ def test_mask_gradient_with_everything(causal, isa):
 @pytest.mark.parametrize("size", [1, 3, 16, 17, 64, 80, 128, 136])
 @pytest.mark.parametrize("length", [1, 15, 113, 225])
 def test_head_sizes_and_lengths(size, length, isa):
-    q, k, v = inputs(1, 2, length, 300 if length > 100 else 47, size)
+    # Few values would make the reference's own error, the unit, a matter of luck.
+    batch = 4 if length == 1 else 1
+    q, k, v = inputs(batch, 2, length, 300 if length > 100 else 47, size)
     with nan_memory():
         check_gradients("attention", cpu.attention, call(q, k, v, causal=length > 100))
 
