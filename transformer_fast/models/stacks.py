@@ -77,6 +77,8 @@ def encoder_stack(options: LayerOptions, num_layers: int) -> nn.TransformerEncod
     options.check()
     layer = options.make_layer(nn.TransformerEncoderLayer)
     stack = nn.TransformerEncoder(layer, num_layers, options.make_final_norm())  # type: ignore[arg-type]
+    # What stands at padded places reaches no result; without it padding costs nothing.
+    stack.skips_padding = True
     initialise(stack)
     return stack
 
