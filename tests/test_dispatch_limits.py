@@ -182,7 +182,6 @@ MASKED = (
 ROUNDED = "PyTorch's CPU backward keeps half types' statistics in the half type"
 
 
-FLOAT32_BACKWARD = "its backward takes float32 and the call has {}"
 MASK_DTYPES = "it reads masks that are bool, float32 or of query's dtype and this one is {}"
 
 
@@ -200,13 +199,6 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
         (ROUNDED, training_in(torch.float16)),
     ],
     ("add_layer_norm", "torch"): [(ROUNDED, training_in(torch.bfloat16))],
-    **{
-        (op, "cpu"): [
-            (FLOAT32_BACKWARD.format(name), training_in(getattr(torch, name)))
-            for name in ("bfloat16", "float16")
-        ]
-        for op in ("layer_norm", "add_layer_norm", "linear", "feed_forward")
-    },
     ("attention", "cpu"): [
         (MASK_DTYPES.format("float64"), lambda call: call._replace(mask=MASK.double())),
         (MASK_DTYPES.format("float16"), lambda call: call._replace(mask=MASK.half())),
@@ -215,8 +207,6 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
             MASK_DTYPES.format("float16"),
             lambda call: in_dtype(call, torch.bfloat16)._replace(mask=MASK.half()),
         ),
-        (FLOAT32_BACKWARD.format("bfloat16"), training_in(torch.bfloat16)),
-        (FLOAT32_BACKWARD.format("float16"), training_in(torch.float16)),
     ],
     ("attention", "torch"): [
         (MASKED, lambda call: call._replace(mask=MASK)),

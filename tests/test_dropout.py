@@ -142,3 +142,20 @@ def test_seed_is_checked():
         ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 0.5, torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="between 0 and 1"):
         ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 1.5, torch.tensor(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.0, *P])
+def test_dropout_by_itself(p, dtype, isa):
+    for shape in ((), (1,), (3, 0), (2, 3, 5), (7, 64), (3, 131)):
+        x = torch.randn(shape).to(dtype)
+        x[x == 0] = 1.0
+        got = torch.ops.transformer_fast.cpu_dropout(x, p, seed_of(p, 7))
+        expected = reference.dropout(x, p, seed_of(p, 7))
+        assert torch.equal(got == 0, expected == 0)
+        torch.testing.assert_close(got, expected)
+
+
+def test_opcheck_of_dropout():
+    arguments = torch.randn(3, 5), 0.5, torch.tensor(1)
+    torch.library.opcheck(torch.ops.transformer_fast.cpu_dropout.default, arguments)

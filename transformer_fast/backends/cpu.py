@@ -203,13 +203,6 @@ def _fake_feed_forward(
     return input.new_empty((*input.shape[:-1], weight2.shape[0]))
 
 
-def _refuse(call: Call) -> str | None:
-    dtype = call.tensors[0].dtype  # type: ignore[union-attr]
-    if call.needs_grad and dtype != torch.float32:
-        return f"its backward takes float32 and the call has {str(dtype)[6:]}"
-    return None
-
-
 def _refuse_attention(call: Call) -> str | None:
     dtype = call.tensors[0].dtype  # type: ignore[union-attr]
     if call.mask is not None and call.mask.dtype not in (torch.bool, torch.float32, dtype):
@@ -217,7 +210,7 @@ def _refuse_attention(call: Call) -> str | None:
             "it reads masks that are bool, float32 or of query's dtype and this one is "
             f"{str(call.mask.dtype)[6:]}"
         )
-    return _refuse(call)
+    return None
 
 
 def _register() -> None:
@@ -233,10 +226,8 @@ def _register() -> None:
             torch.library.register_fake(f"transformer_fast::{name}", fake)
     activations = frozenset(ACTIVATIONS)
     for kernel in (
-        Kernel("layer_norm", "cpu", layer_norm, gradients=True, refuses=_refuse),
-        Kernel(
-            "add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True, refuses=_refuse
-        ),
+        Kernel("layer_norm", "cpu", layer_norm, gradients=True),
+        Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
         Kernel(
             "attention",
             "cpu",
@@ -246,7 +237,7 @@ def _register() -> None:
             dropout=True,
             refuses=_refuse_attention,
         ),
-        Kernel("linear", "cpu", linear, gradients=True, activations=activations, refuses=_refuse),
+        Kernel("linear", "cpu", linear, gradients=True, activations=activations),
         Kernel(
             "feed_forward",
             "cpu",
@@ -254,7 +245,6 @@ def _register() -> None:
             gradients=True,
             dropout=True,
             activations=activations,
-            refuses=_refuse,
         ),
     ):
         register(

@@ -1,4 +1,8 @@
-"""The gradients of the CPU kernels: pairs for `autograd`, and the operators' fakes."""
+"""The gradients of the CPU kernels: pairs for `autograd`, and the operators' fakes.
+
+The backward kernels compute in float32. For half types what they take is widened and what they
+give is rounded once, but for products of matrices, which are PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,60 @@ _ops = torch.ops.transformer_fast
 
 #: Numbered as in csrc/cpu/activation.h.
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    """In float32; what is no half type stays as it is."""
+    return tensor.float() if tensor is not None and tensor.dtype in _HALVES else tensor
+
+
+def _like(gradient: Tensor, tensor: Tensor | None) -> Tensor:
+    return gradient if tensor is None else gradient.to(tensor.dtype)
+
+
+_aten = torch.ops.aten
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+#: (gradient of an activation's result, what it was applied to) -> gradient of that
+_SLOPE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda grad, x: _aten.threshold_backward(grad, x, 0),
+    "gelu": lambda grad, x: _aten.gelu_backward(grad, x),
+    "gelu_tanh": lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
+    "silu": lambda grad, x: _aten.silu_backward(grad, x),
+}
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies matrices of this type faster than float32."""
+    return (
+        dtype == torch.bfloat16
+        and _native.module is not None
+        and _native.module.isa() in ("avx512_bf16", "amx")
+    )
+
+
+def _dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    return _ops.cpu_dropout(x, p, seed) if p > 0.0 else x  # type: ignore[no-any-return]
+
+
+def _products(
+    grad: Tensor, input: Tensor, weight: Tensor, wants: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias of a linear map, by PyTorch's products."""
+    rows, columns = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+    none = input.new_empty((0,))
+    return (
+        grad @ weight if wants[0] else none,
+        rows.t() @ columns if wants[1] else none,
+        rows.sum(0, dtype=torch.float32).to(input.dtype) if wants[2] else none,
+    )
 
 
 def _shaped(flat: Tensor, shape: tuple[int, ...], wanted: bool) -> Tensor:
@@ -44,13 +102,13 @@ def _layer_norm_backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dinput, _, dweight, dbias = _ops.cpu_layer_norm_backward(
-        grad, None, input, mean, rstd, weight, math.prod(normalized_shape), 0.0, None,
-        wants[0], False, wants[1], wants[2],
+        _wide(grad), None, _wide(input), mean, rstd, _wide(weight), math.prod(normalized_shape),
+        0.0, None, wants[0], False, wants[1], wants[2],
     )  # fmt: skip
     return (
-        dinput,
-        _shaped(dweight, normalized_shape, wants[1]),
-        _shaped(dbias, normalized_shape, wants[2]),
+        _like(dinput, input),
+        _like(_shaped(dweight, normalized_shape, wants[1]), weight),
+        _like(_shaped(dbias, normalized_shape, wants[2]), weight),
     )
 
 
@@ -83,14 +141,16 @@ def _add_layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     drops = dropout_p > 0.0
     dsource, dinput, dweight, dbias = _ops.cpu_layer_norm_backward(
-        grad, grad_sum, sum, mean, rstd, weight, math.prod(normalized_shape), dropout_p, seed,
-        wants[1] or (wants[0] and not drops), wants[0] and drops, wants[2], wants[3],
+        _wide(grad), _wide(grad_sum), _wide(sum), mean, rstd, _wide(weight),
+        math.prod(normalized_shape), dropout_p, seed, wants[1] or (wants[0] and not drops),
+        wants[0] and drops, wants[2], wants[3],
     )  # fmt: skip
+    dsource = _like(dsource, sum)
     return (
-        dinput if drops else dsource,
+        _like(dinput, sum) if drops else dsource,
         dsource,
-        _shaped(dweight, normalized_shape, wants[2]),
-        _shaped(dbias, normalized_shape, wants[3]),
+        _like(_shaped(dweight, normalized_shape, wants[2]), weight),
+        _like(_shaped(dbias, normalized_shape, wants[3]), weight),
     )
 
 
@@ -129,10 +189,16 @@ def _attention_backward(
     norm: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _ops.cpu_attention_backward(  # type: ignore[no-any-return]
-        grad, grad_weights, query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p,
-        seed, output, weights, shift, norm, *wants,
+    mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else _wide(attn_mask)
+    found = _ops.cpu_attention_backward(
+        _wide(grad), _wide(grad_weights), _wide(query), _wide(key), _wide(value), mask,
+        key_lengths, is_causal, scale, dropout_p, seed, _wide(output), _wide(weights), shift,
+        norm, *wants,
     )  # fmt: skip
+    return tuple(  # type: ignore[return-value]
+        _like(gradient, tensor)
+        for gradient, tensor in zip(found, (query, key, value, attn_mask), strict=True)
+    )
 
 
 def _linear_forward(
@@ -145,6 +211,11 @@ def _linear_forward(
     if activation is None:
         output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
         return output, output.new_empty((0,))
+    if input.dtype in _HALVES:
+        output, preactivation = _ops.cpu_linear_with_preactivation(
+            _wide(input), _wide(weight), _wide(bias), _wide(residual), ACTIVATIONS[activation]
+        )
+        return _like(output, input), preactivation
     return _ops.cpu_linear_with_preactivation(  # type: ignore[no-any-return]
         input, weight, bias, residual, ACTIVATIONS[activation]
     )
@@ -159,9 +230,16 @@ def _linear_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
-        grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
-    )
+    if input.dtype not in _HALVES:
+        return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
+            grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
+        )
+    if activation is not None:
+        found = _ops.cpu_linear_backward(
+            _wide(grad), _wide(input), _wide(weight), preactivation, ACTIVATIONS[activation], *wants
+        )
+        return tuple(_like(g, input) for g in found)  # type: ignore[return-value]
+    return _products(grad, input, weight, wants)
 
 
 def _feed_forward_forward(
@@ -174,9 +252,15 @@ def _feed_forward_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return _ops.cpu_feed_forward_training(  # type: ignore[no-any-return]
-        input, weight1, bias1, weight2, bias2, ACTIVATIONS[activation], dropout_p, seed, True
-    )
+    if _multiplies(input.dtype):
+        preactivation = _ops.cpu_linear(input, weight1, None, bias1, None, 0)
+        hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
+        return _ops.cpu_linear(hidden, weight2, None, bias2, None, 0), preactivation
+    output, preactivation = _ops.cpu_feed_forward_training(
+        _wide(input), _wide(weight1), _wide(bias1), _wide(weight2), _wide(bias2),
+        ACTIVATIONS[activation], dropout_p, seed, True,
+    )  # fmt: skip
+    return _like(output, input), preactivation
 
 
 def _feed_forward_backward(
@@ -191,10 +275,21 @@ def _feed_forward_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    return _ops.cpu_feed_forward_backward(  # type: ignore[no-any-return]
-        grad, input, weight1, weight2, preactivation, ACTIVATIONS[activation], dropout_p, seed,
-        *wants,
+    if _multiplies(input.dtype):
+        hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
+        _, dweight2, dbias2 = _products(grad, hidden, weight2, (False, *wants[3:5]))
+        dhidden = _dropped(grad @ weight2, dropout_p, seed)
+        slope = _SLOPE[activation](dhidden, preactivation)
+        return (*_products(slope, input, weight1, wants[:3]), dweight2, dbias2)
+    found = _ops.cpu_feed_forward_backward(
+        _wide(grad), _wide(input), _wide(weight1), _wide(weight2), preactivation,
+        ACTIVATIONS[activation], dropout_p, seed, *wants,
     )  # fmt: skip
+    return tuple(_like(gradient, input) for gradient in found)
+
+
+def _fake_dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    return input.new_empty(input.shape)
 
 
 def _fake_layer_norm_backward(
@@ -337,6 +432,7 @@ def _register() -> None:
     autograd.register("feed_forward", "cpu", _feed_forward_forward, _feed_forward_backward)
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
+            "cpu_dropout": _fake_dropout,
             "cpu_layer_norm_backward": _fake_layer_norm_backward,
             "cpu_attention_backward": _fake_attention_backward,
             "cpu_linear_with_preactivation": _fake_linear_with_preactivation,

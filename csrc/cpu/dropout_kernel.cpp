@@ -1,0 +1,37 @@
+#include "cpu/dropout_kernel.h"
+
+#include "cpu/half.h"
+#include "cpu/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+void rows_of(const DropoutArgs& args, long begin, long end, float* factors) {
+  for (long row = begin; row < end; ++row) {
+    dropout_factors(args.dropout, static_cast<uint64_t>(row), 0, args.n, factors);
+    const T* x = static_cast<const T*>(args.x) + row * args.n;
+    T* y = static_cast<T*>(args.y) + row * args.n;
+    for (long j = 0; j < args.n; j += kLanes)
+      store_some(y + j, drop(load_some(x + j, args.n - j), load(factors + j)), args.n - j);
+  }
+}
+
+}  // namespace
+
+long dropout_scratch(const DropoutArgs& args) {
+  return (args.n + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes;
+}
+
+void dropout_rows(const DropoutArgs& args, long begin, long end, float* scratch) {
+  switch (args.type) {
+    case Element::bfloat16:
+      return rows_of<BFloat16>(args, begin, end, scratch);
+    case Element::float16:
+      return rows_of<Float16>(args, begin, end, scratch);
+    default:
+      return rows_of<float>(args, begin, end, scratch);
+  }
+}
+
+}  // namespace tf::TF_ISA
