@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -18,6 +19,13 @@ Maker = Callable[[], Contest]
 
 #: Arguments that stay the same from input to input, as weights do in use.
 _KEPT = frozenset({"weight", "bias", "weight1", "bias1", "weight2", "bias2"})
+
+
+def _parameter(value: Any) -> Any:
+    """Weights as modules have them; what is kept of a parameter is not kept of other tensors."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.nn.Parameter(value, requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -35,14 +43,15 @@ class Scope:
         return torch.Generator().manual_seed(seed)
 
     def draw(self, op: str, case: Case, inputs: int = 2) -> list[list[Arguments]]:
-        """Inputs of a case: the same weights, everything else anew."""
+        """Inputs of a case: the same weights, as parameters; everything else anew."""
         drawn = [case.build(self.dtype, self.device, self.generator(i)) for i in range(inputs)]
         names = OPS[op].arguments
+        weights = [_parameter(value) for value in drawn[0]]
         return [
             [
                 tuple(
-                    first if name in _KEPT else mine
-                    for name, first, mine in zip(names, drawn[0], arguments, strict=True)
+                    weight if name in _KEPT else mine
+                    for name, weight, mine in zip(names, weights, arguments, strict=True)
                 )
             ]
             for arguments in drawn

@@ -14,6 +14,7 @@ from transformer_fast import _native
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.specs.spec import Draw
+from transformer_fast.testing import check
 from transformer_fast.testing.oracle import as_results
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -154,17 +155,24 @@ def test_lazily_negated_views(target):
 
 @pytest.mark.parametrize("target", targets(all_isas=False))
 def test_inference_mode_and_parameters(target):
-    arguments = drawn(target.op, OPS[target.op].cases[0].name, target.dtype)
-    expected = run(target, on(target, arguments))
-    wrapped = tuple(
-        torch.nn.Parameter(x, requires_grad=False)
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-        else x
-        for x in on(target, arguments)
-    )
+    arguments = on(target, drawn(target.op, OPS[target.op].cases[0].name, target.dtype))
+
+    def wrapped():
+        return tuple(
+            torch.nn.Parameter(x.clone(), requires_grad=False)
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+            else x
+            for x in arguments
+        )
+
+    parameters = wrapped()
+    first = run(target, parameters)
     with torch.inference_mode():
-        assert equal(run(target, wrapped), expected)
-    assert equal(run(target, wrapped), expected)
+        assert equal(run(target, parameters), first)
+        # Those have no version counter.
+        assert equal(run(target, wrapped()), run(target, arguments))
+    assert equal(run(target, parameters), first)
+    check(target.op, first, arguments)
 
 
 CHANGES = {
@@ -197,6 +205,6 @@ def test_a_changed_weight_is_seen(target, change):
         with torch.no_grad():
             CHANGES[change](parameter)
         second = run(target, tuple(called))
-        called[place] = parameter.detach().clone()
+        called[place] = torch.nn.Parameter(parameter.detach().clone())
         assert equal(second, run(target, tuple(called)))
         assert not equal(second, first)

@@ -62,8 +62,22 @@ inline const float* panels_of(const Tensor& weight, const std::optional<Tensor>&
   return place;
 }
 
+// Whether a product of m rows reads the weight as it is, because packing it first would take
+// longer.
+inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
+  constexpr int64_t kMost = 24;
+  return !packed && m <= kMost && (weight.size(1) <= 1 || weight.stride(1) == 1);
+}
+
 // Splits rows between threads where there are many, else panels.
 inline void run_linear(const LinearArgs& args) {
+  if (args.weight != nullptr) {
+    const int64_t grain = std::max<int64_t>(16, 32768 / std::max<int64_t>(1, args.k));
+    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(linear_direct, args, begin, end);
+    });
+    return;
+  }
   const int64_t width = TF_DISPATCH(panel_columns, );
   const int64_t panels = (args.n + width - 1) / width;
   const int64_t threads = torch::stable::get_num_threads();
@@ -80,6 +94,19 @@ inline void run_linear(const LinearArgs& args) {
                 panels * column / column_items, panels * (column + 1) / column_items,
                 kernel_scratch().floats(scratch));
   });
+}
+
+// The same with the weight as it is, packed before, or packed now into shared scratch `slot`.
+inline void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
+                       int slot) {
+  if (is_direct(weight, packed, args.m)) {
+    args.weight = static_cast<const float*>(weight.const_data_ptr());
+    args.weight_stride = weight.stride(0);
+  } else {
+    const int64_t room = TF_DISPATCH(packed_size, args.n, args.k) + kPackedTail;
+    args.packed = panels_of(weight, packed, slot, room);
+  }
+  run_linear(args);
 }
 
 inline Tensor result_rows(const Tensor& input, int64_t columns) {

@@ -38,7 +38,73 @@ void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows
   }
 }
 
+#if defined(__AVX512F__)
+constexpr int kDirectColumns = 4, kDirectRows = 4;  // 16 accumulators of 32 registers
+#else
+constexpr int kDirectColumns = 2, kDirectRows = 4;  // 8 of 16
+#endif
+
+// kRows rows of x times kColumns rows of W.
+template <int kRows, int kColumns>
+void dot_products(const LinearArgs& args, long row, long column) {
+  Vec sum[kRows][kColumns];
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
+      zero();
+  const float* x = args.x + row * args.x_stride;
+  const float* w = args.weight + column * args.weight_stride;
+  const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
+    Vec b[kColumns];
+    TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * args.weight_stride + p);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      const Vec a = read(x + i * args.x_stride + p);
+      TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = fma(a, b[j], sum[i][j]);
+    }
+  };
+  long p = 0;
+  for (; p + kLanes <= args.k; p += kLanes) {
+    // These rows are read in turn; those after them come next.
+    TF_UNROLL for (int j = 0; j < kColumns; ++j) _mm_prefetch(
+        reinterpret_cast<const char*>(w + (j + kColumns) * args.weight_stride + p), _MM_HINT_T1);
+    step(p, [](const float* from) { return load(from); });
+  }
+  if (p < args.k) step(p, [&](const float* from) { return load_n(from, args.k - p); });
+  const bool relu = args.activation == kRelu && args.preactivation == nullptr;
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) {
+    float y = reduce_add(sum[i][j]);
+    if (args.bias != nullptr) y += args.bias[column + j];
+    if (relu) y = y < 0.0f ? 0.0f : y;  // NaN comes through
+    args.y[(row + i) * args.y_stride + column + j] = y;
+  }
+}
+
+template <int kColumns>
+void direct_columns(const LinearArgs& args, long column) {
+  for (long row = 0; row < args.m; row += kDirectRows) {
+    switch (least(args.m - row, kDirectRows)) {
+      case 1:
+        dot_products<1, kColumns>(args, row, column);
+        break;
+      case 2:
+        dot_products<2, kColumns>(args, row, column);
+        break;
+      case 3:
+        dot_products<3, kColumns>(args, row, column);
+        break;
+      default:
+        dot_products<4, kColumns>(args, row, column);
+    }
+  }
+}
+
 }  // namespace
+
+void linear_direct(const LinearArgs& args, long begin, long end) {
+  long column = begin;
+  for (; column + kDirectColumns <= end; column += kDirectColumns)
+    direct_columns<kDirectColumns>(args, column);
+  for (; column < end; ++column) direct_columns<1>(args, column);
+  finish(args, args.y + begin, args.y_stride, 0, args.m, begin, end - begin);
+}
 
 long panel_columns() { return kPanel; }
 

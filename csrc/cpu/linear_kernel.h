@@ -14,6 +14,9 @@ struct LinearArgs {
   long m, k, n, x_stride, residual_stride, y_stride;
   int activation;
   float* preactivation = nullptr;  // (m, n), contiguous: x W^T + bias is kept here, or nullptr
+  // For linear_direct, in place of packed: W itself, rows weight_stride apart.
+  const float* weight = nullptr;
+  long weight_stride = 0;
 };
 
 // Columns of a weight panel, and floats that a packed (n, k) matrix takes.
@@ -35,5 +38,8 @@ TF_KERNEL(long linear_scratch(const LinearArgs& args))
 // Rows [row_begin, row_end) of the panels [panel_begin, panel_end).
 TF_KERNEL(void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
                             long panel_end, float* scratch))
+
+// Columns [begin, end) of y from W as it is: for so few rows that packing would not pay.
+TF_KERNEL(void linear_direct(const LinearArgs& args, long begin, long end))
 
 }  // namespace tf

@@ -174,10 +174,10 @@ Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
   const Rows x = as_rows(input);
   const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
   const std::optional<Tensor> b = contiguous(bias);
-  const float* panels = panels_of(weight, packed, 0, TF_DISPATCH(packed_size, n, k) + kPackedTail);
-  run_linear({x.data, panels, optional_data(b), r.data,
-              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
-              static_cast<int>(activation), mutable_data(preactivation)});
+  run_linear(
+      {x.data, nullptr, optional_data(b), r.data, static_cast<float*>(output.mutable_data_ptr()), m,
+       k, n, x.stride, r.stride, n, static_cast<int>(activation), mutable_data(preactivation)},
+      weight, packed, 0);
   shared_scratch(0).trim();
   return output;
 }
@@ -214,11 +214,20 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  float* y = static_cast<float*>(output.mutable_data_ptr());
+  if (is_direct(weight1, packed1, m) && is_direct(weight2, packed2, m)) {
+    float* hidden = shared_scratch(2).floats(m * f);
+    run_linear({x.data, nullptr, optional_data(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
+                static_cast<int>(activation)},
+               weight1, packed1, 0);
+    run_linear({hidden, nullptr, optional_data(b2), nullptr, y, m, f, n, f, 0, n, 0}, weight2,
+               packed2, 1);
+    return output;
+  }
   const int64_t size1 = TF_DISPATCH(packed_size, f, k) + kPackedTail,
                 size2 = TF_DISPATCH(packed_size, n, f) + kPackedTail;
   const float* panels1 = panels_of(weight1, packed1, 0, size1);
   const float* panels2 = panels_of(weight2, packed2, 1, size2);
-  float* y = static_cast<float*>(output.mutable_data_ptr());
   run_feed_forward({x.data, panels1, optional_data(b1), panels2, optional_data(b2), y, m, k, f, n,
                     x.stride, static_cast<int>(activation)},
                    2);

@@ -165,6 +165,18 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
     from = normed;
   }
   const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  float* y = data_of(output);
+  if (is_direct(weight1, packed1, rows) && is_direct(weight2, packed2, rows)) {
+    float* inner = shared_scratch(kHiddenSlot).floats(rows * hidden);
+    run_linear({from, nullptr, optional_data(b1), nullptr, inner, rows, width, hidden, width, 0,
+                hidden, static_cast<int>(activation)},
+               weight1, packed1, 0);
+    run_linear({inner, nullptr, optional_data(b2), data_of(x), y, rows, hidden, width, hidden,
+                width, width, 0},
+               weight2, packed2, 1);
+    if (!norm_first) norm.run(y, y, rows, width);
+    return output;
+  }
   FeedForwardArgs args{};
   args.x = from;
   args.packed1 =
@@ -173,14 +185,14 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
   args.packed2 =
       panels_of(weight2, packed2, 1, TF_DISPATCH(packed_size, width, hidden) + kPackedTail);
   args.bias2 = optional_data(b2);
-  args.y = data_of(output);
+  args.y = y;
   args.m = rows;
   args.k = args.n = args.x_stride = args.residual_stride = width;
   args.f = hidden;
   args.activation = static_cast<int>(activation);
   args.residual = data_of(x);
   run_feed_forward(args, kHiddenSlot);
-  if (!norm_first) norm.run(args.y, args.y, rows, width);
+  if (!norm_first) norm.run(y, y, rows, width);
   trim_all();
   return output;
 }

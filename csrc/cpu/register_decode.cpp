@@ -34,10 +34,9 @@ struct Projection {
   void run(const void* x, int64_t m, const void* residual, void* y, int slot) const {
     if (is_half(weight)) return half::linear_into(x, m, weight, packed, bias, residual, y, slot);
     const int64_t n = weight.size(0), k = weight.size(1);
-    const float* panels =
-        panels_of(weight, packed, slot, TF_DISPATCH(packed_size, n, k) + kPackedTail);
-    run_linear({static_cast<const float*>(x), panels, optional_data(bias),
-                static_cast<const float*>(residual), static_cast<float*>(y), m, k, n, k, n, n, 0});
+    run_linear({static_cast<const float*>(x), nullptr, optional_data(bias),
+                static_cast<const float*>(residual), static_cast<float*>(y), m, k, n, k, n, n, 0},
+               weight, packed, slot);
   }
 };
 

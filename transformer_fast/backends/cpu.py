@@ -13,6 +13,7 @@ from .. import _native
 from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, needs_function
 from ..dispatch import Call, Kernel, register
 from .cpu_backward import ACTIVATIONS
+from .cpu_backward_fakes import register_fakes
 from .cpu_packing import packed_weight
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -92,7 +93,7 @@ def linear(
     return torch.ops.transformer_fast.cpu_linear(
         input,
         weight,
-        packed_weight(weight),
+        packed_weight(weight, input.numel() // max(1, input.shape[-1])),
         bias,
         residual,
         ACTIVATIONS[activation],  # type: ignore[index]
@@ -125,13 +126,14 @@ def feed_forward(
             seed,
             False,
         )[0]
+    rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.cpu_feed_forward(
         input,
         weight1,
-        packed_weight(weight1),
+        packed_weight(weight1, rows),
         bias1,
         weight2,
-        packed_weight(weight2),
+        packed_weight(weight2, rows),
         bias2,
         ACTIVATIONS[activation],  # type: ignore[index]
     )
@@ -214,6 +216,7 @@ def _refuse_attention(call: Call) -> str | None:
 
 
 def _register() -> None:
+    register_fakes()
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_layer_norm": _fake_layer_norm,

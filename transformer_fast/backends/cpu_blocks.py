@@ -91,8 +91,9 @@ def feed_forward(
     activation: str,
 ) -> Tensor:
     """``norm(x + FFN(x))``, or ``x + FFN(norm(x))`` if norm_first."""
+    rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.cpu_feed_forward_block(
-        input, weight1, packed_weight(weight1), bias1, weight2, packed_weight(weight2), bias2,
+        input, weight1, packed_weight(weight1, rows), bias1, weight2, packed_weight(weight2, rows), bias2,
         norm_weight, norm_bias, eps, norm_first, ACTIVATIONS[activation],
     )  # fmt: skip
 
@@ -129,9 +130,10 @@ def decode_attention(
             sources, each with T queries.
         mask: broadcast to (R, H, T, places seen), SDPA polarity; key_lengths: (R,).
     """
+    rows = input.shape[0]
     return torch.ops.transformer_fast.cpu_decode_attention(
-        input, keys, values, start, in_weight, packed_weight(in_weight), in_bias, out_weight,
-        packed_weight(out_weight), out_bias, norm_weight, norm_bias, eps, norm_first, mask,
+        input, keys, values, start, in_weight, packed_weight(in_weight, rows), in_bias, out_weight,
+        packed_weight(out_weight, rows), out_bias, norm_weight, norm_bias, eps, norm_first, mask,
         key_lengths,
     )  # fmt: skip
 

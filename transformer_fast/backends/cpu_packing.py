@@ -38,12 +38,22 @@ _limit = int(os.environ.get("TRANSFORMER_FAST_PACKED_MB", "4096")) << 20
 _held = 0
 
 
-def packed_weight(weight: Tensor) -> Tensor | None:
-    """The packed copy of a parameter, or None where none is kept (the kernel then packs itself)."""
+#: Products of so few rows read the weight as it is just as fast.
+FEW_ROWS = 4
+
+
+def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
+    """The packed copy of a parameter for products of so many rows.
+
+    None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
+    """
+    if rows <= FEW_ROWS and weight.dtype == torch.float32:
+        return None
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and weight.requires_grad):
         return None
     owner = weight if weight._base is None else weight._base
-    if not isinstance(owner, torch.nn.Parameter):
+    # Tensors made in inference mode have no version counter.
+    if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
         return None
     key = (id(owner), weight.storage_offset(), weight.shape, weight.stride())
     entry = _entries.get(key)
