@@ -30,10 +30,10 @@ float* data_if(bool wanted, Tensor& tensor) {
 }
 
 // What is not wanted comes back empty. grad_input: behind the dropout, else it is grad_source.
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     Tensor grad, std::optional<Tensor> grad_sum, Tensor source, Tensor mean, Tensor rstd,
     std::optional<Tensor> weight, int64_t normalized, double dropout_p, std::optional<Tensor> seed,
-    bool want_source, bool want_input, bool want_weight, bool want_bias) {
+    bool want_source, bool want_input, bool want_weight, bool want_bias, bool annotated) {
   const char* op = "layer_norm_backward";
   for (auto [name, tensor] : {std::pair("grad", &grad), std::pair("source", &source),
                               std::pair("mean", &mean), std::pair("rstd", &rstd)})
@@ -87,7 +87,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
       .grad_sum_stride = extra.stride,
       .source_stride = s.stride,
       .dropout_columns = source.dim() > 0 ? source.size(source.dim() - 1) : 1,
-      .dropout = make_dropout(op, dropout_p, seed)};
+      .dropout = make_dropout(op, dropout_p, seed),
+      .annotated = annotated};
   const int64_t scratch = TF_DISPATCH(layer_norm_backward_scratch, args);
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
@@ -105,6 +106,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   return {grad_source, grad_input, grad_weight, grad_bias};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
+    Tensor grad, std::optional<Tensor> grad_sum, Tensor source, Tensor mean, Tensor rstd,
+    std::optional<Tensor> weight, int64_t normalized, double dropout_p, std::optional<Tensor> seed,
+    bool want_source, bool want_input, bool want_weight, bool want_bias) {
+  return gradients(grad, grad_sum, source, mean, rstd, weight, normalized, dropout_p, seed,
+                   want_source, want_input, want_weight, want_bias, false);
+}
+
+std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm_backward(Tensor grad, Tensor input,
+                                                                 Tensor mean, Tensor rstd,
+                                                                 Tensor weight, bool want_input,
+                                                                 bool want_weight, bool want_bias) {
+  auto [grad_input, none, grad_weight, grad_bias] =
+      gradients(grad, std::nullopt, input, mean, rstd, weight, weight.numel(), 0.0, std::nullopt,
+                want_input, false, want_weight, want_bias, true);
+  return {grad_input, grad_weight, grad_bias};
+}
+
 }  // namespace
 }  // namespace tf
 
@@ -114,8 +133,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "Tensor rstd, Tensor? weight, int normalized, float dropout_p, Tensor? seed, "
       "bool want_source, bool want_input, bool want_weight, bool want_bias) -> "
       "(Tensor grad_source, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "cpu_annotated_layer_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, "
+      "Tensor weight, bool want_input, bool want_weight, bool want_bias) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_layer_norm_backward", TORCH_BOX(&tf::layer_norm_backward));
+  m.impl("cpu_annotated_layer_norm_backward", TORCH_BOX(&tf::annotated_layer_norm_backward));
 }

@@ -2,6 +2,9 @@
 //
 //   ds = rstd (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
 //
+// Where rstd is 1 / (std + eps) with the unbiased std, sum(g h) / sqrt((n - 1) sum(h h)) stands in
+// place of mean(g h): h and ds are then scaled otherwise.
+//
 // A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
 // second pass adds the shares; blocks do not depend on the number of threads, so neither does the
 // result.
@@ -48,6 +51,25 @@ struct Row {
   }
 };
 
+// 1 / sqrt((n - 1) sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
+float annotated_share(const Row& in, long n) {
+  Vec sum = zero();
+  float rest = 0.0f;
+  each_vector(n, [&](long j, long count) {
+    if (count == kLanes) {
+      const Vec h = in.normal(j, count);
+      sum = fma(h, h, sum);
+    } else {
+      for (long i = j; i < n; ++i) {
+        const float h = (in.source[i] - in.mean) * in.rstd;
+        rest += h * h;
+      }
+    }
+  });
+  const float square = (reduce_add(sum) + rest) * static_cast<float>(n - 1);
+  return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
+}
+
 void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
   const long n = args.n;
   const Row in(args, row);
@@ -58,8 +80,8 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
     sum_gh = fma(g, in.normal(j, count), sum_gh);  // g is 0 in the lanes beyond the row
   });
   const float inverse = 1.0f / static_cast<float>(n);
-  const Vec mean_g = set1(reduce_add(sum_g) * inverse),
-            mean_gh = set1(reduce_add(sum_gh) * inverse);
+  const float share = args.annotated ? annotated_share(in, n) : inverse;
+  const Vec mean_g = set1(reduce_add(sum_g) * inverse), mean_gh = set1(reduce_add(sum_gh) * share);
   const bool drops = args.grad_input != nullptr && args.dropout.on;
   if (drops) {
     const long rows_in_row = n / args.dropout_columns;

@@ -21,6 +21,7 @@ struct LayerNormBackwardArgs {
   // Rows of the tensor whose elements are dropped; n is a multiple of it.
   long dropout_columns;
   Dropout dropout;
+  bool annotated = false;  // rstd is 1 / (unbiased std + eps)
 };
 
 // Floats of scratch layer_norm_backward_block needs.

@@ -73,7 +73,10 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
   for (; j < n; ++j) rest += (source[j] - mean) * (source[j] - mean);
   const float variance = (reduce_add((square[0] + square[1]) + (square[2] + square[3])) + rest) /
                          static_cast<float>(n);
-  const float rstd = 1.0f / __builtin_sqrtf(variance + args.eps);
+  const float terms = static_cast<float>(n);
+  const float rstd = args.annotated
+                         ? 1.0f / (__builtin_sqrtf(variance * (terms / (terms - 1.0f))) + args.eps)
+                         : 1.0f / __builtin_sqrtf(variance + args.eps);
 
   const Vec scale = set1(rstd);
   each_vector(n, [&](long i, long count) {

@@ -21,6 +21,8 @@ struct LayerNormArgs {
   // Rows of the tensor whose elements are dropped; n is a multiple of it.
   long dropout_columns;
   Dropout dropout;
+  // Divide by std + eps, std the unbiased one, as The Annotated Transformer does.
+  bool annotated = false;
 };
 
 // Floats of scratch layer_norm_rows needs.

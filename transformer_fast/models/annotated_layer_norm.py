@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backends import cpu_annotated
+
 
 class AnnotatedLayerNorm(torch.nn.Module):
     """``y = weight * (x - mean(x)) / (std(x) + eps) + bias`` with the unbiased std.
 
     `LayerNorm` divides by ``sqrt(var + eps)`` with the biased variance; weights trained with one
-    need the same one later. Statistics of half types are fp32. Plain PyTorch: no kernel has it yet.
+    need the same one later. On the CPU in float32 it has a
+    kernel, forward and backward; elsewhere it is plain PyTorch, with fp32 statistics.
 
     Args:
         d_model: size M of the last dimension, at least 2 (one value has no unbiased std).
@@ -39,6 +42,8 @@ class AnnotatedLayerNorm(torch.nn.Module):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
+        if cpu_annotated.fits(input, self.weight, self.bias):
+            return cpu_annotated.annotated_layer_norm(input, self.weight, self.bias, self.eps)
         half = input.dtype in (torch.float16, torch.bfloat16)
         x = input.float() if half else input
         deviation, mean = torch.std_mean(x, dim=-1, keepdim=True)

@@ -1,0 +1,91 @@
+"""The kernel of The Annotated Transformer's layer norm against its module in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_fast import _native, use_backend
+from transformer_fast.backends import cpu_annotated
+from transformer_fast.models import AnnotatedLayerNorm
+
+pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+
+def drawn(rows: int, columns: int, dtype: torch.dtype) -> tuple[AnnotatedLayerNorm, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    norm = AnnotatedLayerNorm(columns, 0.1).to(dtype)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(columns, generator=generator))
+    return norm, (3 * torch.randn(2, rows, columns, generator=generator) + 1).to(dtype)
+
+
+def results(rows: int, columns: int, dtype: torch.dtype, backend: str) -> list[torch.Tensor]:
+    """The output and all gradients."""
+    norm, x = drawn(rows, columns, torch.float32)
+    norm, x = norm.to(dtype), x.to(dtype).requires_grad_()
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with use_backend(backend):
+        y = norm(x)
+        y.backward(grad)
+    return [y.detach(), x.grad, norm.weight.grad, norm.bias.grad]
+
+
+@pytest.mark.parametrize("columns", [2, 3, 15, 16, 33, 64, 130, 512])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_it_is_the_plain_one(rows, columns, isa):
+    ours = results(rows, columns, torch.float32, "cpu")
+    plain = results(rows, columns, torch.float32, "reference")
+    true = results(rows, columns, torch.float64, "reference")
+    for a, b, t in zip(ours, plain, true, strict=True):
+        unit = (b - t).abs().max() + 2 * torch.finfo(torch.float32).eps * t.abs().max()
+        assert (a - t).abs().max() <= 3 * unit
+
+
+def test_rows_of_equal_values(isa):
+    norm, _ = drawn(1, 24, torch.float32)
+    x = torch.full((3, 24), 2.5, requires_grad=True)
+    norm(x).sum().backward()
+    with use_backend("reference"):
+        plain = x.detach().clone().requires_grad_()
+        norm(plain).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
+
+
+def test_what_runs_on_the_kernel():
+    norm, x = drawn(3, 8, torch.float32)
+    assert cpu_annotated.fits(x, norm.weight, norm.bias)
+    with use_backend("reference"):
+        assert not cpu_annotated.fits(x, norm.weight, norm.bias)
+    assert not cpu_annotated.fits(x.double(), norm.weight, norm.bias)
+    half = norm.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+
+def test_strides_and_inference():
+    norm, x = drawn(5, 12, torch.float32)
+    turned = x.transpose(0, 1)
+    with torch.inference_mode():
+        torch.testing.assert_close(norm(turned), norm(x).transpose(0, 1))
+    with torch.no_grad():
+        assert norm(x[:, :0]).shape == (2, 0, 12)
+
+
+def test_no_second_derivative():
+    norm, x = drawn(2, 6, torch.float32)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(norm(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_opcheck():
+    norm, x = drawn(2, 6, torch.float32)
+    w, b = norm.weight.detach(), norm.bias.detach()
+    ops = torch.ops.transformer_fast
+    torch.library.opcheck(ops.cpu_annotated_layer_norm.default, (x, w, b, 0.1))
+    _, mean, rstd = ops.cpu_annotated_layer_norm(x, w, b, 0.1)
+    torch.library.opcheck(
+        ops.cpu_annotated_layer_norm_backward.default, (x, x, mean, rstd, w, True, True, True)
+    )

@@ -1,0 +1,87 @@
+"""The CPU kernel of The Annotated Transformer's layer norm, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native, dispatch
+from ..autograd import _once, needs_function
+
+
+def fits(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether `annotated_layer_norm` takes these tensors."""
+    return (
+        _native.module is not None
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and dispatch.named_backend() in (None, "cpu")
+        and input.dim() > 0
+        and input.shape[-1] == weight.numel() > 1
+        and all(
+            type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and t.dtype == torch.float32
+            for t in (input, weight, bias)
+        )
+    )
+
+
+class _AnnotatedLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        output, mean, rstd = torch.ops.transformer_fast.cpu_annotated_layer_norm(
+            input, weight, bias, eps
+        )
+        ctx.save_for_backward(input, weight, mean, rstd)
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        input, weight, mean, rstd = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:3]
+        with torch.no_grad():
+            found = torch.ops.transformer_fast.cpu_annotated_layer_norm_backward(
+                grad, input, mean, rstd, weight, *wants
+            )
+        found = [t if want else None for t, want in zip(found, wants, strict=True)]
+        return *_once("layer_norm", found, grad, input, weight), None
+
+
+def annotated_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``weight * (input - mean) / (std + eps) + bias`` over the last dimension, std unbiased."""
+    if needs_function(input, weight, bias):
+        return _AnnotatedLayerNorm.apply(input, weight, bias, eps)  # type: ignore[no-any-return]
+    return torch.ops.transformer_fast.cpu_annotated_layer_norm(  # type: ignore[no-any-return]
+        input, weight, bias, eps
+    )[0]
+
+
+if _native.module is not None:
+
+    @torch.library.register_fake("transformer_fast::cpu_annotated_layer_norm")
+    def _fake(
+        input: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = input.numel() // weight.numel()
+        return input.new_empty(input.shape), input.new_empty((rows,)), input.new_empty((rows,))
+
+    @torch.library.register_fake("transformer_fast::cpu_annotated_layer_norm_backward")
+    def _fake_backward(
+        grad: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        want_input: bool,
+        want_weight: bool,
+        want_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n = weight.numel()
+        return (
+            input.new_empty(input.shape if want_input else (0,)),
+            input.new_empty((n if want_weight else 0,)),
+            input.new_empty((n if want_bias else 0,)),
+        )
