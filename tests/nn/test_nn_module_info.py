@@ -115,11 +115,12 @@ def test_same_numbers(cls: type, dtype: torch.dtype, training: bool) -> None:
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("cls", INFOS, ids=lambda cls: cls.__name__)
-def test_kernels_take_every_sample(cls: type) -> None:
-    """Inference in fp32, with the reference forbidden."""
+def test_kernels_take_every_sample(cls: type, training: bool) -> None:
+    """In fp32, with the reference forbidden."""
     with strict():
-        check(cls, torch.float32, training=False, grad=False)
+        check(cls, torch.float32, training, grad=training)
 
 
 @pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.LayerNorm])

@@ -1,0 +1,138 @@
+"""PyTorch's own samples of functions (they ship in its wheel), run against ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
+from nn_ruler import cast, gradients, relative_error, tensors
+from torch.testing._internal.common_methods_invocations import op_db
+
+from transformer_fast import _native, nn, strict
+from transformer_fast import functional as F
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+MHA = "multi_head_attention_forward"
+
+
+def multi_head_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, width: int, heads: int,
+    in_proj_weight: Tensor | None, in_proj_bias: Tensor, bias_k: Tensor, bias_v: Tensor,
+    add_zero_attn: bool, dropout_p: float, out_weight: Tensor, out_bias: Tensor, *,
+    q_proj_weight: Tensor | None, k_proj_weight: Tensor | None, v_proj_weight: Tensor | None,
+    attn_mask: Tensor | None, training: bool, use_separate_proj_weight: bool,
+) -> Any:  # fmt: skip
+    """Torch's function, as our module with these weights."""
+    # Of a kdim of its own, so that the module has its weights apart.
+    kdim = width + 1 if use_separate_proj_weight else None
+    module = nn.MultiheadAttention(
+        width, heads, dropout_p, add_bias_kv=True, add_zero_attn=add_zero_attn, kdim=kdim
+    )
+    weights = {
+        "in_proj_weight": in_proj_weight,
+        "q_proj_weight": q_proj_weight,
+        "k_proj_weight": k_proj_weight,
+        "v_proj_weight": v_proj_weight,
+        "in_proj_bias": in_proj_bias,
+        "bias_k": bias_k.view(1, 1, -1),
+        "bias_v": bias_v.view(1, 1, -1),
+        "out_proj.weight": out_weight,
+        "out_proj.bias": out_bias,
+    }
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    assert given.keys() == dict(module.named_parameters()).keys()
+    return torch.func.functional_call(
+        module.train(training), given, (query, key, value), {"attn_mask": attn_mask}
+    )
+
+
+#: Ours, and how many samples torch has at least (without gradients).
+OURS: dict[str, tuple[Callable[..., Any], int]] = {
+    "layer_norm": (F.layer_norm, 6),
+    "linear": (F.linear, 18),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention, 25),
+    MHA: (multi_head_attention_forward, 192),
+}
+INFOS = {info.name.rpartition(".")[2]: info for info in op_db if info.name.startswith("nn.")}
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def samples(name: str, dtype: torch.dtype, grad: bool) -> list[Arguments]:
+    """Without dropout, which draws other elements in ours."""
+    torch.manual_seed(0)
+    found = []
+    for sample in INFOS[name].sample_inputs("cpu", dtype, requires_grad=grad):
+        args, kwargs = [sample.input, *sample.args], dict(sample.kwargs)
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        if name == MHA:
+            args[10] = 0.0
+        found.append((tuple(args), kwargs))
+    return found
+
+
+def run(function: Callable[..., Any], sample: Arguments, grad: bool) -> Any:
+    """Outputs, and gradients (if wanted) of all that the sample wants them of."""
+    args, kwargs = sample
+    if not grad:
+        with torch.no_grad():
+            return tensors(function(*args, **kwargs)), []
+    output = function(*args, **kwargs)
+    wanted = [x for x in tensors(sample) if x.requires_grad]
+    assert wanted
+    return [x.detach() for x in tensors(output)], gradients(output, wanted)
+
+
+def check(name: str, dtype: torch.dtype, grad: bool, ours: Callable[..., Any]) -> None:
+    """Ours errs at most 2x (gradients 3x) what torch does on these samples, plus one rounding.
+
+    The oracle is torch in fp64. Samples have a few dozen elements, so torch's error of one of them
+    is a matter of luck: ours is held to torch's worst. For fp64 it is scaled by the two eps.
+    """
+    theirs = getattr(torch.nn.functional, name)
+    rows = []
+    for sample in samples(name, dtype, grad):
+        oracle = run(theirs, cast(sample, torch.float64), grad)
+        found = run(theirs, cast(sample, torch.float32), grad)
+        got = run(ours, sample, grad)
+        assert all(x.dtype == dtype for x in got[0])
+        errors = [relative_error(x, true) for x, true in zip(found, oracle, strict=True)]
+        errors += [relative_error(x, true) for x, true in zip(got, oracle, strict=True)]
+        rows.append(errors)
+    assert len(rows) >= (1 if grad and name == MHA else OURS[name][1])
+    scale = EPS[dtype] / EPS[torch.float32]
+    worst, worst_of_grads = (max(row[column] for row in rows) for column in (0, 1))
+    for *_, error, error_of_grads in rows:
+        assert error <= 2 * scale * worst + EPS[dtype]
+        assert error_of_grads <= 3 * scale * worst_of_grads + EPS[dtype]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "inference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", OURS)
+def test_same_numbers(name: str, dtype: torch.dtype, grad: bool) -> None:
+    check(name, dtype, grad, OURS[name][0])
+
+
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "inference"])
+@pytest.mark.parametrize("name", OURS)
+def test_kernels_take_every_sample(name: str, grad: bool) -> None:
+    """In fp32, with the reference forbidden."""
+    with strict():
+        check(name, torch.float32, grad, OURS[name][0])
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", MHA])
+def test_a_forgotten_mask_fails(name: str) -> None:
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        without = {"attn_mask": None} if name == MHA else {"attn_mask": None, "is_causal": False}
+        return OURS[name][0](*args, **{**kwargs, **without})
+
+    with pytest.raises(AssertionError):
+        check(name, torch.float32, False, forgetful)
