@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ _VERSIONS = ((5, 0), (6, 0))
 MODELS = ("bart", "bert", "marian", "t5")
 #: The attribute that remembers what a model's attention was.
 _RECORD = "_attention_before_accelerate"
+#: The attribute of a config that names the attention.
+_NAME_OF_ATTENTION = "_attn_implementation_internal"
 
 
 def is_loaded() -> bool:
@@ -31,13 +34,29 @@ def is_model(module: torch.nn.Module) -> bool:
     return isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel)
 
 
+class _Before:
+    """What a model remembers. Loading a pickle of it puts that back, and leaves None in its place.
+
+    So a pickle of a model holds the model as it was, and loads where this library is not installed.
+    """
+
+    def __init__(self, config: Any, attention: str) -> None:
+        self.config, self.attention = config, attention
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return setattr, (self.config, _NAME_OF_ATTENTION, self.attention)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Before:
+        return _Before(deepcopy(self.config, memo), self.attention)
+
+
 @dataclass
 class AttentionChange:
     """The model's attention goes through our name in the registries."""
 
     name: str
     module: Any
-    before: str | None
+    before: str
 
     @property
     def now(self) -> str:
@@ -47,18 +66,17 @@ class AttentionChange:
         from .attention import NAME, register
 
         register()
-        self.module.__dict__[_RECORD] = self.before
-        self.module.config._attn_implementation_internal = NAME
+        setattr(self.module.config, _NAME_OF_ATTENTION, NAME)
+        self.module.__dict__[_RECORD] = _Before(self.module.config, self.before)
 
     def undo(self) -> None:
-        self.module.config._attn_implementation_internal = self.before
+        setattr(self.module.config, _NAME_OF_ATTENTION, self.before)
         self.module.__dict__.pop(_RECORD, None)
 
 
 def recorded(name: str, module: torch.nn.Module) -> AttentionChange | None:
-    if _RECORD not in module.__dict__:
-        return None
-    return AttentionChange(name, module, module.__dict__[_RECORD])
+    before = module.__dict__.get(_RECORD)
+    return None if before is None else AttentionChange(name, module, before.attention)
 
 
 def _version_reason() -> str | None:
