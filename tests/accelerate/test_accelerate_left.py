@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from transformer_fast import accelerate, nn, restore
-from transformer_fast.accelerate import register_converter
+from transformer_fast.accelerate import plan, register_converter
 
 
 def _x() -> Tensor:
@@ -311,6 +311,20 @@ def test_nothing_is_half_swapped() -> None:
         register_converter(HandWritten, converter)  # type: ignore[arg-type]
         with pytest.raises(error):
             accelerate(model)
+        assert [type(m) for m in model.modules()] == types
+        assert [set(m.__dict__) for m in model.modules()] == names
+
+
+def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(module: torch.nn.Module) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(plan, "who_runs", fails)
+    model = encoder_layer()
+    types, names = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    for verify in (None, _x()):
+        with pytest.raises(ZeroDivisionError):
+            accelerate(model, verify=verify)
         assert [type(m) for m in model.modules()] == types
         assert [set(m.__dict__) for m in model.modules()] == names
 

@@ -71,12 +71,13 @@ def accelerate(
             from .verify import verify_changes
 
             verify_changes(model, changes, verify, report)
+        if report.verified is False:
+            undo_all(changes)
+            changes = []
+        tell(model, report)
     except BaseException:
         undo_all(changes)
         raise
-    if report.verified is False:
-        undo_all(changes)
-    tell(model, report)
     return report
 
 
