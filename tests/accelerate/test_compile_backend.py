@@ -26,6 +26,7 @@ from hand_written import (
     annotated_norm,
     causal,
     divided,
+    einsum,
     padding,
     sentences,
     with_blind_rows,
@@ -74,6 +75,16 @@ def test_attention(name: str) -> None:
     [report] = check(Attention(attend()), _x(), _x(), mask(), attention=1, linear=4)
     assert not report.left
     assert not {"softmax", "matmul", "bmm", "einsum", "baddbmm"} & set(report.others)
+
+
+@pytest.mark.parametrize("shape", [None, (T, 9), (1, 1, T, 9), (B, 1, 1, 9), (B, 1, T, 9)])
+@pytest.mark.parametrize("attend", [divided, einsum])
+def test_keys_of_another_number(attend: Any, shape: tuple[int, ...] | None) -> None:
+    """Attention to a memory of 9 tokens; some queries may see none of them."""
+    mask = None if shape is None else torch.rand(shape) > 0.6
+    if mask is not None:
+        mask[..., 0, :] = False
+    check(Attention(attend), _x(), torch.randn(B, 9, M), mask, attention=1, linear=4)
 
 
 @pytest.mark.parametrize("mask", [None, causal(), padding(), with_blind_rows()])
