@@ -18,6 +18,8 @@ class Finding(NamedTuple):
     rival: Row | None
     #: How many times as fast as the rival.
     against: Ratio | None
+    #: What it is a case of: forward and backward have the same ones.
+    suite: str = ""
 
     @property
     def lost(self) -> bool:
@@ -33,7 +35,7 @@ def by_case(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield from groups.values()
 
 
-def findings(rows: Sequence[Row]) -> list[Finding]:
+def findings(rows: Sequence[Row], suite: str = "") -> list[Finding]:
     """For every case in which the chosen contender was timed."""
     found = []
     for group in by_case(rows):
@@ -43,7 +45,7 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         others = [row for row in group if row is not chosen and row.time is not None and row.ok]
         rival = min(others, key=_median, default=None)
         against = None if rival is None else speed_up(rival.samples, chosen.samples)
-        found.append(Finding(chosen, rival, against))
+        found.append(Finding(chosen, rival, against, suite))
     return found
 
 

@@ -67,7 +67,7 @@ def rates(row: Row) -> str:
 def summary(found: Sequence[Finding]) -> Grid:
     """One line for each case: what the dispatcher chose."""
     rows = []
-    for chosen, rival, against in found:
+    for chosen, rival, against, _ in found:
         assert chosen.time is not None
         rows.append(
             (
@@ -127,6 +127,7 @@ def lost(found: Sequence[Finding]) -> Grid:
     """Cases in which another is faster."""
     rows = [
         (
+            suite,
             chosen.op,
             chosen.case,
             chosen.contender,
@@ -135,7 +136,7 @@ def lost(found: Sequence[Finding]) -> Grid:
             form.seconds(rival.time.median) if rival and rival.time else "",
             interval(against),
         )
-        for chosen, rival, against in found
+        for chosen, rival, against, suite in found
     ]
-    headings = ("op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
-    return Grid(headings, rows, words=4)
+    headings = ("suite", "op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
+    return Grid(headings, rows, words=5)

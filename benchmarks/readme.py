@@ -82,7 +82,7 @@ def _figures_of(one: Machine) -> str:
     for name, suite in one.suites.items():
         found = [] if name.startswith("scaling: ") else findings(suite["rows"])
         every += found if name != "overhead" else []
-        for chosen, rival, against in _shown(name, found):
+        for chosen, rival, against, _ in _shown(name, found):
             assert chosen.time is not None
             rows.append(
                 (

@@ -57,7 +57,7 @@ def machines(folder: Path) -> list[Machine]:
 def _ordinary(one: Machine) -> Iterator[tuple[str, dict[str, Any], list[Finding]]]:
     for name, suite in one.suites.items():
         if not name.startswith("scaling: "):
-            yield name, suite, findings(suite["rows"])
+            yield name, suite, findings(suite["rows"], name)
 
 
 def _all_findings(one: Machine) -> list[Finding]:
