@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import regression, report, run
+from . import compare, report, run
 from .suites import SCALING, SUITES
 
 
@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scaling = commands.add_parser("scaling", help="how time grows with each size; takes long")
     run.add_arguments(scaling, SCALING)
     scaling.set_defaults(run=run.main_scaling, parser=scaling)
-    compare = commands.add_parser("compare", help="this tree against a revision or a result file")
-    regression.add_arguments(compare)
-    compare.set_defaults(run=regression.main, parser=compare)
+    against = commands.add_parser("compare", help="this tree against a revision or a result file")
+    compare.add_arguments(against)
+    against.set_defaults(run=compare.main, parser=against)
     pages = commands.add_parser("report", help="Markdown and HTML from the result files")
     report.add_arguments(pages)
     pages.set_defaults(run=report.main, parser=pages)

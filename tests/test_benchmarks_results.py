@@ -11,6 +11,7 @@ from bench_rows import noisy, row, suites
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 
+from benchmarks import compare as comparing
 from benchmarks import regression, store
 from benchmarks.__main__ import main
 
@@ -75,13 +76,13 @@ def test_a_slow_down_ends_with_status_1(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "1.200" in shown
     assert "slower" in shown
-    assert "1 rows, 1 slower by more than 5 %" in shown
+    assert "1 row, 1 slower by more than 5 %" in shown
     assert compare(tmp_path, pair(10.0, 20.0), pair(12.0, 20.0), "--tolerance", "0.3") == 0
 
 
 def test_a_machine_that_is_slower_today_is_no_slow_down(tmp_path, capsys):
     assert compare(tmp_path, pair(10.0, 20.0), pair(30.0, 60.0)) == 0
-    assert "1 rows, 0 slower" in capsys.readouterr().out
+    assert "1 row, 0 slower" in capsys.readouterr().out
 
 
 def test_the_same_time_is_a_slow_down_if_the_machine_is_faster_today(tmp_path):
@@ -101,6 +102,56 @@ def test_another_machine_is_refused(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "different machines" in shown
     assert "threads is 1 in one and 64 in the other" in shown
+
+
+def test_another_machine_is_refused_before_anything_is_timed(tmp_path, monkeypatch, capsys):
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("it was timed")
+
+    monkeypatch.setattr(comparing, "_time", never)
+    store.write(tmp_path / "old.json", suites(row("cpu", *noisy(10.0)), cpu="Other"))
+    assert main(["compare", str(tmp_path / "old.json")]) == 2
+    assert "cpu is 'Other' in one" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_has_no_speed_any_more_counts_as_a_slow_down(tmp_path, capsys):
+    wrong = suites(row("cpu", reason="its result is wrong"), row("torch", *noisy(20.0)))
+    assert compare(tmp_path, pair(10.0, 20.0), wrong) == 1
+    assert "ops linear x cpu: its result is wrong" in capsys.readouterr().out
+    assert compare(tmp_path, wrong, pair(10.0, 20.0)) == 2
+    without = suites(row("cpu", *noisy(10.0), case="y"), row("torch", *noisy(20.0), case="y"))
+    both = {
+        "ops": without["ops"] | {"rows": without["ops"]["rows"] + pair(9.0, 18.0)["ops"]["rows"]}
+    }
+    assert compare(tmp_path, both, without) == 0
+
+
+def test_another_choice_of_the_dispatcher_is_compared_with_the_one_before():
+    old = [row("cpu+torch", *noisy(10.0)), row("torch", *noisy(20.0))]
+    new = [row("cpu", *noisy(20.0)), row("torch", *noisy(20.0))]
+    old[0].ours = old[0].chosen = True
+    seen = regression.change(old, new, "cpu")
+    assert seen is not None
+    assert seen.value == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "taken", "status"),
+    [((10.0,), 1, 0), ((12.0, 10.0), 2, 0), ((12.0, 12.0, 12.0), 3, 1), ((8.0, 8.0, 8.0), 3, 0)],
+    ids=("as before", "a passing slow-down", "slower", "faster"),
+)
+def test_passes_go_on_while_they_agree(tmp_path, monkeypatch, times, taken, status):
+    store.write(tmp_path / "old.json", pair(10.0, 20.0))
+    timed = iter(times)
+    seen = []
+
+    def time(tree: Path, options: Any, path: Path) -> dict[str, Any]:
+        seen.append(path)
+        return pair(next(timed), 20.0)
+
+    monkeypatch.setattr(comparing, "_time", time)
+    assert main(["compare", str(tmp_path / "old.json")]) == status
+    assert len(seen) == taken
 
 
 def test_nothing_in_common(tmp_path, capsys):

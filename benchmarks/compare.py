@@ -1,0 +1,209 @@
+"""``python -m benchmarks compare BASE``: is anything slower than it was?
+
+BASE is a result file of this machine, or a git revision, which is then built in a worktree of its
+own and timed in turn with this tree. What counts as slower: `regression`. As long as something
+looks slower or faster another pass is timed, up to ``--passes``, and every pass must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from transformer_fast.cli import form
+from transformer_fast.cli.console import bullets, output
+from transformer_fast.measure import machine
+
+from . import store
+from .regression import Change, Key, Pass, Suites, changes, faster, lost, other_machines, slower
+
+ROOT = Path(__file__).resolve().parents[1]
+_SUITES = ("ops", "layers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE", help="a result file, or a git revision")
+    parser.add_argument(
+        "new", metavar="NEW", nargs="?", type=Path,
+        help="a result file (default: this tree is timed now)",
+    )  # fmt: skip
+    parser.add_argument("--tolerance", type=float, default=0.05, help="slow-down allowed (0.05)")
+    parser.add_argument(
+        "--passes", type=int, default=3, help="at most, and all must show a slow-down (3)"
+    )
+    parser.add_argument("--suite", nargs="+", default=list(_SUITES), help="ops layers")
+    parser.add_argument("--op", nargs="+", help="only these ops")
+    parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
+
+
+def _middle(seen: Sequence[Change]) -> float:
+    return math.exp(sum(math.log(one.value) for one in seen) / len(seen))
+
+
+def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
+    table = Table(box=None, padding=(0, 1), collapse_padding=True)
+    for heading in ("suite", "op", "case", "on"):
+        table.add_column(heading)
+    for heading in ("new / old", "95 %", "passes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    order = sorted(found.items(), key=lambda item: -_middle(item[1]))
+    for key, seen in order:
+        low, high = min(one.low for one in seen), max(one.high for one in seen)
+        verdict = ""
+        if slower(seen, tolerance):
+            verdict = "[bold red]slower"
+        elif faster(seen, tolerance):
+            verdict = "[green]faster"
+        if any(one.raw for one in seen):
+            verdict += " (not relative)"
+        table.add_row(
+            *key, f"{_middle(seen):.3f}", f"{low:.3f}-{high:.3f}", str(len(seen)), verdict
+        )
+    return table
+
+
+def _call(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
+    """What the command printed. Raises CalledProcessError."""
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=cwd,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    return done.stdout.strip()
+
+
+def _worktree(revision: str, console: Console) -> Path:
+    """A built checkout of that revision. Raises CalledProcessError, FileNotFoundError."""
+    name = ["git", "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}"]
+    commit = _call(name, ROOT)
+    place = ROOT / "build" / "compare" / commit
+    if not place.exists():
+        _call(["git", "worktree", "add", "--force", "--quiet", "--detach", place, commit], ROOT)
+    if not (place / "benchmarks" / "__main__.py").exists():
+        raise FileNotFoundError(f"revision {revision} has no benchmark suite")
+    console.print(f"building {commit} in {place}", style="dim", highlight=False)
+    _call(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        place,
+        TRANSFORMER_FAST_BUILD="require",
+    )
+    return place
+
+
+def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
+    """The suites, run by the code of that tree. Raises RuntimeError, ResultsError."""
+    command = [sys.executable, "-m", "benchmarks", "run", "--peer", "--json", path]
+    command += ["--suite", *options.suite]
+    command += ["--op", *options.op] if options.op else []
+    command += ["--quick"] if options.quick else []
+    path.unlink(missing_ok=True)
+    # Exit status 1 says that a result is wrong; its row then has no speed to compare.
+    done = subprocess.run(
+        [str(c) for c in command], cwd=tree, stdout=subprocess.DEVNULL, check=False
+    )
+    if done.returncode not in (0, 1) or not path.exists():
+        raise RuntimeError(f"the suite ended with status {done.returncode} in {tree}")
+    return store.read(path)
+
+
+def _in_turn(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
+    tree = _worktree(options.base, console)
+    for number in range(options.passes):
+        _announce(console, number, options.passes)
+        old = _time(tree, options, tree.parent / f"old-{number}.json")
+        yield old, _time(ROOT, options, tree.parent / f"new-{number}.json")
+
+
+def _against(old: Suites, options: argparse.Namespace, console: Console) -> Iterator[Pass]:
+    now = machine.describe()
+    if other_machines(old, {name: {"machine": now} for name in old}):
+        # Known before anything is timed.
+        yield old, {name: {"machine": now, "rows": []} for name in old}
+        return
+    folder = ROOT / "build" / "compare"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(options.passes):
+        _announce(console, number, options.passes)
+        yield old, _time(ROOT, options, folder / f"new-{number}.json")
+
+
+def _announce(console: Console, number: int, most: int) -> None:
+    text = f"pass {number + 1} of at most {most}" if most > 1 else "one pass"
+    console.print(text, style="dim", highlight=False)
+
+
+def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
+    """One after the other, as they are asked for."""
+    if options.passes < 1:
+        raise ValueError(f"argument --passes: must be at least 1, not {options.passes}")
+    base = Path(options.base)
+    if base.is_file():
+        old = store.read(base)
+        if options.new is not None:
+            yield old, store.read(options.new)
+        else:
+            yield from _against(old, options, console)
+    elif options.new is not None:
+        raise ValueError("NEW can be given only if BASE is a result file")
+    else:
+        yield from _in_turn(options, console)
+
+
+def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
+    """As many passes as it takes. Raises what `_passes` does."""
+    done: list[Pass] = []
+    for one in _passes(options, console):
+        done.append(one)
+        open_still = any(
+            slower(seen, options.tolerance) or faster(seen, options.tolerance)
+            for seen in changes(done).values()
+        )
+        if other_machines(*one) or not open_still:
+            break
+    return done
+
+
+def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """0; 1 if something is slower or has no speed any more; 2 if they cannot be compared."""
+    console = output()
+    try:
+        passes = _judged(options, console)
+    except subprocess.CalledProcessError as error:
+        told = (error.stderr or "").strip().splitlines()[-3:]
+        why = "\n".join(told) or str(error)
+        parser.error(f"{options.base!r} is no result file, and as a revision: {why}")
+    except (OSError, ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    unlike = other_machines(*passes[0])
+    if unlike:
+        console.print("[bold red]These are results of different machines:[/]")
+        bullets(console, unlike)
+        return 2
+    found, gone = changes(passes), lost(passes)
+    if not found and not gone:
+        console.print("[bold red]The two have no timed rows in common.[/]")
+        return 2
+    console.print(_table(found, options.tolerance), highlight=False)
+    worse = [key for key, seen in found.items() if slower(seen, options.tolerance)]
+    if gone:
+        console.print("\n[bold red]Timed before, and not any more:[/]")
+        bullets(console, [f"{' '.join(key)}: {reason}" for key, reason in gone.items()])
+    console.print(
+        f"\n{form.count(len(found), 'row')}, {len(worse)} slower by more than "
+        f"{form.percent(options.tolerance)}",
+        style="bold red" if worse else "bold green",
+        highlight=False,
+    )
+    return 1 if worse or gone else 0
