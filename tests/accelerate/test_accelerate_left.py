@@ -193,9 +193,14 @@ def test_adapters(make: Any) -> None:
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     assert "out_proj is a Lora, which torch never calls" in report["self_attn"].reason
-    assert report[""].outcome == "swapped"
+    if make is encoder_layer:
+        # Torch's inference path reads linear1.weight, and so forgets the adapter.
+        assert "never calls its linear1, a Lora, and ours would" in report[""].reason
+    else:
+        assert report[""].in_parts == {"feed_forward": "its linear1 is a Lora"}
     args = (_x(),) if make is encoder_layer else (_x(), _x())
     assert_same_numbers(ours, theirs, args, {}, grad=True)
+    assert_same_numbers(ours.eval(), theirs.eval(), args, {}, grad=False)
 
 
 def test_hooks_on_the_output_projection() -> None:

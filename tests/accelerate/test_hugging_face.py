@@ -113,7 +113,8 @@ def test_the_same_logits_and_gradients(name: str, eager: bool) -> None:
     theirs = Logits(model)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
-    assert not report.left
+    gated = {"T5DenseGatedActDense"} if name == "t5, gated" else set()
+    assert {e.kind for e in report.left} == gated | ({"T5LayerNorm"} if "t5" in name else set())
     swapped = [e for e in report.swapped if "hugging_face" in e.now]
     assert len(swapped) == LAYERS[name]
     assert all(m.config._attn_implementation == "transformer_fast" for m in _models(ours))

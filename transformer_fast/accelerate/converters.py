@@ -68,3 +68,14 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     if not isinstance(target, str):
         _check_class(type(module), target)
     return target
+
+
+def why_not_converted(module: torch.nn.Module) -> str | None:
+    """Of an instance of a subclass of a registered class: that it is one."""
+    for base in type(module).__mro__[1:]:
+        if base in _registered:
+            return (
+                f"a converter is registered for {base.__name__}, and not for its subclass "
+                f"{type(module).__name__}"
+            )
+    return None

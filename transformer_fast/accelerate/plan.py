@@ -9,7 +9,9 @@ import torch
 
 from . import torch_nn
 from .change import Change, class_of_ours
-from .find import find, recorded
+from .find import Finder, recorded
+from .in_parts import in_parts
+from .others import others
 from .report import Entry, Report
 from .who_runs import who_runs
 
@@ -21,10 +23,15 @@ def make_plan(
 ) -> list[Change]:
     """The changes for all modules of the model; every module that is known gets an entry."""
     changes: list[Change] = []
+    find = Finder(model)
     for name, module in model.named_modules():
         kind = type(module).__name__
         if recorded(name, module) or torch_nn.is_ours(module):
-            report.entries.append(Entry(name, kind, "already", _now(name, module)))
+            own = None if recorded(name, module) else torch_nn.overrides_ours(module)
+            if own is not None:
+                report.entries.append(Entry(name, kind, "left", reason=own))
+            else:
+                report.entries.append(Entry(name, kind, "already", _now(name, module)))
             continue
         found = find(name, module)
         if found is None:
@@ -58,21 +65,19 @@ def _completed(entry: Entry, model: torch.nn.Module, verified: bool | None) -> E
         return replace(entry, outcome="left", now="", reason=reason)
     module = model.get_submodule(entry.name)
     inference, training = who_runs(module)
-    return replace(entry, inference=inference, training=training)
+    return replace(entry, inference=inference, training=training, in_parts=in_parts(module))
 
 
 def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
     remarks = []
-    if isinstance(model, torch.jit.ScriptModule):
-        remarks.append("A TorchScript module cannot be changed; accelerate it before scripting.")
-    elif not report.entries:
-        known = ", ".join(torch_nn.unknown_names(model)[:8])
-        about = f" It is built of {known}." if known else ""
+    scripted = [n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        which = f" ({scripted[0]})" if scripted[0] else ""
         remarks.append(
-            f"Nothing in this model is of a class that accelerate knows.{about} For attention "
-            'written by hand use torch.compile(model, backend="transformer_fast"), '
-            "transformer_fast.enable_sdpa(), or register_converter."
+            f"A TorchScript module{which} cannot be changed; accelerate it before scripting."
         )
+    if scripted[:1] != [""]:
+        remarks += _about_others(others(model, report), bool(report.entries))
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")
         layer = model.get_submodule(parent) if entry.name else None
@@ -85,3 +90,19 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
                 f"{entry.name}, which therefore runs on transformer_fast in training only."
             )
     return remarks
+
+
+def _about_others(unknown: dict[str, int], is_known: bool) -> list[str]:
+    """About modules of classes that nobody knows, which were left as they were."""
+    names = [name if count == 1 else f"{count} {name}" for name, count in unknown.items()]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    advice = (
+        'For attention written by hand use torch.compile(model, backend="transformer_fast"), '
+        "transformer_fast.enable_sdpa(), or register_converter."
+    )
+    if not is_known:
+        about = f" It is built of {shown}." if names else ""
+        return [f"Nothing in this model is of a class that accelerate knows.{about} {advice}"]
+    if names:
+        return [f"Of classes that accelerate does not know, and as they were: {shown}. {advice}"]
+    return []

@@ -28,6 +28,8 @@ class Entry:
     #: may decide otherwise; `transformer_fast.explain` tells for a given one.
     inference: dict[str, Explanation] = field(default_factory=dict)
     training: dict[str, Explanation] = field(default_factory=dict)
+    #: For each op that its parts would make up, and that they are called for one by one: why.
+    in_parts: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = f"{self.name or '(the model)'}: {self.kind}"
@@ -38,6 +40,7 @@ class Entry:
             training = self.training[op].backend
             where = f"{inference.backend}"
             ops.append(f"{op} on {where if training == where else f'{where}, training {training}'}")
+        ops += [f"{op} in parts: {reason}" for op, reason in self.in_parts.items()]
         told = f" ({'; '.join(ops)})" if ops else ""
         already = " already" if self.outcome == "already" else ""
         return f"{head} runs{already} as {self.now}{told}"

@@ -35,9 +35,10 @@ def accelerate(
     changes nothing.
 
     A subclass of yours gets a class between itself and torch's, unless it overrides what ours would
-    replace. What cannot be swapped safely (overridden or replaced methods, parametrised, quantised
-    or distributed weights, a wrapped ``out_proj``) is left as it is; the report says why. Classes
-    of yours: `register_converter`.
+    replace; so do subclasses of transformers' layers. What cannot be swapped safely (overridden or
+    replaced methods, parametrised, quantised or distributed weights, wrapped modules that torch
+    itself never calls, or not in inference) is left as it is; the report says why, and which
+    modules it does not know. Classes of yours: `register_converter`.
 
     A copy (``copy.deepcopy``) is as fast as its original. A pickle (``torch.save(model)``) holds
     the model as it was before, so that it loads without this library; accelerate it again there.

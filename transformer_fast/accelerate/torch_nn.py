@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
         or _overrides(module, base, ours, replaced)
         or _weights(module)
         or _output_projection(module)
+        or _skipped_in_inference(module)
     )
     if reason is not None:
         return reason
@@ -58,6 +60,15 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
 def is_ours(module: torch.nn.Module) -> bool:
     """Whether the module was built as one of `transformer_fast.nn`."""
     return isinstance(module, tuple(ours for ours, _ in _CLASSES.values()))
+
+
+def overrides_ours(module: torch.nn.Module) -> str | None:
+    """What a subclass of one of ours, or its instance, does in its own way; None if nothing."""
+    for ours, replaced in _CLASSES.values():
+        if isinstance(module, ours):
+            # Of the layers' blocks ours honours what a subclass has; forward is all that counts.
+            return _own(module, ours, replaced[:1])
+    return None
 
 
 def subclass_of_both(theirs: type, ours: type) -> type[torch.nn.Module]:
@@ -89,15 +100,22 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     return None
 
 
+def _own(module: torch.nn.Module, base: type, names: Sequence[str]) -> str | None:
+    """Which of these methods of ``base`` a subclass or the instance has of its own."""
+    for name in names:
+        if name in module.__dict__:
+            return f"its {name} was replaced on the instance"
+        if getattr(type(module), name) is not getattr(base, name):
+            return f"{type(module).__name__} has its own {name}"
+    return None
+
+
 def _overrides(
     module: torch.nn.Module, base: type, ours: type, replaced: tuple[str, ...]
 ) -> str | None:
-    theirs = type(module)
-    for name in replaced:
-        if name in module.__dict__:
-            return f"its {name} was replaced on the instance"
-        if getattr(theirs, name) is not getattr(base, name):
-            return f"{theirs.__name__} has its own {name}"
+    own = _own(module, base, replaced)
+    if own is not None:
+        return own
     # Names that ours adds, which something of the user's would hide.
     for name in vars(ours):
         if not hasattr(base, name) and hasattr(module, name):
@@ -132,11 +150,39 @@ def _output_projection(module: torch.nn.Module) -> str | None:
     return f"its out_proj is a {type(projection).__name__}, which torch never calls and ours would"
 
 
-def unknown_names(model: Any) -> list[str]:
-    """Class names of modules that hold parameters and that no converter knows, for the report."""
-    found: dict[str, None] = {}
-    for module in model.modules():
-        own = any(True for _ in module.parameters(recurse=False))
-        if own and not type(module).__module__.startswith("torch.nn."):
-            found[type(module).__name__] = None
-    return list(found)
+def _skipped_in_inference(layer: Any) -> str | None:
+    """What torch's inference path for encoder layers never calls, and ours would."""
+    if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not _has_fast_path(layer):
+        return None
+    for name, plain in (
+        ("self_attn", (torch.nn.MultiheadAttention, nn.MultiheadAttention)),
+        ("linear1", bypass.LINEAR),
+        ("linear2", bypass.LINEAR),
+        ("norm1", bypass.LAYER_NORM),
+        ("norm2", bypass.LAYER_NORM),
+    ):
+        inner = getattr(layer, name)
+        known = any(type(inner).forward is cls.forward for cls in plain)
+        if not known or "forward" in inner.__dict__:
+            return f"in inference torch never calls its {name}, a {type(inner).__name__}, {_WOULD}"
+    reads = {1: "relu", 2: "gelu"}[layer.activation_relu_or_gelu]
+    if bypass.activation_name(layer.activation) != reads:
+        return f"in inference torch takes {reads} and never calls its activation, {_WOULD}"
+    return None
+
+
+_WOULD = "and ours would: the numbers would change"
+
+
+def _has_fast_path(layer: Any) -> bool:
+    """Whether torch may run the whole layer as one operator, given inputs that fit."""
+    attention = layer.self_attn
+    return bool(
+        layer.activation_relu_or_gelu
+        and getattr(attention, "batch_first", False)
+        and getattr(attention, "_qkv_same_embed_dim", False)
+        and getattr(attention, "in_proj_bias", None) is not None
+        and getattr(attention, "num_heads", 1) % 2 == 0
+        and getattr(layer.norm1, "eps", None) == getattr(layer.norm2, "eps", None)
+        and all(hasattr(m, "weight") for m in (layer.linear1, layer.linear2, layer.norm1))
+    )

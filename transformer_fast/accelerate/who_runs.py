@@ -11,7 +11,9 @@ from .. import nn
 from .._explain import explain
 from ..dispatch import Explanation
 from ..nn import bypass
-from .hugging_face import models
+from ..nn.swapped import Swapped
+from .hugging_face import layers, models
+from .in_parts import in_parts
 
 #: An op and the arguments of a small call of it.
 _Example = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -38,7 +40,7 @@ def _explain_all(examples: list[_Example]) -> dict[str, Explanation]:
     return {op: explain(op, *args, **kwargs) for op, args, kwargs in examples}
 
 
-def _examples(module: torch.nn.Module, like: Tensor, dropout: bool) -> list[_Example]:
+def _examples(module: Any, like: Tensor, dropout: bool) -> list[_Example]:
     def x(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=dropout)
 
@@ -46,6 +48,8 @@ def _examples(module: torch.nn.Module, like: Tensor, dropout: bool) -> list[_Exa
         heads = x(1, 1, 1, 64)
         found: Any = getattr(module.config, "attention_dropout", 0.0)
         return [("attention", (heads,) * 3, {"dropout_p": float(found) if dropout else 0.0})]
+    if isinstance(module, Swapped) and type(module).__mro__[1].__module__ == layers.__name__:
+        return _of_theirs(module, x, dropout)
     if isinstance(module, torch.nn.LayerNorm):
         shape = module.normalized_shape
         return [("layer_norm", (x(1, *shape), shape, module.weight, module.bias), {})]
@@ -63,17 +67,41 @@ def _examples(module: torch.nn.Module, like: Tensor, dropout: bool) -> list[_Exa
 
 
 def _of_layer(module: Any, x: Any, dropout: bool) -> list[_Example]:
-    examples: list[_Example] = []
-    norm, linear1, linear2 = module.norm1, module.linear1, module.linear2
-    if bypass.is_plain(norm, bypass.LAYER_NORM):
-        shape = norm.normalized_shape
-        p = {"dropout_p": module.dropout1.p if dropout else 0.0}
-        rows = x(1, *shape)
-        examples.append(("add_layer_norm", (rows, rows, shape, norm.weight, norm.bias), p))
+    found = _add_norm(module.norm1, x, module.dropout1.p if dropout else 0.0)
     name = bypass.activation_name(module.activation)
-    if name is not None and all(bypass.is_plain(m, bypass.LINEAR) for m in (linear1, linear2)):
-        p = {"dropout_p": module.dropout.p if dropout else 0.0}
-        weights = (linear1.weight, linear1.bias, linear2.weight, linear2.bias)
-        call = (x(1, linear1.in_features), *weights)
-        examples.append(("feed_forward", call, {**p, "activation": name}))
-    return examples
+    p = module.dropout.p if dropout else 0.0
+    return found + _feed_forward(module.linear1, module.linear2, name, x, p)
+
+
+def _of_theirs(module: Any, x: Any, dropout: bool) -> list[_Example]:
+    """Of a layer of transformers."""
+    theirs = module  # of no class that the type checker knows
+    if isinstance(module, layers._PostNorm):
+        found = _add_norm(theirs.final_layer_norm, x, theirs.dropout if dropout else 0.0)
+        name = layers.activation_name(theirs.activation_fn)
+        p = theirs.activation_dropout if dropout else 0.0
+        return found + _feed_forward(theirs.fc1, theirs.fc2, name, x, p)
+    if isinstance(module, layers.Output):
+        return _add_norm(theirs.LayerNorm, x, theirs.dropout.p if dropout else 0.0)
+    if isinstance(module, layers.T5DenseActDense):
+        p = theirs.dropout.p if dropout else 0.0
+        return _feed_forward(theirs.wi, theirs.wo, layers.activation_name(theirs.act), x, p)
+    if isinstance(module, layers.BertLayer) and not in_parts(module):
+        name = layers.activation_name(theirs.intermediate.intermediate_act_fn)
+        return _feed_forward(theirs.intermediate.dense, theirs.output.dense, name, x, 0.0)
+    return []
+
+
+def _add_norm(norm: Any, x: Any, p: float) -> list[_Example]:
+    if not bypass.is_plain(norm, bypass.LAYER_NORM):
+        return []
+    shape, rows = norm.normalized_shape, x(1, *norm.normalized_shape)
+    call = (rows, rows, shape, norm.weight, norm.bias)
+    return [("add_layer_norm", call, {"dropout_p": p})]
+
+
+def _feed_forward(first: Any, second: Any, name: str | None, x: Any, p: float) -> list[_Example]:
+    if name is None or not all(bypass.is_plain(m, bypass.LINEAR) for m in (first, second)):
+        return []
+    call = (x(1, first.in_features), first.weight, first.bias, second.weight, second.bias)
+    return [("feed_forward", call, {"activation": name, "dropout_p": p})]

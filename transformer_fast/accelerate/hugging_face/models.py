@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from .. import torch_nn
 from ..change import Change, ClassChange
+from .own_attention import Own
 
 #: Tested with these; others are left as they are.
 _VERSIONS = ((5, 0), (6, 0))
@@ -93,12 +94,27 @@ def _version_reason() -> str | None:
     )
 
 
-def find(name: str, module: torch.nn.Module) -> Change | str | None:
-    """The change of a model or a layer, why it stays, or None: it is neither."""
-    return _find_model(name, module) if is_model(module) else _find_layer(name, module)
+def class_of_theirs(module: torch.nn.Module) -> type | None:
+    """The class of a known model of transformers that the module is of, or of a subclass of."""
+    for kind in type(module).__mro__:
+        path = kind.__module__.split(".")
+        if path[:2] == ["transformers", "models"] and path[2:3] and path[2] in MODELS:
+            return kind
+    return None
 
 
-def _find_model(name: str, model: Any) -> Change | str | None:
+def find(name: str, module: torch.nn.Module, own: Sequence[Own] = ()) -> Change | str | None:
+    """The change of a model or a layer, why it stays, or None: it is neither.
+
+    ``own``: attention of the user's in the model that is being accelerated.
+    """
+    if is_model(module):
+        return _find_model(name, module, own)
+    reason = next((one.reason for one in own if one.module is module), None)
+    return reason or _find_layer(name, module)
+
+
+def _find_model(name: str, model: Any, own: Sequence[Own]) -> Change | str | None:
     """The change of a model's attention, or why it stays."""
     kind = getattr(model.config, "model_type", "")
     if kind not in MODELS:
@@ -111,25 +127,40 @@ def _find_model(name: str, model: Any) -> Change | str | None:
         return f"its attention is {before!r}, and only 'sdpa' and 'eager' are replaced"
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} does not look its attention up in the registry"
+    for one in own:
+        # With 'sdpa' masks stay what they are; 'eager' has others than the registry would give.
+        if before == "eager" and one.belongs_to(model.config):
+            return (
+                f"the attention {one.name} inside is not transformers' own ({one.reason}), and "
+                "would get other masks; with attn_implementation='sdpa' it would not"
+            )
     return AttentionChange(name, model, before)
 
 
 def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     """The change of a layer's class, or why it stays; None if it is no layer that is known."""
-    kind = type(module)
-    if not kind.__module__.startswith("transformers.models."):
+    theirs = class_of_theirs(module)
+    if theirs is None:
         return None
-    ours = _classes().get(kind.__name__)
-    if ours is None or kind.__module__.split(".")[2] not in MODELS:
-        return None
+    ours = _classes().get(theirs.__name__)
+    if ours is None:
+        return _WITHOUT_KERNEL.get(theirs.__name__)
     reason = _version_reason() or torch_nn.parametrised(module) or torch_nn.sharded(module)
     if reason is not None:
         return reason
+    kind = type(module)
     for method in _methods(ours):
-        theirs = getattr(kind, method, None)
-        if theirs is None or not _same_arguments(theirs, getattr(ours, method)):
-            return f"{kind.__name__}.{method} of this transformers takes other arguments"
-    return ClassChange(name, module, kind, _in_front(ours, kind))
+        known = getattr(theirs, method, None)
+        if known is None or not _same_arguments(known, getattr(ours, method)):
+            return f"{theirs.__name__}.{method} of this transformers takes other arguments"
+        if method in module.__dict__:
+            return f"its {method} was replaced on the instance"
+        if _unwrapped(getattr(kind, method)) is not _unwrapped(known):
+            return f"{kind.__name__} has its own {method}"
+    try:
+        return ClassChange(name, module, kind, _in_front(ours, kind))
+    except Exception as error:  # of the user's metaclass or __init_subclass__
+        return f"{kind.__name__} does not let itself be subclassed: {error}"
 
 
 _made: dict[type, type] = {}
@@ -158,11 +189,25 @@ def _classes() -> dict[str, type]:
     }
 
 
+#: Layers of theirs that do what no kernel does.
+_WITHOUT_KERNEL = {
+    "T5DenseGatedActDense": "there is no kernel for gated feed-forward networks",
+    "T5LayerNorm": "there is no kernel for norms without a mean (RMS norm)",
+}
+
+
 def _methods(ours: type) -> Iterator[str]:
     """The methods of theirs that ours replaces."""
     for name in ("forward", "feed_forward_chunk"):
         if name in vars(ours):
             yield name
+
+
+def _unwrapped(function: Any) -> Any:
+    """Without what transformers itself puts around the forward of each subclass of its layers."""
+    while getattr(function, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+        function = function.__wrapped__
+    return function
 
 
 def _same_arguments(theirs: Any, ours: Any) -> bool:
