@@ -76,6 +76,9 @@ PYBIND11_MODULE(_C, m) {
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
       "Chooses the instruction set for the whole process. Raises ValueError.");
 
+  m.def("goes_by_pieces", &tf::goes_by_pieces, py::arg("rows"),
+        "Whether fp32 products of so many rows run as products of bfloat16 pieces.");
+
   m.def(
       "probe_fma",
       [](int threads, const std::optional<std::string>& isa) {

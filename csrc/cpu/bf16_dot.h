@@ -39,6 +39,8 @@ void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pair
 class DotProduct {
  public:
   using Operand = BFloat16;
+  static constexpr bool kSplit = false;
+  static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = 4 * kTileRows;
   static constexpr long kChain = 256;  // half a first-level cache of panel
 

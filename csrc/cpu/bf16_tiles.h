@@ -1,9 +1,17 @@
-// Products of bfloat16 matrices on AMX tiles (Intel SDM volume 1, chapter 18): C (m x kPanel) = A B
-// in fp32. A lies as tiles of 16 rows x 32 values, B in panels of pairs (bf16_pairs.h). Two by two
-// accumulators share two tiles of A and two of B, so that every tile that is loaded is used twice.
+// Products on AMX tiles (Intel SDM volume 1, chapter 18): C (m x kPanel) = A B in fp32. A lies as
+// tiles of 16 rows x 32 values, B in panels of pairs (bf16_pairs.h). Two by two accumulators share
+// two tiles of A and two of B, so that every tile that is loaded is used twice.
+//
+// kPieces is 1 for operands of bfloat16. With 3, fp32 operands are sums of three pieces
+// (bf16_pieces.h), which lie side by side, and a product is the sum of the six products of pieces
+// that reach into fp32's precision. That is still 2.5 times as fast as fp32 FMA, and no less exact:
+// products of pieces have no rounding error, and sums are rounded once for 32 of them.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/bf16_pairs.h"
+#include "cpu/bf16_pieces.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -20,41 +28,89 @@ constexpr TileConfig kTileConfig;
 // Tile loads are opaque to GCC: what they read must have been stored before.
 TF_INLINE void order_memory() { asm volatile("" ::: "memory"); }
 
+template <int kPieces>
 class TileProduct {
+  static_assert(kPieces == 1 || kPieces == 3);
+
  public:
   using Operand = BFloat16;
-  static constexpr long kBlockRows = 32;
-  // Depth that stays in the first-level cache as a panel (16 KiB) beside the rows passing by.
-  static constexpr long kChain = 256;
+  using Element = std::conditional_t<kPieces == 1, BFloat16, float>;
+  static constexpr bool kSplit = kPieces == 3;
+  static constexpr long kBytes = kPieces * sizeof(Operand);
+  static constexpr long kBlockRows = kSplit ? 64 : 32;
+  // Depth that stays in the first-level cache as a panel beside the rows passing by.
+  static constexpr long kChain = kSplit ? 128 : 256;
 
   static void enter() { _tile_loadconfig(&kTileConfig); }
   static void leave() { _tile_release(); }
 
-  static long panel_size(long k) { return kPanel * pair_depth(k); }
-  static long block_size(long rows, long k) { return round_up(rows, kTile) * pair_depth(k); }
+  static long panel_size(long k) { return kPieces * kPanel * pair_depth(k); }
+  static long block_size(long rows, long k) {
+    return kPieces * round_up(rows, kTile) * pair_depth(k);
+  }
 
   // Where the kPanel values of A from `column` on (a multiple of kPanel) of a row stand.
   static Operand* chunk(Operand* block, long k, long row, long column) {
-    return block + row / kTile * kTile * pair_depth(k) + column * kTile + row % kTile * kPanel;
+    return block + (row / kTile * kTile * pair_depth(k) + column * kTile) * kPieces +
+           row % kTile * kPanel;
   }
-  static void put(Operand* chunk, Vec low, Vec high) { store_rounded(chunk, low, high); }
-  static float value(const Operand* operand) { return load_one(operand); }
+  static void put(Operand* chunk, Vec low, Vec high) {
+    if constexpr (kSplit) {
+      store_pieces(chunk, kTileSize, low, high);
+    } else {
+      store_rounded(chunk, low, high);
+    }
+  }
+  static float value(const Operand* operand) { return whole(operand, kTileSize); }
   static float element(const Operand* panel, long k, long column) {
-    return load_one(panel + k / 2 * 2 * kPanel + column * 2 + k % 2);
+    return whole(panel + k / kPairDepth * kPairDepth * kPanel * kPieces +
+                     k % kPairDepth / 2 * 2 * kPanel + column * 2 + k % 2,
+                 2 * kTileSize);
   }
 
-  static void fill(const BFloat16* from, long stride, long rows, long k, Operand* block) {
-    for (long i = 0; i < rows; ++i)
-      for (long p = 0; p < k; p += kPanel)
-        _mm512_storeu_si512(chunk(block, k, i, p), load_values(from + i * stride + p, k - p));
+  static void fill(const Element* from, long stride, long rows, long k, Operand* block) {
+    for (long i = 0; i < rows; ++i) {
+      for (long p = 0; p < k; p += kPanel) {
+        const Element* row = from + i * stride + p;
+        if constexpr (kSplit) {
+          store_pieces(chunk(block, k, i, p), kTileSize, load_some(row, least(kLanes, k - p)),
+                       k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
+        } else {
+          _mm512_storeu_si512(chunk(block, k, i, p), load_values(row, k - p));
+        }
+      }
+    }
   }
 
-  static void pack_rows(const BFloat16* rows, long stride, long count, long k, Operand* panel) {
-    pack_pair_rows(rows, stride, count, k, panel);
+  static void pack_rows(const Element* rows, long stride, long count, long k, Operand* panel) {
+    if constexpr (kSplit) {
+      split_pair_rows(rows, stride, count, k, panel);
+    } else {
+      pack_pair_rows(rows, stride, count, k, panel);
+    }
   }
-  static void pack_columns(const BFloat16* rows, long stride, long columns, long k,
+  static void pack_columns(const Element* rows, long stride, long columns, long k,
                            Operand* panel) {
-    pack_pair_columns(rows, stride, columns, k, panel);
+    if constexpr (kSplit) {
+      split_pair_columns(rows, stride, columns, k, panel);
+    } else {
+      pack_pair_columns(rows, stride, columns, k, panel);
+    }
+  }
+
+  // A row of C by fp32 FMA, for what the pieces cannot do: they turn infinity into NaN.
+  template <class Read>
+  static void plain_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
+    low = high = zero();
+    for (long p = 0; p < k; ++p) {
+      const Vec x = set1(read(p));
+      Vec b[2];
+      load_pieces(panel + p / kPairDepth * kPairDepth * kPanel * kPieces +
+                      p % kPairDepth / 2 * 2 * kPanel,
+                  2 * kTileSize, p % 2, b);
+      low = fma(x, b[0], low);
+      high = fma(x, b[1], high);
+    }
   }
 
   // Calls sink(row, low, high) with each row of C = A B, in order. A row goes to the sink while the
@@ -76,8 +132,8 @@ class TileProduct {
       const long steps = least(kChain, depth - p) / kPairDepth;
       const bool last = p + kChain >= depth;
       const char* ahead =
-          reinterpret_cast<const char*>(last ? next : panel + (p + kChain) * kPanel);
-      const long lines = (kPairDepth + pairs - 1) / pairs;  // to fetch at each step
+          reinterpret_cast<const char*>(last ? next : panel + (p + kChain) * kPanel * kPieces);
+      const long lines = (kPieces * kPairDepth + pairs - 1) / pairs;  // to fetch at each step
       for (long pair = 0; pair < pairs; ++pair) {
         long done = (pair - 1) * kPair;
         const float* c = sums(pair > 0 ? pair - 1 : 0);
@@ -88,8 +144,8 @@ class TileProduct {
                ++done, c += kPanel)
             sink(done, load(c), load(c + kLanes));
         };
-        multiply_pair(block + pair * kPair * depth + p * kTile, depth, rows - pair * kPair,
-                      panel + p * kPanel, steps, p > 0, sums(pair), kPanel, meanwhile);
+        multiply_pair(block + (pair * kPair * depth + p * kTile) * kPieces, depth,
+                      rows - pair * kPair, panel + p * kPanel * kPieces, steps, p > 0, sums(pair), kPanel, meanwhile);
       }
     }
     const float* c = sums(pairs - 1);
@@ -108,7 +164,7 @@ class TileProduct {
     const long depth = pair_depth(block_k);
     order_memory();
     for (long i = 0; i < rows; i += kPair)
-      multiply_pair(block + i * depth, depth, rows - i, panel, pair_depth(k) / kPairDepth,
+      multiply_pair(block + i * depth * kPieces, depth, rows - i, panel, pair_depth(k) / kPairDepth,
                     accumulate, c + i * c_stride, c_stride,
                     [&](long) __attribute__((always_inline)) { meanwhile(); });
   }
@@ -117,63 +173,91 @@ class TileProduct {
   }
 
  private:
-  static constexpr long kTile = 16, kPair = 32;
+  static constexpr long kTile = 16, kPair = 32, kTileSize = kTile * kPairDepth;
+
+  // The sum of the pieces of an operand, `apart` from each other.
+  static float whole(const Operand* operand, long apart) {
+    float sum = load_one(operand);
+    for (int piece = 1; piece < kPieces; ++piece) sum += load_one(operand + piece * apart);
+    return sum;
+  }
 
   // Two tiles of rows, or one where no more are left.
   template <class Meanwhile>
   TF_INLINE static void multiply_pair(const Operand* a, long depth, long left, const Operand* b,
                                       long steps, bool accumulate, float* c, long c_stride,
                                       const Meanwhile& meanwhile) {
-    constexpr long kRow = kPanel * sizeof(Operand), kPairRow = 2 * kPanel * sizeof(Operand);
+    if (left > kTile) {
+      multiply_tiles<true>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
+    } else {
+      multiply_tiles<false>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
+    }
+  }
+
+  template <bool kTwo, class Meanwhile>
+  TF_INLINE static void multiply_tiles(const Operand* a, long depth, const Operand* b, long steps,
+                                       bool accumulate, float* c, long c_stride,
+                                       const Meanwhile& meanwhile) {
     const long c_row = c_stride * static_cast<long>(sizeof(float));
-    const Operand* a1 = a + kTile * depth;
     float* c1 = c + kTile * c_stride;
-    const bool two = left > kTile;
     if (accumulate) {
       _tile_loadd(0, c, c_row);
       _tile_loadd(1, c + kLanes, c_row);
+      if (kTwo) {
+        _tile_loadd(2, c1, c_row);
+        _tile_loadd(3, c1 + kLanes, c_row);
+      }
     } else {
       _tile_zero(0);
       _tile_zero(1);
-    }
-    if (!two) {
-      for (long step = 0; step < steps; ++step) {
-        _tile_loadd(4, a, kRow);
-        _tile_loadd(6, b, kPairRow);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + kPanel, kPairRow);
-        _tile_dpbf16ps(1, 4, 7);
-        meanwhile(step);
-        a += kTile * kPairDepth;
-        b += kPanel * kPairDepth;
-      }
-    } else {
-      if (accumulate) {
-        _tile_loadd(2, c1, c_row);
-        _tile_loadd(3, c1 + kLanes, c_row);
-      } else {
+      if (kTwo) {
         _tile_zero(2);
         _tile_zero(3);
       }
-      for (long step = 0; step < steps; ++step) {
-        _tile_loadd(6, b, kPairRow);
-        _tile_loadd(4, a, kRow);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + kPanel, kPairRow);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a1, kRow);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-        meanwhile(step);
-        a += kTile * kPairDepth;
-        a1 += kTile * kPairDepth;
-        b += kPanel * kPairDepth;
+    }
+    const Operand* a1 = a + kTile * depth * kPieces;
+    for (long step = 0; step < steps; ++step) {
+      if constexpr (kSplit) {
+        // Each neighbours one that shares a piece with it, so that only two tiles are loaded.
+        term<kTwo, true, true>(a, a1, b, 0, 2);
+        term<kTwo, false, true>(a, a1, b, 0, 1);
+        term<kTwo, true, false>(a, a1, b, 1, 1);
+        term<kTwo, false, true>(a, a1, b, 1, 0);
+        term<kTwo, true, false>(a, a1, b, 2, 0);
+        term<kTwo, true, false>(a, a1, b, 0, 0);
+      } else {
+        term<kTwo, true, true>(a, a1, b, 0, 0);
       }
-      _tile_stored(2, c1, c_row);
-      _tile_stored(3, c1 + kLanes, c_row);
+      meanwhile(step);
+      a += kTileSize * kPieces;
+      a1 += kTileSize * kPieces;
+      b += 2 * kTileSize * kPieces;
     }
     _tile_stored(0, c, c_row);
     _tile_stored(1, c + kLanes, c_row);
+    if (kTwo) {
+      _tile_stored(2, c1, c_row);
+      _tile_stored(3, c1 + kLanes, c_row);
+    }
+  }
+
+  // The product of piece `of_a` of the rows and piece `of_b` of the panel, which are loaded if new.
+  template <bool kTwo, bool kNewA, bool kNewB>
+  TF_INLINE static void term(const Operand* a, const Operand* a1, const Operand* b, int of_a,
+                             int of_b) {
+    constexpr long kRow = kPanel * sizeof(Operand), kPairRow = 2 * kPanel * sizeof(Operand);
+    a += of_a * kTileSize;
+    a1 += of_a * kTileSize;
+    b += of_b * 2 * kTileSize;
+    if (kNewB) _tile_loadd(6, b, kPairRow);
+    if (kNewA) _tile_loadd(4, a, kRow);
+    _tile_dpbf16ps(0, 4, 6);
+    if (kNewB) _tile_loadd(7, b + kPanel, kPairRow);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!kTwo) return;
+    if (kNewA) _tile_loadd(5, a1, kRow);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
 };
 

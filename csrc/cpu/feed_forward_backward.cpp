@@ -41,9 +41,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
   FeedForwardArgs args{};
   args.x = x.data;
-  args.packed1 = panels_of(weight1, std::nullopt, 0, TF_DISPATCH(packed_size, f, k) + kPackedTail);
   args.bias1 = optional_data(b1);
-  args.packed2 = panels_of(weight2, std::nullopt, 1, TF_DISPATCH(packed_size, n, f) + kPackedTail);
   args.bias2 = optional_data(b2);
   args.y = data_if(n > 0, output);
   args.m = m;
@@ -54,7 +52,9 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.activation = static_cast<int>(activation);
   args.dropout = make_dropout(op, dropout_p, seed);
   args.preactivation = data_if(keep, preactivation);
-  run_feed_forward(args, 2);
+  const Panels panels1 = panels_of(weight1, std::nullopt, 0, m);
+  const Panels panels2 = panels_of(weight2, std::nullopt, 1, m);
+  run_feed_forward(args, panels1, panels2, 2);
   for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
   return {output, preactivation};
 }
@@ -65,7 +65,7 @@ struct Gradients {
 
 // Rows [begin, begin + rows), and what earlier rows gave to the sums is there already.
 void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const float* z,
-                   const float* panels_w2, const float* panels_w1, int64_t begin, int64_t rows,
+                   const Panels& panels_w2, const Panels& panels_w1, int64_t begin, int64_t rows,
                    const bool (&wants)[5], Gradients& result) {
   const int64_t k = args.k, f = args.f, n = args.n;
   const float* grad = dy.data + begin * dy.stride;
@@ -77,8 +77,6 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
   if (wants[0] || wants[1] || wants[2]) {
     back.x = grad;
     back.x_stride = dy.stride;
-    back.packed1 = panels_w2;
-    back.packed2 = panels_w1;
     back.y = wants[0] ? static_cast<float*>(result.input.mutable_data_ptr()) + begin * k : nullptr;
     back.m = rows;
     back.k = n;
@@ -89,7 +87,7 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
     back.hidden = sums_wanted ? shared_scratch(2).floats(rows * f) : nullptr;
     if (wants[3])
       back.panels = shared_scratch(4).floats(TF_DISPATCH(weight_gradient_panels, rows, f));
-    run_feed_forward(back, 3);
+    run_feed_forward(back, panels_w2, panels_w1, 3);
     if (sums_wanted) {
       sums.grad = back.hidden;
       sums.grad_stride = f;
@@ -154,15 +152,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   const Rows dy = as_rows(grad), x = as_rows(input);
   Tensor kept = torch::stable::contiguous(preactivation);
   const float* z = static_cast<const float*>(kept.const_data_ptr());
-  float *panels_w2 = nullptr, *panels_w1 = nullptr;
-  if (want_input || want_weight1 || want_bias1) {
-    panels_w2 = shared_scratch(0).floats(column_packed_room(weight2));
-    pack_columns(weight2, panels_w2);
-  }
-  if (want_input) {
-    panels_w1 = shared_scratch(1).floats(column_packed_room(weight1));
-    pack_columns(weight1, panels_w1);
-  }
+  Panels panels_w2, panels_w1;
+  if (want_input || want_weight1 || want_bias1) panels_w2 = column_panels_of(weight2, 0, m);
+  if (want_input) panels_w1 = column_panels_of(weight1, 1, m);
   FeedForwardArgs args{};
   args.k = k;
   args.f = f;

@@ -11,7 +11,7 @@ namespace {
 
 template <class T>
 long row_block(const HalfFeedForwardArgs& args) {
-  return block_rows<T>((args.k + args.f) * static_cast<long>(sizeof(typename Product<T>::Operand)));
+  return block_rows<T>((args.k + args.f) * Product<T>::kBytes);
 }
 
 template <class T>

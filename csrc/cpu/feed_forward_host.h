@@ -7,14 +7,18 @@
 namespace tf {
 
 // `slot`: the shared scratch for the hidden block of a call of few rows.
-inline void run_feed_forward(const FeedForwardArgs& args, int slot) {
+inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const Panels& panels2,
+                             int slot) {
   const int64_t threads = torch::stable::get_num_threads();
-  if (args.m < 56 * threads) {
+  const bool trains = args.dropout.on || args.preactivation || args.slope_at || args.hidden;
+  // Where only the hidden units are wanted, there is no second weight.
+  const bool mixed = args.y != nullptr && (panels1.whole == nullptr) != (panels2.whole == nullptr);
+  if (args.m < 56 * threads || mixed) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     float* hidden = shared_scratch(slot).floats(args.m * args.f);
-    const bool trains = args.dropout.on || args.preactivation || args.slope_at || args.hidden;
-    run_linear({args.x, args.packed1, args.bias1, nullptr, hidden, args.m, args.k, args.f,
-                args.x_stride, 0, args.f, trains ? 0 : args.activation});
+    run_linear({args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f, args.x_stride,
+                0, args.f, trains ? 0 : args.activation},
+               panels1);
     if (trains) {
       const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
       const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
@@ -23,10 +27,20 @@ inline void run_feed_forward(const FeedForwardArgs& args, int slot) {
       });
     }
     if (args.y == nullptr) return;
-    run_linear({hidden, args.packed2, args.bias2, args.residual, args.y, args.m, args.f, args.n,
-                args.f, args.residual_stride, args.n, 0});
+    run_linear({hidden, nullptr, args.bias2, args.residual, args.y, args.m, args.f, args.n, args.f,
+                args.residual_stride, args.n, 0},
+               panels2);
     return;
   }
+#ifdef TF_HAVE_AMX
+  if (panels1.pieces != nullptr) {
+    (trains ? pieces::run_training : pieces::run_feed_forward)(args, panels1.pieces,
+                                                              panels2.pieces);
+    return;
+  }
+#endif
+  args.packed1 = panels1.whole;
+  args.packed2 = panels2.whole;
   const int64_t most = TF_DISPATCH(feed_forward_row_block, args);
   int64_t blocks = (args.m + most - 1) / most;
   blocks = (blocks + threads - 1) / threads * threads;

@@ -1,14 +1,17 @@
 // Matrix products of half-typed operands with fp32 sums, C (m x n) = A (m x k) B (k x n), one class
 // per kind of arithmetic under one interface; for kernel files only.
 //
-//   enter, leave                 prepare this thread's registers, give them back
-//   Operand                      what A and B are kept as
-//   block_size, fill, chunk, put a block of rows of A: from a tensor, or computed, kPanel values at
-//   once panel_size, pack_*           a panel of kPanel columns of B, from rows of W = B^T or of B
-//   multiply                     a block times a panel, row by row into a sink
-//   multiply_to, steps           the same into memory, with other work done meanwhile; how often
-//   kBlockRows                   rows of a block for multiply_to that has to stay in the first
-//   cache value, element               single operands of a chunk and of a panel, as floats
+//   enter, leave          prepare this thread's registers, give them back
+//   Operand, kBytes       what A and B are kept as; bytes for each value
+//   kSplit                a value takes several operands, and infinity does not survive a product:
+//                         plain_row works out such a row of C
+//   block_size, fill      a block of rows of A from a tensor
+//   chunk, put            the same, computed, kPanel values at once
+//   panel_size, pack_*    a panel of kPanel columns of B, from rows of W = B^T or of B
+//   multiply              a block times a panel, row by row into a sink
+//   multiply_to, steps    the same into memory, with other work done meanwhile; how often
+//   kBlockRows            rows of a block for multiply_to that has to stay in the first cache
+//   value, element        single values of a chunk and of a panel, as floats
 #pragma once
 
 #include "cpu/gemm.h"
@@ -27,6 +30,8 @@ template <class T>
 class FloatProduct {
  public:
   using Operand = float;
+  static constexpr bool kSplit = false;
+  static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
 
   static void enter() {}
@@ -103,7 +108,11 @@ struct ProductOf {
 #if defined(__AMX_BF16__)
 template <>
 struct ProductOf<BFloat16> {
-  using Type = TileProduct;
+  using Type = TileProduct<1>;
+};
+template <>
+struct ProductOf<float> {
+  using Type = TileProduct<3>;
 };
 #elif defined(__AVX512BF16__)
 template <>

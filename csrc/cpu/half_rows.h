@@ -8,6 +8,12 @@
 namespace tf::TF_ISA {
 namespace {
 
+// Whether a result is infinite or NaN, as it is, too, where pieces of operands overflow.
+TF_INLINE bool odd(Vec low, Vec high) {
+  const Vec zeros = (low - low) + (high - high);
+  return any(not_a_number(zeros));
+}
+
 // Rows of a block whose operands take that many bytes a row: they have to stay in the second-level
 // cache beside the weights passing by.
 template <class T>
@@ -34,12 +40,20 @@ class Ends {
 
   // Bias and activation.
   TF_INLINE void finish(Vec& low, Vec& high) const {
+    start(low, high);
+    activate(low, high);
+  }
+  TF_INLINE void start(Vec& low, Vec& high) const {
+    low = low + low_;
+    high = high + high_;
+  }
+  TF_INLINE void activate(Vec& low, Vec& high) const {
     // In this order NaN comes through.
-    low = max(least_, low + low_);
-    high = max(least_, high + high_);
+    low = max(least_, low);
+    high = max(least_, high);
     if (activation_ > kRelu) {
-      low = activate(low, activation_);
-      high = activate(high, activation_);
+      low = tf::TF_ISA::activate(low, activation_);
+      high = tf::TF_ISA::activate(high, activation_);
     }
   }
   TF_INLINE void add(const T* row, Vec& low, Vec& high) const {

@@ -96,13 +96,14 @@ inline Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes) {
 
 // Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
 // fifth, so it begins where a huge page does.
-inline Tensor fresh_weight(const Tensor& like, int64_t count) {
+inline Tensor fresh_weight(const Tensor& like, int64_t count,
+                           std::optional<ScalarType> type = std::nullopt) {
   constexpr int64_t kHuge = int64_t{2} << 20;
-  const int64_t bytes = count * static_cast<int64_t>(like.element_size());
-  if (bytes < kHuge) return fresh(like, {count});
-  const int64_t element = static_cast<int64_t>(like.element_size());
+  Tensor all = torch::stable::new_empty(like, {&count, 1}, type);
+  const int64_t element = static_cast<int64_t>(all.element_size()), bytes = count * element;
+  if (bytes < kHuge) return all;
   const int64_t sizes[] = {count + kHuge / element};
-  Tensor all = torch::stable::new_empty(like, {sizes, 1});
+  all = torch::stable::new_empty(like, {sizes, 1}, type);
   const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
   const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
   // Only whole ones, so that no memory is wasted.

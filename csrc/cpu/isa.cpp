@@ -146,6 +146,15 @@ const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
+bool goes_by_pieces([[maybe_unused]] long rows) {
+#ifdef TF_HAVE_AMX
+  constexpr long kLeast = 32;
+  return rows >= kLeast && current_isa() == Isa::amx;
+#else
+  return false;
+#endif
+}
+
 void set_isa(const char* name) {
   chosen().store(parse<std::invalid_argument>(name, "set_isa: name is "),
                  std::memory_order_relaxed);

@@ -29,6 +29,10 @@ Isa find_isa(const char* name, const char* argument);
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);
 
+// Whether fp32 products of so many rows run in bfloat16 pieces (bf16_tiles.h), for which the
+// instruction set in use must have tiles. Fewer rows wait for memory, and pieces take more of it.
+bool goes_by_pieces(long rows);
+
 // What CPUID and the operating system say, feature by feature.
 struct CpuFeatures {
   bool avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, amx_tile,
@@ -60,6 +64,13 @@ const CpuFeatures& cpu_features();
 #define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
 #else
 #define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__)
+#endif
+
+// fp32 in pieces on bfloat16 units: only where those are so fast that it pays.
+#ifdef TF_HAVE_AMX
+#define TF_KERNEL_SPLIT(...) TF_DECLARE_IN(amx, __VA_ARGS__)
+#else
+#define TF_KERNEL_SPLIT(...)
 #endif
 
 #ifndef TF_ISA

@@ -47,10 +47,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     dy.stride = n;
   }
   if (want_input && k > 0) {
-    float* packed = shared_scratch(0).floats(column_packed_room(weight));
-    pack_columns(weight, packed);
-    run_linear({dy.data, packed, nullptr, nullptr,
-                static_cast<float*>(grad_input.mutable_data_ptr()), m, n, k, dy.stride, 0, k, 0});
+    run_linear({dy.data, nullptr, nullptr, nullptr,
+                static_cast<float*>(grad_input.mutable_data_ptr()), m, n, k, dy.stride, 0, k, 0},
+               column_panels_of(weight, 0, m));
   }
   if (want_weight || want_bias) {
     const Rows x = as_rows(input);

@@ -6,22 +6,31 @@
 
 namespace tf {
 
-// W (n, k) in panels of its columns, so that run_linear() multiplies by W instead of W^T. With room
-// for prefetching behind.
+// W (n, k) in panels of its columns, so that run_linear() multiplies m rows by W instead of W^T,
+// in shared scratch `slot`. With room for prefetching behind.
 constexpr int64_t kColumnPackedTail = 1024;
 
-inline int64_t column_packed_room(const Tensor& weight) {
-  return TF_DISPATCH(column_packed_size, weight.size(0), weight.size(1)) + kColumnPackedTail;
-}
-
-inline void pack_columns(const Tensor& weight, float* place) {
+inline Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
   const Rows w = as_rows(weight);
   const int64_t width = TF_DISPATCH(panel_columns, ), n = weight.size(0), k = weight.size(1);
-  const int64_t panels = (k + width - 1) / width;
+  Panels panels;
+#ifdef TF_HAVE_AMX
+  if (goes_by_pieces(m)) {
+    char* place = pieces::bytes_of(shared_scratch(slot),
+                                   pieces::split_packed_bytes(k, n) + 4 * kColumnPackedTail);
+    pieces::pack(w, k, n, true, place);
+    panels.pieces = place;
+    return panels;
+  }
+#endif
+  float* place =
+      shared_scratch(slot).floats(TF_DISPATCH(column_packed_size, n, k) + kColumnPackedTail);
   const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, n)));
-  torch::stable::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, (k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
     TF_DISPATCH(pack_column_panels, w.data, w.stride, n, k, place, begin, end);
   });
+  panels.whole = place;
+  return panels;
 }
 
 // Rows whose X is put into panels at a time: panels of many rows would take as much memory as X. A

@@ -1,21 +1,10 @@
 // activation(x W^T + bias) + residual for bfloat16 and float16 with fp32 sums, rounded once.
 #pragma once
 
-#include "cpu/element.h"
 #include "cpu/isa.h"
+#include "cpu/linear_typed.h"
 
 namespace tf {
-
-struct HalfLinearArgs {
-  Element type;          // of all tensors here: bfloat16 or float16
-  const void* x;         // (m, k), rows x_stride apart
-  const void* packed;    // W (n, k) in panels, see half_packed_bytes()
-  const void* bias;      // (n) or nullptr: zeros
-  const void* residual;  // (m, n), rows residual_stride apart, or nullptr
-  void* y;               // (m, n), rows y_stride apart
-  long m, k, n, x_stride, residual_stride, y_stride;
-  int activation;
-};
 
 // Columns of a weight panel; bytes of a packed (n, k) matrix; and a number that tells layouts
 // apart.
@@ -32,13 +21,13 @@ TF_KERNEL_AMX(bool half_packed_matches(Element type, const void* weight, long st
                                        long k, const void* packed))
 
 // Rows that one call of half_linear_block should be given, at most.
-TF_KERNEL_AMX(long half_linear_row_block(const HalfLinearArgs& args))
+TF_KERNEL_AMX(long half_linear_row_block(const TypedLinearArgs& args))
 
 // Bytes of scratch half_linear_block needs.
-TF_KERNEL_AMX(long half_linear_scratch(const HalfLinearArgs& args))
+TF_KERNEL_AMX(long half_linear_scratch(const TypedLinearArgs& args))
 
 // Rows [row_begin, row_end) of the panels [panel_begin, panel_end).
-TF_KERNEL_AMX(void half_linear_block(const HalfLinearArgs& args, long row_begin, long row_end,
+TF_KERNEL_AMX(void half_linear_block(const TypedLinearArgs& args, long row_begin, long row_end,
                                      long panel_begin, long panel_end, void* scratch))
 
 }  // namespace tf

@@ -6,6 +6,7 @@
 
 #include "cpu/host.h"
 #include "cpu/linear_kernel.h"
+#include "cpu/split_host.h"
 
 namespace tf {
 
@@ -41,25 +42,93 @@ inline void pack(const Tensor& weight, float* place) {
       });
 }
 
-// The panels of a weight: those given, if they are a packed copy of it that this instruction set
-// reads, else packed now into the calling thread's shared scratch.
-inline const float* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot,
-                              int64_t room) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  if (packed && packed->is_cpu() && packed->scalar_type() == ScalarType::Float &&
-      packed->is_contiguous() && packed->numel() == TF_DISPATCH(packed_size, n, k) + kPackedTail) {
-    const float* data = static_cast<const float*>(packed->const_data_ptr());
-    const bool width =
-        data[packed->numel() - 1] == static_cast<float>(TF_DISPATCH(panel_columns, ));
-    const bool adjacent = k <= 1 || weight.stride(1) == 1;
-    if (width && adjacent &&
-        TF_DISPATCH(packed_matches, static_cast<const float*>(weight.const_data_ptr()),
-                    weight.stride(0), n, k, data))
-      return data;
+// A weight packed for products: in panels of fp32, or of pieces (split_host.h).
+struct Panels {
+  const float* whole = nullptr;
+  const void* pieces = nullptr;
+
+  // From row `row` of W (n, k) on, which begins a panel.
+  Panels from(int64_t row, int64_t k) const {
+    Panels rest;
+    if (whole != nullptr) rest.whole = whole + row * k;
+#ifdef TF_HAVE_AMX
+    if (pieces != nullptr)
+      rest.pieces = static_cast<const char*>(pieces) + pieces::split_packed_bytes(row, k);
+#endif
+    return rest;
   }
-  float* place = shared_scratch(slot).floats(room);
+};
+
+// A packed copy is a tensor of floats, or, in pieces, of bfloat16; its type and size, and the width
+// of a panel at its end, tell whether the instruction set in use can read it.
+inline Panels given_panels(const Tensor& weight, const Tensor& packed) {
+  const int64_t n = weight.size(0), k = weight.size(1);
+  Panels panels;
+  if (!packed.is_cpu() || !packed.is_contiguous() || (k > 1 && weight.stride(1) != 1))
+    return panels;
+  const auto* w = static_cast<const float*>(weight.const_data_ptr());
+  const int64_t size = packed.numel();
+  if (packed.scalar_type() == ScalarType::Float &&
+      size == TF_DISPATCH(packed_size, n, k) + kPackedTail) {
+    const float* data = static_cast<const float*>(packed.const_data_ptr());
+    if (data[size - 1] == static_cast<float>(TF_DISPATCH(panel_columns, )) &&
+        TF_DISPATCH(packed_matches, w, weight.stride(0), n, k, data))
+      panels.whole = data;
+  }
+#ifdef TF_HAVE_AMX
+  if (packed.scalar_type() == ScalarType::BFloat16 && current_isa() == Isa::amx &&
+      size == pieces::split_packed_bytes(n, k) / 2 + kPackedTail &&
+      pieces::split_packed_matches(w, weight.stride(0), n, k, packed.const_data_ptr()))
+    panels.pieces = packed.const_data_ptr();
+#endif
+  return panels;
+}
+
+// The panels of a weight for products of m rows: those given, if they are a packed copy of it that
+// can be read, else packed now into the calling thread's shared scratch.
+inline Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot,
+                        int64_t m) {
+  Panels panels = packed ? given_panels(weight, *packed) : Panels{};
+  if (panels.whole != nullptr || panels.pieces != nullptr) return panels;
+  const int64_t n = weight.size(0), k = weight.size(1);
+#ifdef TF_HAVE_AMX
+  if (goes_by_pieces(m)) {
+    char* place = pieces::bytes_of(shared_scratch(slot),
+                                   pieces::split_packed_bytes(n, k) + 2 * kPackedTail);
+    pieces::pack(as_rows(weight), n, k, false, place);
+    panels.pieces = place;
+    return panels;
+  }
+#endif
+  float* place = shared_scratch(slot).floats(TF_DISPATCH(packed_size, n, k) + kPackedTail);
   pack(weight, place);
-  return place;
+  panels.whole = place;
+  return panels;
+}
+
+// Packed copies to keep, for given_panels().
+inline Tensor pack_whole(const Tensor& weight) {
+  const int64_t size = TF_DISPATCH(packed_size, weight.size(0), weight.size(1)) + kPackedTail;
+  Tensor packed = fresh_weight(weight, size);
+  float* place = static_cast<float*>(packed.mutable_data_ptr());
+  if (weight.numel() > 0) pack(weight, place);
+  for (int64_t i = size - kPackedTail; i < size; ++i) place[i] = 0.0f;
+  place[size - 1] = static_cast<float>(TF_DISPATCH(panel_columns, ));
+  return packed;
+}
+
+inline Tensor pack_pieces([[maybe_unused]] const Tensor& weight) {
+#ifdef TF_HAVE_AMX
+  const int64_t n = weight.size(0), k = weight.size(1);
+  const int64_t size = pieces::split_packed_bytes(n, k) / 2 + kPackedTail;
+  Tensor packed = fresh_weight(weight, size, ScalarType::BFloat16);
+  auto* place = static_cast<uint16_t*>(packed.mutable_data_ptr());
+  if (weight.numel() > 0) pieces::pack(as_rows(weight), n, k, false, place);
+  std::fill(place + size - kPackedTail, place + size, uint16_t{0});
+  return packed;
+#else
+  STD_TORCH_CHECK(false, "pack_weight: not built for products by pieces");
+#endif
 }
 
 // Whether a product of m rows reads the weight as it is, because packing it first would take
@@ -96,16 +165,20 @@ inline void run_linear(const LinearArgs& args) {
   });
 }
 
+inline void run_linear(LinearArgs args, const Panels& panels) {
+#ifdef TF_HAVE_AMX
+  if (panels.pieces != nullptr) return pieces::run_linear(pieces::typed(args, panels.pieces));
+#endif
+  args.packed = panels.whole;
+  run_linear(args);
+}
+
 // The same with the weight as it is, packed before, or packed now into shared scratch `slot`.
 inline void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
                        int slot) {
-  if (is_direct(weight, packed, args.m)) {
-    args.weight = static_cast<const float*>(weight.const_data_ptr());
-    args.weight_stride = weight.stride(0);
-  } else {
-    const int64_t room = TF_DISPATCH(packed_size, args.n, args.k) + kPackedTail;
-    args.packed = panels_of(weight, packed, slot, room);
-  }
+  if (!is_direct(weight, packed, args.m)) return run_linear(args, panels_of(weight, packed, slot, args.m));
+  args.weight = static_cast<const float*>(weight.const_data_ptr());
+  args.weight_stride = weight.stride(0);
   run_linear(args);
 }
 

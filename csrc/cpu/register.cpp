@@ -139,17 +139,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   return {output, weights, shift, norm};
 }
 
-Tensor pack_weight(Tensor weight) {
+// A copy of a weight for products of that many rows.
+Tensor pack_weight(Tensor weight, int64_t rows) {
   if (is_half(weight)) return half::pack_weight(weight);
   check_float("pack_weight", "weight", weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
-  const int64_t size = TF_DISPATCH(packed_size, weight.size(0), weight.size(1)) + kPackedTail;
-  Tensor packed = fresh_weight(weight, size);
-  float* place = static_cast<float*>(packed.mutable_data_ptr());
-  if (weight.numel() > 0) pack(weight, place);
-  for (int64_t i = size - kPackedTail; i < size; ++i) place[i] = 0.0f;
-  place[size - 1] = static_cast<float>(TF_DISPATCH(panel_columns, ));
-  return packed;
+  return goes_by_pieces(rows) ? pack_pieces(weight) : pack_whole(weight);
 }
 
 float* mutable_data(Tensor* tensor) {
@@ -224,13 +219,11 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
                packed2, 1);
     return output;
   }
-  const int64_t size1 = TF_DISPATCH(packed_size, f, k) + kPackedTail,
-                size2 = TF_DISPATCH(packed_size, n, f) + kPackedTail;
-  const float* panels1 = panels_of(weight1, packed1, 0, size1);
-  const float* panels2 = panels_of(weight2, packed2, 1, size2);
-  run_feed_forward({x.data, panels1, optional_data(b1), panels2, optional_data(b2), y, m, k, f, n,
+  const Panels panels1 = panels_of(weight1, packed1, 0, m);
+  const Panels panels2 = panels_of(weight2, packed2, 1, m);
+  run_feed_forward({x.data, nullptr, optional_data(b1), nullptr, optional_data(b2), y, m, k, f, n,
                     x.stride, static_cast<int>(activation)},
-                   2);
+                   panels1, panels2, 2);
   for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
   return output;
 }
@@ -247,7 +240,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
       "bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights) -> "
       "(Tensor output, Tensor weights, Tensor shift, Tensor norm)");
-  m.def("cpu_pack_weight(Tensor weight) -> Tensor");
+  m.def("cpu_pack_weight(Tensor weight, int rows) -> Tensor");
   m.def(
       "cpu_linear(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual, int "
       "activation) -> "

@@ -83,8 +83,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
     norm.run(from, normed, rows, width);
     from = normed;
   }
-  const float* in_panels =
-      panels_of(in_weight, in_packed, 0, TF_DISPATCH(packed_size, 3 * width, width) + kPackedTail);
+  const Panels in_panels = panels_of(in_weight, in_packed, 0, rows);
   const std::optional<Tensor> in_b = contiguous(in_bias), out_b = contiguous(out_bias);
   // Queries, keys and values side by side; with memory the queries in a block of their own.
   float* projected = shared_scratch(kProjectedSlot)
@@ -96,14 +95,17 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
     key_row = 2 * width;
     float* kv = projected + rows * width;
     const float* b = optional_data(in_b);
-    run_linear({from, in_panels, b, nullptr, projected, rows, width, width, width, 0, width, 0});
-    run_linear({data_of(source), in_panels + width * width, b == nullptr ? nullptr : b + width,
-                nullptr, kv, key_rows, width, 2 * width, width, 0, 2 * width, 0});
+    run_linear({from, nullptr, b, nullptr, projected, rows, width, width, width, 0, width, 0},
+               in_panels);
+    run_linear({data_of(source), nullptr, b == nullptr ? nullptr : b + width, nullptr, kv, key_rows,
+                width, 2 * width, width, 0, 2 * width, 0},
+               in_panels.from(width, width));
     keys = kv;
   } else {
     query_row = key_row = 3 * width;
-    run_linear({from, in_panels, optional_data(in_b), nullptr, projected, rows, width, 3 * width,
-                width, 0, 3 * width, 0});
+    run_linear({from, nullptr, optional_data(in_b), nullptr, projected, rows, width, 3 * width,
+                width, 0, 3 * width, 0},
+               in_panels);
     keys = projected + width;
   }
   float* attended = shared_scratch(kAttendedSlot).floats(rows * width);
@@ -130,11 +132,10 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
   if (key_lengths) args.key_lengths = lengths.data();
   run_attention(args);
 
-  const float* out_panels =
-      panels_of(out_weight, out_packed, 1, TF_DISPATCH(packed_size, width, width) + kPackedTail);
   float* y = data_of(output);
-  run_linear({attended, out_panels, optional_data(out_b), data_of(x), y, rows, width, width, width,
-              width, width, 0});
+  run_linear({attended, nullptr, optional_data(out_b), data_of(x), y, rows, width, width, width,
+              width, width, 0},
+             panels_of(out_weight, out_packed, 1, rows));
   if (!norm_first) norm.run(y, y, rows, width);
   trim_all();
   return output;
@@ -179,11 +180,7 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
   }
   FeedForwardArgs args{};
   args.x = from;
-  args.packed1 =
-      panels_of(weight1, packed1, 0, TF_DISPATCH(packed_size, hidden, width) + kPackedTail);
   args.bias1 = optional_data(b1);
-  args.packed2 =
-      panels_of(weight2, packed2, 1, TF_DISPATCH(packed_size, width, hidden) + kPackedTail);
   args.bias2 = optional_data(b2);
   args.y = y;
   args.m = rows;
@@ -191,7 +188,9 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
   args.f = hidden;
   args.activation = static_cast<int>(activation);
   args.residual = data_of(x);
-  run_feed_forward(args, kHiddenSlot);
+  const Panels panels1 = panels_of(weight1, packed1, 0, rows);
+  const Panels panels2 = panels_of(weight2, packed2, 1, rows);
+  run_feed_forward(args, panels1, panels2, kHiddenSlot);
   if (!norm_first) norm.run(y, y, rows, width);
   trim_all();
   return output;

@@ -234,7 +234,7 @@ const void* panels_of(const Tensor& weight, const std::optional<Tensor>& packed,
 }
 
 // Splits rows between threads where there are many, else panels.
-void run_linear(const HalfLinearArgs& args) {
+void run_linear(const TypedLinearArgs& args) {
   const int64_t width = TF_DISPATCH(half_panel_columns, );
   const int64_t panels = (args.n + width - 1) / width;
   const int64_t threads = torch::stable::get_num_threads();

@@ -71,9 +71,10 @@ def attention(
         query_starts: (B + 1,) int64, batch element b being rows query_starts[b] to
             query_starts[b + 1]; key_starts likewise for keys. None: not ragged.
     """
+    rows = input.numel() // max(1, input.shape[-1])
     return torch.ops.transformer_fast.cpu_attention_block(
-        input, memory, in_weight, packed_weight(in_weight), in_bias, out_weight,
-        packed_weight(out_weight), out_bias, norm_weight, norm_bias, eps, norm_first, heads,
+        input, memory, in_weight, packed_weight(in_weight, rows), in_bias, out_weight,
+        packed_weight(out_weight, rows), out_bias, norm_weight, norm_bias, eps, norm_first, heads,
         batch_first, mask, key_lengths, is_causal, query_starts, key_starts,
     )  # fmt: skip
 

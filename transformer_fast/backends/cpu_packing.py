@@ -8,6 +8,9 @@ Writes that PyTorch cannot see (through ``.data`` views, NumPy, shared memory) a
 comparing two dozen values at each call, which notices an update of the whole matrix but may miss one
 of a few elements; `forget` drops all copies.
 
+On CPUs with AMX, products of 32 rows or more read another copy, in which each weight is three
+bfloat16 pieces (6 bytes); a model that is called both ways, as in decoding, keeps both.
+
 At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept, the oldest going first.
 """
 
@@ -21,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .. import _native
 
 
 class _Entry(NamedTuple):
@@ -55,25 +60,25 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
     # Tensors made in inference mode have no version counter.
     if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
         return None
-    key = (id(owner), weight.storage_offset(), weight.shape, weight.stride())
+    pieces = weight.dtype == torch.float32 and _native.module.goes_by_pieces(rows)
+    key = (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, pieces)
     entry = _entries.get(key)
     if (
         entry is not None
         and entry.version == owner._version
         and entry.address == weight.data_ptr()
         and entry.owner() is owner
-        and entry.packed.dtype == weight.dtype
     ):
         return entry.packed
-    return _pack(key, owner, weight)
+    return _pack(key, owner, weight, rows)
 
 
-def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor) -> Tensor | None:
+def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Tensor | None:
     global _held
     # Before packing: a write in the meantime must not pass for the packed state.
     version, address = owner._version, weight.data_ptr()
     with torch.no_grad():
-        packed = torch.ops.transformer_fast.cpu_pack_weight(weight.detach())
+        packed = torch.ops.transformer_fast.cpu_pack_weight(weight.detach(), rows)
     size = packed.nbytes
     with _lock:
         _drop(key)
