@@ -1,0 +1,118 @@
+// Feed-forward network ("Attention Is All You Need", section 3.3) for fp32 in pieces over a block
+// of rows: a slice of the hidden units is computed, activated, split and multiplied into the result
+// while it is in the second-level cache.
+#include "cpu/feed_forward_split_kernel.h"
+
+#include "cpu/half_rows.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+using P = Product<float>;
+using Operand = P::Operand;
+
+constexpr long kSlice = 128;  // hidden units at a time
+constexpr long kPad = 16;     // keeps the rows of y out of each other's cache sets
+
+struct Workspace {
+  Operand *x, *hidden;
+  float *y, *sums, *units;
+  long y_stride, bytes = 0;
+
+  Workspace(const FeedForwardArgs& args, long rows, void* scratch)
+      : y_stride(round_up(args.n, kPanel) + kPad) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    take(x, P::block_size(rows, args.k));
+    take(hidden, P::block_size(rows, kSlice));
+    take(y, round_up(rows, 16) * y_stride);
+    take(sums, P::buffer_size(rows));
+    take(units, round_up(args.f, kPanel));
+  }
+};
+
+// A row of the result by fp32 FMA: for infinity and NaN, which pieces do not bring through.
+void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, const float* x,
+           float* units, float* y) {
+  Vec low, high;
+  for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
+    P::plain_row([&](long p) { return x[p]; }, args.k, w1, low, high);
+    Ends<float>(args.bias1, j, args.f, args.activation).finish(low, high);
+    store(units + j, low);
+    store(units + j + kLanes, high);
+  }
+  for (long j = 0; j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
+    P::plain_row([&](long p) { return units[p]; }, args.f, w2, low, high);
+    store(y + j, low);
+    store(y + j + kLanes, high);
+  }
+}
+
+}  // namespace
+
+long split_feed_forward_row_block(const FeedForwardArgs& args) {
+  constexpr long kBudget = 1280 * 1024, kUnit = 32;
+  const long row = P::kBytes * (args.k + kSlice) + static_cast<long>(sizeof(float)) * args.n;
+  return most(kUnit, least(256, kBudget / row / kUnit * kUnit));
+}
+
+long split_feed_forward_scratch(const FeedForwardArgs& args, long rows) {
+  return Workspace(args, rows, nullptr).bytes;
+}
+
+void split_feed_forward_rows(const FeedForwardArgs& args, const void* packed1, const void* packed2,
+                             long begin, long end, void* scratch) {
+  const long rows = end - begin;
+  const Workspace work(args, rows, scratch);
+  const auto* w1 = static_cast<const Operand*>(packed1);
+  const auto* w2 = static_cast<const Operand*>(packed2);
+  const float* x = args.x + begin * args.x_stride;
+  P::enter();
+  P::fill(x, args.x_stride, rows, args.k, work.x);
+  for (long f = 0; f < args.f; f += kSlice) {
+    const long units = least(kSlice, args.f - f);
+    const Operand* w2_slice = w2 + P::panel_size(f);
+    for (long j = 0; j < units; j += kPanel) {
+      const Ends<float> ends(args.bias1, f + j, args.f, args.activation);
+      const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
+      const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
+      P::multiply(work.x, rows, args.k, panel, next, work.sums,
+                  [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                    ends.finish(low, high);
+                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
+                  });
+    }
+    const long lines = P::panel_size(units) * static_cast<long>(sizeof(Operand)) / 64;
+    const long share = lines / most(1, P::steps(rows, units)) + 1;
+    for (long j = 0; j < args.n; j += kPanel, w2_slice += P::panel_size(args.f)) {
+      const char* ahead = reinterpret_cast<const char*>(w2_slice + P::panel_size(args.f));
+      P::multiply_to(work.hidden, kSlice, rows, units, w2_slice, f > 0, work.y + j, work.y_stride,
+                     [&]() __attribute__((always_inline)) {
+                       for (long line = 0; line < share; ++line, ahead += 64)
+                         _mm_prefetch(ahead, _MM_HINT_T1);
+                     });
+    }
+  }
+  P::leave();
+  for (long i = 0; i < rows; ++i) {
+    float* sums = work.y + i * work.y_stride;
+    Vec bad = zero();
+    for (long j = 0; j < args.n; j += kLanes) bad = bad + (load(sums + j) - load(sums + j));
+    if (any(not_a_number(bad))) plain(args, w1, w2, x + i * args.x_stride, work.units, sums);
+    const float* residual = args.residual;
+    if (residual != nullptr) residual += (begin + i) * args.residual_stride;
+    float* y = args.y + (begin + i) * args.n;
+    for (long j = 0; j < args.n; j += kPanel) {
+      const Ends<float> ends(args.bias2, j, args.n, kIdentity);
+      Vec low = load(sums + j), high = load(sums + j + kLanes);
+      ends.finish(low, high);
+      if (residual != nullptr) ends.add(residual + j, low, high);
+      ends.write(y + j, low, high);
+    }
+  }
+}
+
+}  // namespace tf::TF_ISA

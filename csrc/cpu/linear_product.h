@@ -1,0 +1,104 @@
+// Linear map with epilogue on the products of half_product.h. A block of rows is brought once into
+// the form that the product wants and stays in the second-level cache; the weights stream by in
+// panels, and each row of a result is finished in registers. For kernel files only.
+#pragma once
+
+#include "cpu/half_rows.h"
+#include "cpu/linear_typed.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+long row_block(long k) {
+  return block_rows<T>(k * Product<T>::kBytes);
+}
+
+template <class T>
+void pack(const void* weight, long stride, long n, long k, void* packed, long begin, long end) {
+  using P = Product<T>;
+  auto* panels = static_cast<typename P::Operand*>(packed);
+  for (long p = begin; p < end; ++p) {
+    const long row = p * kPanel;
+    P::pack_rows(static_cast<const T*>(weight) + row * stride, stride, least(kPanel, n - row), k,
+                 panels + p * P::panel_size(k));
+  }
+}
+
+template <class T>
+bool matches(const void* weight, long stride, long n, long k, const void* packed) {
+  using P = Product<T>;
+  constexpr uint64_t kSamples = 24, kGolden = 0x9e3779b97f4a7c15;
+  const uint64_t size = static_cast<uint64_t>(n) * static_cast<uint64_t>(k);
+  for (uint64_t i = 0; i < kSamples && size > 0; ++i) {
+    const long place = static_cast<long>((i * kGolden >> 16) % size);
+    const long row = place / k, column = place % k;
+    const auto* panel =
+        static_cast<const typename P::Operand*>(packed) + row / kPanel * P::panel_size(k);
+    const float now = load_one(static_cast<const T*>(weight) + row * stride + column);
+    const float then = P::element(panel, column, row % kPanel);
+    if (now != then && (now == now || then == then)) return false;
+  }
+  return true;
+}
+
+template <class T>
+void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
+           long panel_end, void* scratch) {
+  using P = Product<T>;
+  P::enter();
+  const auto* packed = static_cast<const typename P::Operand*>(args.packed);
+  const long most_rows = row_block<T>(args.k);
+  auto* a = static_cast<typename P::Operand*>(scratch);
+  float* sums = reinterpret_cast<float*>(a + P::block_size(most_rows, args.k));
+  const long count = (row_end - row_begin + most_rows - 1) / most_rows;
+  for (long item = 0, row = row_begin; item < count; ++item) {
+    const long rows = (row_end - row + count - item - 1) / (count - item);
+    P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
+    for (long p = panel_begin; p < panel_end; ++p) {
+      const long column = p * kPanel;
+      const auto* panel = packed + p * P::panel_size(args.k);
+      const Ends<T> ends(args.bias, column, args.n, args.activation);
+      const auto* residual = static_cast<const T*>(args.residual);
+      if (residual != nullptr) residual += row * args.residual_stride + column;
+      T* y = static_cast<T*>(args.y) + row * args.y_stride + column;
+      T* keep = static_cast<T*>(args.preactivation);
+      if (keep != nullptr) keep += row * args.n + column;
+      P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
+                  [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                    if constexpr (P::kSplit) {
+                      if (odd(low, high)) {
+                        const T* x = static_cast<const T*>(args.x) + (row + i) * args.x_stride;
+                        P::plain_row([&](long j) { return x[j]; }, args.k, panel, low, high);
+                      }
+                    }
+                    ends.start(low, high);
+                    if (keep != nullptr) ends.write(keep + i * args.n, low, high);
+                    ends.activate(low, high);
+                    if (residual != nullptr)
+                      ends.add(residual + i * args.residual_stride, low, high);
+                    ends.write(y + i * args.y_stride, low, high);
+                  });
+    }
+    row += rows;
+  }
+  P::leave();
+}
+
+template <class T>
+long scratch_bytes(long k) {
+  using P = Product<T>;
+  const long rows = row_block<T>(k);
+  return P::block_size(rows, k) * static_cast<long>(sizeof(typename P::Operand)) +
+         P::buffer_size(rows) * static_cast<long>(sizeof(float));
+}
+
+template <class T>
+long packed_bytes(long n, long k) {
+  using P = Product<T>;
+  return round_up(n, kPanel) / kPanel * P::panel_size(k) *
+         static_cast<long>(sizeof(typename P::Operand));
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA
