@@ -145,7 +145,7 @@ def _replace(layer: Any, what: str) -> None:
         ("compiled", "feed_forward", "its linear1 is compiled on its own"),
         ("function", "feed_forward", "its activation is tanh, which no kernel has"),
         ("module", "feed_forward", "its activation is a Tanh, which no kernel has"),
-        ("norm", "add_layer_norm", "its norm2 is a Identity"),
+        ("norm", "add_layer_norm", "its norm2 is an Identity"),
     ],
 )
 @pytest.mark.parametrize("make", [encoder_layer, decoder_layer])

@@ -10,6 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import nn
 from ..nn import bypass
 from .hugging_face import layers
+from .torch_nn import a_kind
 
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -82,7 +83,7 @@ def _about_activation(name: str, activation: Any, known: Any) -> str | None:
     if known(activation) is not None:
         return None
     if isinstance(activation, torch.nn.Module):
-        return f"its {name} is a {type(activation).__name__}, which no kernel has"
+        return f"its {name} is {a_kind(activation)}, which no kernel has"
     return f"its {name} is {getattr(activation, '__name__', repr(activation))}, which no kernel has"
 
 
@@ -91,7 +92,7 @@ def _told(name: str, module: Any, kinds: tuple[type, ...]) -> str | None:
     if bypass.is_plain(module, kinds):
         return None
     if type(module) not in kinds:
-        return f"its {name} is a {type(module).__name__}"
+        return f"its {name} is {a_kind(module)}"
     if _has_any_global_hook():
         return "there are hooks on all modules of this process"
     if "forward" in module.__dict__:
