@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import transformer_fast
 from transformer_fast.measure.calls import forced
 from transformer_fast.measure.clock import Plan
 from transformer_fast.measure.contest import run_contest
@@ -19,10 +20,21 @@ from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 
+import benchmarks.hand_written
 from benchmarks import peers, run, store
 from benchmarks.__main__ import main
 from benchmarks.scope import Scope
-from benchmarks.suites import SCALING, SUITES, backward, decode, layers, ops, training
+from benchmarks.suites import (
+    SCALING,
+    SUITES,
+    backward,
+    decode,
+    hand_written,
+    layers,
+    models,
+    ops,
+    training,
+)
 
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
@@ -164,6 +176,50 @@ def test_a_training_step_can_be_checked_again_and_again(monkeypatch):
     assert rows["reference"].ok
     (chosen,) = (one for one in rows.values() if one.chosen)
     assert chosen.ok, chosen.reason
+
+
+def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
+    size = Size(32, 4, 64, layers=2, vocabulary=300)
+    theirs, _, written = hand_written._models(Scope(), size, 0.0)
+    source, target = models.batches(Scope(), 3, 9, 300, 0.65, 0)
+    torch._dynamo.reset()
+    transformer_fast.compile_reports(clear=True)
+    for run_it in (written, hand_written.rewritten(written)):
+        with torch.no_grad():
+            right, got = theirs(source, target), run_it(source.tokens, target.tokens)
+        torch.testing.assert_close(got[target.real], right[target.real], rtol=1e-4, atol=1e-5)
+    (report,) = transformer_fast.compile_reports()
+    assert report.counts["attention"] == 6
+    assert report.counts["feed_forward"] == 4
+    assert not report.left
+    state = benchmarks.hand_written.packed(written.state_dict())
+    assert {f"transformer.{name}" for name in state if "attn" in name} <= {*theirs.state_dict()}
+    for name, value in state.items():
+        prefix = "" if name.startswith(("embedding", "output")) else "transformer."
+        assert torch.equal(value, theirs.state_dict()[prefix + name])
+
+
+def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypatch):
+    case = (2, 6, 50, 1, 1.0)
+    contest = hand_written._training(Scope(), *case)
+    rows = {one.contender: one for one in run_contest(contest, FAST)}
+    assert all(one.ok for one in rows.values()), rows
+    by_hand = next(c for c in contest.contenders if c.name == hand_written.AS_WRITTEN)
+    arguments = contest.inputs[0][0]
+    loss, *gradients = by_hand.run(*arguments)
+    for wrong in (0, 5, len(gradients) - 1):
+        spoilt = [g * 1.01 if number == wrong else g for number, g in enumerate(gradients)]
+        assert not contest.judge((loss, *spoilt), arguments).ok
+
+
+def test_random_batches_are_padded_as_they_say():
+    source, target = models.batches(Scope(), 16, 40, 1000, 0.65, 0)
+    for one in (source, target):
+        assert torch.equal(one.real.sum(1), one.lengths)
+        assert one.real.float().mean().item() == pytest.approx(0.65, abs=0.02)
+    full, _ = models.batches(Scope(), 16, 40, 1000, 1.0, 0)
+    assert full.full
+    assert full.real.all()
 
 
 @pytest.mark.parametrize(

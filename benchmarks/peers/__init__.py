@@ -10,7 +10,10 @@ or None if it is about other work:
 
     def op(op, arguments)                takes and returns what ``reference.<op>`` does
     def encoder_layer(layer, arguments)  takes (x, mask, padding), as the torch.nn layer it is given
+    def encoder(model, arguments)        the same for a torch.nn.TransformerEncoder
     def transformer(model, arguments)    takes (source, target), as the model it is given
+    def hand_written(model, adapt)       gives ``adapt(run)``, where ``run`` takes what the model of
+                                         `benchmarks.hand_written` takes that it is given
     def decode(model, arguments, new)    takes (source,), gives (B, new) tokens, chosen greedily;
                                          the model is a `suites.decode.Translator`
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,3 +37,12 @@ def encoder_layer(layer: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
 
 def transformer(model: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
     return compiled(model)
+
+
+def encoder(model: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
+    return compiled(model)
+
+
+def hand_written(model: torch.nn.Module, adapt: Callable[..., Any]) -> Offer:
+    torch._dynamo.reset()
+    return adapt(torch.compile(model, dynamic=False))

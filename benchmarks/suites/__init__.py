@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..scope import Maker, Scope
-from . import backward, decode, layers, models, ops, overhead, scaling, training
+from . import backward, decode, hand_written, layers, models, ops, overhead, scaling, training
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 
@@ -16,6 +16,7 @@ SUITES: dict[str, Suite] = {
     "layers": layers.suite,
     "models": models.suite,
     "training": training.suite,
+    "hand-written": hand_written.suite,
     "decode": decode.suite,
     "overhead": overhead.suite,
 }

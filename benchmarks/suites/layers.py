@@ -1,4 +1,4 @@
-"""Encoder layers of the paper's size, 512/8/2048; cases are (B,T)."""
+"""Encoder layers of the paper's size, 512/8/2048, and stacks of six; cases are (B,T)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from transformer_fast.measure.contest import Arguments, Contest
-from transformer_fast.measure.transformers import Size, encoder_layer_contest
+from transformer_fast.measure.transformers import Size, encoder_contest
 
 from .. import peers
 from ..scope import Maker, Scope
@@ -24,6 +24,8 @@ _CASES = (
     (32, 128, 0.65),
 )
 _QUICK = ((8, 128, 1.0), (1, 32, 1.0), (8, 128, 0.65))
+_STACKS = ((8, 128, 0.65), (32, 128, 0.65))
+_QUICK_STACKS = ((2, 64, 0.65),)
 
 
 def lengths(batch: int, length: int, share: float) -> torch.Tensor:
@@ -43,15 +45,19 @@ def calls(scope: Scope, batch: int, length: int, share: float) -> list[list[Argu
     return [[(x.to(scope.device, scope.dtype), None, padding)] for x in drawn]
 
 
-def _contest(scope: Scope, batch: int, length: int, share: float) -> Contest:
+def _contest(
+    scope: Scope, batch: int, length: int, share: float, layers: int | None = None
+) -> Contest:
     case = f"({batch},{length})" + (f", {share:.0%} real" if share < 1.0 else "")
-    return encoder_layer_contest(
+    kind = "encoder_layer"
+    if layers is not None:
+        kind, case = "encoder", f"{layers} layers, {case}"
+    return encoder_contest(
         case,
         calls(scope, batch, length, share),
         _SIZE,
-        peers=lambda layer, arguments: peers.contenders(
-            scope.peers, "encoder_layer", layer, arguments
-        ),
+        peers=lambda module, arguments: peers.contenders(scope.peers, kind, module, arguments),
+        layers=layers,
     )
 
 
@@ -59,3 +65,6 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for batch, length, share in _QUICK if scope.quick else _CASES:
         label = f"encoder_layer ({batch},{length}), {share:.0%} real"
         yield label, functools.partial(_contest, scope, batch, length, share)
+    for batch, length, share in _QUICK_STACKS if scope.quick else _STACKS:
+        label = f"encoder of {_SIZE.layers} layers ({batch},{length}), {share:.0%} real"
+        yield label, functools.partial(_contest, scope, batch, length, share, _SIZE.layers)

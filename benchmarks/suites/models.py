@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from transformer_fast.measure.contest import Arguments, Contest
-from transformer_fast.measure.text import Batch
+from transformer_fast.measure.text import PADDING, Batch
 from transformer_fast.measure.transformers import Size, transformer_contest
 
 from .. import peers
@@ -23,12 +23,15 @@ _QUICK = ((4, 32, 1000, 2, 1.0),)
 def batches(
     scope: Scope, batch: int, length: int, vocabulary: int, share: float, seed: int
 ) -> tuple[Batch, Batch]:
-    """Random (source, target) tokens."""
+    """Random (source, target) tokens, padded behind `lengths`."""
     generator = scope.generator(seed)
+    real = lengths(batch, length, share)
     pair = []
     for _ in range(2):
-        tokens = torch.randint(vocabulary, (batch, length), generator=generator)
-        pair.append(Batch(tokens, lengths(batch, length, share)).to(scope.device))
+        tokens = torch.randint(vocabulary - 1, (batch, length), generator=generator)
+        tokens += tokens >= PADDING  # no token but padding is that
+        tokens[torch.arange(length) >= real[:, None]] = PADDING
+        pair.append(Batch(tokens, real).to(scope.device))
     return pair[0], pair[1]
 
 

@@ -25,7 +25,7 @@ from .models import batches
 _CASES = ((8, 128, 32000, 6),)
 _QUICK = ((4, 32, 1000, 2),)
 #: Forward once, and backward does each product twice.
-_FLOPS = 3.0
+TIMES_FORWARD = 3.0
 
 
 class Step:
@@ -95,9 +95,9 @@ def _contest(scope: Scope, batch: int, length: int, vocabulary: int, layers: int
         inputs=inputs,
         contenders=contenders,
         judge=StepJudge(oracle, reference, names),
-        flops=_FLOPS * dense,
-        useful_flops=_FLOPS * useful,
-        bytes=_FLOPS * moved,
+        flops=TIMES_FORWARD * dense,
+        useful_flops=TIMES_FORWARD * useful,
+        bytes=TIMES_FORWARD * moved,
         dtype=scope.dtype,
         device=scope.device,
         chosen=chosen,

@@ -10,7 +10,7 @@ from torch import nn
 from ..measure.contest import Arguments, Contender, Contest
 from ..measure.modules import compiled
 from ..measure.text import VOCABULARY, Batch
-from ..measure.transformers import Peers, Size, encoder_layer_contest, transformer_contest
+from ..measure.transformers import Peers, Size, encoder_contest, transformer_contest
 
 NAMES = ("encoder_layer", "transformer")
 _SIZE = Size(vocabulary=VOCABULARY)
@@ -38,7 +38,7 @@ def _encoder_layer(
         table = torch.randn(VOCABULARY, _SIZE.model, generator=generator).to(device, dtype)
         placed = [batch.to(device) for batch in batches]
         inputs.append([(table[batch.tokens], None, ~batch.real) for batch in placed])
-    return encoder_layer_contest(_SIZE.label, inputs, _SIZE, backends, peers)
+    return encoder_contest(_SIZE.label, inputs, _SIZE, backends, peers)
 
 
 def _transformer(

@@ -49,39 +49,50 @@ def decoder_layer_flops(
     return encoder_layer_flops(size, rows, pairs) + cross
 
 
-def encoder_layer_contest(
+def real_places(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
+    """(B, T) bool: where an encoder's results count."""
+    if padding is None:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    return ~padding
+
+
+def encoder_work(size: Size, weights: float, layers: int = 1) -> Callable[..., Any]:
+    """What a call of that many encoder layers costs, with ``weights`` bytes of parameters."""
+
+    def work(x: Tensor, mask: None, padding: Tensor | None) -> tuple[float, float, float]:
+        batch, length, _ = x.shape
+        lengths = real_places(x, mask, padding).sum(1).double()
+        dense = encoder_layer_flops(size, batch * length, batch * length**2)
+        useful = encoder_layer_flops(size, lengths.sum().item(), lengths.square().sum().item())
+        moved = 2.0 * x.numel() * x.element_size() + weights
+        return layers * dense, layers * useful, moved
+
+    return work
+
+
+def encoder_contest(
     case: str,
     inputs: Sequence[Sequence[Arguments]],
     size: Size,
     backends: Sequence[str | None] = (None,),
     peers: Peers = _no_peers,
+    layers: int | None = None,
 ) -> Contest:
-    """Calls are (x, None, padding): x (B, T, M), padding (B, T) bool, True = hidden, or None."""
+    """One layer, or a `TransformerEncoder` of ``layers``.
+
+    Calls are (x, None, padding): x (B, T, M), padding (B, T) bool, True = hidden, or None.
+    """
     x, _, _ = inputs[0][0]
-    ours, theirs = twins(
-        lambda nn: nn.TransformerEncoderLayer(
-            size.model, size.heads, size.hidden, batch_first=True
-        ),
-        x.dtype,
-        x.device,
-    )
 
-    def real(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
-        if padding is None:
-            return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        return ~padding
+    def make(nn: Any) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(size.model, size.heads, size.hidden, batch_first=True)
+        return layer if layers is None else nn.TransformerEncoder(layer, layers)
 
-    def work(x: Tensor, mask: None, padding: Tensor | None) -> tuple[float, float, float]:
-        batch, length, _ = x.shape
-        lengths = real(x, mask, padding).sum(1).double()
-        dense = encoder_layer_flops(size, batch * length, batch * length**2)
-        useful = encoder_layer_flops(size, lengths.sum().item(), lengths.square().sum().item())
-        return dense, useful, 2.0 * x.numel() * x.element_size() + parameter_bytes(theirs)
-
+    ours, theirs = twins(make, x.dtype, x.device)
+    work = encoder_work(size, parameter_bytes(theirs), layers or 1)
     offered = peers(theirs, inputs[0][0])
-    return module_contest(
-        "encoder_layer", case, ours, theirs, inputs, real, work, backends, offered
-    )
+    op = "encoder_layer" if layers is None else "encoder"
+    return module_contest(op, case, ours, theirs, inputs, real_places, work, backends, offered)
 
 
 def _positions(length: int, model: int) -> Tensor:
