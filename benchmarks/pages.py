@@ -50,6 +50,12 @@ def interval(ratio: Ratio | None) -> str:
     return f"{form.times(ratio.value)} ({low}-{high})"
 
 
+def roof(row: Row) -> str:
+    """'57 %', or '113 % (44 %)' with the share of fp32's second roof in parentheses."""
+    second = "" if row.split_share is None else f" ({form.percent(row.split_share)})"
+    return form.percent(row.roof_share) + second
+
+
 def mebibytes(amount: int | None) -> str:
     return "" if amount is None else form.three_digits(amount / 2**20)
 
@@ -80,7 +86,7 @@ def summary(found: Sequence[Finding]) -> Grid:
                 "" if rival is None else rival.contender,
                 interval(against),
                 rates(chosen),
-                form.percent(chosen.roof_share),
+                roof(chosen),
                 mebibytes(chosen.peak_bytes),
                 form.times(chosen.error_ratio),
             )
@@ -111,7 +117,7 @@ def details(rows: Sequence[Row]) -> Grid:
                 str(rounds),
                 interval(row.vs_reference),
                 interval(row.vs_torch),
-                form.percent(row.roof_share),
+                roof(row),
                 mebibytes(row.peak_bytes),
                 f"{form.error(row.error)} ({form.times(row.error_ratio)})",
             )

@@ -89,15 +89,18 @@ def _ratio_axis(axes: Axes) -> None:
 def scaling(rows: Sequence[Row], title: str) -> str:
     """Time against size, one line for each contender, and the roof; both axes logarithmic."""
     series: dict[str, list[tuple[float, float, float, float]]] = {}
-    roof: list[tuple[float, float]] = []
+    roofs: dict[str, list[tuple[float, float]]] = {"roof": [], "roof of bf16 pieces": []}
     for group in by_case(rows):
         size = float(group[0].case)
         for row in group:
             if row.time is not None:
                 series.setdefault(row.contender, []).append((size, *row.time[:3]))
-        best = next((row for row in group if row.time is not None and row.roof_share), None)
-        if best is not None and best.time is not None and best.roof_share is not None:
-            roof.append((size, best.time.median * best.roof_share))
+        for row in group:
+            if row.time is not None and row.roof_share:
+                shares = row.roof_share, row.split_share or row.roof_share
+                for roof, share in zip(roofs.values(), shares, strict=True):
+                    roof.append((size, row.time.median * share))
+                break
     if not series:
         return ""
     with pyplot.rc_context(_STYLE):
@@ -107,8 +110,13 @@ def scaling(rows: Sequence[Row], title: str) -> str:
             colour = _COLOURS.get(name, "#666666")
             axes.plot(sizes, medians, "o-", color=colour, label=name, markersize=4)
             axes.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        if roof:
-            axes.plot(*zip(*roof, strict=True), "--", color="#555555", label="roof", linewidth=1)
+        if roofs["roof of bf16 pieces"] == roofs["roof"]:
+            del roofs["roof of bf16 pieces"]
+        for (name, roof), dashes in zip(roofs.items(), ("--", ":"), strict=False):
+            if roof:
+                axes.plot(
+                    *zip(*roof, strict=True), dashes, color="#555555", label=name, linewidth=1
+                )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         ticks = sorted({size for points in series.values() for size, *_ in points})
@@ -147,6 +155,7 @@ def contenders(rows: Sequence[Row], title: str) -> str:
             place += 1
         axes.set_yticks([at for at, _ in labels], [label for _, label in labels])
         axes.set_ylim(-1, place - 1)
+        axes.axvline(100, color="#555555", linewidth=1, linestyle="--")
         axes.set_xlabel("per cent of the measured roof")
         axes.set_title(title, loc="left")
         marks = [

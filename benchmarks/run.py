@@ -16,7 +16,7 @@ from transformer_fast.cli import notes, table
 from transformer_fast.cli.compare import DTYPES
 from transformer_fast.cli.console import bullets, output, progress
 from transformer_fast.dispatch import BACKENDS, OPS
-from transformer_fast.measure import machine
+from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH
 from transformer_fast.measure.contest import Row, run_contest
 
@@ -110,7 +110,10 @@ def _run(
     scope = scope_of(parser, options)
     console = output()
     about = machine.describe(scope.device)
-    console.print(machine.line(about), highlight=False)
+    if scope.device.type == "cpu":
+        about["peaks"] = roof.peaks()
+    for line in (machine.line(about), machine.peaks_line(about)):
+        console.print(line, highlight=False)
     if _native.why_not is not None:
         console.print(f"no native kernels: {_native.why_not}", style="red", highlight=False)
     path = options.json

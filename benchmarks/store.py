@@ -22,6 +22,11 @@ FOLDER = Path(__file__).parent / "results"
 
 _TUPLES = {"time": Summary, "vs_reference": Ratio, "vs_torch": Ratio}
 
+_ROUNDED = (
+    *("error", "error_ratio", "roof_share", "split_share"),
+    *("flops", "useful_flops", "bytes"),
+)
+
 
 class ResultsError(ValueError):
     """A file that is not ours."""
@@ -37,7 +42,7 @@ def row_to_json(row: Row) -> dict[str, Any]:
     for name in _TUPLES:
         value = getattr(row, name)
         found[name] = value and {k: _short(v, 5) for k, v in value._asdict().items()}
-    for name in ("error", "error_ratio", "roof_share", "flops", "useful_flops", "bytes"):
+    for name in _ROUNDED:
         found[name] = _short(found[name], 4)
     found["samples"] = [_short(1e6 * sample, 5) for sample in row.samples]
     return {k: v for k, v in found.items() if v is not None and v != []}
@@ -87,8 +92,8 @@ def write(path: Path, suites: dict[str, Any]) -> None:
 
 
 def files(folder: Path = FOLDER) -> list[Path]:
-    """All result files, by name."""
-    return sorted(folder.glob("*.json"))
+    """All result files, by name: a machine's before those that are held to an instruction set."""
+    return sorted(folder.glob("*.json"), key=lambda path: path.stem)
 
 
 def find(rows: Iterable[Row], op: str, case: str) -> list[Row]:

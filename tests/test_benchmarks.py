@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 import types
 from typing import Any
 
 import pytest
 import torch
+from harness import ISAS
 
 import transformer_fast
 from transformer_fast.measure.calls import forced
@@ -210,6 +215,30 @@ def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypat
     for wrong in (0, 5, len(gradients) - 1):
         spoilt = [g * 1.01 if number == wrong else g for number, g in enumerate(gradients)]
         assert not contest.judge((loss, *spoilt), arguments).ok
+
+
+@pytest.mark.skipif("avx2" not in ISAS, reason="there is no avx2 here")
+@pytest.mark.parametrize("name", ["avx2", None])
+def test_others_are_held_to_the_same_instruction_set(name):
+    """In a process of its own: they read their variables when they are loaded."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ATEN_CPU")}
+    environment.pop("TRANSFORMER_FAST_CPU_ISA", None)
+    if name is not None:
+        environment["TRANSFORMER_FAST_CPU_ISA"] = name
+    program = (
+        "import benchmarks, os, torch\n"
+        "from benchmarks.peers import onnx_runtime\n"
+        "print(torch.backends.cpu.get_cpu_capability(), os.environ.get('ONEDNN_MAX_CPU_ISA'),\n"
+        "      'cannot be held' in str(onnx_runtime.available()))\n"
+    )
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    capability, onednn, refused = shown.stdout.split()
+    if name is None:
+        assert (onednn, refused) == ("None", "False")
+    else:
+        assert (capability.lower(), onednn) == ("avx2", "AVX2")
+        assert refused == str(all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))))
 
 
 def test_random_batches_are_padded_as_they_say():

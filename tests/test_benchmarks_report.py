@@ -101,3 +101,32 @@ def test_the_readme_gets_its_figures_from_results(results):
 def test_report_reads_machines_of_both_files(results):
     (one,) = report.machines(results)
     assert set(one.suites) == {"ops", "scaling: linear, rows"}
+
+
+def test_an_instruction_set_of_its_own_is_another_machine(results):
+    held = suites(
+        *(row("cpu", *noisy(10.0), case="held"), row("torch", *noisy(30.0), case="held")),
+        isa="avx2",
+        cpu_isa="amx",
+        torch_isa="avx2",
+    )
+    store.write(results / "m-avx2.json", held)
+    first, second = report.machines(results)
+    assert (first.slug, second.slug) == ("m", "m-avx2")
+    assert set(second.suites) == {"ops"}
+    text = readme.figures(results)
+    assert text.index("linear a\\|b") < text.index("held to avx2, PyTorch to avx2")
+    assert "1 case timed, on average 3.00x" in text
+    assert "| linear held" not in text
+
+
+def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
+    shares = {"roof_share": 1.13, "split_share": 0.44}
+    store.write(tmp_path / "m.json", suites(row("cpu", *noisy(10.0), **shares)))
+    scaled = [row("cpu", *noisy(float(n)), case=str(n), **shares) for n in (32, 64)]
+    store.write(tmp_path / "m-scaling.json", suites(*scaled, name="scaling: linear, rows"))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "113 % (44 %)" in (tmp_path / "report.md").read_text()
+    picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
+    assert ">roof of bf16 pieces<" in picture
+    assert "six products of bfloat16 pieces" in readme.figures(tmp_path)

@@ -145,6 +145,18 @@ def test_the_lower_roof_counts():
     assert (better.peak, better.copy, better.read, better.flops) == (100.0, 20.0, 20.0, 1000.0)
 
 
+def test_the_roof_of_pieces_is_fp32s_second_one():
+    one = roof.Roof(100.0, 10.0, 20.0, flops=1000.0, bytes=50.0, written=0.0)
+    assert one.split_seconds is None
+    assert replace(one, split_peak=90.0).split_seconds is None
+    assert replace(one, split_peak=250.0).split_seconds == 4.0
+    assert replace(one, split_peak=1e9).split_seconds == 2.5
+    better = replace(one, split_peak=200.0).better(replace(one, split_peak=250.0))
+    assert better.split_peak == 250.0
+    assert one.better(replace(one, split_peak=250.0)).split_peak == 250.0
+    assert one.better(one).split_peak is None
+
+
 def test_without_probes_there_is_no_roof_and_a_reason(monkeypatch):
     monkeypatch.setattr(_native, "module", None)
     monkeypatch.setattr(_native, "why_not", "it was not built")
@@ -161,6 +173,9 @@ def test_probes_of_little_and_much_work():
         assert found.peak > 1e9
         assert found.read >= found.copy > 1e8
         assert found.flops == size
+        assert (found.split_peak is not None) == (_native.module.isa() == "amx")
+    assert roof.peaks()["fp32"] > 1.0
+    assert ("bf16" in roof.peaks()) == (_native.module.isa() in ("avx512_bf16", "amx"))
 
 
 def test_text_is_real_and_varies():
@@ -198,5 +213,25 @@ def test_machine_line():
     assert machine.differences(about, dict(about)) == []
     (difference,) = machine.differences(about, about | {"threads": -1})
     assert difference.startswith("threads is ")
-    slug = machine.slug(about | {"cpu": "Fast(R) CPU @ 3.00GHz", "isa": None, "threads": 2})
-    assert slug == "fast-pure-2-threads"
+    fast = about | {"cpu": "Fast(R) CPU @ 3.00GHz", "isa": None, "cpu_isa": None, "threads": 2}
+    assert machine.slug(fast) == "fast-pure-2-threads"
+    assert machine.forced_isa(fast) is None
+    assert machine.peaks_line(fast) == ""
+    rates = {"fp32": 491.7, "bf16": 7600.0}
+    assert machine.peaks_line(fast | {"peaks": rates}) == (
+        "Measured peaks in Gflop/s: fp32 492, bf16 7600."
+    )
+
+
+def test_one_instruction_set_of_several_is_another_machine():
+    whole = machine.describe() | {"cpu": "Fast", "isa": "amx", "cpu_isa": "amx", "threads": 2}
+    held = whole | {"isa": "avx2", "torch_isa": "avx2"}
+    assert machine.slug(whole) == "fast-amx-2-threads"
+    assert machine.slug(held) == "fast-amx-2-threads-avx2"
+    assert machine.forced_isa(whole) is None
+    assert "held to avx2, PyTorch to avx2 (the CPU has amx)" in machine.line(held)
+    assert machine.differences(whole, held) == ["isa is 'amx' in one and 'avx2' in the other"]
+    # Results from before this was recorded.
+    before = {k: v for k, v in whole.items() if k not in ("cpu_isa", "torch_isa")}
+    assert machine.slug(before) == machine.slug(whole)
+    assert " · amx · " in machine.line(before)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import onnx_graph
+from .. import isa, onnx_graph
 from . import Offer
 
 NAME = "ONNX Runtime"
@@ -18,6 +18,8 @@ def available() -> str | None:
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install {package})"
+    if (name := isa.named()) is not None:
+        return f"it cannot be held to {name}"
     return None
 
 

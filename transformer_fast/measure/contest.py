@@ -95,6 +95,8 @@ class Row:
     best_torch: str | None = None
     #: Time at the roof / time taken.
     roof_share: float | None = None
+    #: The same of fp32's second roof (see `roof`), where it is another one.
+    split_share: float | None = None
     bound: str | None = None
     flops: float = 0.0
     useful_flops: float = 0.0
@@ -255,5 +257,8 @@ def run_contest(
     for row in rows.values():
         if row.time is not None and top is not None:
             row.roof_share, row.bound = top.seconds / row.time.median, top.bound
+            split = top.split_seconds
+            if split is not None and split < top.seconds:
+                row.split_share = split / row.time.median
     _compare(contest, list(rows.values()))
     return list(rows.values())

@@ -66,6 +66,8 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
         "logical_cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "isa": _native.module.isa() if _native.module is not None else None,
+        "cpu_isa": _native.module.supported_isas()[-1] if _native.module is not None else None,
+        "torch_isa": torch.backends.cpu.get_cpu_capability().lower(),
         "gpu": gpu,
         "governor": governor(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -77,13 +79,26 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
+def forced_isa(machine: dict[str, Any]) -> str | None:
+    """The instruction set in use, if the CPU has a higher one; else None."""
+    highest = machine.get("cpu_isa")
+    return machine["isa"] if highest is not None and machine["isa"] != highest else None
+
+
+def _isa(machine: dict[str, Any]) -> str:
+    if forced_isa(machine) is None:
+        return machine["isa"] or "no native module"
+    theirs = f"PyTorch to {machine['torch_isa']}"
+    return f"held to {machine['isa']}, {theirs} (the CPU has {machine['cpu_isa']})"
+
+
 def line(machine: dict[str, Any]) -> str:
     """One line for people."""
     parts = [
         machine["gpu"],
         machine["cpu"],
         f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread",
-        machine["isa"] or "no native module",
+        _isa(machine),
         f"governor {machine['governor']}" if machine["governor"] else None,
         f"torch {machine['torch']}",
         f"transformer_fast {machine['transformer_fast']}"
@@ -93,10 +108,18 @@ def line(machine: dict[str, Any]) -> str:
     return " · ".join(part for part in parts if part)
 
 
+def peaks_line(machine: dict[str, Any]) -> str:
+    """The machine's arithmetic rates (see `roof.peaks`) in a sentence, or ''."""
+    rates = [f"{name} {rate:.0f}" for name, rate in (machine.get("peaks") or {}).items()]
+    return f"Measured peaks in Gflop/s: {', '.join(rates)}." if rates else ""
+
+
 def slug(machine: dict[str, Any]) -> str:
-    """A file name for the machine's results."""
+    """A file name for the machine's results; one instruction set of several is its end."""
     text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*", " ", machine["cpu"].lower())
-    parts = [machine["gpu"], text, machine["isa"] or "pure", f"{machine['threads']}-threads"]
+    isa = machine.get("cpu_isa") or machine["isa"] or "pure"
+    threads = f"{machine['threads']}-threads"
+    parts = [machine["gpu"], text, isa, threads, forced_isa(machine)]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(p.lower() for p in parts if p)).strip("-")
 
 

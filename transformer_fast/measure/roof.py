@@ -6,12 +6,16 @@ loop of multiply-adds in registers, and copying and reading as many bytes as the
 that work which fits in a cache is held to that cache. What is written is held to the rate of
 copying, with as many bytes of what is read; the rest of the reading to the rate of reading. On a
 GPU they are a large matrix product and a large copy.
+
+The rates are those of the instruction set in use. On CPUs with AMX fp32 has a second, higher roof:
+a product can be made of six products of bfloat16 pieces, which run on tiles. fp32's own roof, its
+multiply-adds, may then be exceeded, and `Roof.split_seconds` says where the second one is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +25,10 @@ from .. import _native
 _LEAST_BYTES = 4096
 #: Beyond this, more bytes only take more time: no cache is that large.
 _MOST_BYTES = 1 << 27
+#: Three pieces each; of their nine products the three smallest are beyond fp32's precision.
+_PRODUCTS_OF_PIECES = 6.0
+#: Instruction sets with products of bfloat16.
+_BF16_ISAS = ("avx512_bf16", "amx")
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class Roof:
     #: Read and written together, and written alone.
     bytes: float
     written: float
+    #: The rate of fp32 products made of bfloat16 pieces on tiles; None where there are no tiles.
+    split_peak: float | None = None
 
     @property
     def _moving(self) -> float:
@@ -46,6 +56,13 @@ class Roof:
         return max(self.flops / self.peak, self._moving)
 
     @property
+    def split_seconds(self) -> float | None:
+        """`seconds` at `split_peak`, where that is higher."""
+        if self.split_peak is None or self.split_peak <= self.peak:
+            return None
+        return max(self.flops / self.split_peak, self._moving)
+
+    @property
     def bound(self) -> str:
         """Which of the two limits the work: 'compute' or 'bandwidth'."""
         return "compute" if self.flops / self.peak >= self._moving else "bandwidth"
@@ -54,13 +71,13 @@ class Roof:
         """The higher of two measurements of each rate; noise only ever lowers them."""
         if other is None:
             return self
-        return Roof(
-            max(self.peak, other.peak),
-            max(self.copy, other.copy),
-            max(self.read, other.read),
-            self.flops,
-            self.bytes,
-            self.written,
+        splits = [peak for peak in (self.split_peak, other.split_peak) if peak is not None]
+        return replace(
+            self,
+            peak=max(self.peak, other.peak),
+            copy=max(self.copy, other.copy),
+            read=max(self.read, other.read),
+            split_peak=max(splits, default=None),
         )
 
 
@@ -76,10 +93,35 @@ def why_no_roof(device: torch.device) -> str | None:
 def _cpu_peak(dtype: torch.dtype, threads: int) -> float:
     module = _native.module
     assert module is not None
-    if dtype == torch.bfloat16 and module.isa() in ("avx512_bf16", "amx"):
+    if dtype == torch.bfloat16 and module.isa() in _BF16_ISAS:
         return module.probe_bf16_dot(threads) * 1e9
     # fp16 is computed in fp32; fp64 has half as many lanes.
     return module.probe_fma(threads) * (0.5e9 if dtype == torch.float64 else 1e9)
+
+
+def _split_peak(dtype: torch.dtype, threads: int) -> float | None:
+    module = _native.module
+    assert module is not None
+    if dtype != torch.float32 or module.isa() != "amx":
+        return None
+    return module.probe_bf16_dot(threads) * 1e9 / _PRODUCTS_OF_PIECES
+
+
+def peaks() -> dict[str, float]:
+    """Arithmetic rates of the instruction set in use, in Gflop/s, with torch's number of threads.
+
+    "fp32" and, where there are such instructions, "bf16"; with tiles also "fp32 of bf16 pieces".
+    """
+    module = _native.module
+    if module is None:
+        return {}
+    threads = torch.get_num_threads()
+    found = {"fp32": module.probe_fma(threads)}
+    if module.isa() in _BF16_ISAS:
+        found["bf16"] = module.probe_bf16_dot(threads)
+    if module.isa() == "amx":
+        found["fp32 of bf16 pieces"] = found["bf16"] / _PRODUCTS_OF_PIECES
+    return found
 
 
 def _rate(work: Callable[[], object], amount: float) -> float:
@@ -132,4 +174,5 @@ def probe(
     copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
     # Copying reads too, so reading is at least as fast, whatever the noise.
     read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
-    return Roof(_cpu_peak(dtype, threads), copy, read, flops, bytes, written)
+    peak, split = _cpu_peak(dtype, threads), _split_peak(dtype, threads)
+    return Roof(peak, copy, read, flops, bytes, written, split)

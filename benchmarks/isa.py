@@ -1,0 +1,39 @@
+"""One instruction set for all contenders, where ``TRANSFORMER_FAST_CPU_ISA`` names one.
+
+PyTorch, oneDNN, MKL and CTranslate2 have variables of their own, which they read once, when they
+are loaded. So this comes before anything else, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+_NAMES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "CT2_FORCE_CPU_ISA",
+)
+#: From ours to theirs; on amx nobody needs to be held back.
+_THEIRS = {
+    "baseline": ("default", "SSE41", "SSE4_2", "GENERIC"),
+    "avx2": ("avx2", "AVX2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512", "AVX512"),
+    "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512", "AVX512"),
+}
+
+
+def named() -> str | None:
+    """The instruction set that all are to be held to, or None."""
+    name = os.environ.get("TRANSFORMER_FAST_CPU_ISA")
+    return name if name in _THEIRS else None
+
+
+def hold_others(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set their variables, those that are not set; too late, and left alone, if torch is there."""
+    name = environment.get("TRANSFORMER_FAST_CPU_ISA")
+    if name in _THEIRS and "torch" not in sys.modules:
+        for theirs, value in zip(_NAMES, _THEIRS[name], strict=True):
+            environment.setdefault(theirs, value)
