@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import attention as registry
 
 import transformer_fast
-from transformer_fast import _native, _sdpa, disable_sdpa, enable_sdpa, use_backend
+from transformer_fast import _native, _sdpa_operators, disable_sdpa, enable_sdpa, use_backend
 
 pytestmark = pytest.mark.skipif(_native.why_not is not None, reason=str(_native.why_not))
 
@@ -26,13 +26,13 @@ B, H, T, S, D = 2, 4, 7, 5, 8
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """Enabled, with a note of every call that ours took."""
     found: list[tuple[Any, ...]] = []
-    right = _sdpa._attention
+    right = _sdpa_operators.attend
 
-    def attention(*args: Any) -> Any:
+    def attend(*args: Any) -> Any:
         found.append(args)
         return right(*args)
 
-    monkeypatch.setattr(_sdpa, "_attention", attention)
+    monkeypatch.setattr(_sdpa_operators, "attend", attend)
     enable_sdpa()
     yield found
     disable_sdpa()

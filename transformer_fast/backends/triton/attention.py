@@ -111,8 +111,7 @@ def make_problem(
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     mask = prepare_mask(attn_mask)
-    # Natural scores also keep the norm apart, which rounds less: worth it in fp32.
-    natural = mask.kind == FLOAT_MASK or scale <= 0.0 or query.dtype == torch.float32
+    natural = _is_natural(query, attn_mask, scale)
     dropout = dropout_arguments(dropout_p)
     return Problem(
         with_unit_stride(query),
@@ -130,6 +129,27 @@ def make_problem(
         heads // key.shape[1],
         config.architecture(query.device),
     )
+
+
+def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
+    """Whether scores are kept as they are, and not as powers of two.
+
+    Natural scores also keep the norm apart, which rounds less: worth it in fp32.
+    """
+    is_added = attn_mask is not None and attn_mask.dtype != torch.bool
+    return is_added or scale <= 0.0 or query.dtype == torch.float32
+
+
+def log_sum_exp(
+    query: Tensor, attn_mask: Tensor | None, scale: float, shift: Tensor, norm: Tensor
+) -> Tensor:
+    """log(sum(exp(scores))) of each row, (B, H, T) fp32, from what `attention_forward` returns.
+
+    -inf for a row that sees nothing.
+    """
+    natural = _is_natural(query, attn_mask, scale)
+    lse = shift + norm.log() if natural else shift / LOG2E
+    return torch.where(norm == 0.0, -math.inf, lse)
 
 
 def like_heads(query: Tensor, size: int) -> Tensor:
