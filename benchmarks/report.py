@@ -84,6 +84,16 @@ def headline(one: Machine) -> str:
     return ", ".join(parts) + "."
 
 
+def _beside(one: Machine) -> str:
+    """Below the headline: measured peaks, and the versions of peers that ever took part."""
+    versions: dict[str, str] = {}
+    for suite in one.suites.values():
+        versions |= suite["machine"].get("peers") or {}
+    parts = [f"{name} {version}" for name, version in sorted(versions.items())]
+    peers = f"Peers: {', '.join(parts)}." if parts else ""
+    return " ".join(text for text in (machine.peaks_line(one.about), peers) if text)
+
+
 def _wrong(one: Machine) -> list[str]:
     return [
         f"{name}: {row.op} {row.case} on {row.contender}: {row.reason}"
@@ -97,7 +107,7 @@ def markdown(found: list[Machine], pictures: Path) -> str:
     """The whole report; pictures are written beside it."""
     parts = ["# Benchmarks", _LEGEND]
     for one in found:
-        parts += [f"## {one.line}", f"{headline(one)} {machine.peaks_line(one.about)}".strip()]
+        parts += [f"## {one.line}", f"{headline(one)} {_beside(one)}".strip()]
         if wrong := _wrong(one):
             parts += ["### Wrong results", "\n".join(f"- {line}" for line in wrong)]
         lost = losses(_all_findings(one))
@@ -160,7 +170,7 @@ def page(found: list[Machine]) -> str:
         f"<h1>transformer_fast benchmarks</h1><p>{html.escape(_LEGEND.replace('*', ''))}</p>",
     ]
     for one in found:
-        about = f"{headline(one)} {machine.peaks_line(one.about)}"
+        about = f"{headline(one)} {_beside(one)}"
         parts.append(f"<h2>{html.escape(one.line)}</h2><p>{html.escape(about)}</p>")
         parts += [f"<p class='bad'>Wrong: {html.escape(line)}</p>" for line in _wrong(one)]
         lost = losses(_all_findings(one))

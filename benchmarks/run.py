@@ -112,6 +112,7 @@ def _run(
     about = machine.describe(scope.device)
     if scope.device.type == "cpu":
         about["peaks"] = roof.peaks()
+    about["peers"] = peers.versions(scope.peers)
     for line in (machine.line(about), machine.peaks_line(about)):
         console.print(line, highlight=False)
     if _native.why_not is not None:

@@ -3,6 +3,7 @@
 A peer is a module in this folder with
 
     NAME: str                            what its rows are called
+    PACKAGES: tuple[str, ...]            (optional) whose versions matter
     def available() -> str | None        why it cannot be used here, as a sentence, or None
 
 and any of the following, each of which gives a function to time, or a sentence why there is none,
@@ -25,6 +26,7 @@ it is wrong (`measure.contest.PEER_FACTOR`), it gets no speed.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -44,6 +46,17 @@ def load(names: Sequence[str] | None = None) -> list[ModuleType]:
             raise ValueError(f"there is no peer {name!r}; there are: {', '.join(found)}")
     wanted = found if names is None else [name for name in found if name in names]
     return [importlib.import_module(f"{__name__}.{name}") for name in wanted]
+
+
+def versions(peers: Sequence[ModuleType]) -> dict[str, str]:
+    """Of the peers' packages, those that are installed."""
+    found = {}
+    for package in sorted({name for peer in peers for name in getattr(peer, "PACKAGES", ())}):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def contenders(peers: Sequence[ModuleType], kind: str, *arguments: Any) -> list[Contender]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import Offer
 
 NAME = "CTranslate2"
+PACKAGES = ("ctranslate2",)
 
 
 def available() -> str | None:

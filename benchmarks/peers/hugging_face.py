@@ -11,6 +11,7 @@ from torch import Tensor
 from . import Offer
 
 NAME = "Hugging Face"
+PACKAGES = ("transformers",)
 
 
 def available() -> str | None:

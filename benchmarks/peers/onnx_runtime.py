@@ -12,10 +12,11 @@ from .. import isa, onnx_graph
 from . import Offer
 
 NAME = "ONNX Runtime"
+PACKAGES = ("onnx", "onnxruntime")
 
 
 def available() -> str | None:
-    for package in ("onnx", "onnxruntime"):
+    for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install {package})"
     if (name := isa.named()) is not None:

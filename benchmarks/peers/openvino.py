@@ -12,10 +12,11 @@ from .. import onnx_graph
 from . import Offer
 
 NAME = "OpenVINO"
+PACKAGES = ("onnx", "openvino")
 
 
 def available() -> str | None:
-    for package in ("onnx", "openvino"):
+    for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install {package})"
     return None
