@@ -295,6 +295,7 @@ def backward_calls() -> list[Any]:
         (ops.cpu_feed_forward_backward,
          (g, x, w, w2, torch.randn(6, 24), 1, 0.0, None, False, False, True, False, False)),
         (ops.cpu_attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, True)),
+        (ops.cpu_attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, False, False)),
         (ops.cpu_attention_backward,
          (torch.randn_like(q), None, q, k, k, mask, lengths, True, 0.3, 0.2, seed, output, None,
           shift, norm, True, True, True, True)),

@@ -14,7 +14,7 @@ constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 
 template <class T>
 struct Row {
-  const FewAttentionArgs& args;
+  const TypedAttentionArgs& args;
   const Sight sight;
   float* scores;  // round_up(S, kLanes)
   float* query;   // D, filled up to whole vectors with zeros
@@ -181,7 +181,7 @@ struct Row {
 };
 
 template <class T>
-void few(const FewAttentionArgs& args, long b, long key_head, float* scratch) {
+void few(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
   float* query = scratch;
   float* sums = query + round_up(args.size, kLanes);
   float* bias = sums + round_up(args.value_size, kColumns * kLanes);
@@ -207,12 +207,12 @@ void few(const FewAttentionArgs& args, long b, long key_head, float* scratch) {
 
 }  // namespace
 
-long few_attention_scratch(const FewAttentionArgs& args) {
+long few_attention_scratch(const TypedAttentionArgs& args) {
   return round_up(args.size, kLanes) + round_up(args.value_size, kColumns * kLanes) + kTile +
          round_up(args.keys, kLanes);
 }
 
-void few_attention_queries(const FewAttentionArgs& args, long b, long key_head, float* scratch) {
+void few_attention_queries(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
   switch (args.type) {
     case Element::bfloat16:
       return few<BFloat16>(args, b, key_head, scratch);

@@ -7,6 +7,7 @@
 
 #include "cpu/attention_few_kernel.h"
 #include "cpu/attention_kernel.h"
+#include "cpu/attention_split_kernel.h"
 #include "cpu/host.h"
 
 namespace tf {
@@ -64,39 +65,60 @@ void each_attention_item(const AttentionShape& args, const Run& run) {
 }
 
 // The shortest way for few queries a key head, if the call is of that kind.
-template <class Args>
-bool run_few_attention(const Args& args, Element type) {
+inline bool run_few_attention(const TypedAttentionArgs& args) {
   // Measured; half types pay more for each query, which widens the keys again.
-  const int64_t most = type == Element::float32 ? 4 : 2;
+  const int64_t most = args.type == Element::float32 ? 4 : 2;
   if (args.heads / args.key_heads * args.queries > most || args.dropout.on ||
       args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
     return false;
-  FewAttentionArgs few{};
-  static_cast<AttentionShape&>(few) = args;
-  few.type = type;
-  few.query = args.query;
-  few.key = args.key;
-  few.value = args.value;
-  few.output = args.output;
-  few.shift = args.shift;
-  few.norm = args.norm;
-  few.weights = args.weights;
-  const int64_t scratch = TF_DISPATCH(few_attention_scratch, few);
+  const int64_t scratch = TF_DISPATCH(few_attention_scratch, args);
   // Waking a thread takes as long as reading this many elements.
   constexpr int64_t kGrain = 16384;
-  const int64_t each = (few.size + few.value_size) * few.keys * few.heads / few.key_heads;
+  const int64_t each = (args.size + args.value_size) * args.keys * args.heads / args.key_heads;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, each));
-  torch::stable::parallel_for(0, few.batch * few.key_heads, grain, [&](int64_t begin, int64_t end) {
+  const int64_t groups = args.batch * args.key_heads;
+  torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group)
-      TF_DISPATCH(few_attention_queries, few, group / few.key_heads, group % few.key_heads,
+      TF_DISPATCH(few_attention_queries, args, group / args.key_heads, group % args.key_heads,
                   kernel_scratch().floats(scratch));
     kernel_scratch().trim();
   });
   return true;
 }
 
+// The same call for kernels of typed tensors.
+inline TypedAttentionArgs typed(const AttentionArgs& args) {
+  TypedAttentionArgs typed{};
+  static_cast<AttentionShape&>(typed) = args;
+  typed.type = Element::float32;
+  typed.query = args.query;
+  typed.key = args.key;
+  typed.value = args.value;
+  typed.output = args.output;
+  typed.shift = args.shift;
+  typed.norm = args.norm;
+  typed.weights = args.weights;
+  typed.dropout = args.dropout;
+  return typed;
+}
+
 inline void run_attention(const AttentionArgs& args) {
-  if (run_few_attention(args, Element::float32)) return;
+  if (run_few_attention(typed(args))) return;
+#ifdef TF_HAVE_AMX
+  // Keys and values are packed anyway, so a tile of queries is enough. The backward works out scores
+  // again, to the last bit, and knows fp32 FMA only.
+  const bool adjacent =
+      args.query_stride[3] == 1 && args.key_stride[3] == 1 && args.value_stride[3] == 1;
+  if (adjacent && args.shift == nullptr && goes_by_pieces(2 * args.queries)) {
+    const TypedAttentionArgs pieces = typed(args);
+    const int64_t bytes = amx::split_attention_scratch(pieces);
+    each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
+      amx::split_attention_queries(pieces, b, key_head, begin, end,
+                                   kernel_scratch().floats(bytes / 4));
+    });
+    return;
+  }
+#endif
   const int64_t scratch = TF_DISPATCH(attention_scratch, args);
   each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
     TF_DISPATCH(attention_queries, args, b, key_head, begin, end, kernel_scratch().floats(scratch));

@@ -53,7 +53,7 @@ class DotProduct {
     return block + row * stride(k) + column;
   }
   static void put(Operand* chunk, Vec low, Vec high) { store_rounded(chunk, low, high); }
-  static float value(const Operand* operand) { return load_one(operand); }
+  static float value(const Operand* chunk, long column) { return load_one(chunk + column); }
   static float element(const Operand* panel, long k, long column) {
     return load_one(panel + k / 2 * 2 * kPanel + column * 2 + k % 2);
   }

@@ -1,7 +1,10 @@
 // fp32 as a sum of three bfloat16 pieces, to multiply it on bfloat16 units: 8 + 8 + 8 bits of
 // significand are fp32's 24. The first piece is cut off, so it cannot overflow; the second is
 // rounded, so the third has either sign and products left out have no bias. Infinity is a first
-// piece with nothing behind it. For kernel files built with AVX-512-BF16.
+// piece with nothing behind it. A product does not ask in which order its terms come: the pairs of
+// a block of kPairDepth are the values j and 16 + j, whose pieces join without a shuffle. Tiles take
+// numbers below 2^-126 for 0, and with them the lower pieces of numbers up to 2^-110. For kernel
+// files built with AVX-512-BF16.
 #pragma once
 
 #include "cpu/bf16_pairs.h"
@@ -10,6 +13,17 @@ namespace tf::TF_ISA {
 namespace {
 
 constexpr int kSplitPieces = 3;
+
+// Whether x is not a number whose pieces stand for it: infinity, NaN, and all but 0 that is small.
+constexpr float kSmall = 0x1p-108f;
+TF_INLINE Mask has_no_pieces(Vec x) {
+  const Mask small = less(max(x, zero() - x), set1(kSmall));
+  return static_cast<Mask>((small & ~equal(x, zero())) | not_a_number(x - x));
+}
+
+TF_INLINE bool has_no_pieces(float x) {
+  return !(x - x == 0.0f) || (x != 0.0f && x < kSmall && x > -kSmall);
+}
 
 // The upper halves of each lane are the pieces of x.
 TF_INLINE void split(Vec x, __m512i (&piece)[kSplitPieces]) {
@@ -23,21 +37,37 @@ TF_INLINE void split(Vec x, __m512i (&piece)[kSplitPieces]) {
   piece[2] = _mm512_castps_si512(rest - _mm512_castsi512_ps(_mm512_and_si512(piece[1], upper)));
 }
 
-// The upper halves of the lanes of low and high, in order.
-TF_INLINE __m512i upper_halves(__m512i low, __m512i high) {
-  alignas(64) static constexpr uint16_t kOdd[32] = {
-      1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16(low, _mm512_load_si512(kOdd), high);
+// The same for finite x that meet rounded pieces: cutting the second off as well leaves a bias of
+// 2^-25 at most.
+TF_INLINE void split_finite(Vec x, __m512i (&piece)[kSplitPieces]) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  TF_UNROLL for (int i = 0; i < kSplitPieces; ++i) {
+    piece[i] = _mm512_castps_si512(x);
+    x = x - _mm512_castsi512_ps(_mm512_and_si512(piece[i], upper));
+  }
 }
 
-// kPanel values in order, pieces `apart`.
+// Pairs of the upper halves of the lanes of low and high.
+TF_INLINE __m512i pairs(__m512i low, __m512i high) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(low, 16), high);
+}
+
+// Where value j of a block of kPairDepth is.
+TF_INLINE long place_in_block(long j) { return j % 16 * 2 + j / 16; }
+
+// kPanel values, pieces `apart`.
+template <bool kFinite = false>
 TF_INLINE void store_pieces(BFloat16* to, long apart, Vec low, Vec high) {
   __m512i l[kSplitPieces], h[kSplitPieces];
-  split(low, l);
-  split(high, h);
+  if constexpr (kFinite) {
+    split_finite(low, l);
+    split_finite(high, h);
+  } else {
+    split(low, l);
+    split(high, h);
+  }
   TF_UNROLL for (int i = 0; i < kSplitPieces; ++i)
-      _mm512_storeu_si512(to + i * apart, upper_halves(l[i], h[i]));
+      _mm512_storeu_si512(to + i * apart, pairs(l[i], h[i]));
 }
 
 // pack_pair_rows() for each piece, block by block of kPairDepth.
@@ -57,29 +87,31 @@ TF_INLINE void split_pair_rows(const float* rows, long stride, long count, long 
   }
 }
 
-// pack_pair_columns() for each piece, block by block of kPairDepth.
+// pack_pair_columns() for each piece, block by block of kPairDepth; with 0 in place of numbers
+// without pieces if kClean.
+template <bool kClean = false>
 TF_INLINE void split_pair_columns(const float* rows, long stride, long columns, long k,
                                   BFloat16* panel) {
   constexpr long kBlock = kPanel * kPairDepth;
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  for (long p = 0; p < pair_depth(k); p += 2) {
-    BFloat16* to =
-        panel + p / kPairDepth * kSplitPieces * kBlock + p % kPairDepth * kPanel;
+  for (long pair = 0; pair < pair_depth(k) / 2; ++pair) {
+    const long p = pair / 16 * kPairDepth + pair % 16;
+    BFloat16* to = panel + pair / 16 * kSplitPieces * kBlock + pair % 16 * 2 * kPanel;
     TF_UNROLL for (long j = 0; j < kPanel; j += kLanes) {
       const auto read = [&](long row) __attribute__((always_inline)) {
-        return row < k && j < columns ? load_some(rows + row * stride + j, columns - j) : zero();
+        if (row >= k || j >= columns) return zero();
+        const Vec x = load_some(rows + row * stride + j, columns - j);
+        return kClean ? select(has_no_pieces(x), zero(), x) : x;
       };
-      __m512i even[kSplitPieces], odd[kSplitPieces];
-      split(read(p), even);
-      split(read(p + 1), odd);
-      TF_UNROLL for (int i = 0; i < kSplitPieces; ++i) _mm512_storeu_si512(
-          to + i * kBlock + 2 * j,
-          _mm512_or_si512(_mm512_srli_epi32(even[i], 16), _mm512_and_si512(odd[i], upper)));
+      __m512i low[kSplitPieces], high[kSplitPieces];
+      split(read(p), low);
+      split(read(p + 16), high);
+      TF_UNROLL for (int i = 0; i < kSplitPieces; ++i)
+          _mm512_storeu_si512(to + i * kBlock + 2 * j, pairs(low[i], high[i]));
     }
   }
 }
 
-// The kPanel even (which = 0) or odd values of a row of pairs.
+// The kPanel first (which = 0) or second values of a row of pairs.
 TF_INLINE void load_pieces(const BFloat16* pairs, long apart, long which, Vec (&x)[2]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   TF_UNROLL for (int u = 0; u < 2; ++u) {

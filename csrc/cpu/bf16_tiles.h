@@ -37,7 +37,7 @@ class TileProduct {
   using Element = std::conditional_t<kPieces == 1, BFloat16, float>;
   static constexpr bool kSplit = kPieces == 3;
   static constexpr long kBytes = kPieces * sizeof(Operand);
-  static constexpr long kBlockRows = kSplit ? 64 : 32;
+  static constexpr long kBlockRows = kSplit ? 96 : 32;
   // Depth that stays in the first-level cache as a panel beside the rows passing by.
   static constexpr long kChain = kSplit ? 128 : 256;
 
@@ -61,10 +61,21 @@ class TileProduct {
       store_rounded(chunk, low, high);
     }
   }
-  static float value(const Operand* operand) { return whole(operand, kTileSize); }
+  // The same for finite values.
+  static void put_finite(Operand* chunk, Vec low, Vec high) {
+    if constexpr (kSplit) {
+      store_pieces<true>(chunk, kTileSize, low, high);
+    } else {
+      store_rounded(chunk, low, high);
+    }
+  }
+  static float value(const Operand* chunk, long column) {
+    return whole(chunk + (kSplit ? place_in_block(column) : column), kTileSize);
+  }
   static float element(const Operand* panel, long k, long column) {
-    return whole(panel + k / kPairDepth * kPairDepth * kPanel * kPieces +
-                     k % kPairDepth / 2 * 2 * kPanel + column * 2 + k % 2,
+    const long block = k / kPairDepth, place = kSplit ? place_in_block(k % kPairDepth) : k % kPairDepth;
+    return whole(panel + block * kPairDepth * kPanel * kPieces + place / 2 * 2 * kPanel +
+                     column * 2 + place % 2,
                  2 * kTileSize);
   }
 
@@ -98,16 +109,36 @@ class TileProduct {
     }
   }
 
-  // A row of C by fp32 FMA, for what the pieces cannot do: they turn infinity into NaN.
+  // With 0 in place of numbers without pieces.
+  static void pack_clean_columns(const Element* rows, long stride, long columns, long k,
+                                 Operand* panel) {
+    static_assert(kSplit);
+    split_pair_columns<true>(rows, stride, columns, k, panel);
+  }
+
+  // Whether x is not a number that pieces stand for.
+  template <class X>
+  static auto is_lost(X x) {
+    return has_no_pieces(x);
+  }
+  // Whether sums may be wrong: infinity became NaN, or all are so small that pieces were lost.
+  static bool is_odd(Vec low, Vec high) {
+    const Vec size = max(max(low, zero() - low), max(high, zero() - high));
+    const Mask fine = less(set1(kSmall), size);
+    if (any(not_a_number((low - low) + (high - high)))) return true;
+    return !any(fine) && any(less(zero(), size));
+  }
+
+  // A row of C by fp32 FMA, for what the pieces cannot do.
   template <class Read>
   static void plain_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
     low = high = zero();
     for (long p = 0; p < k; ++p) {
       const Vec x = set1(read(p));
+      const long block = p / kPairDepth, place = place_in_block(p % kPairDepth);
       Vec b[2];
-      load_pieces(panel + p / kPairDepth * kPairDepth * kPanel * kPieces +
-                      p % kPairDepth / 2 * 2 * kPanel,
-                  2 * kTileSize, p % 2, b);
+      load_pieces(panel + block * kPairDepth * kPanel * kPieces + place / 2 * 2 * kPanel,
+                  2 * kTileSize, place % 2, b);
       low = fma(x, b[0], low);
       high = fma(x, b[1], high);
     }
@@ -133,14 +164,15 @@ class TileProduct {
       const bool last = p + kChain >= depth;
       const char* ahead =
           reinterpret_cast<const char*>(last ? next : panel + (p + kChain) * kPanel * kPieces);
-      const long lines = (kPieces * kPairDepth + pairs - 1) / pairs;  // to fetch at each step
+      const long calls = steps * kTerms;
+      const long lines = (kPieces * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
       for (long pair = 0; pair < pairs; ++pair) {
         long done = (pair - 1) * kPair;
         const float* c = sums(pair > 0 ? pair - 1 : 0);
-        const auto meanwhile = [&](long step) __attribute__((always_inline)) {
+        const auto meanwhile = [&](long call) __attribute__((always_inline)) {
           for (long line = 0; line < lines; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
           if (!last || pair == 0) return;
-          for (const long until = (pair - 1) * kPair + (step + 1) * kPair / steps; done < until;
+          for (const long until = (pair - 1) * kPair + (call + 1) * kPair / calls; done < until;
                ++done, c += kPanel)
             sink(done, load(c), load(c + kLanes));
         };
@@ -169,11 +201,14 @@ class TileProduct {
                     [&](long) __attribute__((always_inline)) { meanwhile(); });
   }
   static long steps(long rows, long k) {
-    return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth);
+    return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth) * kTerms;
   }
 
  private:
   static constexpr long kTile = 16, kPair = 32, kTileSize = kTile * kPairDepth;
+  // Products of pieces at each step. Other work goes between any two: a core looks but a few hundred
+  // instructions ahead, and one product of tiles keeps it waiting for as many.
+  static constexpr long kTerms = kSplit ? 6 : 1;
 
   // The sum of the pieces of an operand, `apart` from each other.
   static float whole(const Operand* operand, long apart) {
@@ -200,7 +235,9 @@ class TileProduct {
                                        const Meanwhile& meanwhile) {
     const long c_row = c_stride * static_cast<long>(sizeof(float));
     float* c1 = c + kTile * c_stride;
-    if (accumulate) {
+    // A running sum of many products errs more than sums of kChain that are then added up.
+    const bool apart = kSplit && accumulate;
+    if (accumulate && !apart) {
       _tile_loadd(0, c, c_row);
       _tile_loadd(1, c + kLanes, c_row);
       if (kTwo) {
@@ -220,24 +257,50 @@ class TileProduct {
       if constexpr (kSplit) {
         // Each neighbours one that shares a piece with it, so that only two tiles are loaded.
         term<kTwo, true, true>(a, a1, b, 0, 2);
+        meanwhile(step * kTerms);
         term<kTwo, false, true>(a, a1, b, 0, 1);
+        meanwhile(step * kTerms + 1);
         term<kTwo, true, false>(a, a1, b, 1, 1);
+        meanwhile(step * kTerms + 2);
         term<kTwo, false, true>(a, a1, b, 1, 0);
+        meanwhile(step * kTerms + 3);
         term<kTwo, true, false>(a, a1, b, 2, 0);
+        meanwhile(step * kTerms + 4);
         term<kTwo, true, false>(a, a1, b, 0, 0);
+        meanwhile(step * kTerms + 5);
       } else {
         term<kTwo, true, true>(a, a1, b, 0, 0);
+        meanwhile(step);
       }
-      meanwhile(step);
       a += kTileSize * kPieces;
       a1 += kTileSize * kPieces;
       b += 2 * kTileSize * kPieces;
     }
+    if (apart) return add_tiles<kTwo>(c, c_stride);
     _tile_stored(0, c, c_row);
     _tile_stored(1, c + kLanes, c_row);
     if (kTwo) {
       _tile_stored(2, c1, c_row);
       _tile_stored(3, c1 + kLanes, c_row);
+    }
+  }
+
+  // Adds the tiles to C.
+  template <bool kTwo>
+  TF_INLINE static void add_tiles(float* c, long c_stride) {
+    alignas(64) float sums[kPair * kPanel];
+    constexpr long kRow = kPanel * sizeof(float);
+    _tile_stored(0, sums, kRow);
+    _tile_stored(1, sums + kLanes, kRow);
+    if (kTwo) {
+      _tile_stored(2, sums + kTile * kPanel, kRow);
+      _tile_stored(3, sums + kTile * kPanel + kLanes, kRow);
+    }
+    order_memory();
+    for (long i = 0; i < (kTwo ? kPair : kTile); ++i) {
+      float* row = c + i * c_stride;
+      store(row, load(row) + load(sums + i * kPanel));
+      store(row + kLanes, load(row + kLanes) + load(sums + i * kPanel + kLanes));
     }
   }
 

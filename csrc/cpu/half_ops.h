@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
     const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
-    const std::optional<Tensor>& seed, bool need_weights);
+    const std::optional<Tensor>& seed, bool need_weights, bool keep);
 
 Tensor pack_weight(const Tensor& weight);
 
@@ -65,7 +65,7 @@ void linear_into(const void* x, int64_t m, const Tensor& weight,
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                      double eps, void* y, float* statistics);  // room for 2 * rows
-void run_attention(const HalfAttentionArgs& args);
+void run_attention(const TypedAttentionArgs& args);
 
 }  // namespace half
 }  // namespace tf

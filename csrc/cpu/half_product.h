@@ -46,7 +46,7 @@ class FloatProduct {
     store(chunk, low);
     store(chunk + kLanes, high);
   }
-  static float value(const Operand* operand) { return *operand; }
+  static float value(const Operand* chunk, long column) { return chunk[column]; }
   static float element(const Operand* panel, long k, long column) {
     return panel[k * kPanel + column];
   }

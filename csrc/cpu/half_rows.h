@@ -8,12 +8,6 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Whether a result is infinite or NaN, as it is, too, where pieces of operands overflow.
-TF_INLINE bool odd(Vec low, Vec high) {
-  const Vec zeros = (low - low) + (high - high);
-  return any(not_a_number(zeros));
-}
-
 // Rows of a block whose operands take that many bytes a row: they have to stay in the second-level
 // cache beside the weights passing by.
 template <class T>

@@ -67,7 +67,7 @@ void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel
       P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
                   [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
                     if constexpr (P::kSplit) {
-                      if (odd(low, high)) {
+                      if (P::is_odd(low, high)) {
                         const T* x = static_cast<const T*>(args.x) + (row + i) * args.x_stride;
                         P::plain_row([&](long j) { return x[j]; }, args.k, panel, low, high);
                       }

@@ -80,15 +80,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
   return {output, sum, mean, rstd};
 }
 
+// keep: shift and norm, which the backward needs; else they come back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
                                                      std::optional<Tensor> mask,
                                                      std::optional<Tensor> key_lengths,
                                                      bool is_causal, double scale, double dropout_p,
-                                                     std::optional<Tensor> seed,
-                                                     bool need_weights) {
+                                                     std::optional<Tensor> seed, bool need_weights,
+                                                     bool keep) {
   if (is_half(query))
     return half::attention(query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed,
-                           need_weights);
+                           need_weights, keep);
   const char* op = "attention";
   check_float(op, "query", query);
   check_float(op, "key", key);
@@ -109,15 +110,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   if (key_lengths) args.key_lengths = lengths.data();
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
   Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
-  Tensor shift = fresh(query, {batch, heads, queries}),
-         norm = fresh(query, {batch, heads, queries});
+  Tensor shift = keep ? fresh(query, {batch, heads, queries}) : fresh(query, {0});
+  Tensor norm = keep ? fresh(query, {batch, heads, queries}) : fresh(query, {0});
   Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
   args.query = static_cast<const float*>(query.const_data_ptr());
   args.key = static_cast<const float*>(key.const_data_ptr());
   args.value = static_cast<const float*>(value.const_data_ptr());
   args.output = static_cast<float*>(output.mutable_data_ptr());
-  args.shift = static_cast<float*>(shift.mutable_data_ptr());
-  args.norm = static_cast<float*>(norm.mutable_data_ptr());
+  if (keep) {
+    args.shift = static_cast<float*>(shift.mutable_data_ptr());
+    args.norm = static_cast<float*>(norm.mutable_data_ptr());
+  }
   args.weights = need_weights ? static_cast<float*>(weights.mutable_data_ptr()) : nullptr;
   args.batch = batch;
   args.heads = heads;
@@ -238,7 +241,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
-      "bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights) -> "
+      "bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights, "
+      "bool keep=True) -> "
       "(Tensor output, Tensor weights, Tensor shift, Tensor norm)");
   m.def("cpu_pack_weight(Tensor weight, int rows) -> Tensor");
   m.def(

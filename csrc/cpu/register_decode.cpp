@@ -76,7 +76,7 @@ void set_places(AttentionArgs& args, const void* q, const void* k, const void* v
   args.output = static_cast<float*>(o);
 }
 
-void set_places(HalfAttentionArgs& args, const void* q, const void* k, const void* v, void* o,
+void set_places(TypedAttentionArgs& args, const void* q, const void* k, const void* v, void* o,
                 Element type) {
   args.type = type;
   args.query = q;
@@ -195,7 +195,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
   void* attended = bytes_of(shared_scratch(kAttendedSlot), rows * width * element);
   const bool causal = start && is.length > 1;
   if (is_half(x)) {
-    attend<HalfAttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,
+    attend<TypedAttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,
                               mask, key_lengths);
   } else {
     attend<AttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,

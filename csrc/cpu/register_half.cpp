@@ -129,7 +129,7 @@ Tensor adjacent(const Tensor& tensor) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
     const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
-    const std::optional<Tensor>& seed, bool need_weights) {
+    const std::optional<Tensor>& seed, bool need_weights, bool keep) {
   const char* op = "attention";
   check_like(op, "query", query, query);
   check_like(op, "key", key, query);
@@ -144,23 +144,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
                   "attention: the shapes of query, key and value do not fit");
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
                   "attention: the number of query heads must be a multiple of that of key heads");
-  HalfAttentionArgs args{};
+  TypedAttentionArgs args{};
   set_mask(args, mask, {batch, heads, queries, keys}, query.scalar_type());
   const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
   if (key_lengths) args.key_lengths = lengths.data();
   const Tensor q = adjacent(query), k = adjacent(key), v = adjacent(value);
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
   Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
-  Tensor shift = fresh_float(query, {batch, heads, queries});
-  Tensor norm = fresh_float(query, {batch, heads, queries});
+  Tensor shift = keep ? fresh_float(query, {batch, heads, queries}) : fresh_float(query, {0});
+  Tensor norm = keep ? fresh_float(query, {batch, heads, queries}) : fresh_float(query, {0});
   Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
   args.type = element_of(query);
   args.query = q.const_data_ptr();
   args.key = k.const_data_ptr();
   args.value = v.const_data_ptr();
   args.output = output.mutable_data_ptr();
-  args.shift = static_cast<float*>(shift.mutable_data_ptr());
-  args.norm = static_cast<float*>(norm.mutable_data_ptr());
+  if (keep) {
+    args.shift = static_cast<float*>(shift.mutable_data_ptr());
+    args.norm = static_cast<float*>(norm.mutable_data_ptr());
+  }
   args.weights = need_weights ? weights.mutable_data_ptr() : nullptr;
   args.batch = batch;
   args.heads = heads;
@@ -303,8 +305,8 @@ void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t co
   });
 }
 
-void run_attention(const HalfAttentionArgs& args) {
-  if (run_few_attention(args, args.type)) return;
+void run_attention(const TypedAttentionArgs& args) {
+  if (run_few_attention(args)) return;
   const int64_t scratch = TF_DISPATCH(half_attention_scratch, args);
   each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
     TF_DISPATCH(half_attention_queries, args, b, key_head, begin, end,

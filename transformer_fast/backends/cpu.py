@@ -76,7 +76,7 @@ def attention(
     else:
         output, weights, _, _ = torch.ops.transformer_fast.cpu_attention(
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            need_weights,
+            need_weights, False,
         )  # fmt: skip
     return output, weights if need_weights else None
 
@@ -167,11 +167,13 @@ def _fake_attention(
     dropout_p: float,
     seed: Tensor | None,
     need_weights: bool,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     # Memory order (B, T, H, Dv): joining the heads again costs no copy.
     output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    shift = query.new_empty((batch, heads, length), dtype=torch.float32)
+    kept = (batch, heads, length) if keep else (0,)
+    shift = query.new_empty(kept, dtype=torch.float32)
     shape = (batch, heads, length, key.shape[-2]) if need_weights else (0,)
     return output, query.new_empty(shape), shift, torch.empty_like(shift)
 

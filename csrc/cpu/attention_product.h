@@ -1,0 +1,567 @@
+// Attention on the products of half_product.h, panel by panel of keys: one pass over the scores. The online softmax of
+// attention_kernel.cpp refers probabilities to the largest score so far, and corrects what it has
+// when a larger one comes. Here they refer to the largest of the first panel for good: exponents
+// reach far, and where they do not, which shows in the result, the block is done again from the
+// true maximum. While the matrix unit works out one panel of scores, the vector unit softens the
+// panel before.
+#pragma once
+
+#include "cpu/attention_mask.h"
+#include "cpu/attention_typed.h"
+#include "cpu/half_product.h"
+#include "cpu/half_softmax.h"
+#include "cpu/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of it.
+template <class T>
+constexpr long kGroupKeys = Product<T>::kSplit ? 128 : 256;
+// Scores below this are not referred to: as a rule they stand for a hidden place.
+constexpr float kLow = -1e30f;
+// fp32 probabilities that sum up to more are too far from their reference: their exponents' rounding
+// errors grow with the distance.
+constexpr float kMostTotal = 1e6f;
+constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <class T>
+struct Workspace {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
+  Operand *keys, *values, *query, *weights;
+  float *scores[2], *sums;
+  float* total;  // per row: kLanes partial sums of the probabilities
+  float* minus;  // per row: what is added to scores before the exponential
+  float *bias, *factors;
+  bool* known;          // per row: whether `minus` is set
+  bool* plain;          // per row: whether scores are worked out without pieces
+  unsigned char* wild;  // per panel of keys: its values hold NaN or inf
+  long bytes = 0;
+
+  Workspace(const TypedAttentionArgs& args, void* scratch)
+      : sum_stride(round_up(args.value_size, kPanel) + 16),
+        key_panel(P::panel_size(args.size)),
+        value_panel(P::panel_size(round_up(args.keys, kPanel))) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    take(keys, round_up(args.keys, kPanel) / kPanel * key_panel);
+    take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
+    take(query, P::block_size(rows, args.size));
+    take(weights, P::block_size(rows, kGroupKeys<T>));
+    take(scores[0], rows * kPanel);
+    take(scores[1], rows * kPanel);
+    take(sums, rows * sum_stride);
+    take(total, rows * kLanes);
+    take(minus, rows);
+    take(bias, kPanel + 16);
+    take(factors, kPanel);
+    take(known, rows);
+    take(plain, rows);
+    take(wild, args.keys / kPanel + 1);
+  }
+};
+
+// One block of queries of one head against the packed keys.
+template <class T>
+class Block {
+ public:
+  Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head)
+      : args(call), work(place), sight(seen), rows(seen.rows), key_head_(key_head) {}
+
+  void run() {
+    begin();
+    if (!pass()) {
+      find_maxima();
+      clear();
+      pass();
+    }
+    if (args.weights != nullptr) write_weights();
+  }
+
+ private:
+  using P = Product<T>;
+  static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
+
+  struct Panel {
+    long start, count;  // keys; count 0: there is none
+    int slot;           // of its scores
+    bool plain;         // all rows see all of it, and no mask adds to it
+
+    long column() const { return start % kWidth; }  // of its probabilities
+  };
+  struct Group {
+    Panel panel[kGroup];
+    long count = 0;
+  };
+
+
+  long row_of(long i) const {
+    return (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
+  }
+
+  // The first panel from `start` on that any row sees.
+  Panel panel_from(long start, int slot) const {
+    for (; start < sight.limit; start += kPanel) {
+      const long count = least(kPanel, sight.limit - start);
+      if (sight.mask_hides_tile(start, count)) continue;
+      const bool whole = count == kPanel && sight.visible(0, start, count) == count;
+      return {start, count, slot, whole && !mask_adds(start, count)};
+    }
+    return {start, 0, slot, false};
+  }
+
+  // Whether the mask changes any score of the panel; only asked of masks that are alike for all
+  // rows.
+  bool mask_adds(long start, long count) const {
+    if (args.mask == nullptr) return false;
+    if (args.mask_stride[2] != 0) return true;
+    const float* mask = sight.mask_row(0, start, count);
+    for (long j = 0; j < count; ++j)
+      if (mask[j] != 0.0f) return true;
+    return false;
+  }
+
+  template <class Meanwhile>
+  void score(const Panel& panel, const Meanwhile& meanwhile) const {
+    P::multiply_to(work.query, args.size, rows, args.size,
+                   work.keys + panel.start / kPanel * work.key_panel, false,
+                   work.scores[panel.slot], kPanel, meanwhile);
+    if constexpr (P::kSplit)
+      if (exact_) score_plain(panel);
+  }
+
+  // Rows whose queries or keys are infinite, or nearly.
+  void score_plain(const Panel& panel) const {
+    for (long i = 0; i < rows; ++i) {
+      if (!work.plain[i]) continue;
+      const auto query = [&](long d) {
+        return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
+      };
+      Vec low, high;
+      P::plain_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
+      float* s = work.scores[panel.slot] + i * kPanel;
+      store(s, low);
+      store(s + kLanes, high);
+    }
+  }
+
+  // The mask of a row of a panel, or nullptr; `shared` if all rows have that one.
+  const float* mask_of(const Panel& panel, long i, const float* shared) const {
+    if (args.mask == nullptr || shared != nullptr) return shared;
+    return sight.mask_row(i, panel.start, sight.visible(i, panel.start, panel.count));
+  }
+
+  // -inf where a row of a panel is hidden by causality or length.
+  TF_INLINE void hide(const Panel& panel, long i, Vec (&x)[2]) const {
+    const long seen = sight.visible(i, panel.start, panel.count);
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      const long left = seen - u * kLanes;
+      if (left < kLanes)
+        x[u] = select(less(load(kLaneNumbers), set1(static_cast<float>(left))), x[u], set1(-kInf));
+    }
+  }
+
+  // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
+  TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
+    const float* s = work.scores[panel.slot] + i * kPanel;
+    const float* mask = mask_of(panel, i, shared);
+    const long seen = sight.visible(i, panel.start, panel.count);
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      x[u] = load(s + u * kLanes);
+      if (mask != nullptr) {
+        const long left = seen - u * kLanes;
+        const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf);
+        x[u] = select(equal(m, set1(-kInf)), m, fma(x[u], set1(args.scale), m));
+      } else {
+        x[u] = x[u] * set1(args.scale);
+      }
+    }
+    hide(panel, i, x);
+  }
+
+  // The same relative to the row's reference, as exponents of 2. Results must not depend on which
+  // rows make up a block, so this is the same arithmetic as where a panel is plain.
+  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
+    const Vec minus = set1(work.minus[i]);
+    if (args.mask != nullptr) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = (x[u] + minus) * set1(kLog2E);
+      return;
+    }
+    const float* s = work.scores[panel.slot] + i * kPanel;
+    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
+    hide(panel, i, x);
+  }
+
+  // The mask of a panel where it is alike for all rows.
+  const float* shared_mask(const Panel& panel) const {
+    return args.mask != nullptr && args.mask_stride[2] == 0
+               ? sight.mask_row(0, panel.start, panel.count)
+               : nullptr;
+  }
+
+  // The reference of a row, if this panel shows it one.
+  void refer(long i, const Vec (&x)[2]) {
+    const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+    if (highest > kLow) {
+      work.minus[i] = -highest;
+      work.known[i] = true;
+      --unknown_;
+    } else if (highest != -kInf) {
+      low_ = true;
+    }
+  }
+
+  TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+    float* total = work.total + i * kLanes;
+    store(total, load(total) + (e[0] + e[1]));
+    if (args.dropout.on) drop_row(panel, i, e);
+    // Infinite ones are found by their sums.
+    auto* chunk = P::chunk(work.weights, kWidth, i, panel.column());
+    if constexpr (P::kSplit) {
+      P::put_finite(chunk, e[0], e[1]);
+    } else {
+      P::put(chunk, e[0], e[1]);
+    }
+  }
+
+  TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
+    dropout_factors(args.dropout, static_cast<uint64_t>(row_of(i)),
+                    static_cast<uint64_t>(panel.start), kPanel, work.factors);
+    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * load(work.factors + u * kLanes);
+  }
+
+  // Turns the scores of rows up to `until` of the waiting panel into probabilities.
+  void soften(long until) {
+    if (until <= softened_) return;
+    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr) {
+      const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
+      const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+      for (; softened_ < until; ++softened_, s += kPanel) {
+        const Vec minus = set1(work.minus[softened_]) * base;
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
+            power_of_two(fma(load(s + u * kLanes), factor, minus), T{});
+        put(waiting_, softened_, e);
+      }
+      return;
+    }
+    if (waiting_.plain && unknown_ == 0) {
+      const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
+      for (; softened_ < until; ++softened_, s += kPanel) {
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = load(s + u * kLanes) * set1(args.scale);
+        exponents(waiting_, softened_, e);
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = power_of_two(e[u], T{});
+        put(waiting_, softened_, e);
+      }
+      return;
+    }
+    const float* shared = shared_mask(waiting_);
+    for (; softened_ < until; ++softened_) {
+      Vec x[2];
+      see(waiting_, softened_, shared, x);
+      if (!work.known[softened_]) refer(softened_, x);
+      exponents(waiting_, softened_, x);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
+      put(waiting_, softened_, x);
+    }
+  }
+
+  // Calls f(row, key, probability) for the keys of a panel that a row may see.
+  template <class F>
+  void each_seen(const Panel& panel, const F& f) const {
+    for (long i = 0; i < rows; ++i) {
+      const long seen = sight.visible(i, panel.start, panel.count);
+      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, panel.start, seen);
+      const auto* chunk = P::chunk(work.weights, kWidth, i, panel.column());
+      for (long s = 0; s < seen; ++s)
+        if (mask == nullptr || mask[s] != -kInf) f(i, panel.start + s, P::value(chunk, s));
+    }
+  }
+
+  // Probabilities times values where the values hold NaN or inf: hidden ones are left out. In
+  // pieces, only what was packed as 0 is missing.
+  void mix_wild(const Panel& panel) const {
+    const T* value = static_cast<const T*>(args.value) +
+                     head_offset(args.key_starts, args.value_stride, sight.b, key_head_);
+    each_seen(panel, [&](long i, long key, float p) {
+      float* sums = work.sums + i * work.sum_stride;
+      for (long j = 0; j < args.value_size; ++j) {
+        if constexpr (P::kSplit) {
+          const float v = value[key * args.value_stride[2] + j];
+          if (P::is_lost(v)) sums[j] += p * v;
+        } else {
+          sums[j] += p * P::element(work.values + j / kPanel * work.value_panel, key, j % kPanel);
+        }
+      }
+    });
+  }
+
+  // Multiplies the probabilities of adjacent panels into the sums.
+  void mix_adjacent(const Panel& first, const Panel& last) const {
+    const long keys = last.start + last.count - first.start;
+    for (long j = 0; j < args.value_size; j += kPanel)
+      P::multiply_to(P::chunk(work.weights, kWidth, 0, first.column()), kWidth, rows, keys,
+                     work.values + j / kPanel * work.value_panel + P::panel_size(first.start), true,
+                     work.sums + j, work.sum_stride, [] {});
+  }
+
+  bool is_wild(const Panel& panel) const { return work.wild[panel.start / kPanel]; }
+
+  void mix(const Group& group) const {
+    const Panel* end = group.panel + group.count;
+    if (P::kSplit) {
+      if (group.count > 0) mix_adjacent(group.panel[0], end[-1]);
+      for (const Panel* panel = group.panel; panel < end; ++panel)
+        if (is_wild(*panel)) mix_wild(*panel);
+      return;
+    }
+    for (const Panel *from = group.panel, *to; from < end; from = to) {
+      to = from + 1;
+      if (is_wild(*from)) {
+        mix_wild(*from);
+        continue;
+      }
+      while (to < end && to->start == to[-1].start + kPanel && !is_wild(*to)) ++to;
+      mix_adjacent(*from, to[-1]);
+    }
+  }
+
+  // In pieces, the sums over a group are added up apart, so panels of it that no row sees take part,
+  // lest sums depend on which rows make up a block.
+  void add_to(Group& group, const Panel& panel) const {
+    if (P::kSplit && group.count > 0)
+      for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
+           start += kPanel)
+        for (long i = 0; i < rows; ++i)
+          P::put(P::chunk(work.weights, kWidth, i, start % kWidth), zero(), zero());
+    group.panel[group.count++] = panel;
+  }
+
+  void clear() {
+    for (long i = 0; i < round_up(rows, 16); ++i) {
+      for (long j = 0; j < args.value_size; j += kLanes)
+        store(work.sums + i * work.sum_stride + j, zero());
+      store(work.total + i * kLanes, zero());
+    }
+  }
+
+  void begin() {
+    const T* query = static_cast<const T*>(args.query) +
+                     head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
+                     sight.first * args.query_stride[2];
+    P::fill(query, args.query_stride[2], rows, args.size, work.query);
+    clear();
+    for (long i = 0; i < rows; ++i) {
+      work.minus[i] = 0.0f;
+      work.known[i] = work.plain[i] = false;
+    }
+    unknown_ = rows;
+  }
+
+  // The true maximum as the reference of every row that has none that does.
+  void find_maxima() {
+    exact_ = true;
+    for (long i = 0; i < rows; ++i) {
+      work.plain[i] = !work.known[i];
+      if (!work.known[i]) work.minus[i] = kInf;
+    }
+    for (Panel panel = panel_from(0, 0); panel.count > 0;
+         panel = panel_from(panel.start + kPanel, 0)) {
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        Vec x[2];
+        see(panel, i, shared, x);
+        const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+        if (!work.known[i] && -highest < work.minus[i]) work.minus[i] = -highest;
+      }
+    }
+    for (long i = 0; i < rows; ++i) {
+      if (work.minus[i] == kInf) work.minus[i] = 0.0f;
+      work.known[i] = true;
+    }
+    unknown_ = 0;
+  }
+
+  // The whole block; false if its references did not do.
+  bool pass() {
+    const long steps = P::steps(rows, args.size);
+    const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
+    Group group;  // the waiting panel included
+    waiting_.count = 0;
+    softened_ = rows;
+    for (Panel panel = panel_from(0, 0); panel.count > 0;) {
+      score(panel,
+            [&]() __attribute__((always_inline)) { soften(least(rows, softened_ + share)); });
+      soften(rows);
+      if (group.count > 0 && panel.start / kWidth != group.panel[0].start / kWidth) {
+        mix(group);
+        group.count = 0;
+      }
+      add_to(group, panel);
+      waiting_ = panel;
+      softened_ = 0;
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot);
+    }
+    soften(rows);
+    mix(group);
+    return finish();
+  }
+
+  bool finish() {
+    T* output = static_cast<T*>(args.output) +
+                head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
+                sight.first * args.output_stride[2];
+    bool did = true;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.total + i * kLanes));
+      const float* o = work.sums + i * work.sum_stride;
+      Vec odd = set1(total - total);  // NaN once any result is not finite
+      // What was never added to is 0 already.
+      const Vec by = set1(total == 0.0f ? 1.0f : 1.0f / total);
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load(o + j);
+        odd = odd + (x - x);
+        store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
+      }
+      // A row that saw but scores too low to refer to, and one whose reference was too far off.
+      const bool far = any(not_a_number(odd)) || (P::kSplit && total > kMostTotal);
+      if (!exact_ && (far || (!work.known[i] && low_))) {
+        work.known[i] = did = false;
+        continue;
+      }
+      if (args.shift == nullptr) continue;
+      if (total == 0.0f) {
+        args.shift[row_of(i)] = -kInf;
+        args.norm[row_of(i)] = 0.0f;
+      } else if (P::kSplit) {
+        // Exact; the logarithm, for half types, leaves the backward a factor less.
+        args.shift[row_of(i)] = -work.minus[i];
+        args.norm[row_of(i)] = 1.0f / total;
+      } else {
+        args.shift[row_of(i)] = __builtin_logf(total) - work.minus[i];
+        args.norm[row_of(i)] = 1.0f;
+      }
+    }
+    return did;
+  }
+
+  // The probabilities, once sums and references are known.
+  void write_weights() {
+    unknown_ = 0;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.total + i * kLanes));
+      work.total[i * kLanes] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
+    T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
+    for (long start = 0; start < args.keys; start += kPanel) {
+      const Panel panel = start < sight.limit ? panel_from(start, 0) : Panel{};
+      const long count = least(kPanel, args.keys - start);
+      if (panel.count == 0 || panel.start != start) {
+        for (long i = 0; i < rows; ++i)
+          for (long j = 0; j < count; j += kLanes)
+            store_some(first + i * args.keys + start + j, zero(), count - j);
+        continue;
+      }
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        Vec x[2];
+        see(panel, i, shared, x);
+        exponents(panel, i, x);
+        const Vec by = set1(work.total[i * kLanes]);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{}) * by;
+        if (args.dropout.on) drop_row(panel, i, x);
+        TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
+            store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
+      }
+    }
+  }
+
+  const TypedAttentionArgs& args;
+  const Workspace<T>& work;
+  const Sight sight;
+  const long rows, key_head_;
+  Panel waiting_{};     // scored, not yet softened
+  long softened_ = 0;   // rows of it that are
+  long unknown_ = 0;    // rows without a reference
+  bool low_ = false;    // a row saw scores too low to refer to
+  bool exact_ = false;  // references are the true maxima
+};
+
+// Where a panel's values hold NaN or inf or, in pieces, any number without.
+template <class T>
+void find_wild(const TypedAttentionArgs& args, const T* value, long keys, unsigned char* wild) {
+  for (long start = 0; start < keys; start += kPanel) {
+    Vec sum = zero();
+    for (long s = start; s < least(keys, start + kPanel); ++s) {
+      const T* row = value + s * args.value_stride[2];
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load_some(row + j, args.value_size - j);
+        sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
+        if constexpr (Product<T>::kSplit) sum = select(Product<T>::is_lost(x), set1(kInf) - set1(kInf), sum);
+      }
+    }
+    wild[start / kPanel] = any(not_a_number(sum));
+  }
+}
+
+template <class T>
+void pack(const TypedAttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
+  using P = Product<T>;
+  const T* k =
+      static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
+  for (long s = 0; s < keys; s += kPanel)
+    P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], least(kPanel, keys - s), args.size,
+                 work.keys + s / kPanel * work.key_panel);
+  const T* v =
+      static_cast<const T*>(args.value) + head_offset(args.key_starts, args.value_stride, b, head);
+  for (long j = 0; j < args.value_size; j += kPanel) {
+    const long columns = least(kPanel, args.value_size - j);
+    auto* panel = work.values + j / kPanel * work.value_panel;
+    if constexpr (P::kSplit) {
+      P::pack_clean_columns(v + j, args.value_stride[2], columns, keys, panel);
+    } else {
+      P::pack_columns(v + j, args.value_stride[2], columns, keys, panel);
+    }
+  }
+  find_wild(args, v, keys, work.wild);
+}
+
+template <class T>
+void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, long end,
+            void* scratch) {
+  const Workspace<T> work(args, scratch);
+  const long queries = query_count(args, b);
+  long limit = key_count(args, b);
+  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  // The furthest key that a query of this range may see.
+  const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
+  const long last = all ? queries : (end - 1) % queries + 1;
+  pack<T>(args, work, b, key_head, args.causal ? least(limit, last) : limit);
+  const long group = args.heads / args.key_heads;
+  const unsigned mode = flush_denormals();
+  Product<T>::enter();
+  for (long item = begin; item < end;) {
+    const long first = item % queries;
+    const long rows = least(least(queries - first, end - item), Product<T>::kBlockRows);
+    const long seen = args.causal ? least(limit, first + rows) : limit;
+    const long head = key_head * group + item / queries;
+    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head)
+        .run();
+    item += rows;
+  }
+  Product<T>::leave();
+  restore_denormals(mode);
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA
