@@ -87,28 +87,34 @@ TF_INLINE void split_pair_rows(const float* rows, long stride, long count, long 
   }
 }
 
-// pack_pair_columns() for each piece, block by block of kPairDepth; with 0 in place of numbers
-// without pieces if kClean.
+// Row `pair` of the pairs of a panel of B, in pieces, from B's rows: k of them, `columns` values in
+// each. With 0 in place of numbers without pieces if kClean.
+template <bool kClean = false>
+TF_INLINE void split_pair(const float* rows, long stride, long columns, long k, long pair,
+                          BFloat16* panel) {
+  constexpr long kBlock = kPanel * kPairDepth;
+  const long p = pair / 16 * kPairDepth + pair % 16;
+  BFloat16* to = panel + pair / 16 * kSplitPieces * kBlock + pair % 16 * 2 * kPanel;
+  TF_UNROLL for (long j = 0; j < kPanel; j += kLanes) {
+    const auto read = [&](long row) __attribute__((always_inline)) {
+      if (row >= k || j >= columns) return zero();
+      const Vec x = load_some(rows + row * stride + j, columns - j);
+      return kClean ? select(has_no_pieces(x), zero(), x) : x;
+    };
+    __m512i low[kSplitPieces], high[kSplitPieces];
+    split(read(p), low);
+    split(read(p + 16), high);
+    TF_UNROLL for (int i = 0; i < kSplitPieces; ++i)
+        _mm512_storeu_si512(to + i * kBlock + 2 * j, pairs(low[i], high[i]));
+  }
+}
+
+// pack_pair_columns() for each piece, block by block of kPairDepth.
 template <bool kClean = false>
 TF_INLINE void split_pair_columns(const float* rows, long stride, long columns, long k,
                                   BFloat16* panel) {
-  constexpr long kBlock = kPanel * kPairDepth;
-  for (long pair = 0; pair < pair_depth(k) / 2; ++pair) {
-    const long p = pair / 16 * kPairDepth + pair % 16;
-    BFloat16* to = panel + pair / 16 * kSplitPieces * kBlock + pair % 16 * 2 * kPanel;
-    TF_UNROLL for (long j = 0; j < kPanel; j += kLanes) {
-      const auto read = [&](long row) __attribute__((always_inline)) {
-        if (row >= k || j >= columns) return zero();
-        const Vec x = load_some(rows + row * stride + j, columns - j);
-        return kClean ? select(has_no_pieces(x), zero(), x) : x;
-      };
-      __m512i low[kSplitPieces], high[kSplitPieces];
-      split(read(p), low);
-      split(read(p + 16), high);
-      TF_UNROLL for (int i = 0; i < kSplitPieces; ++i)
-          _mm512_storeu_si512(to + i * kBlock + 2 * j, pairs(low[i], high[i]));
-    }
-  }
+  for (long pair = 0; pair < pair_depth(k) / 2; ++pair)
+    split_pair<kClean>(rows, stride, columns, k, pair, panel);
 }
 
 // The kPanel first (which = 0) or second values of a row of pairs.

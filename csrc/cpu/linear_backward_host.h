@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/linear_backward_kernel.h"
+#include "cpu/linear_backward_split_kernel.h"
 #include "cpu/linear_host.h"
 
 namespace tf {
@@ -45,11 +46,19 @@ inline int64_t weight_gradient_part_rows(int64_t columns) {
 inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t width = TF_DISPATCH(panel_columns, );
-  const int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
-  const int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );
-  const int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
   const bool weight = args.grad_weight != nullptr && args.k > 0;
-  if (weight && args.panels == nullptr) {
+  const bool by_pieces = weight && goes_by_pieces(std::min(args.m, args.n));
+  int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
+  int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );
+  int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
+#ifdef TF_HAVE_AMX
+  if (by_pieces) {
+    most_rows = amx::split_weight_gradient_rows();
+    most_columns = amx::split_weight_gradient_columns();
+    scratch = std::max<int64_t>(scratch, amx::split_weight_gradient_scratch() / 4);
+  }
+#endif
+  if (weight && args.panels == nullptr && !(by_pieces && reads_x(args))) {
     args.panels = shared_scratch(slot).floats(TF_DISPATCH(weight_gradient_panels, args.m, args.k));
     const int64_t grain = std::max<int64_t>(1, 16384 / args.k);
     torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
@@ -63,9 +72,18 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
   for_each_item(rows * columns, [&](int64_t item) {
     const int64_t row = item / columns, column = item % columns;
-    TF_DISPATCH(weight_gradient_block, args, args.n * row / rows, args.n * (row + 1) / rows,
-                panels * column / columns * width,
-                std::min(args.k, panels * (column + 1) / columns * width),
+    const int64_t begin = args.n * row / rows, end = args.n * (row + 1) / rows;
+    const int64_t from = panels * column / columns * width;
+    const int64_t to = std::min(args.k, panels * (column + 1) / columns * width);
+    WeightGradientArgs rest = args;
+#ifdef TF_HAVE_AMX
+    if (by_pieces) {
+      amx::split_weight_gradient(args, begin, end, from, to, kernel_scratch().floats(scratch));
+      if (args.grad_bias == nullptr || column > 0) return;
+      rest.grad_weight = nullptr;
+    }
+#endif
+    TF_DISPATCH(weight_gradient_block, rest, begin, end, from, to,
                 kernel_scratch().floats(scratch));
   });
 }
