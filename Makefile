@@ -6,7 +6,7 @@
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make peers     other software for `make bench` to compare with, in pinned versions
 #   make bench-quick      its small cases, in less than three minutes; nothing is kept
-#   make bench-scaling    how time grows with length, batch, threads ...; takes long
+#   make bench-scaling    how time grows with length, batch, threads ...; about 10 minutes
 #   make bench-compare BASE=<git revision or JSON>   what became slower
 #   make figures   bench, then the report and README's tables from its results
 #   make setup     virtual environment with pinned versions, package, native module

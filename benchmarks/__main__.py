@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timed = commands.add_parser("run", help="ops, layers, models, training (the default)")
     run.add_arguments(timed, SUITES)
     timed.set_defaults(run=run.main, parser=timed)
-    scaling = commands.add_parser("scaling", help="how time grows with each size; takes long")
+    scaling = commands.add_parser("scaling", help="how time grows with each size; about 10 minutes")
     run.add_arguments(scaling, SCALING)
     scaling.set_defaults(run=run.main_scaling, parser=scaling)
     against = commands.add_parser("compare", help="this tree against a revision or a result file")

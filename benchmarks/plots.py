@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -14,8 +14,10 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from transformer_fast.measure.contest import Row
+from transformer_fast.measure.summary import Ratio, Summary
 
 from .findings import Finding, by_case
 
@@ -30,10 +32,20 @@ _COLOURS = {
     "torch fast path": "#E69F00",
     "torch.compile": "#CC79A7",
     "oneDNN prepacked": "#009E73",
-    "ONNX Runtime": "#F0E442",
+    "ONNX Runtime": "#C9B800",
     "OpenVINO": "#56B4E9",
     "Hugging Face": "#000000",
+    "CTranslate2": "#8A5A2B",
+    "rewritten": "#0072B2",
+    "transformer_fast.nn": "#6A3D9A",
 }
+
+
+def _colour(contender: str) -> str:
+    """Modules may be on several backends, as 'cpu+torch'."""
+    return _COLOURS.get(contender) or _COLOURS.get(contender.partition("+")[0], "#666666")
+
+
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "transformer_fast",
@@ -86,50 +98,116 @@ def _ratio_axis(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def scaling(rows: Sequence[Row], title: str) -> str:
-    """Time against size, one line for each contender, and the roof; both axes logarithmic."""
-    series: dict[str, list[tuple[float, float, float, float]]] = {}
-    roofs: dict[str, list[tuple[float, float]]] = {"roof": [], "roof of bf16 pieces": []}
-    for group in by_case(rows):
-        size = float(group[0].case)
+#: Lower values of a logarithmic axis than this share of the least time are not shown.
+_BELOW = 1 / 30
+
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+class _Line(NamedTuple):
+    """A contender's way through the sizes."""
+
+    sizes: list[float]
+    times: list[Summary]
+    #: Against PyTorch's best.
+    ratios: list[Ratio | None]
+
+
+def _lines(groups: Sequence[Sequence[Row]]) -> dict[str, _Line]:
+    found: dict[str, _Line] = {}
+    for group in groups:
         for row in group:
             if row.time is not None:
-                series.setdefault(row.contender, []).append((size, *row.time[:3]))
-        for row in group:
-            if row.time is not None and row.roof_share:
-                shares = row.roof_share, row.split_share or row.roof_share
-                for roof, share in zip(roofs.values(), shares, strict=True):
-                    roof.append((size, row.time.median * share))
-                break
-    if not series:
+                line = found.setdefault(row.contender, _Line([], [], []))
+                line.sizes.append(float(row.case))
+                line.times.append(row.time)
+                line.ratios.append(row.vs_torch)
+    return found
+
+
+def _roofs(groups: Sequence[Sequence[Row]]) -> dict[str, list[tuple[float, float]]]:
+    """(size, seconds) of the roof and, where it is another one, of the roof of bf16 pieces."""
+    first, second = [], []
+    for group in groups:
+        row = next((row for row in group if row.time is not None and row.roof_share), None)
+        if row is not None and row.time is not None and row.roof_share:
+            size, time = float(row.case), row.time.median
+            first.append((size, time * row.roof_share))
+            second.append((size, time * (row.split_share or row.roof_share)))
+    return {"roof": first} | ({"roof of bf16 pieces": second} if second != first else {})
+
+
+def scaling(rows: Sequence[Row], title: str) -> str:
+    """Time against size, one line for each contender, and the roof; below, against PyTorch."""
+    groups = list(by_case(rows))
+    lines, roofs = _lines(groups), _roofs(groups)
+    if not lines:
         return ""
+    relative = any(any(line.ratios) for line in lines.values())
+    work, _, size_name = title.removeprefix("scaling: ").rpartition(", ")
     with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(figsize=(7, 4.2))
-        for name, points in series.items():
-            sizes, medians, lows, highs = zip(*points, strict=True)
-            colour = _COLOURS.get(name, "#666666")
-            axes.plot(sizes, medians, "o-", color=colour, label=name, markersize=4)
-            axes.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        if roofs["roof of bf16 pieces"] == roofs["roof"]:
-            del roofs["roof of bf16 pieces"]
-        for (name, roof), dashes in zip(roofs.items(), ("--", ":"), strict=False):
-            if roof:
-                axes.plot(
-                    *zip(*roof, strict=True), dashes, color="#555555", label=name, linewidth=1
-                )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        ticks = sorted({size for points in series.values() for size, *_ in points})
-        axes.set_xticks(ticks, [f"{size:g}" for size in ticks], rotation=45)
-        axes.minorticks_off()
-        work, _, size_name = title.removeprefix("scaling: ").rpartition(", ")
-        axes.set_xlabel(size_name)
-        axes.set_ylabel("seconds")
-        axes.set_title(work, loc="left")
-        axes.grid(color="#e5e5e5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.legend()
+        figure = pyplot.figure(figsize=(7.5, 3.6 + 1.7 * relative))
+        grid = figure.add_gridspec(1 + relative, height_ratios=[3.6, 1.7][: 1 + relative])
+        top = bottom = figure.add_subplot(grid[0])
+        _draw_times(top, lines, roofs)
+        top.set_title(f"{work}: time by {size_name}", loc="left")
+        top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        if relative:
+            top.tick_params(labelbottom=False)
+            bottom = figure.add_subplot(grid[1], sharex=top)
+            _draw_ratios(bottom, lines)
+        _size_axis(bottom, sorted({size for line in lines.values() for size in line.sizes}))
+        bottom.set_xlabel(size_name)
+        for axes in (top, bottom):
+            axes.grid(color="#e5e5e5", linewidth=0.6)
+            axes.set_axisbelow(True)
         return _svg(figure)
+
+
+def _draw_times(
+    axes: Axes, lines: Mapping[str, _Line], roofs: Mapping[str, list[tuple[float, float]]]
+) -> None:
+    for name, line in lines.items():
+        colour = _colour(name)
+        medians, lows, highs, _ = zip(*line.times, strict=True)
+        axes.plot(line.sizes, medians, "o-", color=colour, label=name, markersize=4)
+        axes.fill_between(line.sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    for (name, points), dashes in zip(roofs.items(), ("--", ":"), strict=False):
+        if points:
+            axes.plot(*zip(*points, strict=True), dashes, color="#555555", label=name, linewidth=1)
+    axes.set_yscale("log")
+    least = min(time.median for line in lines.values() for time in line.times)
+    axes.set_ylim(bottom=max(axes.get_ylim()[0], least * _BELOW))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _duration(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _duration(seconds: float) -> str:
+    """'10 µs', for powers of ten and what lies between."""
+    size, unit = next((s, u) for s, u in _UNITS if seconds >= 0.9999 * s or s == 1e-9)
+    return f"{seconds / size:.3g} {unit}"
+
+
+def _draw_ratios(axes: Axes, lines: Mapping[str, _Line]) -> None:
+    axes.axhline(1.0, color="#999999", linewidth=1)
+    for name, line in lines.items():
+        points = [(s, r) for s, r in zip(line.sizes, line.ratios, strict=True) if r is not None]
+        if points:
+            colour = _colour(name)
+            sizes, ratios = zip(*points, strict=True)
+            axes.plot(sizes, [r.value for r in ratios], "o-", color=colour, markersize=3)
+            bounds = [r.low for r in ratios], [r.high for r in ratios]
+            axes.fill_between(sizes, *bounds, color=colour, alpha=0.2, linewidth=0)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
+    axes.set_ylabel("times as fast\nas PyTorch")
+
+
+def _size_axis(axes: Axes, sizes: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
+    axes.minorticks_off()
 
 
 def contenders(rows: Sequence[Row], title: str) -> str:
@@ -149,7 +227,7 @@ def contenders(rows: Sequence[Row], title: str) -> str:
             for row in sorted(timed, key=lambda r: names.index(r.contender), reverse=True):
                 assert row.time is not None
                 share = row.roof_share or best / row.time.median
-                axes.barh(place, 100 * share, color=_COLOURS.get(row.contender, "#666666"))
+                axes.barh(place, 100 * share, color=_colour(row.contender))
                 place += 1
             labels.append(((first + place - 1) / 2, f"{group[0].op}  {group[0].case}"))
             place += 1
@@ -158,9 +236,7 @@ def contenders(rows: Sequence[Row], title: str) -> str:
         axes.axvline(100, color="#555555", linewidth=1, linestyle="--")
         axes.set_xlabel("per cent of the measured roof")
         axes.set_title(title, loc="left")
-        marks = [
-            pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS.get(name, "#666666")) for name in names
-        ]
+        marks = [pyplot.Rectangle((0, 0), 1, 1, color=_colour(name)) for name in names]
         axes.legend(marks, names, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)

@@ -22,7 +22,7 @@ from transformer_fast.specs import OPS
 from . import store
 from .findings import Finding, findings, losses
 from .pages import Grid, interval, roof
-from .report import Machine, headline, machines
+from .report import Machine, headline, is_scaling, machines
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -87,7 +87,7 @@ def _shown(suite: str, found: Sequence[Finding]) -> list[Finding]:
 def _figures_of(one: Machine) -> str:
     rows, every = [], []
     for name, suite in one.suites.items():
-        found = [] if name.startswith("scaling: ") else findings(suite["rows"])
+        found = [] if is_scaling(name) else findings(suite["rows"])
         every += found if name != "overhead" else []
         for chosen, rival, against, _ in _shown(name, found):
             assert chosen.time is not None
@@ -118,7 +118,7 @@ def _held_back(one: Machine) -> str:
 
 def figures(folder: Path = store.FOLDER) -> str:
     """What was measured, machine by machine."""
-    found = machines(folder)
+    found = [one for one in machines(folder) if not all(map(is_scaling, one.suites))]
     if not found:
         return "No figures have been taken yet; `make figures` takes them."
     whole = [one for one in found if machine.forced_isa(one.about) is None]

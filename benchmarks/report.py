@@ -61,9 +61,14 @@ def machines(folder: Path) -> list[Machine]:
     return list(found.values())
 
 
+def is_scaling(suite: str) -> bool:
+    """Whether the suite of that name is drawn, and not a table of cases."""
+    return suite.startswith("scaling: ")
+
+
 def _ordinary(one: Machine) -> Iterator[tuple[str, dict[str, Any], list[Finding]]]:
     for name, suite in one.suites.items():
-        if not name.startswith("scaling: "):
+        if not is_scaling(name):
             yield name, suite, findings(suite["rows"], name)
 
 
@@ -74,6 +79,8 @@ def _all_findings(one: Machine) -> list[Finding]:
 def headline(one: Machine) -> str:
     """How the machine's cases went, in a sentence."""
     found = _all_findings(one)
+    if not found:
+        return "Only how time grows with size was measured."
     lost = losses(found)
     ratios = [f.chosen.vs_torch for f in found if f.chosen.vs_torch is not None]
     mean = mean_speed_up(ratios)
@@ -97,7 +104,7 @@ def _beside(one: Machine) -> str:
 def _wrong(one: Machine) -> list[str]:
     return [
         f"{name}: {row.op} {row.case} on {row.contender}: {row.reason}"
-        for name, suite, _ in _ordinary(one)
+        for name, suite in one.suites.items()
         for row in suite["rows"]
         if row.failed
     ]
@@ -130,7 +137,7 @@ def markdown(found: list[Machine], pictures: Path) -> str:
 def _scaling_markdown(one: Machine, pictures: Path) -> list[str]:
     parts = []
     for name, suite in one.suites.items():
-        picture = plots.scaling(suite["rows"], name) if name.startswith("scaling: ") else ""
+        picture = plots.scaling(suite["rows"], name) if is_scaling(name) else ""
         if picture:
             file = pictures / f"{one.slug}-{_file(name)}.svg"
             file.write_text(picture, encoding="utf-8")
@@ -189,7 +196,7 @@ def page(found: list[Machine]) -> str:
             rows = pages.details(suite["rows"]).html()
             parts.append(f"<details><summary>All contenders</summary>{rows}</details>")
         for name, suite in one.suites.items():
-            if name.startswith("scaling: "):
+            if is_scaling(name):
                 picture = plots.scaling(suite["rows"], name)
                 parts.append(f"<h3>{html.escape(name)}</h3><figure>{picture}</figure>")
                 rows = pages.details(suite["rows"]).html()

@@ -17,12 +17,12 @@ from transformer_fast.cli.compare import DTYPES
 from transformer_fast.cli.console import bullets, output, progress
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
-from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH
+from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 from transformer_fast.measure.contest import Row, run_contest
 
 from . import peers, store
 from .scope import Scope
-from .suites import SCALING, SUITES, Suite
+from .suites import SCALING, SUITES, Suite, scaling
 
 _QUICK_PEERS = ("onednn_prepacked",)
 
@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Iterable[str]) -> Non
     )  # fmt: skip
 
 
-def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Scope:
+def scope_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan = ORDINARY
+) -> Scope:
     names = options.peer
     if names is None and options.quick:
         names = _QUICK_PEERS
@@ -62,7 +64,7 @@ def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Sc
     except Exception as error:
         parser.error(str(error).splitlines()[0])
     return Scope(
-        plan=QUICK if options.quick else THOROUGH if options.thorough else ORDINARY,
+        plan=QUICK if options.quick else THOROUGH if options.thorough else plan,
         dtype=DTYPES[options.dtype],
         device=device,
         backends=tuple(options.backend),
@@ -78,12 +80,14 @@ def run_suite(
     """The rows of a suite; ``report(label, done, total)`` before each contest."""
     work = list(suite(scope))
     rows: list[Row] = []
+    threads = torch.get_num_threads()
     for number, (label, make) in enumerate(work):
         report(f"{name}: {label}", number, len(work))
         contest = make()
         rows += run_contest(
             contest, scope.plan, probe_before=not scope.quick, memory=not scope.quick
         )
+        torch.set_num_threads(threads)
     return rows
 
 
@@ -101,13 +105,17 @@ def _show(console: Console, name: str, rows: list[Row]) -> None:
 
 
 def _run(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, suites: Any, kind: str
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    suites: Any,
+    kind: str = "",
+    plan: Plan = ORDINARY,
 ) -> int:
     if options.threads is not None:
         if options.threads < 1:
             parser.error(f"argument --threads: must be at least 1, not {options.threads}")
         torch.set_num_threads(options.threads)
-    scope = scope_of(parser, options)
+    scope = scope_of(parser, options, plan)
     console = output()
     about = machine.describe(scope.device)
     if scope.device.type == "cpu":
@@ -147,9 +155,9 @@ def _run(
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """1 if a result of ours is outside its error budget, else 0."""
-    return _run(parser, options, SUITES, "")
+    return _run(parser, options, SUITES)
 
 
 def main_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The same for the scaling suites, into a file of their own."""
-    return _run(parser, options, SCALING, "-scaling")
+    return _run(parser, options, SCALING, "-scaling", scaling.PLAN)

@@ -38,6 +38,7 @@ from benchmarks.suites import (
     layers,
     models,
     ops,
+    scaling,
     training,
 )
 
@@ -141,6 +142,25 @@ def test_lengths_have_the_share_that_they_say():
         found = layers.lengths(16, 400, share)
         assert found.float().mean().item() / 400 == pytest.approx(share, abs=0.01)
         assert 1 <= int(found.min()) <= int(found.max()) <= 400
+
+
+def test_scaling_leaves_out_what_takes_too_long_and_says_so(monkeypatch):
+    monkeypatch.setattr(scaling, "_MOST_SCORES", 8 * 64 * 64)
+    for length in (64, 65):
+        build = scaling._attention(1, length)
+        contest = scaling._contest(Scope(), "attention", "x", build, None)
+        (reference,) = (c for c in contest.contenders if c.name == "reference")
+        assert (reference.run is None) == (length > 64)
+        assert length == 64 or "computes 3.4e+04 scores" in str(reference.reason)
+
+
+def test_threads_are_put_back_after_each_point(two_threads):
+    def one(scope: Scope) -> Any:
+        build = scaling._layer_norm(2)
+        yield "one thread", lambda: scaling._contest(scope, "layer_norm", "1", build, 1)
+
+    run.run_suite("x", one, Scope(plan=FAST, quick=True), lambda *about: None)
+    assert torch.get_num_threads() == 2
 
 
 def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):

@@ -120,6 +120,19 @@ def test_an_instruction_set_of_its_own_is_another_machine(results):
     assert "| linear held" not in text
 
 
+def test_scaling_alone_is_a_report_and_no_table(tmp_path):
+    scaled = [row("cpu", *noisy(float(n)), case=str(n)) for n in (1, 4)]
+    scaled += [row("torch", *noisy(2.0 * n), case=str(n)) for n in (1, 4)]
+    name = "scaling: linear, rows"
+    store.write(tmp_path / "m-scaling.json", suites(*scaled, name=name))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "Only how time grows" in (tmp_path / "report.md").read_text()
+    picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
+    for text in ("linear: time by rows", ">torch<", "as PyTorch", ">1 ms<"):
+        assert text in picture, text
+    assert "make figures" in readme.figures(tmp_path)
+
+
 def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
     shares = {"roof_share": 1.13, "split_share": 0.44}
     store.write(tmp_path / "m.json", suites(row("cpu", *noisy(10.0), **shares)))

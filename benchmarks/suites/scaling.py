@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_fast.measure.contest import Contest
+from transformer_fast.measure.clock import Plan
+from transformer_fast.measure.contest import Arguments, Contender, Contest
+from transformer_fast.measure.judge import scores_of
 from transformer_fast.measure.ops import op_contest
 from transformer_fast.specs import Case
 
+from .. import peers
 from ..scope import Maker, Scope
 from .layers import lengths
 
-Draw = Callable[[tuple[int, ...]], Tensor]
+#: Lines of many points need fewer rounds than a figure in a table: some ten minutes on two cores.
+PLAN = Plan(rounds=15, seconds=1.0, least=3, sample=0.002)
 
 
 def _attention(
@@ -67,28 +71,31 @@ def _layer_norm(rows: int, model: int = 512) -> Callable[..., Any]:
     return build
 
 
+#: Beyond so many scores what computes them all takes too long, and says nothing new.
+_MOST_SCORES = 1 << 27
+
+
+def _in_time(contender: Contender, op: str, arguments: Arguments) -> Contender:
+    """The contender, or the reason why it is left out."""
+    if contender.name != "reference" or op != "attention" or contender.run is None:
+        return contender
+    if (scores := scores_of(arguments)) <= _MOST_SCORES:
+        return contender
+    return replace(contender, run=None, reason=f"it computes {scores:.1e} scores one by one")
+
+
 def _contest(scope: Scope, op: str, name: str, build: Any, threads: int | None) -> Contest:
-    contest = op_contest(op, name, scope.draw(op, Case(name, build)), scope.backends)
-    if threads is None:
-        return contest
-    limited = [
-        c if c.run is None else replace(c, run=_with_threads(c.run, threads))
-        for c in contest.contenders
-    ]
-    # Peaks are those of all threads: with one thread the way to the roof is that much longer.
-    return replace(contest, contenders=limited)
-
-
-def _with_threads(run: Callable[..., Any], threads: int) -> Callable[..., Any]:
-    def limited(*arguments: Any) -> Any:
-        before = torch.get_num_threads()
+    if threads is not None:
+        # Of everything, the probes of the roof too; `run_suite` puts it back.
         torch.set_num_threads(threads)
-        try:
-            return run(*arguments)
-        finally:
-            torch.set_num_threads(before)
-
-    return limited
+    inputs = scope.draw(op, Case(name, build))
+    arguments = inputs[0][0]
+    # Compiling for every size would take longer than all the rest.
+    others = [peer for peer in scope.peers if not peer.__name__.endswith(".torch_compile")]
+    offered = peers.contenders(others, "op", op, arguments)
+    contest = op_contest(op, name, inputs, scope.backends, offered)
+    bounded = [_in_time(contender, op, arguments) for contender in contest.contenders]
+    return replace(contest, contenders=bounded)
 
 
 def _series(
@@ -135,7 +142,7 @@ SUITES = {
         "attention", _SHARES, lambda density: _attention(2, 1024, density=density)
     ),
     "feed_forward 512x2048, rows": _series("feed_forward", _powers(1, 16384), _feed_forward),
-    "layer_norm 512, rows": _series("layer_norm", _powers(1, 131072), _layer_norm),
+    "layer_norm 512, rows": _series("layer_norm", _powers(1, 65536)[::2], _layer_norm),
     "attention (4,8,1024,64), threads": _series(
         "attention", (), lambda threads: _attention(4, 1024), by_threads=True
     ),
