@@ -193,12 +193,17 @@ class TileProduct {
   static void multiply_to(const Operand* block, long block_k, long rows, long k,
                           const Operand* panel, bool accumulate, float* c, long c_stride,
                           const Meanwhile& meanwhile) {
-    const long depth = pair_depth(block_k);
+    const long block_depth = pair_depth(block_k), depth = pair_depth(k);
     order_memory();
-    for (long i = 0; i < rows; i += kPair)
-      multiply_pair(block + i * depth * kPieces, depth, rows - i, panel, pair_depth(k) / kPairDepth,
-                    accumulate, c + i * c_stride, c_stride,
-                    [&](long) __attribute__((always_inline)) { meanwhile(); });
+    long p = 0;
+    do {
+      for (long i = 0; i < rows; i += kPair)
+        multiply_pair(block + (i * block_depth + p * kTile) * kPieces, block_depth, rows - i,
+                      panel + p * kPanel * kPieces, least(kChain, depth - p) / kPairDepth,
+                      accumulate || p > 0, c + i * c_stride, c_stride,
+                      [&](long) __attribute__((always_inline)) { meanwhile(); });
+      p += kChain;
+    } while (p < depth);  // without depth C is cleared
   }
   static long steps(long rows, long k) {
     return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth) * kTerms;

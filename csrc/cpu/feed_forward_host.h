@@ -10,16 +10,16 @@ namespace tf {
 inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const Panels& panels2,
                              int slot) {
   const int64_t threads = torch::stable::get_num_threads();
-  const bool trains = args.dropout.on || args.preactivation || args.slope_at || args.hidden;
+  const bool training = trains(args);
   // Where only the hidden units are wanted, there is no second weight.
   const bool mixed = args.y != nullptr && (panels1.whole == nullptr) != (panels2.whole == nullptr);
   if (args.m < 56 * threads || mixed) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     float* hidden = shared_scratch(slot).floats(args.m * args.f);
     run_linear({args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f, args.x_stride,
-                0, args.f, trains ? 0 : args.activation},
+                0, args.f, training ? 0 : args.activation},
                panels1);
-    if (trains) {
+    if (training) {
       const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
       const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
       torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
@@ -34,9 +34,7 @@ inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const 
   }
 #ifdef TF_HAVE_AMX
   if (panels1.pieces != nullptr) {
-    (trains ? pieces::run_training : pieces::run_feed_forward)(args, panels1.pieces,
-                                                              panels2.pieces);
-    return;
+    return pieces::run_feed_forward(args, panels1.pieces, panels2.pieces);
   }
 #endif
   args.packed1 = panels1.whole;

@@ -27,11 +27,6 @@ struct Layout {
   }
 };
 
-bool trains(const FeedForwardArgs& args) {
-  return args.dropout.on || args.preactivation != nullptr || args.slope_at != nullptr ||
-         args.hidden != nullptr;
-}
-
 // Columns [unit, unit + columns) of one row between the two products, in place, with room for whole
 // vectors; `factors` has room for round_up(columns, kPanel).
 void between(const FeedForwardArgs& args, long row, long unit, long columns, float* hidden,

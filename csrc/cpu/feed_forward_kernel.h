@@ -29,6 +29,11 @@ struct FeedForwardArgs {
                                     // (see WeightGradientArgs), or nullptr
 };
 
+inline bool trains(const FeedForwardArgs& args) {
+  return args.dropout.on || args.preactivation != nullptr || args.slope_at != nullptr ||
+         args.hidden != nullptr;
+}
+
 // Turns rows [begin, end) of x W1^T + b1, whole and `f` apart, into what meets W2.
 TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin, long end,
                                    float* scratch))

@@ -1,9 +1,12 @@
 // Feed-forward network ("Attention Is All You Need", section 3.3) for fp32 in pieces over a block
 // of rows: a slice of the hidden units is computed, activated, split and multiplied into the result
-// while it is in the second-level cache.
+// while it is in the second-level cache. A training step and its backward take the same way.
 #include "cpu/feed_forward_split_kernel.h"
 
+#include "cpu/activation_slope.h"
 #include "cpu/half_rows.h"
+#include "cpu/philox.h"
+#include "cpu/weight_gradient_panels.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -36,13 +39,55 @@ struct Workspace {
   }
 };
 
+// kPanel hidden units of a row, from `unit` on, between the two products: what meets W2 from
+// x W1^T, and what is kept on the way.
+template <bool kTrains>
+TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long row, long unit,
+                      Vec& low, Vec& high) {
+  if constexpr (!kTrains) return ends.finish(low, high);
+  const long place = row * args.f + unit, count = least(kPanel, args.f - unit);
+  const auto keep = [&](float* at) __attribute__((always_inline)) {
+    // Where the next panel will write: stores a row apart are nothing that hardware foresees.
+    _mm_prefetch(reinterpret_cast<const char*>(at + place + kPanel), _MM_HINT_T1);
+    store_some(at + place, low, count);
+    if (count > kLanes) store_some(at + place + kLanes, high, count - kLanes);
+  };
+  ends.start(low, high);
+  if (args.preactivation != nullptr) keep(args.preactivation);
+  float factors[kPanel];
+  if (args.dropout.on)
+    dropout_factors(args.dropout, static_cast<uint64_t>(args.row + row),
+                    static_cast<uint64_t>(unit), kPanel, factors);
+  const auto dropped = [&](Vec x, long from) __attribute__((always_inline)) {
+    return args.dropout.on ? drop(x, load(factors + from)) : x;
+  };
+  if (args.slope_at == nullptr) {
+    low = dropped(activate(low, args.activation), 0);
+    high = dropped(activate(high, args.activation), kLanes);
+  } else {
+    const float* at = args.slope_at + place;
+    const Vec z[2] = {load_some(at, count),
+                      count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
+    low = through_activation(dropped(low, 0), z[0], args.activation);
+    high = through_activation(dropped(high, kLanes), z[1], args.activation);
+    if (args.panels != nullptr) {
+      float* to = args.panels + weight_gradient_place(args.m, row, unit);
+      store(to, dropped(activate(z[0], args.activation), 0));
+      store(to + kLanes, dropped(activate(z[1], args.activation), kLanes));
+    }
+  }
+  if (args.hidden != nullptr) keep(args.hidden);
+}
+
 // A row of the result by fp32 FMA, for numbers that have no pieces.
-void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, const float* x,
+template <bool kTrains>
+void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long row,
            float* units, float* y) {
+  const float* x = args.x + row * args.x_stride;
   Vec low, high;
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
     P::plain_row([&](long p) { return x[p]; }, args.k, w1, low, high);
-    Ends<float>(args.bias1, j, args.f, args.activation).finish(low, high);
+    middle<kTrains>(args, Ends<float>(args.bias1, j, args.f, args.activation), row, j, low, high);
     store(units + j, low);
     store(units + j + kLanes, high);
   }
@@ -50,6 +95,64 @@ void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, co
     P::plain_row([&](long p) { return units[p]; }, args.f, w2, low, high);
     store(y + j, low);
     store(y + j + kLanes, high);
+  }
+}
+
+template <bool kTrains>
+void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long begin, long end,
+           void* scratch) {
+  const long rows = end - begin;
+  const Workspace work(args, rows, scratch);
+  const float* x = args.x + begin * args.x_stride;
+  P::enter();
+  P::fill(x, args.x_stride, rows, args.k, work.x);
+  for (long f = 0; f < args.f; f += kSlice) {
+    const long units = least(kSlice, args.f - f);
+    const Operand* w2_slice = w2 + P::panel_size(f);
+    for (long j = 0; j < units; j += kPanel) {
+      const Ends<float> ends(args.bias1, f + j, args.f, args.activation);
+      const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
+      const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
+      P::multiply(work.x, rows, args.k, panel, next, work.sums,
+                  [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                    // What is kept has to be right; else the result tells in the end.
+                    if (kTrains && P::is_odd(low, high))
+                      P::plain_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
+                                   low, high);
+                    middle<kTrains>(args, ends, begin + i, f + j, low, high);
+                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
+                  });
+    }
+    if (args.y == nullptr) continue;
+    const long lines = P::panel_size(units) * static_cast<long>(sizeof(Operand)) / 64;
+    const long share = lines / most(1, P::steps(rows, units)) + 1;
+    for (long j = 0; j < args.n; j += kPanel, w2_slice += P::panel_size(args.f)) {
+      const char* ahead = reinterpret_cast<const char*>(w2_slice + P::panel_size(args.f));
+      P::multiply_to(work.hidden, kSlice, rows, units, w2_slice, f > 0, work.y + j, work.y_stride,
+                     [&]() __attribute__((always_inline)) {
+                       for (long line = 0; line < share; ++line, ahead += 64)
+                         _mm_prefetch(ahead, _MM_HINT_T1);
+                     });
+    }
+  }
+  P::leave();
+  for (long i = 0; i < rows && args.y != nullptr; ++i) {
+    float* sums = work.y + i * work.y_stride;
+    for (long j = 0; j < args.n; j += kPanel) {
+      if (!P::is_odd(load(sums + j), load(sums + j + kLanes))) continue;
+      plain<kTrains>(args, w1, w2, begin + i, work.units, sums);
+      break;
+    }
+    const float* residual = args.residual;
+    if (residual != nullptr) residual += (begin + i) * args.residual_stride;
+    float* y = args.y + (begin + i) * args.n;
+    for (long j = 0; j < args.n; j += kPanel) {
+      const Ends<float> ends(args.bias2, j, args.n, kIdentity);
+      Vec low = load(sums + j), high = load(sums + j + kLanes);
+      ends.finish(low, high);
+      if (residual != nullptr) ends.add(residual + j, low, high);
+      ends.write(y + j, low, high);
+    }
   }
 }
 
@@ -67,56 +170,9 @@ long split_feed_forward_scratch(const FeedForwardArgs& args, long rows) {
 
 void split_feed_forward_rows(const FeedForwardArgs& args, const void* packed1, const void* packed2,
                              long begin, long end, void* scratch) {
-  const long rows = end - begin;
-  const Workspace work(args, rows, scratch);
-  const auto* w1 = static_cast<const Operand*>(packed1);
-  const auto* w2 = static_cast<const Operand*>(packed2);
-  const float* x = args.x + begin * args.x_stride;
-  P::enter();
-  P::fill(x, args.x_stride, rows, args.k, work.x);
-  for (long f = 0; f < args.f; f += kSlice) {
-    const long units = least(kSlice, args.f - f);
-    const Operand* w2_slice = w2 + P::panel_size(f);
-    for (long j = 0; j < units; j += kPanel) {
-      const Ends<float> ends(args.bias1, f + j, args.f, args.activation);
-      const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
-      const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
-      P::multiply(work.x, rows, args.k, panel, next, work.sums,
-                  [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                    ends.finish(low, high);
-                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
-                  });
-    }
-    const long lines = P::panel_size(units) * static_cast<long>(sizeof(Operand)) / 64;
-    const long share = lines / most(1, P::steps(rows, units)) + 1;
-    for (long j = 0; j < args.n; j += kPanel, w2_slice += P::panel_size(args.f)) {
-      const char* ahead = reinterpret_cast<const char*>(w2_slice + P::panel_size(args.f));
-      P::multiply_to(work.hidden, kSlice, rows, units, w2_slice, f > 0, work.y + j, work.y_stride,
-                     [&]() __attribute__((always_inline)) {
-                       for (long line = 0; line < share; ++line, ahead += 64)
-                         _mm_prefetch(ahead, _MM_HINT_T1);
-                     });
-    }
-  }
-  P::leave();
-  for (long i = 0; i < rows; ++i) {
-    float* sums = work.y + i * work.y_stride;
-    for (long j = 0; j < args.n; j += kPanel) {
-      if (!P::is_odd(load(sums + j), load(sums + j + kLanes))) continue;
-      plain(args, w1, w2, x + i * args.x_stride, work.units, sums);
-      break;
-    }
-    const float* residual = args.residual;
-    if (residual != nullptr) residual += (begin + i) * args.residual_stride;
-    float* y = args.y + (begin + i) * args.n;
-    for (long j = 0; j < args.n; j += kPanel) {
-      const Ends<float> ends(args.bias2, j, args.n, kIdentity);
-      Vec low = load(sums + j), high = load(sums + j + kLanes);
-      ends.finish(low, high);
-      if (residual != nullptr) ends.add(residual + j, low, high);
-      ends.write(y + j, low, high);
-    }
-  }
+  (trains(args) ? block<true> : block<false>)(args, static_cast<const Operand*>(packed1),
+                                              static_cast<const Operand*>(packed2), begin, end,
+                                              scratch);
 }
 
 }  // namespace tf::TF_ISA

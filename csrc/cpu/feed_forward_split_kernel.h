@@ -1,4 +1,4 @@
-// The feed-forward network for inference in fp32 on bfloat16 units, by pieces (bf16_tiles.h).
+// The feed-forward network in fp32 on bfloat16 units, by pieces (bf16_tiles.h).
 #pragma once
 
 #include "cpu/feed_forward_kernel.h"

@@ -42,6 +42,51 @@ bool matches(const void* weight, long stride, long n, long k, const void* packed
   return true;
 }
 
+// What becomes of the sums of rows from `row` on.
+template <class T>
+class RowEnds {
+  using P = Product<T>;
+
+ public:
+  RowEnds(const TypedLinearArgs& call, long row)
+      : args_(call),
+        x_(static_cast<const T*>(call.x) + row * call.x_stride),
+        y_(static_cast<T*>(call.y) + row * call.y_stride),
+        residual_(static_cast<const T*>(call.residual)),
+        keep_(static_cast<T*>(call.preactivation)) {
+    if (residual_ != nullptr) residual_ += row * call.residual_stride;
+    if (keep_ != nullptr) keep_ += row * call.n;
+  }
+
+  Ends<T> of_panel(long p) const {
+    return Ends<T>(args_.bias, p * kPanel, args_.n, args_.activation);
+  }
+
+  TF_INLINE void finish(const Ends<T>& ends, long i, long p, Vec low, Vec high) const {
+    const long column = p * kPanel;
+    if constexpr (P::kSplit) {
+      if (P::is_odd(low, high))
+        P::plain_row([&](long k) { return x_[i * args_.x_stride + k]; }, args_.k,
+                     static_cast<const typename P::Operand*>(args_.packed) +
+                         p * P::panel_size(args_.k),
+                     low, high);
+    }
+    ends.start(low, high);
+    if (keep_ != nullptr) ends.write(keep_ + i * args_.n + column, low, high);
+    ends.activate(low, high);
+    if (residual_ != nullptr)
+      ends.add(residual_ + i * args_.residual_stride + column, low, high);
+    ends.write(y_ + i * args_.y_stride + column, low, high);
+  }
+
+ private:
+  const TypedLinearArgs& args_;
+  const T* x_;
+  T* y_;
+  const T* residual_;
+  T* keep_;
+};
+
 template <class T>
 void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
            long panel_end, void* scratch) {
@@ -55,29 +100,13 @@ void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel
   for (long item = 0, row = row_begin; item < count; ++item) {
     const long rows = (row_end - row + count - item - 1) / (count - item);
     P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
+    const RowEnds<T> row_ends(args, row);
     for (long p = panel_begin; p < panel_end; ++p) {
-      const long column = p * kPanel;
       const auto* panel = packed + p * P::panel_size(args.k);
-      const Ends<T> ends(args.bias, column, args.n, args.activation);
-      const auto* residual = static_cast<const T*>(args.residual);
-      if (residual != nullptr) residual += row * args.residual_stride + column;
-      T* y = static_cast<T*>(args.y) + row * args.y_stride + column;
-      T* keep = static_cast<T*>(args.preactivation);
-      if (keep != nullptr) keep += row * args.n + column;
+      const Ends<T> ends = row_ends.of_panel(p);
       P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
                   [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                    if constexpr (P::kSplit) {
-                      if (P::is_odd(low, high)) {
-                        const T* x = static_cast<const T*>(args.x) + (row + i) * args.x_stride;
-                        P::plain_row([&](long j) { return x[j]; }, args.k, panel, low, high);
-                      }
-                    }
-                    ends.start(low, high);
-                    if (keep != nullptr) ends.write(keep + i * args.n, low, high);
-                    ends.activate(low, high);
-                    if (residual != nullptr)
-                      ends.add(residual + i * args.residual_stride, low, high);
-                    ends.write(y + i * args.y_stride, low, high);
+                    row_ends.finish(ends, i, p, low, high);
                   });
     }
     row += rows;

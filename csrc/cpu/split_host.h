@@ -56,44 +56,6 @@ inline TypedLinearArgs typed(const LinearArgs& args, const void* packed) {
           args.residual_stride, args.y_stride, args.activation, args.preactivation};
 }
 
-// What a training step or its backward keeps lies in memory, so hidden units pass through memory,
-// a block of rows at a time.
-inline void run_training(const FeedForwardArgs& args, const void* packed1, const void* packed2) {
-  constexpr int64_t kRows = 128;
-  const LinearArgs whole1{args.x, nullptr, args.bias1,    nullptr, nullptr, args.m, args.k,
-                          args.f, args.x_stride, 0,       args.f,  0};
-  const LinearArgs whole2{nullptr, nullptr, args.bias2, args.residual,        args.y, args.m,
-                          args.f,  args.n,  args.f,     args.residual_stride, args.n, 0};
-  const int64_t threads = torch::stable::get_num_threads();
-  int64_t blocks = (args.m + kRows - 1) / kRows;
-  blocks = (blocks + threads - 1) / threads * threads;
-  const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args) * 4;
-  const int64_t linear = std::max(split_linear_scratch(typed(whole1, nullptr)),
-                                  split_linear_scratch(typed(whole2, nullptr)));
-  const int64_t hidden_bytes = ((args.m + blocks - 1) / blocks * args.f * 4 + 63) / 64 * 64;
-  const int64_t width = TF_DISPATCH(panel_columns, );
-  for_each_item(blocks, [&](int64_t item) {
-    const int64_t begin = args.m * item / blocks, end = args.m * (item + 1) / blocks;
-    char* scratch = bytes_of(kernel_scratch(), hidden_bytes + std::max(linear, room));
-    // feed_forward_hidden and the maps count rows from the first of the call.
-    float* hidden = reinterpret_cast<float*>(scratch);
-    char* rest = scratch + hidden_bytes;
-    TypedLinearArgs first = typed(whole1, packed1), second = typed(whole2, packed2);
-    first.x = args.x + begin * args.x_stride;
-    first.y = hidden;
-    first.m = end - begin;
-    split_linear_block(first, 0, first.m, 0, (args.f + width - 1) / width, rest);
-    TF_DISPATCH(feed_forward_hidden, args, hidden - begin * args.f, begin, end,
-                reinterpret_cast<float*>(rest));
-    if (args.y == nullptr) return;
-    second.x = hidden;
-    second.m = end - begin;
-    second.y = args.y + begin * args.n;
-    if (args.residual != nullptr) second.residual = args.residual + begin * args.residual_stride;
-    split_linear_block(second, 0, second.m, 0, (args.n + width - 1) / width, rest);
-  });
-}
-
 inline void run_feed_forward(const FeedForwardArgs& args, const void* packed1,
                              const void* packed2) {
   const int64_t threads = torch::stable::get_num_threads();

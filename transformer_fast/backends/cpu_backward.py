@@ -57,6 +57,19 @@ def _multiplies(dtype: torch.dtype) -> bool:
     )
 
 
+#: A training step multiplies by weights that it changes. So few rows are faster by PyTorch's
+#: products, which read weights as they are, than by packing them first. A dozen rows are not: the
+#: kernels read weights for those as they are, too.
+_FEW_ROWS = range(16, 129)
+
+
+def _by_products(input: Tensor) -> bool:
+    """Whether PyTorch's products of matrices serve a step of training better."""
+    if input.dtype != torch.float32:
+        return _multiplies(input.dtype)
+    return input.numel() // max(1, input.shape[-1]) in _FEW_ROWS
+
+
 def _dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
     return _ops.cpu_dropout(x, p, seed) if p > 0.0 else x  # type: ignore[no-any-return]
 
@@ -208,7 +221,10 @@ def _linear_forward(
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if activation is None:
-        output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
+        if residual is None and input.dtype == torch.float32 and _by_products(input):
+            output = torch.nn.functional.linear(input, weight, bias)
+        else:
+            output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
         return output, output.new_empty((0,))
     if input.dtype in _HALVES:
         output, preactivation = _ops.cpu_linear_with_preactivation(
@@ -229,7 +245,7 @@ def _linear_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if input.dtype not in _HALVES:
+    if input.dtype not in _HALVES and not (activation is None and _by_products(input)):
         return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
             grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
         )
@@ -251,10 +267,10 @@ def _feed_forward_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if _multiplies(input.dtype):
-        preactivation = _ops.cpu_linear(input, weight1, None, bias1, None, 0)
+    if _by_products(input):
+        preactivation = _linear_forward(input, weight1, bias1, None, None)[0]
         hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
-        return _ops.cpu_linear(hidden, weight2, None, bias2, None, 0), preactivation
+        return _linear_forward(hidden, weight2, bias2, None, None)[0], preactivation
     output, preactivation = _ops.cpu_feed_forward_training(
         _wide(input), _wide(weight1), _wide(bias1), _wide(weight2), _wide(bias2),
         ACTIVATIONS[activation], dropout_p, seed, True,
@@ -274,7 +290,7 @@ def _feed_forward_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    if _multiplies(input.dtype):
+    if _by_products(input):
         hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
         _, dweight2, dbias2 = _products(grad, hidden, weight2, (False, *wants[3:5]))
         dhidden = _dropped(grad @ weight2, dropout_p, seed)
