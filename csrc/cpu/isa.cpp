@@ -148,7 +148,7 @@ Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
 bool goes_by_pieces([[maybe_unused]] long rows) {
 #ifdef TF_HAVE_AMX
-  constexpr long kLeast = 32;
+  constexpr long kLeast = 72;
   return rows >= kLeast && current_isa() == Isa::amx;
 #else
   return false;

@@ -8,7 +8,7 @@ Writes that PyTorch cannot see (through ``.data`` views, NumPy, shared memory) a
 comparing two dozen values at each call, which notices an update of the whole matrix but may miss one
 of a few elements; `forget` drops all copies.
 
-On CPUs with AMX, products of 32 rows or more read another copy, in which each weight is three
+On CPUs with AMX, products of 72 rows or more read another copy, in which each weight is three
 bfloat16 pieces (6 bytes); a model that is called both ways, as in decoding, keeps both.
 
 At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept, the oldest going first.
