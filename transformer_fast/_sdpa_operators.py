@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import autograd, dispatch
 from .dispatch import Call, select
 
 _log = logging.getLogger("transformer_fast")
@@ -248,12 +248,25 @@ def attend(
     return _RUN[backend](query, key, value, mask, is_causal, scale)
 
 
+def _forward(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and what the kernel's own backward would want to know of each row."""
+    run = autograd._pairs["attention"][backend].forward
+    output, _, shift, norm = run(query, key, value, mask, None, is_causal, scale, 0.0, None, False)
+    return output, shift, norm
+
+
 def _on_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    output, _, shift, norm = torch.ops.transformer_fast.cpu_attention(
-        query, key, value, mask, None, is_causal, scale, 0.0, None, False
-    )
+    output, shift, norm = _forward("cpu", query, key, value, mask, is_causal, scale)
     # P = exp(scores - shift) norm, so the log of the sum of exp(scores) is shift - log(norm).
     return output, torch.where(norm == 0.0, -math.inf, shift - norm.log())
 
@@ -263,9 +276,7 @@ def _on_triton(
 ) -> tuple[Tensor, Tensor]:
     from .backends.triton.attention import log_sum_exp
 
-    output, _, shift, norm = torch.ops.transformer_fast.triton_attention(
-        query, key, value, mask, None, is_causal, scale, 0.0, None, False
-    )
+    output, shift, norm = _forward("triton", query, key, value, mask, is_causal, scale)
     return output, log_sum_exp(query, mask, scale, shift, norm)
 
 

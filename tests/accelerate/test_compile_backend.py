@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate_ruler import assert_same_numbers
+from compile_ruler import check, compiled
 from hand_written import (
     ACTIVATIONS,
     ATTENTIONS,
@@ -35,7 +36,6 @@ from torch import Tensor
 
 from transformer_fast import accelerate, compile_backend, compile_reports
 from transformer_fast.accelerate.graph import run_time
-from transformer_fast.accelerate.graph.report import GraphReport
 
 
 @pytest.fixture(autouse=True)
@@ -43,26 +43,6 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def compiled(model: Any) -> tuple[Any, list[GraphReport]]:
-    reports: list[GraphReport] = []
-    options = {"report": reports.append}
-    return torch.compile(model, backend=compile_backend, options=options), reports
-
-
-def check(model: torch.nn.Module, *args: Any, **counts: int) -> list[GraphReport]:
-    """Rewritten as said (at least), and the same numbers in inference and in training."""
-    ours, reports = compiled(copy.deepcopy(model))
-    assert_same_numbers(ours.train(), model.train(), args, {}, grad=True)
-    ours, more = compiled(copy.deepcopy(model))
-    assert_same_numbers(ours.eval(), model.eval(), args, {}, grad=False)
-    for report in (*reports, *more):
-        for op, count in counts.items():
-            assert report.counts.get(op, 0) == count, str(report)
-    assert reports
-    assert more
-    return reports
 
 
 def _x() -> Tensor:
@@ -277,10 +257,6 @@ def _multiplied_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, train
     return torch.softmax((q @ k.mT) * causal(), -1) @ v
 
 
-def _shared_key_head(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    return torch.softmax(q @ k[:, :1].mT, -1) @ v
-
-
 def _values_written(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
     weights = torch.softmax(q @ k.mT, -1)
     v = v.clone()
@@ -300,7 +276,6 @@ def _values_written(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, traini
         (_changed_weights, "its result is not multiplied with values"),
         (_unknown_fill, "what its scores are filled with is not known while compiling"),
         (_multiplied_mask, "its scores are multiplied by more than a number"),
-        (_shared_key_head, "its scores come from matmul"),
         (_values_written, "something is written in place between its parts"),
     ],
 )

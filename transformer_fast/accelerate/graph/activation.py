@@ -19,7 +19,7 @@ def rewrite_activations(editor: Editor) -> None:
         if op is None or op.name not in ("mul", "div") or not node.users:
             continue
         found = _gelu(node) or _silu(node)
-        if found is None:
+        if found is None or not editor.memory.may_replace(node, [found[1]]):
             continue
         name, input = found
         if name == "silu":
@@ -43,11 +43,13 @@ def _gelu(node: Node) -> tuple[str, Node] | None:
         if op is None or op.name not in ("erf", "tanh") or not isinstance(op["input"], Node):
             continue
         inner = factors(op["input"])
+        is_tanh = op.name == "tanh" and close(inner.number, math.sqrt(2 / math.pi))
+        if is_tanh and len(inner.nodes) == 2 and _is_cubic_over_x(inner.nodes, x):
+            return "tanh", x
         if len(inner.nodes) != 1:
             continue
         if op.name == "erf" and inner.nodes == (x,) and close(inner.number, math.sqrt(0.5)):
             return "none", x
-        is_tanh = op.name == "tanh" and close(inner.number, math.sqrt(2 / math.pi))
         if is_tanh and _is_cubic(inner.nodes[0], x):
             return "tanh", x
     return None
@@ -62,6 +64,16 @@ def _is_cubic(node: Node, x: Node) -> bool:
         if one is x and isinstance(other, Node):
             number, nodes = factors(other)
             return nodes == (x, x, x) and close(number, 0.044715)
+    return False
+
+
+def _is_cubic_over_x(nodes: tuple[Node, ...], x: Node) -> bool:
+    """``x`` and ``1 + 0.044715 x^2``"""
+    for one, other in (nodes, nodes[::-1]):
+        sum = plus(other)
+        if one is x and sum is not None and sum[0] == 1.0:
+            number, inner = factors(sum[1])
+            return inner == (x, x) and close(number, 0.044715)
     return False
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx import Node
 
 from ... import functional
 from .. import outside_norm
 from .editor import Editor
 from .feed_forward import dropout_of
-from .ops import dtype, mutates, only_user, read, shape
+from .nodes import dtype, only_user, shape
+from .ops import mutates, read
 
 _NORMS = (functional.layer_norm, outside_norm.layer_norm)
 
@@ -30,7 +29,10 @@ def rewrite_add_norm(editor: Editor) -> None:
         parameters = [n for n in node.all_input_nodes if n is not total]
         if editor.last([total, *parameters]) is not total:
             continue
-        _rewrite(editor, node, total, *terms)
+        input, residual, p = _split(*terms)  # type: ignore[arg-type]
+        quiet = editor.memory.may_replace(total, [input, residual])
+        if quiet and editor.memory.is_quiet([total, *parameters], total, node):
+            _rewrite(editor, node, total, input, residual, p)
     for node in editor.graph.nodes:
         if node.target in _NORMS:
             editor.found("layer_norm", node)
@@ -40,8 +42,9 @@ def _fits(term: Node, total: Node) -> bool:
     return shape(term) == shape(total) and dtype(term) == dtype(total)
 
 
-def _rewrite(editor: Editor, norm: Node, total: Node, first: Any, second: Any) -> None:
-    input, residual, p = _split(first, second)
+def _rewrite(
+    editor: Editor, norm: Node, total: Node, input: Node, residual: Node, p: float
+) -> None:
     if norm.target is functional.layer_norm:
         _, sizes, weight, bias, eps = norm.args
         both = editor.call(
@@ -51,9 +54,10 @@ def _rewrite(editor: Editor, norm: Node, total: Node, first: Any, second: Any) -
     else:
         _, *rest = norm.args
         both = editor.call(total, outside_norm.add_layer_norm, input, residual, *rest, p, like=norm)
+    terms = total.all_input_nodes
     norm.replace_all_uses_with(editor.item(both, 0, norm))
     total.replace_all_uses_with(editor.item(both, 1, total))
-    editor.remove([norm, total])
+    editor.remove([norm, total, *terms])
     editor.found("add_layer_norm", norm)
 
 

@@ -6,6 +6,7 @@ From the softmax upwards: scaling, masks and biases, down to the product of quer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.fx import Node
 
 from . import run_time
 from .editor import Editor
-from .ops import Op, dtype, is_number, rank, read
+from .nodes import dtype, is_number, rank
+from .ops import Op, read
 from .products import Product, weighted_sum
 from .scale import scale_on_the_way
-from .scores import Mask, NotAttentionError, Scores, peel
+from .scores import Mask, NotAttentionError, Scores, fill_choices, peel
 
 
 def rewrite_attention(editor: Editor) -> None:
@@ -43,14 +45,15 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     if scores.seen_as is not None:
         raise NotAttentionError("its scores are reshaped before it")
     nodes = scores.nodes | {softmax}
-    weights, dropout_p, dropped = _downwards(softmax, nodes)
+    weights, dropout_p, dropped = _downwards(softmax, nodes, scores)
     product = next((u for u in weights.users if weighted_sum(u, weights) is not None), None)
     if product is None:
         raise NotAttentionError("its result is not multiplied with values")
     found = weighted_sum(product, weights)
     assert found is not None
     nodes |= {product}
-    if not editor.nothing_else_writes(nodes, product):
+    inputs = [scores.product.left, scores.product.right, found.values, *scores.inputs()]
+    if not editor.memory.may_replace(product, inputs):
         raise NotAttentionError("something is written in place between its parts")
     _check_tensors(editor, scores.product, found.values)
 
@@ -60,7 +63,7 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
     seen_before = [u for u in softmax.users if u not in nodes] if dropped else []
     if point is product and (seen_later or seen_before):
         raise NotAttentionError("its weights are shown before its values are known")
-    scale = scores.scale * scale_on_the_way(editor, scores.product)
+    scale = scores.scale * scale_on_the_way(editor, scores.product, product)
     query = scores.product.queries(editor, point)
     for factor, divides in scores.factors:
         function = torch.div if divides else torch.mul
@@ -102,7 +105,7 @@ def _shown(editor: Editor, both: Node, weights: Node, output: Node) -> Node:
     return node
 
 
-def _downwards(softmax: Node, nodes: set[Node]) -> tuple[Node, float, bool]:
+def _downwards(softmax: Node, nodes: set[Node], scores: Scores) -> tuple[Node, float, bool]:
     """The node whose result meets the values, the dropout before it, and whether it drops."""
     weights, dropout_p, dropped = softmax, 0.0, False
     while True:
@@ -119,12 +122,31 @@ def _downwards(softmax: Node, nodes: set[Node]) -> tuple[Node, float, bool]:
             dropout_p, dropped = float(p), True
         elif len(weights.users) > 1:
             raise NotAttentionError("its weights go several ways")
+        elif op.name in ("masked_fill", "where"):
+            _hide_again(op, weights, scores)
         nodes.add(user)
         weights = user
 
 
-#: What may stand between the softmax and the values.
-_STEPS = frozenset({"dropout", "to", "float", "type_as", "contiguous", "clone"})
+#: What may stand between the softmax and the values; nan_to_num, since rows that see nothing have
+#: no NaN here.
+_STEPS = frozenset(
+    {"dropout", "to", "float", "type_as", "contiguous", "clone", "masked_fill", "where",
+     "nan_to_num"}
+)  # fmt: skip
+
+
+def _hide_again(op: Op, weights: Node, scores: Scores) -> None:
+    """Weights set to 0 where the scores were filled: rows that see nothing get zeros then."""
+    for filled, condition, hides, with_what in fill_choices(op):
+        if filled is not weights or not is_number(with_what) or with_what != 0:
+            continue
+        if len(scores.fills) == 1:
+            mask, hid, _ = scores.fills[0]
+            if mask == Mask(condition, None) and hid == hides:
+                scores.fills[0] = (mask, hid, -math.inf)
+                return
+    raise NotAttentionError("its weights are filled where its scores are not")
 
 
 def _check_tensors(editor: Editor, product: Product, values: Node) -> None:
@@ -148,6 +170,8 @@ def _masks(
         return editor.shared(function, arguments, before)
 
     def spread(mask: Mask) -> Node:
+        if mask.order:
+            return shared(run_time.reorder, mask.node, mask.order)
         if mask.over is None:
             return mask.node
         return shared(run_time.spread, mask.node, mask.over, scores.shape)

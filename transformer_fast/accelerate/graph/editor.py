@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from .ops import dtype, is_number, is_view, mutates, rank, read, value
+from .memory import Memory
+from .nodes import only_user
+from .ops import is_view, mutates, read
 from .report import Found, GraphReport, where
 
 
 class Editor:
     def __init__(self, graph: Graph, report: GraphReport) -> None:
-        self.graph, self.report = graph, report
+        self.graph, self.report, self.memory = graph, report, Memory(graph)
         self._shared: dict[Any, Node] = {}
 
     def call(
@@ -39,10 +40,11 @@ class Editor:
         self, function: Callable[..., Any], arguments: tuple[Any, ...], latest: Node
     ) -> Node:
         """A call of ``arguments`` that all who ask for it share, as early as they allow."""
-        key = (function, arguments)
+        written = self.memory.last_write(arguments, latest)
+        key = (function, arguments, written)
         found = self._shared.get(key)
         if found is None or found.graph is not self.graph:
-            after = self.last([a for a in arguments if isinstance(a, Node)])
+            after = self.last([n for n in (*arguments, written) if isinstance(n, Node)])
             if after is None or after.op == "placeholder":
                 first = next(n for n in self.graph.nodes if n.op != "placeholder")
                 found = self.call(first, function, *arguments, like=latest)
@@ -65,8 +67,16 @@ class Editor:
             if node.users or node.op not in ("call_function", "call_method"):
                 continue
             if node in doomed:
-                doomed |= {n for n in node.all_input_nodes if _is_pure(n)}
+                doomed |= {n for n in node.all_input_nodes if self._may_go(n)}
                 self.graph.erase_node(node)
+
+    def _may_go(self, node: Node) -> bool:
+        """Whether nobody would miss the call but those who use its result."""
+        if not mutates(node):
+            return is_view(node) or read(node) is not None
+        target = node.args[0] if node.args else None
+        unseen = isinstance(target, Node) and only_user(target) is node
+        return unseen and read(node) is not None and self.memory.is_own(target)  # type: ignore[arg-type]
 
     def has_autocast(self) -> bool:
         """Whether dtypes may change on the way into an op."""
@@ -79,107 +89,3 @@ class Editor:
 
     def left(self, op: str, node: Node, reason: str) -> None:
         self.report.left.append(Found(op, where(node), reason))
-
-    def nothing_else_writes(self, nodes: set[Node], until: Node) -> bool:
-        """Whether no other call from the first of the nodes to ``until`` writes into a tensor."""
-        started = False
-        for node in self.graph.nodes:
-            started = started or node in nodes
-            if node is until:
-                return True
-            if started and node not in nodes and mutates(node):
-                return False
-        return True
-
-
-def _is_pure(node: Node) -> bool:
-    return (is_view(node) or read(node) is not None) and not mutates(node)
-
-
-def name_mutations(graph: Graph) -> None:
-    """Give the result of every write in place a name of its own.
-
-    Afterwards ``x.masked_fill_(m, c); y = x + 1`` reads ``x1 = x.masked_fill_(m, c); y = x1 + 1``:
-    the same tensor, but who reads it before and who after is plain.
-    """
-    for node in list(graph.nodes):
-        if not mutates(node) or not node.args or not isinstance(node.args[0], Node):
-            continue
-        target = node.args[0]
-        op = read(node)
-        if op is not None and op.name == "setitem":
-            if not _fills_where_true(op):
-                continue
-            with graph.inserting_before(node):
-                fill = graph.call_method("masked_fill_", (target, op["index"], op["value"]))
-            fill.meta = dict(target.meta)
-            fill.meta["stack_trace"] = node.meta.get("stack_trace")
-            graph.erase_node(node)
-            node = fill
-        elif node.kwargs.get("out") is not None or not _returns_its_target(node):
-            continue
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        for user in list(target.users):
-            if order[user] > order[node]:
-                user.replace_input_with(target, node)
-
-
-def _returns_its_target(node: Node) -> bool:
-    return rank(node) is not None and rank(node) == rank(node.args[0])
-
-
-def _fills_where_true(op: Any) -> bool:
-    index, target = op["index"], op["input"]
-    is_mask = isinstance(index, Node) and dtype(index) == torch.bool
-    return is_mask and rank(index) == rank(target) and is_number(op["value"])
-
-
-def merge_equal(graph: Graph) -> None:
-    """Compute masks once: pure calls of the same ops on the same nodes become one node."""
-    seen: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or op.name not in _MERGED or mutates(node):
-            continue
-        written = any(mutates(user) for user in node.users)
-        written |= any(mutates(u) for n in node.all_input_nodes for u in n.users)
-        if written:
-            continue
-        key = (op.name, map_arg(tuple(sorted(op.args.items())), lambda n: n.name))
-        try:
-            first = seen.setdefault(key, node)
-        except TypeError:  # a list among the arguments
-            continue
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-
-
-_MERGED = frozenset({"eq", "ne", "not", "bool", "unsqueeze"})
-
-
-def remove_idle_dropout(graph: Graph) -> None:
-    """Dropouts that drop nothing (evaluation, p = 0) give their input back."""
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or op.name != "dropout" or not isinstance(op["input"], Node):
-            continue
-        if op["training"] is False or op["p"] == 0:
-            node.replace_all_uses_with(op["input"])
-            graph.erase_node(node)
-
-
-def name_dtypes(graph: Graph) -> None:
-    """``x.type_as(y)`` as ``x.to(dtype)``: it reads nothing of y but that."""
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or op.name != "type_as":
-            continue
-        here, there = value(op["input"]), value(op["other"])
-        if not isinstance(there, torch.Tensor) or here.device != there.device:
-            continue
-        with graph.inserting_before(node):
-            new = graph.call_method("to", (op["input"], there.dtype))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from .ops import is_number, read, value
+from .nodes import is_number, value
+from .ops import read
 
 
 class Factors(NamedTuple):

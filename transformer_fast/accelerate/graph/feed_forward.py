@@ -7,7 +7,8 @@ from torch.fx import Node
 from ... import functional
 from .activation import activation_of
 from .editor import Editor
-from .ops import dtype, is_number, only_user, rank, read
+from .nodes import dtype, is_number, only_user, rank
+from .ops import read
 
 
 def rewrite_feed_forward(editor: Editor) -> None:
@@ -24,12 +25,16 @@ def rewrite_feed_forward(editor: Editor) -> None:
         first = read(before)
         if first is None or first.name != "linear" or only_user(before) is None:
             continue
+        inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
+        if not editor.memory.may_replace(node, inputs):
+            editor.left("feed_forward", node, "something is written in place between its parts")
+            continue
         new = editor.call(
             node, functional.feed_forward, first["input"], first["weight"], first["bias"],
             op["weight"], op["bias"], activation=name, dropout_p=p, like=node,
         )  # fmt: skip
         node.replace_all_uses_with(new)
-        editor.remove([node, hidden, before])
+        editor.remove([node, op["input"], hidden, before])
         editor.found("feed_forward", node)
 
 

@@ -13,7 +13,8 @@ from ... import functional
 from .. import outside_norm
 from .editor import Editor
 from .factors import plus
-from .ops import Op, dtype, is_number, only_user, read, shape
+from .nodes import dtype, is_number, only_user, rank, shape, value
+from .ops import Op, read
 
 
 @dataclass
@@ -59,6 +60,11 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
     if not isinstance(width, int) or width < 2 or dtype(norm.input) != dtype(core):
         return
     last = _with_affine(core, norm, width)
+    for name in ("weight", "bias"):
+        setattr(norm, name, _widened(editor, last, getattr(norm, name), width))
+    if not editor.memory.may_replace(last, [norm.input, norm.weight, norm.bias]):
+        editor.left("layer_norm", last, "something is written in place between its parts")
+        return
     if norm.inside:
         weight: Any = norm.weight
         eps = norm.eps
@@ -90,7 +96,8 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
         if user is None or op is None or shape(user) != shape(core):
             return last
         other = op["other"] if op["input"] is last else op["input"]
-        if other is last or not isinstance(other, Node) or shape(other) != (width,):
+        sizes = (width,), (1,), ()
+        if other is last or not isinstance(other, Node) or shape(other) not in sizes:
             return last
         if op.name == "mul" and norm.weight is None and norm.bias is None:
             norm.weight = other
@@ -99,6 +106,16 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
         else:
             return last
         last = user
+
+
+def _widened(editor: Editor, before: Node, parameter: Node | None, width: int) -> Node | None:
+    """One number for all, as some write it, as one for each."""
+    if parameter is None or shape(parameter) == (width,):
+        return parameter
+    with editor.graph.inserting_before(before):
+        node = editor.graph.call_method("expand", (parameter, width))
+    node.meta = {"example_value": value(parameter).expand(width)}
+    return node
 
 
 def _standardised(node: Node, op: Op) -> _Norm | None:
@@ -126,6 +143,7 @@ def _spread(node: Any) -> tuple[Node, bool, bool, float] | None:
         op = read(deviation)
         if op is None:
             return None
+        op = _statistic(deviation) or op
         if op.name == "std" and (unbiased := _over_last(op)) is not None:
             return op["input"], unbiased, False, eps
         if _is_root(op) and (variance := _variance(op["input"])) is not None:
@@ -145,14 +163,14 @@ def _is_root(op: Op) -> bool:
 
 def _variance(node: Any) -> tuple[Node, bool] | None:
     """What the node is the variance of, and whether the unbiased one."""
-    op = read(node)
+    op = _statistic(node) or read(node)
     if op is None:
         return None
     if op.name == "var":
         unbiased = _over_last(op)
         return None if unbiased is None else (op["input"], unbiased)
     if op.name == "pow" and op["exponent"] == 2:
-        inner = read(op["input"])
+        inner = _statistic(op["input"])
         if (
             inner is not None
             and inner.name == "std"
@@ -168,6 +186,27 @@ def _variance(node: Any) -> tuple[Node, bool] | None:
         input = _minus_mean(centred)
         return None if input is None else (input, False)
     return None
+
+
+def _statistic(node: Any) -> Op | None:
+    """A mean, std or var; also one of a pair, or one whose dimension was put back afterwards."""
+    op = read(node)
+    if op is None:
+        return None
+    if op.name == "getitem" and op["index"] in (0, 1):
+        pair = read(op["input"])
+        if pair is None or pair.name not in ("std_mean", "var_mean"):
+            return None
+        return Op(pair.name[:3] if op["index"] == 0 else "mean", pair.args)
+    back = op.name == "unsqueeze" and op["dim"] in (-1, rank(op["input"]))
+    index = op["index"] if op.name == "getitem" else None
+    back |= isinstance(index, tuple) and index == (..., None)
+    if back:
+        inner = read(op["input"])
+        if inner is None or inner["keepdim"] not in (None, False):
+            return None
+        return Op(inner.name, {**inner.args, "keepdim": True})
+    return op
 
 
 def _is_last(op: Op) -> bool:
@@ -195,7 +234,7 @@ def _minus_mean(node: Any) -> Node | None:
     op = read(node)
     if op is None or op.name != "sub" or not isinstance(op["input"], Node):
         return None
-    mean = read(op["other"])
+    mean = _statistic(op["other"])
     if mean is None or mean.name != "mean" or not _is_last(mean):
         return None
     return op["input"] if mean["input"] is op["input"] else None
@@ -213,6 +252,8 @@ def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _N
         return None
     sizes = shape(of)
     for weight, centred in ((op["input"], op["other"]), (op["other"], op["input"])):
-        if _minus_mean(centred) is of and sizes is not None and shape(weight) == sizes[-1:]:
+        if sizes is None or shape(weight) not in (sizes[-1:], (1,), ()):
+            continue
+        if isinstance(weight, Node) and _minus_mean(centred) is of:
             return _Norm(of, inside, unbiased, eps, weight)
     return None

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import Node
+
+from .nodes import is_number, rank
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
         ("matmul", "bmm", "__matmul__"),
     ),
     "baddbmm": (("input", "batch1", "batch2", "beta", "alpha"), (torch.baddbmm,), ("baddbmm",)),
+    "addmm": (("input", "mat1", "mat2"), (torch.addmm,), ("addmm",)),
     "add": (
         (*_BINARY, "alpha"),
         (torch.add, operator.add, operator.iadd),
@@ -75,6 +77,11 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     ),
     "dropout": (("input", "p", "training", "inplace"), (F.dropout, torch.dropout), ()),
     "linear": (("input", "weight", "bias"), (F.linear,), ()),
+    "conv1d": (
+        ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+        (torch.conv1d, F.conv1d),
+        (),
+    ),
     "relu": (
         ("input", "inplace"),
         (F.relu, F.relu_, torch.relu, torch.relu_),
@@ -95,6 +102,13 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     "mean": (_REDUCE, (torch.mean,), ("mean",)),
     "std": (_SPREAD, (torch.std,), ("std",)),
     "var": (_SPREAD, (torch.var,), ("var",)),
+    "std_mean": (_SPREAD, (torch.std_mean,), ()),
+    "var_mean": (_SPREAD, (torch.var_mean,), ()),
+    "sum": (_REDUCE, (torch.sum,), ("sum",)),
+    "max": (("input", "dim", "keepdim"), (torch.max,), ("max",)),
+    "amax": (("input", "dim", "keepdim"), (torch.amax,), ("amax",)),
+    "exp": (_UNARY, (torch.exp,), ("exp",)),
+    "detach": (_UNARY, (), ("detach",)),
     "sqrt": (_UNARY, (torch.sqrt,), ("sqrt",)),
     "rsqrt": (_UNARY, (torch.rsqrt,), ("rsqrt",)),
     "square": (_UNARY, (torch.square,), ("square",)),
@@ -110,7 +124,11 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     "type_as": (_BINARY, (), ("type_as",)),
     "to": (("input", "dtype"), (), ("to", "type")),
     "tensor": (("value", "dtype", "device"), (torch.tensor,), ()),
+    "full": (("size", "value"), (torch.full,), ()),
     "full_like": (("input", "value"), (torch.full_like,), ()),
+    "ones_like": (_UNARY, (torch.ones_like,), ()),
+    "zeros_like": (_UNARY, (torch.zeros_like,), ()),
+    "nan_to_num": (("input", "nan", "posinf", "neginf"), (torch.nan_to_num,), ("nan_to_num",)),
     "layer_norm": (
         ("input", "normalized_shape", "weight", "bias", "eps"),
         (F.layer_norm, torch.layer_norm),
@@ -198,9 +216,24 @@ def _read_einsum(node: Node) -> Op | None:
     if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
         return None
     equation = equation.replace(" ", "")
+    if "..." in equation:
+        equation = _without_dots(equation, operands)
     if "->" not in equation or "." in equation:
         return None
     return Op("einsum", {"equation": equation, "input": operands[0], "other": operands[1]})
+
+
+def _without_dots(equation: str, operands: list[Any]) -> str:
+    """Letters for the dimensions that ``...`` stands for, the same number in all operands."""
+    inputs = equation.split("->")[0].split(",")
+    if len(inputs) != len(operands) or any(x.count("...") != 1 for x in inputs):
+        return equation
+    ranks = [rank(n) for n in operands]
+    counts = {None if r is None else r - len(x) + 3 for r, x in zip(ranks, inputs, strict=True)}
+    if len(counts) != 1 or None in counts:
+        return equation
+    unused = [c for c in "ABCDEFGHIJ" if c not in equation]
+    return equation.replace("...", "".join(unused[: counts.pop()]))
 
 
 def _read_getattr(node: Node) -> Op | None:
@@ -221,54 +254,24 @@ _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
 }
 
 
-def value(node: Any) -> Any:
-    """What the node gave while it was captured: a fake tensor, a number..."""
-    if not isinstance(node, Node):
-        return node
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def shape(node: Any) -> tuple[Any, ...] | None:
-    found = value(node)
-    return tuple(found.shape) if isinstance(found, Tensor) else None
-
-
-def rank(node: Any) -> int | None:
-    found = value(node)
-    return found.dim() if isinstance(found, Tensor) else None
-
-
-def dtype(node: Any) -> torch.dtype | None:
-    found = value(node)
-    return found.dtype if isinstance(found, Tensor) else None
-
-
-def is_number(x: Any) -> bool:
-    """A Python number known while compiling."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def is_single(node: Any) -> bool:
-    """A tensor of one element, or a number known at run time only."""
-    found = value(node)
-    if isinstance(found, Tensor):
-        return all(isinstance(n, int) and n == 1 for n in found.shape) and found.dim() <= 1
-    return isinstance(node, Node) and isinstance(found, (int, float, torch.SymInt, torch.SymFloat))
-
-
 def constant(x: Any) -> float | None:
     """A number known while compiling, given as such or as a tensor made of it."""
     if is_number(x):
         return float(x)
     op = read(x)
-    if op is not None and op.name in ("tensor", "full_like") and is_number(op["value"]):
-        return float(op["value"])
+    if op is None:
+        return None
+    if op.name in ("tensor", "full", "full_like"):
+        return float(op["value"]) if is_number(op["value"]) else None
+    if op.name in ("ones_like", "zeros_like"):
+        return float(op.name == "ones_like")
+    if op.name == "neg":
+        inner = constant(op["input"])
+        return None if inner is None else -inner
+    if op.name == "mul":
+        one, other = constant(op["input"]), constant(op["other"])
+        return None if one is None or other is None else one * other
     return None
-
-
-def only_user(node: Node) -> Node | None:
-    """The node that alone uses this one, once."""
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def is_view(node: Node) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .editor import Editor
-from .ops import Op, is_number, rank, read, shape
+from .nodes import is_number, rank, shape
+from .ops import Op, read
 
 #: Positions of a tensor's dimensions, or None: as they are.
 _Order = tuple[int, ...] | None
@@ -64,20 +66,26 @@ def _permuted(editor: Editor, before: Node, node: Node, order: _Order) -> Node:
     return editor.call(before, torch.permute, node, order, like=node)
 
 
-def _undoes(op: Op, order: tuple[int, ...]) -> bool:
-    """Whether the node is ``permute(input, inverse of order)``."""
-    size = len(order)
+def permutation(op: Op, size: int | None) -> list[int] | None:
+    """Where each dimension of a permuted tensor comes from; None: nothing is permuted."""
+    if size is None:
+        return None
     if op.name == "transpose":
         there = list(range(size))
         a, b = op["dim0"], op["dim1"]
         if not (isinstance(a, int) and isinstance(b, int)):
-            return False
+            return None
         there[a], there[b] = there[b], there[a]
-    elif op.name == "permute":
-        there = [d % size for d in op["dims"]]
-    else:
-        return False
-    return tuple(there[d] for d in order) == tuple(range(size))
+        return there
+    if op.name == "permute" and isinstance(op["dims"], (tuple, list)):
+        return [d % size for d in op["dims"]]
+    return None
+
+
+def _undoes(op: Op, order: tuple[int, ...]) -> bool:
+    """Whether the node is ``permute(input, inverse of order)``."""
+    there = permutation(op, len(order))
+    return there is not None and [there[d] for d in order] == list(range(len(order)))
 
 
 def split_product(node: Node) -> Product | None:
@@ -107,10 +115,18 @@ def _of_matmul(left: object, right: object) -> Product | None:
     size = rank(left)
     if size is None or size < 2 or rank(right) != size:
         return None
-    if shape(left)[:-2] != shape(right)[:-2]:  # type: ignore[index]
+    if not _spreads(shape(right), shape(left)):
         return None
     swapped = (*range(size - 2), size - 1, size - 2)
     return Product(left, right, None, swapped)
+
+
+def _spreads(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bool:
+    """Whether keys or values are there for each of the queries' batches and heads, or for all."""
+    if one is None or over is None or len(one) != len(over):
+        return False
+    pairs = zip(one[:-2], over[:-2], strict=True)
+    return all(a == b or (isinstance(a, int) and a == 1) for a, b in pairs)
 
 
 def _of_einsum(equation: str, first: Node, second: Node) -> Product | None:
@@ -145,8 +161,7 @@ def weighted_sum(node: Node, weights: Node) -> WeightedSum | None:
         values = op["other"]
         if op["input"] is not weights or values is weights or not isinstance(values, Node):
             return None
-        sizes, theirs = shape(weights), shape(values)
-        if sizes is None or theirs is None or sizes[:-2] != theirs[:-2]:
+        if not _spreads(shape(values), shape(weights)):
             return None
         return WeightedSum(values)
     if op.name != "einsum" or op["input"] is op["other"]:

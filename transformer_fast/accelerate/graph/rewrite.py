@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 from ... import functional
 from .activation import rewrite_activations
 from .add_norm import rewrite_add_norm
 from .attention import rewrite_attention
-from .editor import (
-    Editor,
-    merge_equal,
-    name_dtypes,
-    name_mutations,
-    remove_idle_dropout,
-)
+from .conv import rewrite_convolutions
+from .editor import Editor
 from .feed_forward import rewrite_feed_forward, rewrite_linear
+from .nodes import rank
 from .norm import rewrite_norms
 from .ops import read
 from .report import GraphReport
+from .softmax import rewrite_softmax
+from .tidy import tidy
 
 
 def rewrite(module: GraphModule) -> GraphReport:
@@ -30,18 +29,18 @@ def rewrite(module: GraphModule) -> GraphReport:
     while the graph was captured (``meta["example_value"]``).
     """
     report = GraphReport()
+    tidy(module.graph)
     editor = Editor(module.graph, report)
-    name_mutations(module.graph)
-    name_dtypes(module.graph)
-    remove_idle_dropout(module.graph)
-    merge_equal(module.graph)
+    rewrite_softmax(editor)
     rewrite_attention(editor)
     _rewrite_calls_of_torchs(editor)
     rewrite_norms(editor)
     rewrite_activations(editor)
+    rewrite_convolutions(editor)
     rewrite_feed_forward(editor)
     rewrite_add_norm(editor)
     rewrite_linear(editor)
+    _tell_of_the_rest(editor)
     report.others = Counter(
         str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
         for node in module.graph.nodes
@@ -57,6 +56,27 @@ def rewrite(module: GraphModule) -> GraphReport:
             report.left += inner.left
             report.others += inner.others
     return report
+
+
+def _tell_of_the_rest(editor: Editor) -> None:
+    """Calls that do what our ops do, and that stay nevertheless."""
+    for node in editor.graph.nodes:
+        if node.target in _MODULES:
+            reason = "it is a module of torch.nn, which transformer_fast.accelerate(model) swaps"
+            editor.left(_MODULES[node.target], node, reason)
+        op = read(node)
+        if op is not None and op.name in ("matmul", "addmm"):
+            weight = op["mat2" if op.name == "addmm" else "other"]
+            if isinstance(weight, Node) and weight.op == "placeholder" and rank(weight) == 2:
+                reason = "it is a product with a (in, out) matrix, and our kernels read (out, in)"
+                editor.left("linear", node, reason)
+
+
+_MODULES = {
+    torch.nn.functional.multi_head_attention_forward: "attention",
+    torch._native_multi_head_attention: "attention",
+    torch._transformer_encoder_layer_fwd: "encoder layer",
+}
 
 
 def _is_ours(target: object) -> bool:

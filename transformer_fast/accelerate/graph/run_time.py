@@ -43,6 +43,11 @@ def spread(mask: Tensor, over: tuple[int, ...], shape: tuple[int, ...]) -> Tenso
     return mask.expand(over).reshape(shape)
 
 
+def reorder(mask: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A mask for scores whose dimensions stand in another order than the attention's."""
+    return mask.reshape((1,) * (len(order) - mask.dim()) + tuple(mask.shape)).permute(order)
+
+
 def prepare_hidden(condition: Tensor, hides: bool, fill: float, rank: int) -> Mask:
     """The mask of ``scores.masked_fill(condition, fill)``; ``hides=False``: of its opposite.
 
@@ -101,7 +106,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """``dropout(softmax(masked_fill(scale Q K^T + added, hidden)))``, times V, and the weights.
 
-    query (..., T, D), key (..., S, D), value (..., S, Dv) of rank 2, 3 or 4.
+    query (..., T, D), key (..., S, D), value (..., S, Dv) of rank 2, 3 or 4; keys and values may be
+    the same for several batches or heads (size 1).
     """
     query, key, value = autocast(query, key, value)  # type: ignore[assignment]
     rank = query.dim()
@@ -109,6 +115,8 @@ def attention(
         where = (0, 1) if rank == 2 else (1,)
         for dim in where:
             query, key, value = (x.unsqueeze(dim) for x in (query, key, value))
+    if key.shape[:-2] != query.shape[:-2] or value.shape[:-2] != query.shape[:-2]:
+        key, value = (x.expand(*query.shape[:-2], *x.shape[-2:]) for x in (key, value))
     if isinstance(added, Mask):
         hidden, added = (added, None) if hidden is None else (hidden, _as_added(added, query))
     mask = added

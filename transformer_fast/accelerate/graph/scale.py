@@ -5,12 +5,16 @@ from __future__ import annotations
 from torch.fx import Node
 
 from .editor import Editor
-from .ops import is_number, is_view, mutates, only_user, read
+from .nodes import is_number, only_user
+from .ops import is_view, mutates, read
 from .products import Product
 
 
-def scale_on_the_way(editor: Editor, product: Product) -> float:
-    """Take multiplications by numbers out of the ways to the product; what they multiply by."""
+def scale_on_the_way(editor: Editor, product: Product, last: Node) -> float:
+    """Take multiplications by numbers out of the ways to the product; what they multiply by.
+
+    ``last``: the last call before which the product's inputs will be read.
+    """
     scale = 1.0
     for side in ("left", "right"):
         while True:
@@ -18,6 +22,8 @@ def scale_on_the_way(editor: Editor, product: Product) -> float:
             if found is None:
                 break
             node, inner, factor = found
+            if not editor.memory.may_replace(getattr(product, side), [inner], last):
+                break
             scale *= factor
             if node is getattr(product, side):
                 setattr(product, side, inner)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from .ops import Op, constant, dtype, is_number, is_single, is_view, only_user, rank, read, shape
-from .products import Product, split_product
+from .nodes import dtype, is_number, is_single, only_user, rank, shape
+from .ops import Op, constant, is_view, mutates, read
+from .products import Product, permutation, split_product
 
 #: A fill as low as this hides: exp of the difference to any usual score is 0.
 _HIDES = -9000.0
@@ -25,6 +26,8 @@ class Mask(NamedTuple):
     node: Node
     #: The shape it is spread over, if it is another than that of the scores.
     over: tuple[Any, ...] | None
+    #: The order of its dimensions that is the scores'; empty: as they are.
+    order: tuple[int, ...] = ()
 
 
 @dataclass
@@ -45,26 +48,38 @@ class Scores:
     #: The shape in which they are looked at, if it is another than the product's.
     seen_as: tuple[Any, ...] | None = None
 
-    def mask(self, node: Node) -> Mask:
-        return Mask(node, self.seen_as)
+    def inputs(self) -> list[Node]:
+        """Masks and factors."""
+        masks = [mask for mask, _ in self.added] + [mask for mask, *_ in self.fills]
+        return [mask.node for mask in masks] + [node for node, _ in self.factors]
+
+    def mask(self, node: Node, order: tuple[int, ...]) -> Mask:
+        return Mask(node, self.seen_as, order)
 
 
-def peel(node: Any, after: float) -> Scores:
-    """The scores behind ``node``, which is multiplied by ``after`` before the softmax."""
+def peel(node: Any, after: float, order: tuple[int, ...] = ()) -> Scores:
+    """The scores behind ``node``, which is multiplied by ``after`` before the softmax.
+
+    ``order``: in which the softmax has the node's dimensions; empty: as they are.
+    """
     if not isinstance(node, Node):
         raise NotAttentionError("its input is not computed from queries and keys")
     product = split_product(node)
     if product is not None:
+        if order != tuple(range(len(order))):
+            raise NotAttentionError("its scores are permuted")
         scores = Scores(product, shape(node), {node}, after * product.scale)
         if product.added is not None:
-            scores.added.append((scores.mask(product.added), after))
+            scores.added.append((scores.mask(product.added, ()), after))
         _require_one_user(node)
         return scores
     op = read(node)
     if op is None and not is_view(node):
         raise NotAttentionError(f"its scores come from {_name(node)}")
     _require_one_user(node)
-    scores = _peel_view(node, after) if op is None else _peel_op(node, op, after)
+    if op is None and order:
+        raise NotAttentionError("its scores are reshaped while they are permuted")
+    scores = _peel_view(node, after) if op is None else _peel_op(node, op, after, order)
     scores.nodes.add(node)
     return scores
 
@@ -87,37 +102,57 @@ def _require_one_user(node: Node) -> None:
         raise NotAttentionError("its scores are used elsewhere too")
 
 
-def _peel_op(node: Node, op: Op, after: float) -> Scores:
+def _peel_op(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
     if op.name in ("float", "to", "type_as", "contiguous", "clone"):
         if dtype(node) not in (dtype(op["input"]), torch.float32):
             raise NotAttentionError(f"its scores are converted to {dtype(node)}")
-        return peel(op["input"], after)
+        return peel(op["input"], after, order)
     if op.name in ("mul", "div"):
-        return _peel_factor(node, op, after)
+        return _peel_factor(node, op, after, order)
     if op.name in ("add", "sub"):
-        return _peel_added(node, op, after)
+        return _peel_added(node, op, after, order)
     if op.name in ("masked_fill", "where"):
-        return _peel_fill(node, op, after)
+        return _peel_fill(node, op, after, order)
+    dims = permutation(op, rank(node))
+    if dims is not None:
+        found = peel(op["input"], after, tuple(dims[i] for i in order or range(len(dims))))
+        if found.seen_as is not None:
+            raise NotAttentionError("its scores are reshaped while they are permuted")
+        return found
     raise NotAttentionError(f"its scores come from {_name(node)}")
 
 
-def _peel_factor(node: Node, op: Op, after: float) -> Scores:
+def _peel_factor(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
     divides = op.name == "div"
     for scores, factor in _sides(op, both=not divides):
-        if is_number(factor):
-            if factor == 0:
+        number = factor if is_number(factor) else _filled_with(factor)
+        if number is not None:
+            if number == 0:
                 break
-            return peel(scores, after / factor if divides else after * factor)
-        if is_single(factor) and shape(scores) == shape(node):
-            found = peel(scores, after)
+            return peel(scores, after / number if divides else after * number, order)
+        alike = is_single(factor) if order else _is_the_same_for_all_keys(factor, node)
+        if alike and shape(scores) == shape(node):
+            found = peel(scores, after, order)
             if found.added or found.fills:
                 raise NotAttentionError("a tensor scales its scores after they are masked")
+            if found.seen_as is not None:
+                raise NotAttentionError("a tensor scales its scores while they are reshaped")
             found.factors.append((factor, divides))
             return found
     raise NotAttentionError("its scores are multiplied by more than a number")
 
 
-def _peel_added(node: Node, op: Op, after: float) -> Scores:
+def _is_the_same_for_all_keys(factor: Any, scores: Node) -> bool:
+    """A number or tensor that queries can be multiplied by as well."""
+    if is_single(factor):
+        return True
+    sizes, dimensions = shape(factor), rank(scores)
+    if sizes is None or dimensions is None or not 0 < len(sizes) <= dimensions:
+        return False
+    return isinstance(sizes[-1], int) and sizes[-1] == 1
+
+
+def _peel_added(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
     reason = NotAttentionError("its scores are a sum of unknown things")
     for scores, added in _sides(op, both=op.name == "add"):
         if shape(scores) != shape(node) or not isinstance(added, Node):
@@ -126,42 +161,52 @@ def _peel_added(node: Node, op: Op, after: float) -> Scores:
         if kind is None or not kind.is_floating_point or (rank(added) or 0) > (rank(node) or 0):
             continue
         try:
-            found = peel(scores, after)
+            found = peel(scores, after, order)
         except NotAttentionError as why:
             reason = why
             continue
         if any(math.isfinite(value) for *_, value in found.fills):
             raise NotAttentionError("something is added to its scores after a finite fill")
-        found.added.append((found.mask(added), after if op.name == "add" else -after))
+        found.added.append((found.mask(added, order), after if op.name == "add" else -after))
         return found
     raise reason
 
 
-def _peel_fill(node: Node, op: Op, after: float) -> Scores:
+def fill_choices(op: Op) -> list[tuple[Any, Any, bool, Any]]:
+    """(what is filled, condition, whether it fills where that is True, with what)"""
     if op.name == "masked_fill":
-        choices = [(op["input"], op["mask"], True, op["value"])]
-    else:
-        choices = [
-            (op["input"], op["condition"], False, op["other"]),
-            (op["other"], op["condition"], True, op["input"]),
-        ]
-    for scores, condition, hides, filled in choices:
-        number = constant(filled)
+        return [(op["input"], op["mask"], True, op["value"])]
+    return [
+        (op["input"], op["condition"], False, op["other"]),
+        (op["other"], op["condition"], True, op["input"]),
+    ]
+
+
+def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
+    for scores, condition, hides, filled in fill_choices(op):
+        number = _filled_with(filled)
         if number is None or not isinstance(condition, Node) or shape(scores) != shape(node):
             continue
         if (rank(condition) or 0) > (rank(node) or 0):
             continue
         if not number * after <= _HIDES:
             raise NotAttentionError(f"its scores are filled with {number:g}, which does not hide")
-        found = peel(scores, after)
+        found = peel(scores, after, order)
         if found.factors and after < 0:
             break
         others = {value for *_, value in found.fills}
         if others - {number * after}:
             raise NotAttentionError("its scores are filled with several values")
-        found.fills.append((found.mask(condition), hides, number * after))
+        found.fills.append((found.mask(condition, order), hides, number * after))
         return found
     raise NotAttentionError("what its scores are filled with is not known while compiling")
+
+
+def _filled_with(x: Any) -> float | None:
+    """The number, if it is known; tensors of several elements are not asked."""
+    if isinstance(x, Node) and (not is_single(x) or any(mutates(user) for user in x.users)):
+        return None
+    return constant(x)
 
 
 def _sides(op: Op, both: bool) -> Iterator[tuple[Any, Any]]:

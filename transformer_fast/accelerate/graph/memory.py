@@ -1,0 +1,183 @@
+"""Which calls of a graph write into memory that others read: what may be moved past what."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .nodes import only_user, value
+from .ops import is_view, mutates, read
+
+#: Stands for all memory that comes from outside the graph; any two tensors may share it.
+_OUTSIDE = "outside"
+
+#: Ops that `read` knows and whose result is memory of its own.
+_FRESH_OPS = frozenset(
+    {"matmul", "baddbmm", "addmm", "einsum", "add", "sub", "mul", "div", "neg", "softmax",
+     "masked_fill", "where", "linear", "relu", "gelu", "silu", "sigmoid", "tanh", "erf", "mean",
+     "std", "var", "sqrt", "rsqrt", "pow", "eq", "ne", "not", "clone", "tensor", "full",
+     "full_like", "layer_norm", "attention", "conv1d", "exp", "sum", "maximum", "nan_to_num"}
+)  # fmt: skip
+#: Others, by the name of function or method.
+_FRESH_NAMES = frozenset(
+    {"abs", "all", "and_", "any", "arange", "bitwise_and", "bitwise_or", "cat", "cos", "cumsum",
+     "embedding", "empty", "empty_like", "eye", "full", "ge", "gt", "invert", "le", "linspace",
+     "logical_and", "logical_or", "logical_xor", "lt", "max", "min", "ones", "ones_like", "or_",
+     "rand", "rand_like", "randint", "randn", "randn_like", "repeat", "repeat_interleave",
+     "scalar_tensor", "sin", "stack", "tril", "triu", "zeros", "zeros_like"}
+)  # fmt: skip
+
+
+_VIEWS = frozenset({"transpose", "permute", "unsqueeze", "contiguous"})
+
+
+class Memory:
+    """The writes in place of a graph; calls that are put in later write nowhere."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._writes = [n for n in graph.nodes if mutates(n)]
+
+    def may_replace(self, last: Node, inputs: Iterable[Any], point: Node | None = None) -> bool:
+        """Whether one call of ``inputs``, at ``point`` or ``last``, may compute what ``last`` does.
+
+        It may if nobody else writes into the memory of the inputs, and of what is computed on the
+        way, from the first reading up to there; and if that writes into memory of its own only. (It
+        then has to be taken out.)
+        """
+        if not self._writes:
+            return True
+        known = set(_nodes(list(inputs)))
+        cone = _between(known, last)
+        if not cone:
+            return True
+        roots: dict[Node, frozenset[Any]] = {}
+        given = (n for n in known if only_user(n) in cone and self.is_own(n))
+        own = frozenset(cone).union(*(_roots(n, roots) for n in given))
+        if any(n in cone and not _touched(n, roots) <= own for n in self._writes):
+            return False
+        order = self._order()
+        first = min(cone, key=lambda n: order[n])
+        ends = [last] if point is None else [last, point]
+        return all(self.is_quiet([*known, *cone], first, end, own) for end in ends)
+
+    def is_quiet(
+        self, nodes: Iterable[Any], one: Node, other: Node, but: Container[Node] = ()
+    ) -> bool:
+        """Whether no call between the two, in either order, writes into the nodes' memory."""
+        if not self._writes:
+            return True
+        order = self._order()
+        first, end = sorted((order[one], order[other]))
+        between = [n for n in self._writes if first < order.get(n, -1) < end and n not in but]
+        return not self._touching(between, nodes)
+
+    def last_write(self, nodes: Iterable[Any], before: Node) -> Node | None:
+        """The last call before ``before`` that may change what the nodes read."""
+        if not self._writes:
+            return None
+        order = self._order()
+        found = [n for n in self._writes if order.get(n, len(order)) < order[before]]
+        return max(self._touching(found, nodes), key=lambda n: order[n], default=None)
+
+    def is_own(self, node: Node) -> bool:
+        """Whether nobody but the node, and whoever uses it, sees the memory it lies in."""
+        while not _is_fresh(node):
+            op = read(node)
+            inner = op["input"] if op is not None and op.name in _VIEWS else None
+            if inner is None and node.args and (is_view(node) or mutates(node)):
+                inner = node.args[0]
+            if not isinstance(inner, Node) or only_user(inner) is not node:
+                return False
+            node = inner
+        return True
+
+    def is_written(self, nodes: Iterable[Any]) -> bool:
+        """Whether any call of the graph writes into the nodes' memory."""
+        return bool(self._touching(self._writes, nodes))
+
+    def _order(self) -> dict[Node, int]:
+        return {node: i for i, node in enumerate(self._graph.nodes)}
+
+    def _touching(self, writes: Sequence[Node], nodes: Iterable[Any]) -> list[Node]:
+        """Those of the writes that may change what the nodes read."""
+        roots: dict[Node, frozenset[Any]] = {}
+        read_memory = frozenset().union(*(_roots(n, roots) for n in _nodes(list(nodes))))
+        return [n for n in writes if _touched(n, roots) & read_memory]
+
+
+def _touched(write: Node, roots: dict[Node, frozenset[Any]]) -> frozenset[Any]:
+    """The memory that a write in place may change."""
+    targets = _nodes([write.kwargs.get("out"), write.args[:1], write.kwargs.get("input")])
+    return frozenset().union(*(_roots(n, roots) for n in targets or write.all_input_nodes))
+
+
+def _nodes(tree: Any) -> list[Node]:
+    return [n for n in torch.utils._pytree.tree_leaves(tree) if isinstance(n, Node)]
+
+
+def _between(inputs: set[Node], last: Node) -> set[Node]:
+    """``last`` and the calls that it is computed by from the inputs."""
+    found: set[Node] = set()
+    todo = [last]
+    while todo:
+        node = todo.pop()
+        if node in found or node in inputs or node.op in ("placeholder", "get_attr"):
+            continue
+        found.add(node)
+        todo += node.all_input_nodes
+    return found
+
+
+_NO_MEMORY = (
+    bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype,
+    torch.device,
+)  # fmt: skip
+
+
+def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
+    """The memory that the node's value may lie in, named by the calls that made it."""
+    todo = [node]
+    while todo:  # not recursive: graphs of deep models are long
+        current = todo[-1]
+        if current in known:
+            todo.pop()
+            continue
+        if isinstance(value(current), _NO_MEMORY):
+            known[current] = frozenset()
+        elif current.op in ("placeholder", "get_attr"):
+            known[current] = frozenset({_OUTSIDE})
+        elif _is_fresh(current):
+            known[current] = frozenset({current})
+        else:
+            missing = [n for n in current.all_input_nodes if n not in known]
+            if missing:
+                todo += missing
+                continue
+            inner = (known[n] for n in current.all_input_nodes)
+            known[current] = frozenset({current}).union(*inner)
+    return known[node]
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether the call's result is memory that nothing else has."""
+    if mutates(node):
+        return False
+    op = read(node)
+    if op is not None:
+        return op.name in _FRESH_OPS or (op.name == "getitem" and _copies(op["index"]))
+    if node.op == "call_function":
+        where, name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
+        if (where or "").startswith("transformer_fast."):
+            return not name.startswith(("prepare_", "spread", "reorder"))
+        return node.target is not builtins.getattr and name in _FRESH_NAMES
+    return node.op == "call_method" and str(node.target) in _FRESH_NAMES
+
+
+def _copies(index: Any) -> bool:
+    """Whether indexing with it copies: a tensor among the indices."""
+    return any(isinstance(value(n), torch.Tensor) for n in _nodes(index))
