@@ -41,6 +41,19 @@ def test_attention(name: str) -> None:
     assert not {"softmax", "matmul", "einsum", "exp"} & set(report.others)
 
 
+@pytest.mark.parametrize("name", ["like the scores", "permuted", "one key head", "temperatures"])
+def test_lengths_may_vary(name: str) -> None:
+    model = Attention(ATTENTIONS[name][0]()).eval()
+    ours, reports = compiled(model)
+    with torch.no_grad():
+        for length in (5, 6, 9):
+            x, mask = torch.randn(B, length, M), torch.ones(length, length).tril() > 0
+            if name == "permuted":
+                mask = torch.randn(B, length, length)
+            torch.testing.assert_close(ours(x, x, mask), model(x, x, mask))
+    assert [report.counts["attention"] for report in reports] == [1, 1]
+
+
 @pytest.mark.parametrize("attend", [zeros_afterwards, nan_to_num])
 def test_what_sees_nothing_gets_nothing_where_the_user_says_so(attend: Any) -> None:
     mask = with_blind_rows()

@@ -122,12 +122,11 @@ def name_constants(graph: Graph) -> None:
 
 
 def _broadcasts_to(shapes: list[tuple[Any, ...]], wanted: tuple[Any, ...] | None) -> bool:
-    """Whether these shapes together make the wanted one, sizes being compared as they are."""
+    """Whether these shapes together make the wanted one."""
     if wanted is None:
         return False
     for i, size in enumerate(reversed(wanted)):
-        sizes = [s[-1 - i] for s in shapes if len(s) > i]
-        if not any(n is size or (isinstance(n, int) and n == size) for n in sizes):
+        if not any(len(s) > i and s[-1 - i] == size for s in shapes):
             return False
     return True
 
