@@ -26,6 +26,7 @@ def _x(length: int = T) -> torch.Tensor:
 
 CASES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
     "LayerNorm": lambda: (nn.LayerNorm(M), (_x(),), {}),
+    "Linear": lambda: (nn.Linear(M, HIDDEN), (_x(),), {}),
     "attention": lambda: (nn.MultiheadAttention(M, H, batch_first=True), 3 * (_x(),), {}),
     "attention, masks": lambda: (
         nn.MultiheadAttention(M, H, add_zero_attn=True, batch_first=True),

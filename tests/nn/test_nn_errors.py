@@ -105,6 +105,7 @@ def test_attention_dtypes() -> None:
 CONSTRUCTORS = {
     "MultiheadAttention": [(0, 2), (8, 0), (8, 3), (-8, 2), (8,)],
     "LayerNorm": [(), (-1,), ("8",), (8, 1e-5, True, True, "nowhere")],
+    "Linear": [(), (8,), (8, -1), ("8", 8), (8, 8, True, "nowhere")],
     "TransformerEncoderLayer": [(8,), (8, 3), (8, 2, 16, 2.0), (8, 2, 16, 0.1, "tanh")],
     "TransformerDecoderLayer": [(8,), (8, 3), (8, 2, 16, -1.0), (8, 2, 16, 0.1, "tanh")],
     "TransformerEncoder": [(), (torch.nn.Identity(), "2")],
@@ -134,6 +135,12 @@ LAYER_NORM = {
 def test_layer_norm(name: str) -> None:
     args, given = LAYER_NORM[name]
     theirs = torch.nn.LayerNorm(*args)
+    assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))
+
+
+@pytest.mark.parametrize("given", [x(2, 7), torch.randn(()), [1.0], x(2, 8).double(), x(2, 8).long()])
+def test_linear(given: object) -> None:
+    theirs = torch.nn.Linear(8, 4)
     assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))
 
 

@@ -96,7 +96,7 @@ def check(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> None:
     padded_inference = cls is torch.nn.Transformer and not training and not grad
     with fast_path(not padded_inference):
         rows = errors(cases(cls, dtype, training, grad), grad)
-    assert len(rows) >= 7
+    assert len(rows) >= (3 if cls is torch.nn.Linear else 7)
     scale = EPS[dtype] / EPS[torch.float32]
     # Where a softmax saturates, a gradient's rounding in fp32 tells nothing of that in fp64, so
     # gradients are held to the worst sample.
@@ -123,7 +123,7 @@ def test_kernels_take_every_sample(cls: type, training: bool) -> None:
         check(cls, torch.float32, training, grad=training)
 
 
-@pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.LayerNorm])
+@pytest.mark.parametrize("cls", [c for c in INFOS if c not in (torch.nn.LayerNorm, torch.nn.Linear)])
 def test_a_flipped_mask_fails(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     right = masks.combine
 
@@ -152,7 +152,7 @@ def test_the_samples_own_references(cls: type) -> None:
     if cls in (torch.nn.LayerNorm, torch.nn.TransformerEncoder):
         assert checked == 0
     else:
-        assert checked >= 60
+        assert checked >= (6 if cls is torch.nn.Linear else 60)
 
 
 def test_torch_layers_in_our_encoder() -> None:

@@ -23,7 +23,7 @@ def test_every_name_of_torch_is_there() -> None:
 
 
 def test_ours_are_subclasses() -> None:
-    assert len(OURS) == 7
+    assert len(OURS) == 8
     for theirs, ours in OURS.items():
         assert issubclass(ours, theirs)
         assert ours.__name__ == theirs.__name__
@@ -35,11 +35,12 @@ def test_ours_are_subclasses() -> None:
 def test_import_forms() -> None:
     scope: dict[str, object] = {}
     exec("from transformer_fast.nn import *", scope)
-    assert scope["Linear"] is torch.nn.Linear
+    assert scope["Linear"] is nn.Linear
+    assert scope["Bilinear"] is torch.nn.Bilinear
     assert scope["LayerNorm"] is nn.LayerNorm
     assert scope["utils"] is torch.nn.utils
     exec("from transformer_fast.nn import Linear as L, MultiheadAttention as A, init", scope)
-    assert scope["L"] is torch.nn.Linear
+    assert scope["L"] is nn.Linear
     assert scope["A"] is nn.MultiheadAttention
     assert scope["init"] is torch.nn.init
     exec("import transformer_fast.nn.functional as F", scope)

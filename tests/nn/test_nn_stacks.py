@@ -272,6 +272,7 @@ def test_nested_input_goes_to_torch() -> None:
     "name",
     [
         "LayerNorm",
+        "Linear",
         "MultiheadAttention",
         "TransformerEncoderLayer",
         "TransformerDecoderLayer",

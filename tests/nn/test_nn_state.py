@@ -14,6 +14,8 @@ from nn_ruler import OURS
 from transformer_fast import nn
 
 BUILD: dict[str, Callable[[object], torch.nn.Module]] = {
+    "Linear": lambda n: n.Linear(8, 3),  # type: ignore[attr-defined]
+    "Linear without bias": lambda n: n.Linear(8, 3, False),  # type: ignore[attr-defined]
     "LayerNorm": lambda n: n.LayerNorm((3, 8)),  # type: ignore[attr-defined]
     "LayerNorm without bias": lambda n: n.LayerNorm(8, bias=False),  # type: ignore[attr-defined]
     "LayerNorm without affine": lambda n: n.LayerNorm(8, elementwise_affine=False),  # type: ignore[attr-defined]

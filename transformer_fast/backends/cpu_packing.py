@@ -60,6 +60,7 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
     # Tensors made in inference mode have no version counter.
     if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
         return None
+    assert _native.module is not None  # or no kernel would ask
     pieces = weight.dtype == torch.float32 and _native.module.goes_by_pieces(rows)
     key = (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, pieces)
     entry = _entries.get(key)

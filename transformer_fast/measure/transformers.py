@@ -114,7 +114,7 @@ class Seq2Seq(nn.Module):
         self.transformer = nn.Transformer(
             size.model, size.heads, size.layers, size.layers, size.hidden, dropout, batch_first=True
         )
-        self.output = torch.nn.Linear(size.model, size.vocabulary)
+        self.output = nn.Linear(size.model, size.vocabulary)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens) + self.positions[: tokens.shape[1]]

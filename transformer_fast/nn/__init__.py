@@ -1,8 +1,8 @@
 """`torch.nn` with our classes in place of torch's where we have kernels.
 
-Ours: `LayerNorm`, `MultiheadAttention`, `TransformerEncoderLayer`, `TransformerDecoderLayer`,
-`TransformerEncoder`, `TransformerDecoder`, `Transformer`, all subclasses of torch's, and
-`functional`, which is `transformer_fast.functional`. Every other name, submodules included
+Ours: `LayerNorm`, `Linear`, `MultiheadAttention`, `TransformerEncoderLayer`,
+`TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`, all subclasses
+of torch's, and `functional`, which is `transformer_fast.functional`. Every other name, submodules included
 (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
 """
 
@@ -15,6 +15,7 @@ import torch.nn as _torch_nn
 from .. import functional as functional
 from . import alias as _alias
 from .layer_norm import LayerNorm as LayerNorm
+from .linear import Linear as Linear
 from .multihead_attention import MultiheadAttention as MultiheadAttention
 from .transformer import Transformer as Transformer
 from .transformer import TransformerDecoder as TransformerDecoder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _OURS = (
     "LayerNorm",
+    "Linear",
     "MultiheadAttention",
     "Transformer",
     "TransformerDecoder",

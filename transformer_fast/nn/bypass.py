@@ -16,8 +16,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
 from .layer_norm import LayerNorm
+from .linear import Linear
 
-LINEAR = (torch.nn.Linear, NonDynamicallyQuantizableLinear)
+LINEAR = (Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
 LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
 DROPOUT = (torch.nn.Dropout,)
 

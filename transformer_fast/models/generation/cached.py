@@ -24,13 +24,13 @@ Project = Callable[[Tensor], Tensor]
 
 def bind_project(project: Any, rows: int) -> Linear:
     """``project`` for (R, M), on our kernels where it is a plain matrix."""
-    if bypass.is_plain(project, (torch.nn.Linear,)):
+    if bypass.is_plain(project, bypass.LINEAR):
         return bind_linear(rows, project.weight, project.bias)
     if bypass.is_plain(project, (OutputProjection,)):
         last = bind_linear(rows, project.weight, project.bias)
         if project.projection is None:
             return last
-        if bypass.is_plain(project.projection, (torch.nn.Linear,)):
+        if bypass.is_plain(project.projection, bypass.LINEAR):
             first = bind_linear(rows, project.projection.weight, None)
             return lambda x: last(first(x))
     return lambda x: project(x[:, None]).squeeze(1)

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ... import nn
 from ...nn import bypass
 
 _ATTENTION = (torch.nn.MultiheadAttention, nn.MultiheadAttention)
 _LAYER_NORM = (torch.nn.LayerNorm, nn.LayerNorm)
-_LINEAR = (torch.nn.Linear, NonDynamicallyQuantizableLinear)
+_LINEAR = bypass.LINEAR
 _DROPOUT = (torch.nn.Dropout, torch.nn.Identity)
 _ENCODER_LAYER = (torch.nn.TransformerEncoderLayer, nn.TransformerEncoderLayer)
 _DECODER_LAYER = (torch.nn.TransformerDecoderLayer, nn.TransformerDecoderLayer)
