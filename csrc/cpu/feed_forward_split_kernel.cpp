@@ -106,7 +106,8 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
   const float* x = args.x + begin * args.x_stride;
   P::enter();
   P::fill(x, args.x_stride, rows, args.k, work.x);
-  for (long f = 0; f < args.f; f += kSlice) {
+  // Once even without hidden units: the product then clears y.
+  for (long f = 0; f == 0 || f < args.f; f += kSlice) {
     const long units = least(kSlice, args.f - f);
     const Operand* w2_slice = w2 + P::panel_size(f);
     for (long j = 0; j < units; j += kPanel) {

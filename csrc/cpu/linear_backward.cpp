@@ -47,9 +47,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     dy.stride = n;
   }
   if (want_input && k > 0) {
-    run_linear({dy.data, nullptr, nullptr, nullptr,
-                static_cast<float*>(grad_input.mutable_data_ptr()), m, n, k, dy.stride, 0, k, 0},
-               column_panels_of(weight, 0, m));
+    run_input_gradient(dy.data, dy.stride, weight, m,
+                       static_cast<float*>(grad_input.mutable_data_ptr()), 0);
   }
   if (want_weight || want_bias) {
     const Rows x = as_rows(input);

@@ -34,6 +34,24 @@ inline Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
   return panels;
 }
 
+// dX = dY W, dY (m, n) with rows grad_stride apart. W's rows are packed a part at a time where they
+// are many, as a vocabulary's are: the parts' products are added up, and no part leaves the cache
+// before it was used.
+inline void run_input_gradient(const float* grad, int64_t grad_stride, const Tensor& weight,
+                               int64_t m, float* grad_input, int slot) {
+  constexpr int64_t kMost = 4096;
+  const int64_t n = weight.size(0), k = weight.size(1);
+  const int64_t step = goes_by_pieces(m) ? kMost : n;
+  for (int64_t begin = 0; begin < n; begin += step) {
+    const int64_t depth = std::min(step, n - begin);
+    Tensor part = weight;
+    if (depth < n) part = torch::stable::narrow(part, 0, begin, depth);
+    run_linear({grad + begin, nullptr, nullptr, begin > 0 ? grad_input : nullptr, grad_input, m,
+                depth, k, grad_stride, k, k, 0},
+               column_panels_of(part, slot, m));
+  }
+}
+
 // Rows whose X is put into panels at a time: panels of many rows would take as much memory as X. A
 // multiple of the rows that are summed up at a time, so that cutting does not reach the result.
 inline int64_t weight_gradient_part_rows(int64_t columns) {
@@ -46,8 +64,14 @@ inline int64_t weight_gradient_part_rows(int64_t columns) {
 inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t width = TF_DISPATCH(panel_columns, );
-  const bool weight = args.grad_weight != nullptr && args.k > 0;
-  const bool by_pieces = weight && goes_by_pieces(std::min(args.m, args.n));
+  if (args.grad_bias != nullptr) {
+    const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
+    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(bias_gradient, args, begin, end);
+    });
+  }
+  if (args.grad_weight == nullptr || args.k == 0) return;
+  const bool by_pieces = goes_by_pieces(std::min(args.m, args.n));
   int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
   int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );
   int64_t scratch = TF_DISPATCH(weight_gradient_scratch, args);
@@ -58,7 +82,7 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
     scratch = std::max<int64_t>(scratch, amx::split_weight_gradient_scratch() / 4);
   }
 #endif
-  if (weight && args.panels == nullptr && !(by_pieces && reads_x(args))) {
+  if (args.panels == nullptr && !(by_pieces && reads_x(args))) {
     args.panels = shared_scratch(slot).floats(TF_DISPATCH(weight_gradient_panels, args.m, args.k));
     const int64_t grain = std::max<int64_t>(1, 16384 / args.k);
     torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
@@ -66,7 +90,7 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
     });
   }
   const int64_t panels = (args.k + width - 1) / width;
-  const int64_t columns = weight ? (args.k + most_columns - 1) / most_columns : 1;
+  const int64_t columns = (args.k + most_columns - 1) / most_columns;
   int64_t rows = (args.n + most_rows - 1) / most_rows;
   // As many items as threads, or a multiple.
   while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
@@ -75,15 +99,13 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
     const int64_t begin = args.n * row / rows, end = args.n * (row + 1) / rows;
     const int64_t from = panels * column / columns * width;
     const int64_t to = std::min(args.k, panels * (column + 1) / columns * width);
-    WeightGradientArgs rest = args;
 #ifdef TF_HAVE_AMX
     if (by_pieces) {
       amx::split_weight_gradient(args, begin, end, from, to, kernel_scratch().floats(scratch));
-      if (args.grad_bias == nullptr || column > 0) return;
-      rest.grad_weight = nullptr;
+      return;
     }
 #endif
-    TF_DISPATCH(weight_gradient_block, rest, begin, end, from, to,
+    TF_DISPATCH(weight_gradient_block, args, begin, end, from, to,
                 kernel_scratch().floats(scratch));
   });
 }

@@ -19,7 +19,7 @@ constexpr long kTileStride = kTurned * kDepth + kPad;
 constexpr long kSumStride = kColumnBlock + kPad;
 
 struct Workspace {
-  float *tiles, *sums, *bias;
+  float *tiles, *sums;
   long floats = 0;
 
   explicit Workspace(float* scratch) {
@@ -30,7 +30,6 @@ struct Workspace {
     };
     tiles = take((kRowBlock / kTileRows + 1) * kTileStride);
     sums = take(kRowBlock * kSumStride);
-    bias = take(kRowBlock + kLanes);
   }
 };
 
@@ -80,15 +79,6 @@ struct Block {
     }
   }
 
-  void add_bias(long p, long depth) const {
-    for (long j = 0; j < rows; j += kLanes) {
-      Vec sum = zero();
-      const float* from = args.grad + p * args.grad_stride + row + j;
-      for (long u = 0; u < depth; ++u) sum = sum + load_some(from + u * args.grad_stride, rows - j);
-      store(work.bias + j, load(work.bias + j) + sum);
-    }
-  }
-
   void multiply(long p, long depth) const {
     const long tiles = (rows + kTileRows - 1) / kTileRows, panels = (columns + kPanel - 1) / kPanel;
     const long step = kPanel * static_cast<long>(sizeof(float)) / tiles;
@@ -115,23 +105,16 @@ struct Block {
   float* weight_row(long i) const { return args.grad_weight + (row + i) * args.k + column; }
 
   void run() const {
-    const bool bias = args.grad_bias != nullptr && column == 0;
-    if (bias) copy_row(args.grad_bias + row, args.accumulate ? rows : 0, work.bias, rows + kLanes);
-    if (args.grad_weight != nullptr)
-      for (long i = 0; i < rows; ++i)
-        copy_row(weight_row(i), args.accumulate ? columns : 0, work.sums + i * kSumStride,
-                 round_up(columns, kPanel));
+    for (long i = 0; i < rows; ++i)
+      copy_row(weight_row(i), args.accumulate ? columns : 0, work.sums + i * kSumStride,
+               round_up(columns, kPanel));
     for (long p = 0; p < args.m; p += kDepth) {
       const long depth = least(kDepth, args.m - p);
-      if (bias) add_bias(p, depth);
-      if (args.grad_weight == nullptr) continue;
       take_grad(p, depth);
       multiply(p, depth);
     }
-    if (bias) copy_row(work.bias, rows, args.grad_bias + row, rows);
-    if (args.grad_weight != nullptr)
-      for (long i = 0; i < rows; ++i)
-        copy_row(work.sums + i * kSumStride, columns, weight_row(i), columns);
+    for (long i = 0; i < rows; ++i)
+      copy_row(work.sums + i * kSumStride, columns, weight_row(i), columns);
   }
 };
 
@@ -146,6 +129,27 @@ void pack_column_panels(const float* weight, long stride, long n, long k, float*
 }
 
 long column_packed_size(long n, long k) { return round_up(k, kPanel) * n; }
+
+// Rows pass by as they lie in memory; those of a kDepth are summed up first.
+void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
+  constexpr long kBlock = 1024;
+  for (long column = begin; column < end; column += kBlock) {
+    const long columns = least(kBlock, end - column);
+    float total[kBlock + kLanes], part[kBlock + kLanes];
+    copy_row(args.grad_bias + column, args.accumulate ? columns : 0, total,
+             round_up(columns, kLanes));
+    for (long p = 0; p < args.m; p += kDepth) {
+      for (long j = 0; j < columns; j += kLanes) store(part + j, zero());
+      for (long u = p; u < least(args.m, p + kDepth); ++u) {
+        const float* from = args.grad + u * args.grad_stride + column;
+        for (long j = 0; j < columns; j += kLanes)
+          store(part + j, load(part + j) + load_some(from + j, columns - j));
+      }
+      for (long j = 0; j < columns; j += kLanes) store(total + j, load(total + j) + load(part + j));
+    }
+    copy_row(total, columns, args.grad_bias + column, columns);
+  }
+}
 
 void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
   for (long i = begin; i < end; ++i) {

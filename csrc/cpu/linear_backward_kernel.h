@@ -53,8 +53,11 @@ TF_KERNEL(long weight_gradient_columns())
 // Floats of scratch that pack_x and weight_gradient_block need.
 TF_KERNEL(long weight_gradient_scratch(const WeightGradientArgs& args))
 
+// Elements [begin, end) of db.
+TF_KERNEL(void bias_gradient(const WeightGradientArgs& args, long begin, long end))
+
 // Rows [row_begin, row_end) and columns [column_begin, column_end) of dW; column_begin is a
-// multiple of panel_columns(). The call with column_begin = 0 writes db.
+// multiple of panel_columns().
 TF_KERNEL(void weight_gradient_block(const WeightGradientArgs& args, long row_begin, long row_end,
                                      long column_begin, long column_end, float* scratch))
 

@@ -19,7 +19,7 @@ TF_KERNEL_SPLIT(long split_weight_gradient_columns())
 TF_KERNEL_SPLIT(long split_weight_gradient_scratch())
 
 // Rows [row_begin, row_end) and columns [column_begin, column_end) of dW; column_begin is a
-// multiple of panel_columns(). grad_bias is left alone.
+// multiple of panel_columns().
 TF_KERNEL_SPLIT(void split_weight_gradient(const WeightGradientArgs& args, long row_begin,
                                            long row_end, long column_begin, long column_end,
                                            void* scratch))

@@ -176,7 +176,23 @@ inline void run_linear(LinearArgs args, const Panels& panels) {
 // The same with the weight as it is, packed before, or packed now into shared scratch `slot`.
 inline void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
                        int slot) {
-  if (!is_direct(weight, packed, args.m)) return run_linear(args, panels_of(weight, packed, slot, args.m));
+  if (!is_direct(weight, packed, args.m)) {
+    // A weight that is packed for this call only is packed a part at a time where it is large.
+    constexpr int64_t kMost = 4096;
+    const bool parts = !packed && goes_by_pieces(args.m) && args.preactivation == nullptr;
+    const int64_t n = args.n, step = parts ? kMost : n;
+    for (int64_t begin = 0; begin < n; begin += step) {
+      LinearArgs part = args;
+      part.n = std::min(step, n - begin);
+      part.y += begin;
+      if (args.bias != nullptr) part.bias += begin;
+      if (args.residual != nullptr) part.residual += begin;
+      Tensor rows = weight;
+      if (part.n < n) rows = torch::stable::narrow(rows, 0, begin, part.n);
+      run_linear(part, panels_of(rows, packed, slot, args.m));
+    }
+    return;
+  }
   args.weight = static_cast<const float*>(weight.const_data_ptr());
   args.weight_stride = weight.stride(0);
   run_linear(args);
