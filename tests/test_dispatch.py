@@ -67,6 +67,60 @@ def test_first_that_fits(table):
     assert select(Call("linear", (X.double(),), False)).run() == "cpu"
 
 
+LIMITS = [
+    {},
+    {"dtypes": FLOAT},
+    {"dtypes": frozenset({torch.float32, torch.float64})},
+    {"devices": ("cpu",)},
+    {"devices": ("cuda", "meta")},
+    {"gradients": True},
+    {"gradients": True, "mask_gradient": True},
+    {"dropout": True},
+    {"activations": frozenset({None, "relu"})},
+    {"refuses": lambda call: "it is causal" if call.is_causal else None},
+    {"unavailable": "it is not here"},
+    {"proven": False},
+]
+CALLS = [
+    Call("linear", tensors, grad, p, activation, mask, causal)
+    for tensors in ((X,), (X.double(), None), (X, X.double()), (X.to("meta"), X), (X.half(),))
+    for grad in (False, True)
+    for p in (0.0, 0.5)
+    for activation in (None, "relu", "gelu", torch.sin)
+    for mask in (None, torch.zeros(3), torch.zeros(3, requires_grad=True))
+    for causal in (False, True)
+]
+
+
+@pytest.mark.parametrize("one", LIMITS)
+def test_choosing_and_explaining_agree(table, one):
+    """The quick checks that choose, and those that make sentences."""
+    for other in LIMITS:
+        limits = {"devices": ("cpu",), "gradients": True, **one, **other}
+        table("cpu", **limits)
+        table("reference", gradients=True, mask_gradient=True, dropout=True)
+        [kernel, _] = dispatch.kernels("linear")
+        chosen = [select(call).backend for call in CALLS]
+        told = [
+            "cpu" if dispatch.explain_call(call).reasons["cpu"] == [] else "reference"
+            for call in CALLS
+        ]
+        assert chosen == told
+        assert told == [
+            "cpu" if kernel.proven and not why_not(kernel, call) else "reference" for call in CALLS
+        ]
+
+
+def test_a_table_that_is_replaced_is_read_anew(table, monkeypatch):
+    table("reference")
+    table("cpu")
+    assert select(CALL).backend == "cpu"
+    [_, reference] = dispatch.kernels("linear")
+    monkeypatch.setitem(dispatch._state.kernels, "linear", (reference,))
+    assert select(CALL).backend == "reference"
+    assert select(Call("linear", (X.to("meta"),), False)).backend == "reference"
+
+
 def test_unproven_runs_only_when_named(table):
     table("reference")
     table("triton", proven=False)

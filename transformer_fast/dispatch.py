@@ -66,6 +66,10 @@ class Kernel:
 @dataclass
 class _State:
     kernels: dict[str, tuple[Kernel, ...]] = field(default_factory=dict)
+    #: For each op those kernels, and which of them `_usable` has for a kind of device.
+    usable: dict[str, tuple[tuple[Kernel, ...], dict[str, tuple[Kernel, ...]]]] = field(
+        default_factory=dict
+    )
     backend: str | None = None
     strict: bool = False
 
@@ -78,9 +82,9 @@ def register(kernel: Kernel) -> None:
     if kernel.op not in OPS or kernel.backend not in BACKENDS:
         raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
     others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
-    _state.kernels[kernel.op] = tuple(
-        sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend))
-    )
+    found = tuple(sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend)))
+    _state.kernels[kernel.op] = found
+    _state.usable[kernel.op] = found, {kind: _usable(found, kind) for kind in ("cpu", "cuda")}
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:
@@ -167,10 +171,55 @@ _CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
 
 
 def _fits(kernel: Kernel, call: Call) -> bool:
-    for check in _CHECKS:  # noqa: SIM110 - a generator costs more, on the hot path
-        if check(kernel, call) is not None:
+    """Whether nothing stands against the call: all of `_CHECKS` in one go, for the hot path.
+
+    Device and availability are left out: `_candidates` has looked at them.
+    """
+    tensors = call.tensors
+    dtypes = kernel.dtypes
+    if dtypes:
+        dtype = tensors[0].dtype  # type: ignore[union-attr]
+        if dtype not in dtypes:
             return False
-    return True
+        for tensor in tensors:
+            if tensor is not None and tensor.dtype != dtype:
+                return False
+    if call.needs_grad:
+        if not kernel.gradients:
+            return False
+        if not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
+            return False
+    if call.dropout_p != 0.0 and not kernel.dropout:
+        return False
+    if kernel.activations is not None:
+        activation = call.activation
+        if activation is not None and not isinstance(activation, str):
+            return False
+        if activation not in kernel.activations:
+            return False
+    return kernel.refuses is None or kernel.refuses(call) is None
+
+
+def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
+    """Those that may be chosen unnamed for tensors of this kind of device."""
+    return tuple(
+        k
+        for k in kernels
+        if k.proven and k.unavailable is None and (not k.devices or kind in k.devices)
+    )
+
+
+def _candidates(call: Call) -> tuple[Kernel, ...]:
+    """The kernels that may run the call unnamed, as far as devices are concerned."""
+    first = call.tensors[0]
+    assert first is not None
+    kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
+    kernels = _state.kernels[call.op]
+    if not torch.compiler.is_compiling():  # which does not compare tuples, and has the time
+        known = _state.usable.get(call.op)
+        if known is not None and known[0] is kernels and kind in known[1]:
+            return known[1][kind]
+    return _usable(kernels, kind)
 
 
 def why_not(kernel: Kernel, call: Call) -> list[str]:
@@ -204,8 +253,8 @@ def select(call: Call, backend: str | None = None) -> Kernel:
     if backend is None:
         backend = _state.backend
     if backend is None:
-        for kernel in _state.kernels[call.op]:
-            if kernel.proven and _fits(kernel, call):
+        for kernel in _candidates(call):
+            if _fits(kernel, call):
                 if _state.strict and kernel.backend == "reference":
                     break
                 return kernel
@@ -215,11 +264,11 @@ def select(call: Call, backend: str | None = None) -> Kernel:
         )
     for kernel in _state.kernels[call.op]:
         if kernel.backend == backend:
-            if _fits(kernel, call):
+            reasons = why_not(kernel, call)
+            if not reasons:
                 return kernel
-            reasons = "; ".join(why_not(kernel, call))
             raise NotImplementedError(
-                f"backend {backend!r} cannot run this call of {call.op}: {reasons}."
+                f"backend {backend!r} cannot run this call of {call.op}: {'; '.join(reasons)}."
             )
     _check_name(backend)
     raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")

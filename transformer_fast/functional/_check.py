@@ -56,18 +56,20 @@ def require_bool(function: str, name: str, value: Any) -> None:
 
 
 def require_probability(function: str, name: str, p: Any) -> float:
-    p = float(require_float(function, name, p))
+    if type(p) is not float:
+        p = float(require_float(function, name, p))
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, not {p}")
     return p
 
 
 def require_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
+    device = first.device
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != first.device:
+        if tensor is not None and tensor.device != device:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {first_name} is on "
-                f"{first.device} and {name} is on {tensor.device}"
+                f"{device} and {name} is on {tensor.device}"
             )
 
 
@@ -110,7 +112,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in autocast's dtype for their device, where autocast is on."""
     first = tensors[0]
     assert first is not None
-    kind = first.device.type
+    kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)

@@ -85,26 +85,23 @@ def check_flags(is_causal: bool, enable_gqa: bool) -> None:
 
 def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Of (B, H, T, D), (B, Hkv, S, D) and (B, Hkv, S, Dv)."""
+    q, k, v = query.shape, key.shape, value.shape
     wrong = None
-    if query.shape[-1] != key.shape[-1]:
+    if q[-1] != k[-1]:
         wrong = (
             f"query and key must have the same head size (last dimension), but got "
-            f"{query.shape[-1]} and {key.shape[-1]}"
+            f"{q[-1]} and {k[-1]}"
         )
-    elif key.shape[-2] != value.shape[-2]:
+    elif k[-2] != v[-2]:
         wrong = (
-            f"key and value must have the same length (dimension -2), but got {key.shape[-2]} and "
-            f"{value.shape[-2]}"
+            f"key and value must have the same length (dimension -2), but got {k[-2]} and {v[-2]}"
         )
-    elif value.shape[1] != key.shape[1]:
-        wrong = (
-            f"key and value must have the same number of heads, but got {key.shape[1]} and "
-            f"{value.shape[1]}"
-        )
-    elif query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+    elif v[1] != k[1]:
+        wrong = f"key and value must have the same number of heads, but got {k[1]} and {v[1]}"
+    elif q[1] != k[1] and (k[1] == 0 or q[1] % k[1]):
         wrong = (
             "Number of heads in key and value must divide the number of heads in query, but got "
-            f"{key.shape[1]} and {query.shape[1]}"
+            f"{k[1]} and {q[1]}"
         )
         raise RuntimeError(wrong)
     if wrong is not None:

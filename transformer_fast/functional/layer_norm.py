@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -48,34 +48,66 @@ def _prepare(
     eps: float,
     position: int,
 ) -> tuple[tuple[int, ...], float]:
-    """The checks both ops share; ``position`` is that of normalized_shape."""
-    require_tensor(function, "input", 1, input)
-    require_optional_tensor(function, "weight", position + 1, weight)
-    require_optional_tensor(function, "bias", position + 2, bias)
-    eps = require_float(function, "eps", eps, position + 3)
-    shape = _as_sizes(function, position, normalized_shape)
+    """The checks both ops share; ``position`` is that of normalized_shape.
+
+    Written out, since small inputs take hardly longer than this does.
+    """
+    if not (
+        isinstance(input, Tensor)
+        and (weight is None or isinstance(weight, Tensor))
+        and (bias is None or isinstance(bias, Tensor))
+    ):
+        require_tensor(function, "input", 1, input)  # type: ignore[unreachable]
+        require_optional_tensor(function, "weight", position + 1, weight)
+        require_optional_tensor(function, "bias", position + 2, bias)
+    if type(eps) is not float:
+        eps = require_float(function, "eps", eps, position + 3)
+    shape: Any = normalized_shape
+    if type(shape) is not tuple or len(shape) != 1 or type(shape[0]) is not int:
+        shape = _as_sizes(function, position, shape)
     if not shape:
         raise RuntimeError(
             "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
             "one element, but got normalized_shape = []"
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise RuntimeError(
-                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
-                f"{list(tensor.shape)} and normalized_shape = {list(shape)}"
-            )
-    if input.dim() < len(shape) or tuple(input.shape[-len(shape) :]) != shape:
-        sizes = ", ".join(str(s) for s in shape)
+    if weight is not None and weight.shape != shape:
+        _raise_wrong_shape("weight", weight, shape)
+    if bias is not None and bias.shape != shape:
+        _raise_wrong_shape("bias", bias, shape)
+    sizes = input.shape
+    fits = len(sizes) >= len(shape)
+    if not fits or (sizes[-1] != shape[0] if len(shape) == 1 else sizes[-len(shape) :] != shape):
+        expected = ", ".join(str(s) for s in shape)
         raise RuntimeError(
-            f"Given normalized_shape={list(shape)}, expected input with shape [*, {sizes}], but "
-            f"got input of size{list(input.shape)}"
+            f"Given normalized_shape={list(shape)}, expected input with shape [*, {expected}], but "
+            f"got input of size{list(sizes)}"
         )
-    require_same_device("input", input, weight=weight, bias=bias)
+    device = input.device
+    if (weight is not None and weight.device != device) or (
+        bias is not None and bias.device != device
+    ):
+        require_same_device("input", input, weight=weight, bias=bias)
     if not input.is_floating_point():
-        wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
-        same_error_as(lambda: F.layer_norm(input, shape, weight, bias, eps), wrong)
+        _raise_not_floating(input, shape, weight, bias, eps)
     return shape, eps
+
+
+def _raise_not_floating(
+    input: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> NoReturn:
+    wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
+    same_error_as(lambda: F.layer_norm(input, shape, weight, bias, eps), wrong)
+
+
+def _raise_wrong_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> NoReturn:
+    raise RuntimeError(
+        f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+        f"{list(tensor.shape)} and normalized_shape = {list(shape)}"
+    )
 
 
 def prepare_layer_norm(
@@ -87,7 +119,8 @@ def prepare_layer_norm(
 ) -> tuple[Call, tuple[Any, ...]]:
     shape, eps = _prepare("layer_norm", input, normalized_shape, weight, bias, eps, 2)
     tensors = (input, weight, bias)
-    call = Call("layer_norm", tensors, wants_grad(*tensors), normalized_shape=shape)
+    grad = wants_grad(input, weight, bias)
+    call = Call("layer_norm", tensors, grad, 0.0, None, None, False, None, False, shape)
     return call, (input, shape, weight, bias, eps)
 
 
@@ -145,7 +178,8 @@ def prepare_add_layer_norm(
         input, residual = input.to(dtype), residual.to(dtype)
     p = require_probability("add_layer_norm", "dropout_p", dropout_p)
     tensors = (input, residual, weight, bias)
-    call = Call("add_layer_norm", tensors, wants_grad(*tensors), p, normalized_shape=shape)
+    grad = wants_grad(input, residual, weight, bias)
+    call = Call("add_layer_norm", tensors, grad, p, None, None, False, None, False, shape)
     seed = draw_seed(input.device) if 0.0 < p < 1.0 else None
     return call, (input, residual, shape, weight, bias, eps, p, seed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,29 +25,30 @@ def weight_problem(
     names: tuple[str, str, str], columns: int, weight: Tensor, bias: Tensor | None
 ) -> str | None:
     """What is wrong with the shapes of a linear map, given the names of input, weight and bias."""
-    if weight.dim() != 2:
+    sizes = weight.shape
+    if len(sizes) != 2:
         return (
-            f"{names[1]} must be a matrix (out_features, in_features), not of shape "
-            f"{list(weight.shape)}"
+            f"{names[1]} must be a matrix (out_features, in_features), not of shape {list(sizes)}"
         )
-    if weight.shape[1] != columns:
+    if sizes[1] != columns:
         return (
-            f"{names[0]} has {columns} features, but {names[1]} of shape {list(weight.shape)} "
-            f"takes {weight.shape[1]}"
+            f"{names[0]} has {columns} features, but {names[1]} of shape {list(sizes)} takes "
+            f"{sizes[1]}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != sizes[:1]:
         return (
-            f"{names[2]} must have shape [{weight.shape[0]}], one value per row of {names[1]}, "
-            f"not {list(bias.shape)}"
+            f"{names[2]} must have shape [{sizes[0]}], one value per row of {names[1]}, not "
+            f"{list(bias.shape)}"
         )
     return None
 
 
 def dtype_problem(input: Tensor, **others: Tensor | None) -> str | None:
     """Which argument has another dtype than input."""
+    dtype = input.dtype
     for name, tensor in others.items():
-        if tensor is not None and tensor.dtype != input.dtype:
-            return f"{name} must have the dtype of input, {input.dtype}, not {tensor.dtype}"
+        if tensor is not None and tensor.dtype != dtype:
+            return f"{name} must have the dtype of input, {dtype}, not {tensor.dtype}"
     return None
 
 
@@ -58,6 +59,13 @@ def _bias_row(bias: Tensor, columns: int) -> Tensor:
     if bias.numel() == columns == bias.shape[-1]:
         return bias.reshape(columns)
     return bias
+
+
+def _raise_like_torch(
+    input: Tensor, weight: Tensor, bias: Tensor | None, otherwise: Exception
+) -> NoReturn:
+    # In a function of its own: variables that a lambda holds are slower, for every call.
+    same_error_as(lambda: F.linear(input, weight, bias), otherwise)
 
 
 def prepare_linear(
@@ -84,7 +92,7 @@ def prepare_linear(
         wrong = weight_problem(("input", "weight", "bias"), input.shape[-1], weight, bias)
     wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
     if wrong is not None:
-        same_error_as(lambda: F.linear(input, weight, bias), ValueError(wrong))
+        _raise_like_torch(input, weight, bias, ValueError(wrong))
     if residual is not None:
         shape = (*input.shape[:-1], weight.shape[0])
         if residual.shape != shape:
