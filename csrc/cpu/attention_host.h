@@ -105,8 +105,8 @@ inline TypedAttentionArgs typed(const AttentionArgs& args) {
 inline void run_attention(const AttentionArgs& args) {
   if (run_few_attention(typed(args))) return;
 #ifdef TF_HAVE_AMX
-  // Keys and values are packed anyway, so a tile of queries is enough. The backward works out scores
-  // again, to the last bit, and knows fp32 FMA only.
+  // Keys and values are packed anyway, so a tile of queries is enough. The backward works out
+  // scores again, to the last bit, and knows fp32 FMA only.
   const bool adjacent =
       args.query_stride[3] == 1 && args.key_stride[3] == 1 && args.value_stride[3] == 1;
   if (adjacent && args.shift == nullptr && goes_by_pieces(2 * args.queries)) {

@@ -1,9 +1,9 @@
-// Attention on the products of half_product.h, panel by panel of keys: one pass over the scores. The online softmax of
-// attention_kernel.cpp refers probabilities to the largest score so far, and corrects what it has
-// when a larger one comes. Here they refer to the largest of the first panel for good: exponents
-// reach far, and where they do not, which shows in the result, the block is done again from the
-// true maximum. While the matrix unit works out one panel of scores, the vector unit softens the
-// panel before.
+// Attention on the products of half_product.h, panel by panel of keys: one pass over the scores.
+// The online softmax of attention_kernel.cpp refers probabilities to the largest score so far, and
+// corrects what it has when a larger one comes. Here they refer to the largest of the first panel
+// for good: exponents reach far, and where they do not, which shows in the result, the block is
+// done again from the true maximum. While the matrix unit works out one panel of scores, the vector
+// unit softens the panel before.
 #pragma once
 
 #include "cpu/attention_mask.h"
@@ -15,13 +15,14 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of it.
+// Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of
+// it.
 template <class T>
 constexpr long kGroupKeys = Product<T>::kSplit ? 128 : 256;
 // Scores below this are not referred to: as a rule they stand for a hidden place.
 constexpr float kLow = -1e30f;
-// fp32 probabilities that sum up to more are too far from their reference: their exponents' rounding
-// errors grow with the distance.
+// fp32 probabilities that sum up to more are too far from their reference: their exponents'
+// rounding errors grow with the distance.
 constexpr float kMostTotal = 1e6f;
 constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -99,7 +100,6 @@ class Block {
     Panel panel[kGroup];
     long count = 0;
   };
-
 
   long row_of(long i) const {
     return (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
@@ -334,8 +334,8 @@ class Block {
     }
   }
 
-  // In pieces, the sums over a group are added up apart, so panels of it that no row sees take part,
-  // lest sums depend on which rows make up a block.
+  // In pieces, the sums over a group are added up apart, so panels of it that no row sees take
+  // part, lest sums depend on which rows make up a block.
   void add_to(Group& group, const Panel& panel) const {
     if (P::kSplit && group.count > 0)
       for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
@@ -507,7 +507,8 @@ void find_wild(const TypedAttentionArgs& args, const T* value, long keys, unsign
       for (long j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load_some(row + j, args.value_size - j);
         sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
-        if constexpr (Product<T>::kSplit) sum = select(Product<T>::is_lost(x), set1(kInf) - set1(kInf), sum);
+        if constexpr (Product<T>::kSplit)
+          sum = select(Product<T>::is_lost(x), set1(kInf) - set1(kInf), sum);
       }
     }
     wild[start / kPanel] = any(not_a_number(sum));
@@ -555,8 +556,7 @@ void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, l
     const long rows = least(least(queries - first, end - item), Product<T>::kBlockRows);
     const long seen = args.causal ? least(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
-    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head)
-        .run();
+    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head).run();
     item += rows;
   }
   Product<T>::leave();

@@ -2,9 +2,9 @@
 // significand are fp32's 24. The first piece is cut off, so it cannot overflow; the second is
 // rounded, so the third has either sign and products left out have no bias. Infinity is a first
 // piece with nothing behind it. A product does not ask in which order its terms come: the pairs of
-// a block of kPairDepth are the values j and 16 + j, whose pieces join without a shuffle. Tiles take
-// numbers below 2^-126 for 0, and with them the lower pieces of numbers up to 2^-110. For kernel
-// files built with AVX-512-BF16.
+// a block of kPairDepth are the values j and 16 + j, whose pieces join without a shuffle. Tiles
+// take numbers below 2^-126 for 0, and with them the lower pieces of numbers up to 2^-110. For
+// kernel files built with AVX-512-BF16.
 #pragma once
 
 #include "cpu/bf16_pairs.h"

@@ -73,7 +73,8 @@ class TileProduct {
     return whole(chunk + (kSplit ? place_in_block(column) : column), kTileSize);
   }
   static float element(const Operand* panel, long k, long column) {
-    const long block = k / kPairDepth, place = kSplit ? place_in_block(k % kPairDepth) : k % kPairDepth;
+    const long block = k / kPairDepth,
+               place = kSplit ? place_in_block(k % kPairDepth) : k % kPairDepth;
     return whole(panel + block * kPairDepth * kPanel * kPieces + place / 2 * 2 * kPanel +
                      column * 2 + place % 2,
                  2 * kTileSize);
@@ -100,8 +101,7 @@ class TileProduct {
       pack_pair_rows(rows, stride, count, k, panel);
     }
   }
-  static void pack_columns(const Element* rows, long stride, long columns, long k,
-                           Operand* panel) {
+  static void pack_columns(const Element* rows, long stride, long columns, long k, Operand* panel) {
     if constexpr (kSplit) {
       split_pair_columns(rows, stride, columns, k, panel);
     } else {
@@ -177,7 +177,8 @@ class TileProduct {
             sink(done, load(c), load(c + kLanes));
         };
         multiply_pair(block + (pair * kPair * depth + p * kTile) * kPieces, depth,
-                      rows - pair * kPair, panel + p * kPanel * kPieces, steps, p > 0, sums(pair), kPanel, meanwhile);
+                      rows - pair * kPair, panel + p * kPanel * kPieces, steps, p > 0, sums(pair),
+                      kPanel, meanwhile);
       }
     }
     const float* c = sums(pairs - 1);
@@ -211,8 +212,8 @@ class TileProduct {
 
  private:
   static constexpr long kTile = 16, kPair = 32, kTileSize = kTile * kPairDepth;
-  // Products of pieces at each step. Other work goes between any two: a core looks but a few hundred
-  // instructions ahead, and one product of tiles keeps it waiting for as many.
+  // Products of pieces at each step. Other work goes between any two: a core looks but a few
+  // hundred instructions ahead, and one product of tiles keeps it waiting for as many.
   static constexpr long kTerms = kSplit ? 6 : 1;
 
   // The sum of the pieces of an operand, `apart` from each other.

@@ -17,7 +17,7 @@ using Operand = P::Operand;
 // Hidden units at a time: as many as a product sums up at a time, so that sums do not depend on
 // whether this kernel or two linear maps work them out.
 constexpr long kSlice = P::kChain;
-constexpr long kPad = 16;     // keeps the rows of y out of each other's cache sets
+constexpr long kPad = 16;  // keeps the rows of y out of each other's cache sets
 
 struct Workspace {
   Operand *x, *hidden;

@@ -132,7 +132,7 @@ long split_weight_gradient_scratch() { return Workspace(nullptr).bytes; }
 
 void split_weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
                            long column_begin, long column_end, void* scratch) {
-  Block{args,         Workspace(scratch),        row_begin, row_end - row_begin,
+  Block{args,         Workspace(scratch),       row_begin, row_end - row_begin,
         column_begin, column_end - column_begin}
       .run();
 }

@@ -93,8 +93,8 @@ inline Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packe
   const int64_t n = weight.size(0), k = weight.size(1);
 #ifdef TF_HAVE_AMX
   if (goes_by_pieces(m)) {
-    char* place = pieces::bytes_of(shared_scratch(slot),
-                                   pieces::split_packed_bytes(n, k) + 2 * kPackedTail);
+    char* place =
+        pieces::bytes_of(shared_scratch(slot), pieces::split_packed_bytes(n, k) + 2 * kPackedTail);
     pieces::pack(as_rows(weight), n, k, false, place);
     panels.pieces = place;
     return panels;

@@ -66,16 +66,15 @@ class RowEnds {
     const long column = p * kPanel;
     if constexpr (P::kSplit) {
       if (P::is_odd(low, high))
-        P::plain_row([&](long k) { return x_[i * args_.x_stride + k]; }, args_.k,
-                     static_cast<const typename P::Operand*>(args_.packed) +
-                         p * P::panel_size(args_.k),
-                     low, high);
+        P::plain_row(
+            [&](long k) { return x_[i * args_.x_stride + k]; }, args_.k,
+            static_cast<const typename P::Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
+            high);
     }
     ends.start(low, high);
     if (keep_ != nullptr) ends.write(keep_ + i * args_.n + column, low, high);
     ends.activate(low, high);
-    if (residual_ != nullptr)
-      ends.add(residual_ + i * args_.residual_stride + column, low, high);
+    if (residual_ != nullptr) ends.add(residual_ + i * args_.residual_stride + column, low, high);
     ends.write(y_ + i * args_.y_stride + column, low, high);
   }
 
@@ -105,9 +104,8 @@ void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel
       const auto* panel = packed + p * P::panel_size(args.k);
       const Ends<T> ends = row_ends.of_panel(p);
       P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
-                  [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                    row_ends.finish(ends, i, p, low, high);
-                  });
+                  [&](long i, Vec low, Vec high)
+                      __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
     }
     row += rows;
   }

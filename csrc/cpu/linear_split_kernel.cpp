@@ -95,7 +95,7 @@ long split_linear_scratch(const TypedLinearArgs& args) {
 void split_linear_block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
                         long panel_end, void* scratch) {
   (in_slabs(args.k) ? slab_blocks : block<float>)(args, row_begin, row_end, panel_begin, panel_end,
-                                               scratch);
+                                                  scratch);
 }
 
 }  // namespace tf::TF_ISA

@@ -196,7 +196,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
   const bool causal = start && is.length > 1;
   if (is_half(x)) {
     attend<TypedAttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,
-                              mask, key_lengths);
+                               mask, key_lengths);
   } else {
     attend<AttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,
                           mask, key_lengths);

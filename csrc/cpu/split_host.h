@@ -51,9 +51,20 @@ inline void run_linear(const TypedLinearArgs& args) {
 }
 
 inline TypedLinearArgs typed(const LinearArgs& args, const void* packed) {
-  return {Element::float32, args.x,        packed, args.bias, args.residual,
-          args.y,           args.m,        args.k, args.n,    args.x_stride,
-          args.residual_stride, args.y_stride, args.activation, args.preactivation};
+  return {Element::float32,
+          args.x,
+          packed,
+          args.bias,
+          args.residual,
+          args.y,
+          args.m,
+          args.k,
+          args.n,
+          args.x_stride,
+          args.residual_stride,
+          args.y_stride,
+          args.activation,
+          args.preactivation};
 }
 
 inline void run_feed_forward(const FeedForwardArgs& args, const void* packed1,

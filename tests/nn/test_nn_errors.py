@@ -138,7 +138,9 @@ def test_layer_norm(name: str) -> None:
     assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))
 
 
-@pytest.mark.parametrize("given", [x(2, 7), torch.randn(()), [1.0], x(2, 8).double(), x(2, 8).long()])
+@pytest.mark.parametrize(
+    "given", [x(2, 7), torch.randn(()), [1.0], x(2, 8).double(), x(2, 8).long()]
+)
 def test_linear(given: object) -> None:
     theirs = torch.nn.Linear(8, 4)
     assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))

@@ -123,7 +123,9 @@ def test_kernels_take_every_sample(cls: type, training: bool) -> None:
         check(cls, torch.float32, training, grad=training)
 
 
-@pytest.mark.parametrize("cls", [c for c in INFOS if c not in (torch.nn.LayerNorm, torch.nn.Linear)])
+@pytest.mark.parametrize(
+    "cls", [c for c in INFOS if c not in (torch.nn.LayerNorm, torch.nn.Linear)]
+)
 def test_a_flipped_mask_fails(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     right = masks.combine
 

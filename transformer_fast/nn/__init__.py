@@ -2,8 +2,8 @@
 
 Ours: `LayerNorm`, `Linear`, `MultiheadAttention`, `TransformerEncoderLayer`,
 `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`, all subclasses
-of torch's, and `functional`, which is `transformer_fast.functional`. Every other name, submodules included
-(``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
+of torch's, and `functional`, which is `transformer_fast.functional`. Every other name, submodules
+included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
 """
 
 from __future__ import annotations
