@@ -38,7 +38,7 @@ struct Workspace {
   float* minus;  // per row: what is added to scores before the exponential
   float *bias, *factors;
   bool* known;          // per row: whether `minus` is set
-  bool* plain;          // per row: whether scores are worked out without pieces
+  bool* plain;          // per row: done again, without pieces and with the slower exponents()
   unsigned char* wild;  // per panel of keys: its values hold NaN or inf
   long bytes = 0;
 
@@ -186,10 +186,12 @@ class Block {
   }
 
   // The same relative to the row's reference, as exponents of 2. Results must not depend on which
-  // rows make up a block, so this is the same arithmetic as where a panel is plain.
+  // rows make up a block, so this is the same arithmetic as where a panel is plain. It multiplies
+  // in a different order than see(), so scores of some 1e9 miss their own reference by more than
+  // floats can hold; rows that are done again get 0 for their largest score.
   TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
     const Vec minus = set1(work.minus[i]);
-    if (args.mask != nullptr) {
+    if (args.mask != nullptr || work.plain[i]) {
       TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = (x[u] + minus) * set1(kLog2E);
       return;
     }
@@ -240,7 +242,7 @@ class Block {
   // Turns the scores of rows up to `until` of the waiting panel into probabilities.
   void soften(long until) {
     if (until <= softened_) return;
-    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr) {
+    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr && !exact_) {
       const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
       const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
       for (; softened_ < until; ++softened_, s += kPanel) {
@@ -432,8 +434,10 @@ class Block {
         odd = odd + (x - x);
         store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
       }
-      // A row that saw but scores too low to refer to, and one whose reference was too far off.
-      const bool far = any(not_a_number(odd)) || (P::kSplit && total > kMostTotal);
+      // A row that saw but scores too low to refer to, and one whose reference was too far off or
+      // that missed it: what it refers to is 1 of the total.
+      const bool far = any(not_a_number(odd)) || (P::kSplit && total > kMostTotal) ||
+                       (work.known[i] && total < 0.5f);
       if (!exact_ && (far || (!work.known[i] && low_))) {
         work.known[i] = did = false;
         continue;
