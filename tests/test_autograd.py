@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -190,6 +191,16 @@ def test_checkpointing_replays_dropout(reentrant):
         for leaf in leaves:
             leaf.grad = None
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_a_call_inspects_no_signature(op, monkeypatch):
+    """Which PyTorch's own way into autograd functions does, and takes longer than a small call."""
+    arguments = arguments_of(op)
+    leaves = leaves_of(arguments)
+    monkeypatch.setattr(inspect, "signature", None)
+    result = first(run_of(op)(*arguments))
+    assert all(g is not None for g in torch.autograd.grad(result.sum(), leaves))
 
 
 def test_no_graph_without_need():

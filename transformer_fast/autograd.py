@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from .dispatch import OPS
@@ -81,10 +82,22 @@ def _refuse_tangents(tensors: tuple[Tensor | None, ...]) -> None:
             )
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity on gradients; going back through it raises."""
+class _Function(torch.autograd.Function):
+    """Takes all its arguments by position."""
 
     generate_vmap_rule = True
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """What torch's does, but for inspecting forward's signature: longer than many an op."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        args = unwrap_dead_wrappers(args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _NoSecondDerivative(_Function):
+    """The identity on gradients; going back through it raises."""
 
     @staticmethod
     def forward(op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -118,9 +131,7 @@ def _only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> list[Tensor 
     return [t if want else None for want, t in zip(wants, found, strict=True)]
 
 
-class LayerNorm(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class LayerNorm(_Function):
     @staticmethod
     def forward(
         backend: str,
@@ -156,9 +167,7 @@ class LayerNorm(torch.autograd.Function):
         return None, dinput, None, dweight, dbias, None
 
 
-class AddLayerNorm(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class AddLayerNorm(_Function):
     @staticmethod
     def forward(
         backend: str,
@@ -211,9 +220,7 @@ class AddLayerNorm(torch.autograd.Function):
         return None, dinput, dresidual, None, dweight, dbias, None, None, None
 
 
-class Attention(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class Attention(_Function):
     @staticmethod
     def forward(
         backend: str,
@@ -284,9 +291,7 @@ class Attention(torch.autograd.Function):
         return None, dquery, dkey, dvalue, dmask, None, None, None, None, None, None
 
 
-class Linear(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class Linear(_Function):
     @staticmethod
     def forward(
         backend: str,
@@ -323,9 +328,7 @@ class Linear(torch.autograd.Function):
         return None, dinput, dweight, dbias, None, grad if ctx.needs_input_grad[5] else None
 
 
-class FeedForward(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class FeedForward(_Function):
     @staticmethod
     def forward(
         backend: str,
