@@ -67,6 +67,9 @@ def _by_products(input: Tensor) -> bool:
     """Whether PyTorch's products of matrices serve a step of training better."""
     if input.dtype != torch.float32:
         return _multiplies(input.dtype)
+    # One traced program serves any number of rows.
+    if torch.compiler.is_compiling():
+        return False
     return input.numel() // max(1, input.shape[-1]) in _FEW_ROWS
 
 
