@@ -28,7 +28,8 @@ def accelerate(
     """Make a living model run on `transformer_fast`, in place and reversibly.
 
     Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
-    ``module.__class__`` changes. Parameters, buffers, hooks, names, ``state_dict`` and everybody's
+    ``module.__class__`` changes. (`torch.nn.Linear` stays: the layers around it read its weight,
+    and alone it gains little.) Parameters, buffers, hooks, names, ``state_dict`` and everybody's
     references to them stay as they are. So do the numbers, up to rounding, with the exceptions that
     `transformer_fast.nn` has: a query that may attend to nothing gives 0, the output at padded
     places may be 0, and dropout draws other elements. `restore` takes it back. A second call
