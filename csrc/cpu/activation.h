@@ -11,10 +11,18 @@ enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSil
 namespace tf::TF_ISA {
 namespace {
 
+// Far to the left activations and slopes vanish. There they are exactly 0: no number falls below the
+// smallest normal one, where arithmetic is slow on some CPUs, and -inf becomes NaN where it does in
+// torch.
+TF_INLINE Vec zero_below(float bound, Vec x, Vec y) {
+  return select(less(x, set1(bound)), zero(), y);
+}
+
 // 1 / (1 + e^-x)
 TF_INLINE Vec sigmoid(Vec x) {
   // min's order lets NaN through; e^-87 is a normal number.
-  return set1(1.0f) / (set1(1.0f) + exp(min(set1(87.0f), zero() - x)));
+  const Vec e = exp(min(set1(87.0f), zero() - x));
+  return zero_below(-87.0f, x, set1(1.0f) / (set1(1.0f) + e));
 }
 
 // tanh(x) = 2 sigmoid(2x) - 1
@@ -33,10 +41,10 @@ TF_INLINE Vec normal_cdf(Vec x) {
   p = fma(p, t, set1(1.421413741f));
   p = fma(p, t, set1(-0.284496736f));
   p = fma(p, t, set1(0.254829592f));
-  // Beyond 9 the tail would fall below the smallest normal number; it stays where it is instead.
+  // Beyond 9 the tail falls below the smallest normal number.
   const Vec bounded = min(set1(9.0f), z);
   const Vec tail = set1(0.5f) * p * t * exp(zero() - bounded * bounded);
-  return select(less(x, zero()), tail, set1(1.0f) - tail);
+  return select(less(x, zero()), zero_below(-12.7f, x, tail), set1(1.0f) - tail);
 }
 
 TF_INLINE Vec gelu_tanh(Vec x) {

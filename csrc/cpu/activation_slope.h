@@ -6,11 +6,16 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Far to the left the slopes vanish; there they are exactly 0, so that no gradient falls below the
-// smallest normal number, where arithmetic is slow on some CPUs.
-TF_INLINE Vec zero_below(float bound, Vec x, Vec slope) {
-  return select(less(x, set1(bound)), zero(), slope);
-}
+// s = sigmoid(x) and its slope s (1 - s), where 1 - s would lose its digits to cancellation.
+struct Sigmoid {
+  Vec value, slope;
+
+  TF_INLINE explicit Sigmoid(Vec x) {
+    const Vec e = exp(min(set1(87.0f), zero() - x));
+    value = set1(1.0f) / (set1(1.0f) + e);
+    slope = e * value * value;
+  }
+};
 
 // d(x Phi(x))/dx = Phi(x) + x phi(x); below -11 less than 1e-25.
 TF_INLINE Vec gelu_slope(Vec x) {
@@ -24,14 +29,14 @@ TF_INLINE Vec gelu_tanh_slope(Vec x) {
   const Vec square = x * x;
   const Vec twice = set1(1.5957691216057308f) * fma(set1(0.044715f) * square, x, x);
   const Vec slope = set1(1.5957691216057308f) * fma(set1(0.134145f), square, set1(1.0f));
-  const Vec s = sigmoid(twice);
-  return zero_below(-9.0f, x, fma(x * slope, s * (set1(1.0f) - s), s));
+  const Sigmoid s(twice);
+  return zero_below(-9.0f, x, fma(x * slope, s.slope, s.value));
 }
 
 // s + x s (1 - s); below -70 less than 1e-28.
 TF_INLINE Vec silu_slope(Vec x) {
-  const Vec s = sigmoid(x);
-  return zero_below(-70.0f, x, fma(x, s * (set1(1.0f) - s), s));
+  const Sigmoid s(x);
+  return zero_below(-70.0f, x, fma(x, s.slope, s.value));
 }
 
 // The gradient before the activation from that behind it; x is what the activation was applied to.
