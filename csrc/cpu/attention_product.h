@@ -167,19 +167,22 @@ class Block {
     }
   }
 
+  // Scores times scale. Not `*`: the compiler would join it with an addition behind it in some places
+  // and not in others, and the largest score would not be the very number it is referred to.
+  TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(args.scale), zero()); }
+
   // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
   TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
     const float* s = work.scores[panel.slot] + i * kPanel;
     const float* mask = mask_of(panel, i, shared);
     const long seen = sight.visible(i, panel.start, panel.count);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
-      x[u] = load(s + u * kLanes);
       if (mask != nullptr) {
         const long left = seen - u * kLanes;
         const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf);
-        x[u] = select(equal(m, set1(-kInf)), m, fma(x[u], set1(args.scale), m));
+        x[u] = select(equal(m, set1(-kInf)), m, fma(load(s + u * kLanes), set1(args.scale), m));
       } else {
-        x[u] = x[u] * set1(args.scale);
+        x[u] = scaled(s + u * kLanes);
       }
     }
     hide(panel, i, x);
@@ -258,7 +261,7 @@ class Block {
       const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
       for (; softened_ < until; ++softened_, s += kPanel) {
         Vec e[2];
-        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = load(s + u * kLanes) * set1(args.scale);
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = scaled(s + u * kLanes);
         exponents(waiting_, softened_, e);
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = power_of_two(e[u], T{});
         put(waiting_, softened_, e);

@@ -55,7 +55,7 @@ inline void run_input_gradient(const float* grad, int64_t grad_stride, const Ten
 // Rows whose X is put into panels at a time: panels of many rows would take as much memory as X. A
 // multiple of the rows that are summed up at a time, so that cutting does not reach the result.
 inline int64_t weight_gradient_part_rows(int64_t columns) {
-  constexpr int64_t kFloats = int64_t{16} << 20, kMultiple = 128;
+  constexpr int64_t kFloats = int64_t{16} << 20, kMultiple = 256;
   return std::max(kMultiple, kFloats / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
 }
 

@@ -130,24 +130,32 @@ void pack_column_panels(const float* weight, long stride, long n, long k, float*
 
 long column_packed_size(long n, long k) { return round_up(k, kPanel) * n; }
 
-// Rows pass by as they lie in memory; those of a kDepth are summed up first.
+// Rows pass by as they lie in memory. Sums of 16 rows are summed up by 16 before they meet the
+// total: a running sum of n terms errs like n.
 void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
-  constexpr long kBlock = 1024;
+  constexpr long kBlock = 1024, kFew = 16, kMany = kFew * kFew;
   for (long column = begin; column < end; column += kBlock) {
-    const long columns = least(kBlock, end - column);
-    float total[kBlock + kLanes], part[kBlock + kLanes];
-    copy_row(args.grad_bias + column, args.accumulate ? columns : 0, total,
-             round_up(columns, kLanes));
-    for (long p = 0; p < args.m; p += kDepth) {
-      for (long j = 0; j < columns; j += kLanes) store(part + j, zero());
-      for (long u = p; u < least(args.m, p + kDepth); ++u) {
-        const float* from = args.grad + u * args.grad_stride + column;
-        for (long j = 0; j < columns; j += kLanes)
-          store(part + j, load(part + j) + load_some(from + j, columns - j));
+    const long columns = least(kBlock, end - column), room = round_up(columns, kLanes);
+    float sums[3][kBlock + kLanes];
+    const auto add = [&](int to, int from) {
+      for (long j = 0; j < columns; j += kLanes) {
+        store(sums[to] + j, load(sums[to] + j) + load(sums[from] + j));
+        store(sums[from] + j, zero());
       }
-      for (long j = 0; j < columns; j += kLanes) store(total + j, load(total + j) + load(part + j));
+    };
+    copy_row(args.grad_bias + column, args.accumulate ? columns : 0, sums[0], room);
+    for (int level = 1; level < 3; ++level)
+      for (long j = 0; j < columns; j += kLanes) store(sums[level] + j, zero());
+    for (long row = 0; row < args.m; ++row) {
+      const float* from = args.grad + row * args.grad_stride + column;
+      for (long j = 0; j < columns; j += kLanes)
+        store(sums[2] + j, load(sums[2] + j) + load_some(from + j, columns - j));
+      if (row % kFew == kFew - 1) add(1, 2);
+      if (row % kMany == kMany - 1) add(0, 1);
     }
-    copy_row(total, columns, args.grad_bias + column, columns);
+    add(1, 2);
+    add(0, 1);
+    copy_row(sums[0], columns, args.grad_bias + column, columns);
   }
 }
 
