@@ -79,10 +79,13 @@ void for_each_item(int64_t items, const F& f) {
 }
 
 // Asks for huge pages under a large fresh output: a page fault costs as much as writing the page.
-inline void prefer_huge_pages(const Tensor& tensor) {
+// The largest are mapped anew at each call, and gathering so many huge pages may cost the kernel
+// more than they save.
+inline void prefer_huge_pages(const Tensor& tensor, uintptr_t most = uintptr_t{96} << 20) {
   constexpr uintptr_t kHuge = uintptr_t{2} << 20;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  if (end - begin > most) return;
   const uintptr_t first = (begin + kHuge - 1) & ~(kHuge - 1), last = end & ~(kHuge - 1);
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }

@@ -212,7 +212,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
 void huge_pages(Tensor tensor) {
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(),
                   "prefer_huge_pages: tensor must be contiguous and on the CPU");
-  prefer_huge_pages(tensor);
+  prefer_huge_pages(tensor, UINTPTR_MAX);  // a cache stays
 }
 
 }  // namespace
