@@ -132,7 +132,7 @@ def test_strides():
 HIDDEN = [(32, 64), (64, 96), (0, 32), (96, 160), (33, 95), (0, 128), (32, 300), (128, 256)]
 
 
-@pytest.mark.parametrize("begin, end", HIDDEN)
+@pytest.mark.parametrize(("begin", "end"), HIDDEN)
 def test_hidden_in_the_middle(begin, end):
     qkv = tensors(100, 300)
     seen = torch.ones(1, 1, 100, 300, dtype=torch.bool)
