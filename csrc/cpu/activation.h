@@ -11,9 +11,9 @@ enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSil
 namespace tf::TF_ISA {
 namespace {
 
-// Far to the left activations and slopes vanish. There they are exactly 0: no number falls below the
-// smallest normal one, where arithmetic is slow on some CPUs, and -inf becomes NaN where it does in
-// torch.
+// Far to the left activations and slopes vanish. There they are exactly 0: no number falls below
+// the smallest normal one, where arithmetic is slow on some CPUs, and -inf becomes NaN where it
+// does in torch.
 TF_INLINE Vec zero_below(float bound, Vec x, Vec y) {
   return select(less(x, set1(bound)), zero(), y);
 }

@@ -167,8 +167,8 @@ class Block {
     }
   }
 
-  // Scores times scale. Not `*`: the compiler would join it with an addition behind it in some places
-  // and not in others, and the largest score would not be the very number it is referred to.
+  // Scores times scale. Not `*`: the compiler would join it with an addition behind it in some
+  // places and not in others, and the largest score would not be the very number it is referred to.
   TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(args.scale), zero()); }
 
   // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
