@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Threads that wait sleep: where several processes share the cores, spinning takes the others' time.
@@ -14,6 +15,10 @@ import pytest
 import torch
 
 from transformer_fast import _native, dispatch
+
+# A shell starts background jobs with the keyboard's interrupt ignored, and so would the tests be.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
