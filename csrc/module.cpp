@@ -76,8 +76,10 @@ PYBIND11_MODULE(_C, m) {
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
       "Chooses the instruction set for the whole process. Raises ValueError.");
 
-  m.def("goes_by_pieces", &tf::goes_by_pieces, py::arg("rows"),
-        "Whether fp32 products of so many rows run as products of bfloat16 pieces.");
+  m.def("packs_pieces", &tf::packs_pieces, py::arg("rows"),
+        "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
+  m.def("splits_panels", &tf::splits_panels, py::arg("rows"),
+        "Whether such products split weights packed in fp32 into bfloat16 pieces.");
 
   m.def(
       "probe_fma",

@@ -76,6 +76,12 @@ def replaced(arguments: tuple[Any, ...], **places: Any) -> tuple[Any, ...]:
     return tuple(changed)
 
 
+def packed(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with weights of which packed copies are kept; few rows read others as they are."""
+    weights = {"a1": arguments[1]} | ({"a3": arguments[3]} if op == "feed_forward" else {})
+    return replaced(arguments, **{name: torch.nn.Parameter(w) for name, w in weights.items()})
+
+
 def result_of(op: str, arguments: tuple[Any, ...], isa: str = "amx") -> torch.Tensor:
     return run(target(op, isa), arguments)
 
@@ -83,22 +89,38 @@ def result_of(op: str, arguments: tuple[Any, ...], isa: str = "amx") -> torch.Te
 @BOTH
 def test_rows_decide_the_way(op, build):
     """Nothing here would be tested if products in pieces were never run."""
-    for rows, alike in ((71, True), (72, False)):
-        assert _native.module.goes_by_pieces(rows) is not alike
-        arguments = build(rows, 65, 40)
+    native = _native.module
+    ways = {11: (False, False), 12: (True, False), 143: (True, False), 144: (False, True)}
+    for rows, way in ways.items():
+        assert (native.splits_panels(rows), native.packs_pieces(rows)) == way
+        arguments = packed(op, build(rows, 65, 40))
         ours, plain = result_of(op, arguments), result_of(op, arguments, "avx512")
-        assert torch.equal(ours, plain) is alike
+        assert torch.equal(ours, plain) is (not any(way))
     use("avx512")
-    assert not _native.module.goes_by_pieces(1 << 20)
+    assert not any(
+        native.splits_panels(rows) or native.packs_pieces(rows) for rows in (20, 1 << 20)
+    )
 
 
 # From 1025 on rows are cut into slabs; 256 rows and 512 columns of a result are a block of theirs.
 @pytest.mark.parametrize("inputs", [1, 31, 64, 257, 1023, 1024, 1025, 1537, 2051])
-@pytest.mark.parametrize("rows", [72, 73, 111, 128, 300])
+@pytest.mark.parametrize("rows", [12, 16, 17, 33, 72, 111, 143, 144, 300])
 def test_linear(rows, inputs):
     outputs = 545 if (rows, inputs) == (300, 1025) else 33 + rows % 5
     number = rows + inputs
     check_target(target("linear"), linear(rows, inputs, outputs, ACTIVATIONS[number % 5]), number)
+
+
+# Chunks of 64 inputs, running sums of 512, pairs of 16 rows; 32 outputs make a panel.
+@pytest.mark.parametrize("inputs", [1, 31, 33, 64, 65, 96, 512, 513, 1100])
+@pytest.mark.parametrize("rows", [12, 16, 17, 32, 33, 48, 49, 64, 143])
+def test_few_rows(rows, inputs):
+    number = rows + inputs
+    for outputs in (1, 32, 33, 100):
+        arguments = linear(rows, inputs, outputs, ACTIVATIONS[number % 5], outputs == 33)
+        with torch.no_grad():
+            result = result_of("linear", packed("linear", arguments))
+        check("linear", result, arguments)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -118,8 +140,8 @@ def test_ends_of_linear(activation, inputs):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-# Up to 111 rows two threads take columns, from 112 on rows.
-@pytest.mark.parametrize("rows", [72, 73, 111, 112, 113, 300])
+# Up to 143 rows two threads take columns, from 144 on rows.
+@pytest.mark.parametrize("rows", [12, 31, 48, 65, 112, 143, 144, 145, 300])
 def test_feed_forward(activation, rows):
     for model, hidden, outputs in ((40, 129, 40), (33, 127, 70), (65, 300, 1)):
         arguments = feed_forward(rows, model, hidden, activation, outputs)
@@ -130,7 +152,7 @@ def test_feed_forward(activation, rows):
 def test_sizes_of_nothing():
     earlier = feed_forward(300, 64, 128)
     for model, hidden in ((64, 0), (0, 64), (0, 0)):
-        for rows in (80, 300):
+        for rows in (30, 80, 300):
             arguments = feed_forward(rows, model, hidden, outputs=64)
             result_of("feed_forward", earlier)  # what is left in memory must not be read
             check_target(target("feed_forward"), arguments)
@@ -138,7 +160,7 @@ def test_sizes_of_nothing():
     assert result_of("linear", linear(80, 50, 0)).shape == (80, 0)
 
 
-@pytest.mark.parametrize("rows", [80, 300])
+@pytest.mark.parametrize("rows", [30, 80, 300])
 def test_dropout_drops_the_same(rows):
     """Through an identity the hidden units can be seen."""
     d = draw()
@@ -197,7 +219,7 @@ def test_wild_values(value, activation):
     """One of them, in the input, the weight or both, and a row of them."""
     for place in ("x", "w", "both", "row"):
         for op, build in CALLS if activation else CALLS[:1]:
-            for rows in (75, 130):
+            for rows in (20, 75, 150):
                 arguments = build(rows, 70, 50, activation)
                 x, weight = arguments[:2]
                 if place == "x":
@@ -214,7 +236,7 @@ def test_wild_values(value, activation):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_wild_second_weights_biases_and_residuals(value):
-    for rows in (75, 130):
+    for rows in (20, 75, 150):
         for place, index in ((3, (2, 3)), (2, (5,)), (4, (5,))):
             arguments = feed_forward(rows, 70, 50)
             arguments[place][index] = value
@@ -236,7 +258,7 @@ def test_overflow_on_the_way():
 
 
 @BOTH
-@pytest.mark.parametrize("rows", [75, 130])
+@pytest.mark.parametrize("rows", [20, 75, 150])
 def test_tiny_inputs(op, build, rows):
     """Results whose pieces would be lost are as exact as any."""
     arguments = replaced(build(rows, 70, 50, "relu"), a2=None)
@@ -283,12 +305,12 @@ def test_negative_zero():
 
 
 def packed_both_ways(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    pieces, whole = (OPS.cpu_pack_weight(weight, rows) for rows in (72, 71))
+    pieces, whole = (OPS.cpu_pack_weight(weight, rows) for rows in (144, 143))
     assert (pieces.dtype, whole.dtype) == (torch.bfloat16, torch.float32)
     return pieces, whole
 
 
-@pytest.mark.parametrize("rows", [8, 75, 300])
+@pytest.mark.parametrize("rows", [8, 20, 75, 300])
 def test_a_copy_of_the_other_kind_serves(rows):
     x, weight, bias, *_ = arguments = linear(rows, 70, 50)
     pieces, whole = packed_both_ways(weight)
@@ -296,7 +318,9 @@ def test_a_copy_of_the_other_kind_serves(rows):
     for result in got:
         check("linear", result, arguments)
     assert not torch.equal(*got)
-    assert torch.equal(got[1], result_of("linear", linear(rows, 70, 50), "avx512")) or rows < 25
+    # A copy in fp32 that 144 rows or more are given is multiplied in fp32.
+    plain = result_of("linear", linear(rows, 70, 50), "avx512")
+    assert torch.equal(got[1], plain) or rows < 144
     x, w1, b1, w2, b2, *_ = arguments = feed_forward(rows, 70, 50)
     for first, second in itertools.product(packed_both_ways(w1), packed_both_ways(w2)):
         result = OPS.cpu_feed_forward(x, w1, first, b1, w2, second, b2, 2)
@@ -332,7 +356,7 @@ def test_a_copy_is_used(size):
     assert read > 5
 
 
-@pytest.mark.parametrize("rows", [8, 75])
+@pytest.mark.parametrize("rows", [8, 75, 150])
 @BOTH
 def test_an_update_in_place_is_seen(op, build, rows):
     arguments = list(build(rows, 70, 50))
@@ -340,7 +364,7 @@ def test_an_update_in_place_is_seen(op, build, rows):
     parameter = arguments[1] = torch.nn.Parameter(arguments[1])
     one = result_of(op, tuple(arguments))
     held = cpu_packing.held_bytes() - before
-    assert held >= parameter.numel() * (4 if rows == 8 else 6)
+    assert held >= parameter.numel() * (6 if rows == 150 else 4)
     with torch.no_grad():
         parameter.view(-1)[::7] += 1
     two = result_of(op, tuple(arguments))
@@ -361,6 +385,7 @@ LARGE = [
     ("linear", linear(300, 70, 130, "gelu", True)),
     ("linear", linear(130, 1100, 600)),
     ("linear", linear(75, 300, 130)),
+    ("linear", linear(150, 300, 130)),
     ("feed_forward", feed_forward(75, 70, 300)),
     ("feed_forward", feed_forward(300, 70, 1300)),
 ]
@@ -379,12 +404,14 @@ def test_the_same_bits_with_any_threads(op, arguments, threads):
 def test_a_row_does_not_depend_on_the_others(op, arguments):
     whole = result_of(op, arguments)
     x, residual = arguments[0], arguments[4] if op == "linear" else None
-    for begin, end in ((0, 72), (len(x) - 73, len(x)), (50, 250)):
+    packs = _native.module.packs_pieces
+    n = len(x)
+    for begin, end in ((0, 25), (0, 144), (max(0, n - 145), n), (n - 43, n), (50, 250)):
         rows = slice(begin, end)
         part = replaced(arguments, a0=x[rows])
         if residual is not None:
             part = replaced(part, a4=residual[rows])
-        if len(part[0]) >= 72:
+        if packs(len(part[0])) == packs(len(x)):
             assert torch.equal(result_of(op, part), whole[rows]), (begin, end)
     for garbage in (math.nan, 1e-40, 3e38):
         dirty = x.clone()

@@ -40,6 +40,10 @@ class TileProduct {
   static constexpr long kBlockRows = kSplit ? 96 : 32;
   // Depth that stays in the first-level cache as a panel beside the rows passing by.
   static constexpr long kChain = kSplit ? 128 : 256;
+  static constexpr long kTile = 16, kPair = 32, kTileSize = kTile * kPairDepth;
+  // Products of pieces at each step. Other work goes between any two: a core looks but a few
+  // hundred instructions ahead, and one product of tiles keeps it waiting for as many.
+  static constexpr long kTerms = kSplit ? 6 : 1;
 
   static void enter() { _tile_loadconfig(&kTileConfig); }
   static void leave() { _tile_release(); }
@@ -210,54 +214,44 @@ class TileProduct {
     return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth) * kTerms;
   }
 
- private:
-  static constexpr long kTile = 16, kPair = 32, kTileSize = kTile * kPairDepth;
-  // Products of pieces at each step. Other work goes between any two: a core looks but a few
-  // hundred instructions ahead, and one product of tiles keeps it waiting for as many.
-  static constexpr long kTerms = kSplit ? 6 : 1;
-
-  // The sum of the pieces of an operand, `apart` from each other.
-  static float whole(const Operand* operand, long apart) {
-    float sum = load_one(operand);
-    for (int piece = 1; piece < kPieces; ++piece) sum += load_one(operand + piece * apart);
-    return sum;
-  }
-
-  // Two tiles of rows, or one where no more are left.
-  template <class Meanwhile>
-  TF_INLINE static void multiply_pair(const Operand* a, long depth, long left, const Operand* b,
-                                      long steps, bool accumulate, float* c, long c_stride,
-                                      const Meanwhile& meanwhile) {
-    if (left > kTile) {
-      multiply_tiles<true>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
-    } else {
-      multiply_tiles<false>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
+  // What multiply() is made of, for kernels that order the work in another way: sums of 16 rows, or
+  // of 32 where kTwo, by kPanel columns, which stay in tiles until they are stored.
+  template <bool kTwo>
+  TF_INLINE static void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kTwo) {
+      _tile_zero(2);
+      _tile_zero(3);
     }
   }
-
-  template <bool kTwo, class Meanwhile>
-  TF_INLINE static void multiply_tiles(const Operand* a, long depth, const Operand* b, long steps,
-                                       bool accumulate, float* c, long c_stride,
-                                       const Meanwhile& meanwhile) {
+  template <bool kTwo>
+  TF_INLINE static void load_sums(const float* c, long c_stride) {
     const long c_row = c_stride * static_cast<long>(sizeof(float));
-    float* c1 = c + kTile * c_stride;
-    // A running sum of many products errs more than sums of kChain that are then added up.
-    const bool apart = kSplit && accumulate;
-    if (accumulate && !apart) {
-      _tile_loadd(0, c, c_row);
-      _tile_loadd(1, c + kLanes, c_row);
-      if (kTwo) {
-        _tile_loadd(2, c1, c_row);
-        _tile_loadd(3, c1 + kLanes, c_row);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if (kTwo) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
+    _tile_loadd(0, c, c_row);
+    _tile_loadd(1, c + kLanes, c_row);
+    if (kTwo) {
+      const float* c1 = c + kTile * c_stride;
+      _tile_loadd(2, c1, c_row);
+      _tile_loadd(3, c1 + kLanes, c_row);
     }
+  }
+  template <bool kTwo>
+  TF_INLINE static void store_sums(float* c, long c_stride) {
+    const long c_row = c_stride * static_cast<long>(sizeof(float));
+    _tile_stored(0, c, c_row);
+    _tile_stored(1, c + kLanes, c_row);
+    if (kTwo) {
+      float* c1 = c + kTile * c_stride;
+      _tile_stored(2, c1, c_row);
+      _tile_stored(3, c1 + kLanes, c_row);
+    }
+  }
+  // Adds the products of `steps` tiles of A, whose rows are `depth` long, and as many of a panel.
+  // Calls meanwhile(i) while the tiles are busy, kTerms times a step.
+  template <bool kTwo, class Meanwhile>
+  TF_INLINE static void add_products(const Operand* a, long depth, const Operand* b, long steps,
+                                     const Meanwhile& meanwhile) {
     const Operand* a1 = a + kTile * depth * kPieces;
     for (long step = 0; step < steps; ++step) {
       if constexpr (kSplit) {
@@ -282,18 +276,10 @@ class TileProduct {
       a1 += kTileSize * kPieces;
       b += 2 * kTileSize * kPieces;
     }
-    if (apart) return add_tiles<kTwo>(c, c_stride);
-    _tile_stored(0, c, c_row);
-    _tile_stored(1, c + kLanes, c_row);
-    if (kTwo) {
-      _tile_stored(2, c1, c_row);
-      _tile_stored(3, c1 + kLanes, c_row);
-    }
   }
-
-  // Adds the tiles to C.
+  // Adds the sums to C.
   template <bool kTwo>
-  TF_INLINE static void add_tiles(float* c, long c_stride) {
+  TF_INLINE static void add_sums(float* c, long c_stride) {
     alignas(64) float sums[kPair * kPanel];
     constexpr long kRow = kPanel * sizeof(float);
     _tile_stored(0, sums, kRow);
@@ -307,6 +293,45 @@ class TileProduct {
       float* row = c + i * c_stride;
       store(row, load(row) + load(sums + i * kPanel));
       store(row + kLanes, load(row + kLanes) + load(sums + i * kPanel + kLanes));
+    }
+  }
+
+ private:
+  // The sum of the pieces of an operand, `apart` from each other.
+  static float whole(const Operand* operand, long apart) {
+    float sum = load_one(operand);
+    for (int piece = 1; piece < kPieces; ++piece) sum += load_one(operand + piece * apart);
+    return sum;
+  }
+
+  // Two tiles of rows, or one where no more are left.
+  template <class Meanwhile>
+  TF_INLINE static void multiply_pair(const Operand* a, long depth, long left, const Operand* b,
+                                      long steps, bool accumulate, float* c, long c_stride,
+                                      const Meanwhile& meanwhile) {
+    if (left > kTile) {
+      multiply_tiles<true>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
+    } else {
+      multiply_tiles<false>(a, depth, b, steps, accumulate, c, c_stride, meanwhile);
+    }
+  }
+
+  template <bool kTwo, class Meanwhile>
+  TF_INLINE static void multiply_tiles(const Operand* a, long depth, const Operand* b, long steps,
+                                       bool accumulate, float* c, long c_stride,
+                                       const Meanwhile& meanwhile) {
+    // A running sum of many products errs more than sums of kChain that are then added up.
+    const bool apart = kSplit && accumulate;
+    if (accumulate && !apart) {
+      load_sums<kTwo>(c, c_stride);
+    } else {
+      clear_sums<kTwo>();
+    }
+    add_products<kTwo>(a, depth, b, steps, meanwhile);
+    if (apart) {
+      add_sums<kTwo>(c, c_stride);
+    } else {
+      store_sums<kTwo>(c, c_stride);
     }
   }
 

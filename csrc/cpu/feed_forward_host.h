@@ -13,7 +13,7 @@ inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const 
   const bool training = trains(args);
   // Where only the hidden units are wanted, there is no second weight.
   const bool mixed = args.y != nullptr && (panels1.whole == nullptr) != (panels2.whole == nullptr);
-  if (args.m < 56 * threads || mixed) {
+  if (args.m < 56 * threads || mixed || splits_panels(args.m)) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     float* hidden = shared_scratch(slot).floats(args.m * args.f);
     run_linear({args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f, args.x_stride,

@@ -116,6 +116,14 @@ std::atomic<Isa>& chosen() {
   return isa;
 }
 
+bool has_pieces() {
+#ifdef TF_HAVE_AMX
+  return current_isa() == Isa::amx;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 const CpuFeatures& cpu_features() {
@@ -146,14 +154,11 @@ const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
-bool goes_by_pieces([[maybe_unused]] long rows) {
-#ifdef TF_HAVE_AMX
-  constexpr long kLeast = 72;
-  return rows >= kLeast && current_isa() == Isa::amx;
-#else
-  return false;
-#endif
-}
+bool goes_by_pieces(long rows) { return rows >= 72 && has_pieces(); }
+
+bool packs_pieces(long rows) { return rows >= 144 && has_pieces(); }
+
+bool splits_panels(long rows) { return rows >= 12 && has_pieces() && !packs_pieces(rows); }
 
 void set_isa(const char* name) {
   chosen().store(parse<std::invalid_argument>(name, "set_isa: name is "),

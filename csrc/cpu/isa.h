@@ -29,9 +29,16 @@ Isa find_isa(const char* name, const char* argument);
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);
 
-// Whether fp32 products of so many rows run in bfloat16 pieces (bf16_tiles.h), for which the
-// instruction set in use must have tiles. Fewer rows wait for memory, and pieces take more of it.
+// How fp32 products of so many rows run on bfloat16 units (bf16_tiles.h), for which the instruction
+// set in use must have tiles. All three were measured.
+//
+// Whether products of operands that are split for the call do.
 bool goes_by_pieces(long rows);
+// Whether those with a weight do that is packed in pieces, of 6 bytes a weight.
+bool packs_pieces(long rows);
+// Whether those with a weight do that is packed in fp32. Reading it is most of their work, and it
+// is split as it is read.
+bool splits_panels(long rows);
 
 // What CPUID and the operating system say, feature by feature.
 struct CpuFeatures {

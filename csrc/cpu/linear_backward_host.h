@@ -16,7 +16,7 @@ inline Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
   const int64_t width = TF_DISPATCH(panel_columns, ), n = weight.size(0), k = weight.size(1);
   Panels panels;
 #ifdef TF_HAVE_AMX
-  if (goes_by_pieces(m)) {
+  if (packs_pieces(m)) {
     char* place = pieces::bytes_of(shared_scratch(slot),
                                    pieces::split_packed_bytes(k, n) + 4 * kColumnPackedTail);
     pieces::pack(w, k, n, true, place);
@@ -41,7 +41,7 @@ inline void run_input_gradient(const float* grad, int64_t grad_stride, const Ten
                                int64_t m, float* grad_input, int slot) {
   constexpr int64_t kMost = 4096;
   const int64_t n = weight.size(0), k = weight.size(1);
-  const int64_t step = goes_by_pieces(m) ? kMost : n;
+  const int64_t step = packs_pieces(m) ? kMost : n;
   for (int64_t begin = 0; begin < n; begin += step) {
     const int64_t depth = std::min(step, n - begin);
     Tensor part = weight;

@@ -92,7 +92,7 @@ inline Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packe
   if (panels.whole != nullptr || panels.pieces != nullptr) return panels;
   const int64_t n = weight.size(0), k = weight.size(1);
 #ifdef TF_HAVE_AMX
-  if (goes_by_pieces(m)) {
+  if (packs_pieces(m)) {
     char* place =
         pieces::bytes_of(shared_scratch(slot), pieces::split_packed_bytes(n, k) + 2 * kPackedTail);
     pieces::pack(as_rows(weight), n, k, false, place);
@@ -168,6 +168,8 @@ inline void run_linear(const LinearArgs& args) {
 inline void run_linear(LinearArgs args, const Panels& panels) {
 #ifdef TF_HAVE_AMX
   if (panels.pieces != nullptr) return pieces::run_linear(pieces::typed(args, panels.pieces));
+  if (splits_panels(args.m) && args.k > 0)
+    return pieces::run_few_linear(pieces::typed(args, panels.whole));
 #endif
   args.packed = panels.whole;
   run_linear(args);
@@ -179,7 +181,8 @@ inline void run_linear(LinearArgs args, const Tensor& weight, const std::optiona
   if (!is_direct(weight, packed, args.m)) {
     // A weight that is packed for this call only is packed a part at a time where it is large.
     constexpr int64_t kMost = 4096;
-    const bool parts = !packed && goes_by_pieces(args.m) && args.preactivation == nullptr;
+    const bool parts =
+        !packed && (packs_pieces(args.m) || splits_panels(args.m)) && args.preactivation == nullptr;
     const int64_t n = args.n, step = parts ? kMost : n;
     for (int64_t begin = 0; begin < n; begin += step) {
       LinearArgs part = args;

@@ -147,7 +147,7 @@ Tensor pack_weight(Tensor weight, int64_t rows) {
   if (is_half(weight)) return half::pack_weight(weight);
   check_float("pack_weight", "weight", weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
-  return goes_by_pieces(rows) ? pack_pieces(weight) : pack_whole(weight);
+  return packs_pieces(rows) ? pack_pieces(weight) : pack_whole(weight);
 }
 
 float* mutable_data(Tensor* tensor) {

@@ -5,6 +5,7 @@
 
 #include "cpu/feed_forward_split_kernel.h"
 #include "cpu/host.h"
+#include "cpu/linear_few_split_kernel.h"
 #include "cpu/linear_kernel.h"
 #include "cpu/linear_split_kernel.h"
 
@@ -65,6 +66,22 @@ inline TypedLinearArgs typed(const LinearArgs& args, const void* packed) {
           args.y_stride,
           args.activation,
           args.preactivation};
+}
+
+// The same for few rows and weights in panels of fp32.
+inline void run_few_linear(const TypedLinearArgs& args) {
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const int64_t panels = (args.n + width - 1) / width;
+  const int64_t threads = torch::stable::get_num_threads();
+  // Each item splits the rows, so there are more items than threads only where those are long.
+  constexpr int64_t kPanels = 32;
+  const int64_t items =
+      std::min(panels, std::max(threads, std::min(4 * threads, panels / kPanels)));
+  const int64_t scratch = few_split_linear_scratch(args);
+  for_each_item(items, [&](int64_t item) {
+    few_split_linear_block(args, panels * item / items, panels * (item + 1) / items,
+                           bytes_of(kernel_scratch(), scratch));
+  });
 }
 
 inline void run_feed_forward(const FeedForwardArgs& args, const void* packed1,

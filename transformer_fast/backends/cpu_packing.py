@@ -8,7 +8,7 @@ Writes that PyTorch cannot see (through ``.data`` views, NumPy, shared memory) a
 comparing two dozen values at each call, which notices an update of the whole matrix but may miss one
 of a few elements; `forget` drops all copies.
 
-On CPUs with AMX, products of 72 rows or more read another copy, in which each weight is three
+On CPUs with AMX, products of 144 rows or more read another copy, in which each weight is three
 bfloat16 pieces (6 bytes); a model that is called both ways, as in decoding, keeps both.
 
 At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept, the oldest going first.
@@ -61,7 +61,7 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
     if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
         return None
     assert _native.module is not None  # or no kernel would ask
-    pieces = weight.dtype == torch.float32 and _native.module.goes_by_pieces(rows)
+    pieces = weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
     key = (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, pieces)
     entry = _entries.get(key)
     if (
