@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .runtime import INTERPRETED, Launch
 
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

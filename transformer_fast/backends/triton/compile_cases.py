@@ -15,6 +15,7 @@ from . import config
 from .attention import attention_forward, make_problem
 from .attention_bwd import attention_backward
 from .attention_weights import attention_weights
+from .cross_entropy import cross_entropy_backward, cross_entropy_forward
 from .feed_forward import feed_forward_backward, feed_forward_forward
 from .layer_norm import add_layer_norm_backward, add_layer_norm_forward
 from .linear import linear_backward, linear_forward
@@ -22,6 +23,8 @@ from .runtime import Launch, record_launches
 
 HEADS = (64, 128, 256)
 COLUMNS = (512, 1024, 4096, 8192)
+#: Short rows, long ones, and such that do not start at multiples of 16 bytes.
+CLASSES = (1000, 32000, 50257)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -92,6 +95,12 @@ def _linear(dtype: torch.dtype) -> None:
     linear_backward(y, x, weight, "gelu", z, True, True, True)
 
 
+def _cross_entropy(classes: int, dtype: torch.dtype, label_smoothing: float) -> None:
+    logits, target = _meta(4096, classes, dtype=dtype), _meta(4096, dtype=torch.int64)
+    losses, lse = cross_entropy_forward(logits, target, -100, label_smoothing)
+    cross_entropy_backward(losses, logits, target, lse, -100, label_smoothing)
+
+
 def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Case:
     return Case(name, lambda: function(*args, **kwargs))
 
@@ -127,6 +136,10 @@ def cases() -> Iterator[Case]:
         yield _named(f"{at} gelu, dropout", _feed_forward, dtype, "gelu", 0.1)
         yield _named(f"{at} few rows", _feed_forward, dtype, "silu", 0.0, rows=16)
         yield _named(f"linear {kind} odd sizes", _linear, dtype)
+        for classes in CLASSES:
+            at = f"cross_entropy {kind} classes {classes}"
+            yield _named(at, _cross_entropy, classes, dtype, 0.0)
+            yield _named(f"{at} smoothing", _cross_entropy, classes, dtype, 0.1)
 
 
 def launches(case: Case, architecture: int) -> list[Launch]:

@@ -79,6 +79,14 @@ def layer_norm_backward(columns: int, item: int) -> RowTile:
     return RowTile(max(1, 2048 // block), block, warps, stages, 2 if warps == 8 else 1)
 
 
+def cross_entropy(columns: int) -> RowTile:
+    """16 elements a thread, each with its logit and two sums in registers; longer rows in blocks."""
+    block = min(4096, max(16, next_power_of_2(columns)))
+    if INTERPRETED:
+        return RowTile(4, min(64, block), 1)
+    return RowTile(max(1, 1024 // block), block, max(1, min(8, block // 512)))
+
+
 class AttentionTile(NamedTuple):
     queries: int
     keys: int

@@ -1,0 +1,192 @@
+"""Cross entropy of logits with label smoothing, and its gradient.
+
+    loss[n] = (1 - s) * (lse[n] - x[n, target[n]]) + s * (lse[n] - mean over v of x[n, v])
+    dx[n, v] = grad[n] * (exp(x[n, v] - lse[n]) - (1 - s) * (v == target[n]) - s / V)
+
+x, dx: (N, V) with any strides; target: (N,); loss, grad: (N,) fp32; lse: (N,), the logarithm of the
+sum of a row's exponentials, in fp64: rounded to fp32, an lse of 100 would cost the probabilities 6
+bits. Elements are computed with in fp32. A row whose target is ignore_index is not read.
+
+Forward: a program walks over its rows once, block by block, and rescales its sums of exponentials
+whenever the maximum grows; long rows have a program each, of short ones it takes several. Backward:
+a program per block. No atomics: results are the same in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .arithmetic import store
+from .runtime import launch
+
+
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def cross_entropy_forward_kernel(
+    x_ptr,  # (N, V)
+    target_ptr,  # (N,), stride_target
+    loss_ptr,  # (N,) fp32
+    lse_ptr,  # (N,) fp64
+    stride_row,
+    stride_column,
+    stride_target,
+    rows,
+    columns,
+    ignore_index,
+    confidence,  # 1 - s
+    smoothing,  # s
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    SMOOTH: tl.constexpr,  # s != 0
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    target = tl.load(target_ptr + row * stride_target, mask=row < rows, other=0).to(tl.int64)
+    counted = (row < rows) & (target != ignore_index)
+    x_row = x_ptr + row * stride_row
+    # A target that is no class makes the loss NaN; there is nobody to raise an exception to.
+    is_class = counted & (target >= 0) & (target < columns)
+    x_target = tl.load(x_row + target * stride_column, mask=is_class, other=float("nan"))
+    x_target = x_target.to(tl.float32)
+    # Logits are summed as distances from the target's, so that none of the sum is lost far from 0.
+    origin = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
+    maximum = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    exponentials = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    if SMOOTH:
+        distances = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for first in range(0, columns, BLOCK_COLUMNS):
+        column = first + tl.arange(0, BLOCK_COLUMNS)
+        inside = counted[:, None] & (column < columns)[None, :]
+        at = x_row[:, None] + column.to(tl.int64)[None, :] * stride_column
+        x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(maximum, tl.max(x, 1))
+        # With nothing but -inf so far there is nothing to rescale, and -inf - -inf would be NaN.
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        exponentials *= tl.exp(maximum - shift)[:, None]
+        exponentials += tl.exp(x - shift[:, None])
+        maximum = larger
+        if SMOOTH:
+            distances += tl.where(inside, x - origin[:, None], 0.0)
+    log_sum = tl.log(tl.sum(exponentials, 1))
+    loss = confidence * ((maximum - x_target) + log_sum)
+    if SMOOTH:
+        mean = tl.sum(distances, 1) / columns
+        loss += smoothing * ((maximum - origin) - mean + log_sum)
+    tl.store(loss_ptr + row, tl.where(counted, loss, 0.0), mask=row < rows)
+    lse = maximum.to(tl.float64) + log_sum.to(tl.float64)
+    tl.store(lse_ptr + row, lse, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def cross_entropy_backward_kernel(
+    grad_ptr,  # (N,), stride_grad
+    x_ptr,  # (N, V)
+    target_ptr,  # (N,), stride_target
+    lse_ptr,  # (N,) fp64
+    dx_ptr,  # (N, V), contiguous
+    stride_grad,
+    stride_row,
+    stride_column,
+    stride_target,
+    rows,
+    columns,
+    ignore_index,
+    confidence,  # 1 - s
+    share,  # s / V
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, BLOCK_COLUMNS)
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = (program % blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column = column.to(tl.int64)
+    target = tl.load(target_ptr + row * stride_target, mask=row < rows, other=0).to(tl.int64)
+    counted = (row < rows) & (target != ignore_index)
+    # Ignored rows count as zeros, all three: their gradient is 0 * exp(0).
+    grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + row, mask=counted, other=0.0)
+    high = lse.to(tl.float32)
+    low = (lse - high.to(tl.float64)).to(tl.float32)
+    in_row = (column < columns)[None, :]
+    at = x_ptr + row[:, None] * stride_row + column[None, :] * stride_column
+    x = tl.load(at, mask=counted[:, None] & in_row, other=0.0).to(tl.float32)
+    p = tl.exp((x - high[:, None]) - low[:, None])
+    wanted = tl.where(column[None, :] == target[:, None], confidence, 0.0)
+    dx = grad[:, None] * ((p - share) - wanted)
+    at = dx_ptr + row[:, None] * columns + column[None, :]
+    store(at, dx, (row < rows)[:, None] & in_row)
+
+
+def cross_entropy_forward(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """(losses, lse): (N,) in fp32, and (N,) in fp64 for the backward.
+
+    A target that is neither a class nor ``ignore_index`` makes its loss NaN.
+    """
+    rows, columns = input.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=input.device)
+    lse = torch.empty(rows, dtype=torch.float64, device=input.device)
+    tile = config.cross_entropy(columns)
+    launch(
+        cross_entropy_forward_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        input,
+        target,
+        losses,
+        lse,
+        input.stride(0),
+        input.stride(1),
+        target.stride(0),
+        rows,
+        columns,
+        ignore_index,
+        1.0 - label_smoothing,
+        label_smoothing,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=tile.columns,
+        SMOOTH=label_smoothing != 0.0,
+    )
+    return losses, lse
+
+
+def cross_entropy_backward(
+    grad: Tensor,
+    input: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """Gradient of input, contiguous."""
+    rows, columns = input.shape
+    grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    tile = config.cross_entropy(columns)
+    launch(
+        cross_entropy_backward_kernel,
+        (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),),
+        grad,
+        input,
+        target,
+        lse,
+        grad_input,
+        grad.stride(0),
+        input.stride(0),
+        input.stride(1),
+        target.stride(0),
+        rows,
+        columns,
+        ignore_index,
+        1.0 - label_smoothing,
+        label_smoothing / columns,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=tile.columns,
+    )
+    return grad_input
