@@ -105,7 +105,7 @@ def cross_entropy_backward_kernel(
     column = column.to(tl.int64)
     target = tl.load(target_ptr + row * stride_target, mask=row < rows, other=0).to(tl.int64)
     counted = (row < rows) & (target != ignore_index)
-    # Ignored rows count as zeros, all three: their gradient is 0 * exp(0).
+    # Of ignored rows grad, lse and logits count as 0: the product is 0 times something finite.
     grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + row, mask=counted, other=0.0)
     high = lse.to(tl.float32)
