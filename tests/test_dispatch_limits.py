@@ -110,6 +110,8 @@ def test_dtype(kernel):
 def test_one_dtype(kernel):
     call = accepted(kernel)
     mixed = list(call.tensors)
+    if len(mixed) == 1:
+        pytest.skip("the op has one tensor of a float type")
     place = max(i for i, t in enumerate(mixed) if t is not None)
     mixed[place] = mixed[place].to(torch.float64)
     here = dataclasses.replace(kernel, devices=(), unavailable=None)

@@ -53,6 +53,11 @@ def large(op: str, dtype: torch.dtype, queries: int = 900, heads: int = 5) -> li
         "add_layer_norm": [(norm[0], draw.normal(900, 130), *norm[1:], 0.0, None)],
         "linear": [linear(1, 700), linear(40, 300), linear(500, 130)],
         "feed_forward": [feed_forward(rows) for rows in (1, 40, 500)],
+        "cross_entropy": [(draw.normal(700, 130), draw.integers(700, end=130), 7, 0.1)],
+        "linear_cross_entropy": [
+            (draw.normal(rows, 90), draw.weight(130, 90), None, draw.integers(rows, end=130), 7, 0)
+            for rows in (40, 700)
+        ],
         "attention": [
             attention(1, queries, 530),
             attention(1, queries, 530, causal=True),

@@ -81,6 +81,11 @@ def small(op):
             (draw(3, 2), draw(4, 2), draw(4), draw(2, 4), draw(2), name, p, seed)
             for name, p in (("relu", 0.0), ("gelu", 0.3), ("gelu_tanh", 0.0), ("silu", 0.5))
         ],
+        "cross_entropy": [(draw(3, 4), torch.tensor([2, 1, 3]), 1, s) for s in (0.0, 0.2)],
+        "linear_cross_entropy": [
+            (draw(3, 2), draw(4, 2), bias, torch.tensor([2, 1, 3]), 1, 0.2)
+            for bias in (None, draw(4))
+        ],
     }[op]
 
 

@@ -260,12 +260,64 @@ FEED_FORWARD_BUGS = {
     "dropout forgotten": "dropout",
 }
 
+
+def cross_entropy_bug(bug: str):
+    def run(x, target, ignored, smoothing):
+        if bug == "smoothing forgotten":
+            smoothing = 0.0
+        if bug == "smoothing over the other classes":
+            smoothing = smoothing * x.shape[1] / (x.shape[1] - 1)
+        if bug == "padding counts":
+            target = target.masked_fill(target == ignored, 0)
+        if bug == "next class":
+            target = torch.where(target == ignored, target, (target + 1) % x.shape[1])
+        if bug == "last class left out":
+            x = torch.cat((x[:, :-1], torch.full_like(x[:, :1], -1e4)), dim=1)
+        if bug == "1e-4":
+            return reference.cross_entropy(x, target, ignored, smoothing) * (1 + 1e-4)
+        return reference.cross_entropy(x, target, ignored, smoothing)
+
+    return run
+
+
+CROSS_ENTROPY_BUGS = {
+    "smoothing forgotten": "smoothing",
+    "smoothing over the other classes": "smoothing",
+    "padding counts": "padding",
+    "next class": "plain",
+    "last class left out": "smoothing",
+    "1e-4": "plain",
+}
+
+
+def linear_cross_entropy_bug(bug: str):
+    def run(x, weight, bias, target, ignored, smoothing):
+        if bug == "no bias":
+            bias = None
+        if bug == "padding counts":
+            target = target.masked_fill(target == ignored, 0)
+        if bug == "second part of the classes left out":
+            weight, bias = weight[:4096], bias[:4096]
+            target = target.clamp(max=4095)
+        return reference.linear_cross_entropy(x, weight, bias, target, ignored, smoothing)
+
+    return run
+
+
+LINEAR_CROSS_ENTROPY_BUGS = {
+    "no bias": "bias",
+    "padding counts": "primes",
+    "second part of the classes left out": "more classes than one part",
+}
+
 PLANTED = {
     "layer_norm": (layer_norm_bug, LAYER_NORM_BUGS),
     "add_layer_norm": (add_layer_norm_bug, ADD_LAYER_NORM_BUGS),
     "attention": (attention_bug, ATTENTION_BUGS),
     "linear": (linear_bug, LINEAR_BUGS),
     "feed_forward": (feed_forward_bug, FEED_FORWARD_BUGS),
+    "cross_entropy": (cross_entropy_bug, CROSS_ENTROPY_BUGS),
+    "linear_cross_entropy": (linear_cross_entropy_bug, LINEAR_CROSS_ENTROPY_BUGS),
 }
 ALL_BUGS = [
     pytest.param(op, bug, case, id=f"{op}-{bug}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from .dispatch import Explanation, explain_call
 from .functional.attention import prepare_scaled_dot_product_attention
+from .functional.cross_entropy import prepare_cross_entropy, prepare_linear_cross_entropy
 from .functional.feed_forward import prepare_feed_forward
 from .functional.layer_norm import prepare_add_layer_norm, prepare_layer_norm
 from .functional.linear import prepare_linear
@@ -18,6 +19,8 @@ _PREPARE: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": prepare_scaled_dot_product_attention,
     "linear": prepare_linear,
     "feed_forward": prepare_feed_forward,
+    "cross_entropy": prepare_cross_entropy,
+    "linear_cross_entropy": prepare_linear_cross_entropy,
 }
 
 

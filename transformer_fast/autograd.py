@@ -25,6 +25,15 @@ order of the results; what is not wanted may come back as anything.
                       backward(grad, input, weight1, bias1, weight2, activation, dropout_p, seed,
                           preactivation, wants)
                           -> gradients of input, weight1, bias1, weight2, bias2
+    cross_entropy     forward(input, target, ignore_index, label_smoothing) -> (losses, known);
+                          known: what backward wants to know of the rows
+                      backward(grad, input, target, known, ignore_index, label_smoothing, wants)
+                          -> gradient of input
+    linear_cross_entropy
+                      forward(input, weight, bias, target, ignore_index, label_smoothing)
+                          -> (losses, known)
+                      backward(grad, input, weight, bias, target, known, ignore_index,
+                          label_smoothing, wants) -> gradients of input, weight, bias
 
 ``preactivation`` is what activation was applied to, or anything else that backward wants to keep.
 
@@ -374,4 +383,72 @@ class FeedForward(_Function):
                 wants,
             )
         found = _once("feed_forward", _only(wants, found), grad, input, weight1, bias1, weight2)
+        return None, *found, None, None, None
+
+
+class CrossEntropy(_Function):
+    @staticmethod
+    def forward(
+        backend: str, input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        pair = _pairs["cross_entropy"][backend]
+        return pair.forward(input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        ctx.backend, input, target, ctx.ignore_index, ctx.label_smoothing = inputs
+        _, known = results
+        ctx.mark_non_differentiable(known)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, target, known)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 5
+        input, target, known = ctx.saved_tensors
+        wants = (ctx.needs_input_grad[1],)
+        with torch.no_grad():
+            found = _pairs["cross_entropy"][ctx.backend].backward(
+                grad, input, target, known, ctx.ignore_index, ctx.label_smoothing, wants
+            )
+        (dinput,) = _once("cross_entropy", _only(wants, found), grad, input)
+        return None, dinput, None, None, None
+
+
+class LinearCrossEntropy(_Function):
+    @staticmethod
+    def forward(
+        backend: str,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        return _pairs["linear_cross_entropy"][backend].forward(  # type: ignore[no-any-return]
+            input, weight, bias, target, ignore_index, label_smoothing
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        ctx.backend, input, weight, bias, target, ctx.ignore_index, ctx.label_smoothing = inputs
+        _, known = results
+        ctx.mark_non_differentiable(known)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, weight, bias, target, known)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 7
+        input, weight, bias, target, known = ctx.saved_tensors
+        wants = ctx.needs_input_grad[1:4]
+        with torch.no_grad():
+            found = _pairs["linear_cross_entropy"][ctx.backend].backward(
+                grad, input, weight, bias, target, known, ctx.ignore_index, ctx.label_smoothing,
+                wants,
+            )  # fmt: skip
+        found = _once("linear_cross_entropy", _only(wants, found), grad, input, weight, bias)
         return None, *found, None, None, None

@@ -17,7 +17,15 @@ from torch import Tensor
 
 #: In the order in which `select` asks them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
-OPS = ("layer_norm", "add_layer_norm", "attention", "linear", "feed_forward")
+OPS = (
+    "layer_norm",
+    "add_layer_norm",
+    "attention",
+    "linear",
+    "feed_forward",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
 
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from transformer_fast import functional
 from transformer_fast.measure.calls import forced, record
 from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.judge import StepJudge
@@ -21,11 +22,38 @@ from ..scope import Maker, Scope
 from .backward import spread
 from .models import batches
 
+EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
+#: (model, source, target, the tokens that are right) -> loss
+Loss = Callable[[Any, Batch, Batch, Tensor], Tensor]
 #: (B, S = T, vocabulary, layers)
 _CASES = ((8, 128, 32000, 6),)
 _QUICK = ((4, 32, 1000, 2),)
 #: Forward once, and backward does each product twice.
 TIMES_FORWARD = 3.0
+
+
+def by_logits(cross_entropy: Callable[..., Tensor]) -> Loss:
+    """The loss as tutorials write it."""
+
+    def loss(model: Any, source: Batch, target: Batch, following: Tensor) -> Tensor:
+        return cross_entropy(model(source, target).flatten(0, 1), following)
+
+    return loss
+
+
+def fused(linear_cross_entropy: Callable[..., Tensor], **options: Any) -> Loss:
+    """The output projection and the loss in one op, without logits."""
+
+    def loss(model: Any, source: Batch, target: Batch, following: Tensor) -> Tensor:
+        decoded, output = model.decoded(source, target).flatten(0, 1), model.output
+        return linear_cross_entropy(
+            decoded, output.weight, following, linear_bias=output.bias, **options
+        )
+
+    return loss
+
+
+_THEIRS = by_logits(nn.functional.cross_entropy)
 
 
 class Step:
@@ -35,16 +63,15 @@ class Step:
     every step of every contender can be checked against the same truth.
     """
 
-    def __init__(self, model: nn.Module, fused: bool = True) -> None:
-        self.model = model.train()
+    def __init__(self, model: nn.Module, loss: Loss = _THEIRS, fused: bool = True) -> None:
+        self.model, self.loss = model.train(), loss
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=fused)
 
     @torch.enable_grad()
     def __call__(self, source: Batch, target: Batch) -> tuple[Tensor, ...]:
-        logits = self.model(source, target)
-        following = target.tokens.roll(-1, 1)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        following = target.tokens.roll(-1, 1).flatten()
+        loss = self.loss(self.model, source, target, following)
         loss.backward()
         self.optimizer.step()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -57,18 +84,35 @@ def _contenders(
     theirs: nn.Module,
     reference: Callable[..., tuple[Tensor, ...]],
     arguments: Arguments,
+    fuses: bool,
 ) -> tuple[Sequence[Contender], str]:
-    step = Step(copy.deepcopy(ours))
+    loss = by_logits(functional.cross_entropy)
+    if fuses:
+        loss = fused(functional.linear_cross_entropy)
+    step = Step(copy.deepcopy(ours), loss)
     with record() as found:
         step(*arguments)
     chosen = "+".join(sorted({backend for _, backend in found.calls}))
-    automatic = Contender(chosen, step)
-    eager = Contender("torch eager", Step(theirs), ours=False)
-    ours_too = [automatic] if chosen != "reference" else []
-    return [*ours_too, Contender("reference", reference), eager], chosen
+    contenders = [Contender(chosen, step)] if chosen != "reference" else []
+    contenders.append(Contender("reference", reference))
+    if fuses:
+        contenders.append(_torch_fused(theirs))
+    contenders.append(Contender(EAGER, Step(theirs), ours=False))
+    return contenders, chosen
 
 
-def _contest(scope: Scope, batch: int, length: int, vocabulary: int, layers: int) -> Contest:
+def _torch_fused(theirs: nn.Module) -> Contender:
+    """PyTorch's own op for it, which came with 2.13, in chunks."""
+    op = getattr(nn.functional, "linear_cross_entropy", None)
+    if op is None:
+        return Contender(FUSED, None, "this PyTorch has no linear_cross_entropy", ours=False)
+    step = Step(copy.deepcopy(theirs), fused(op, options=nn.LinearCrossEntropyOptions()))
+    return Contender(FUSED, step, ours=False)
+
+
+def _contest(
+    scope: Scope, batch: int, length: int, vocabulary: int, layers: int, fuses: bool
+) -> Contest:
     size = Size(layers=layers, vocabulary=vocabulary)
 
     def make(namespace: Any) -> nn.Module:
@@ -81,17 +125,18 @@ def _contest(scope: Scope, batch: int, length: int, vocabulary: int, layers: int
 
     ours, theirs = twins(make, scope.dtype, scope.device)
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
-    reference = forced(Step(copy.deepcopy(ours)), "reference")
+    reference = forced(Step(copy.deepcopy(ours), by_logits(functional.cross_entropy)), "reference")
     inputs: list[list[Arguments]] = [
         [batches(scope, batch, length, vocabulary, 1.0, seed)] for seed in range(2)
     ]
-    contenders, chosen = _contenders(ours, theirs, reference, inputs[0][0])
+    contenders, chosen = _contenders(ours, theirs, reference, inputs[0][0], fuses)
     work = transformer_work(size, parameter_bytes(theirs), scope.dtype.itemsize)
     dense, useful, moved = work(*inputs[0][0])
     names = ("loss", *(f"grad of {name}" for name, _ in theirs.named_parameters()))
     return Contest(
         op="training step",
-        case=f"{layers}+{layers}, ({batch},{length}), V = {vocabulary}",
+        case=f"{layers}+{layers}, ({batch},{length}), V = {vocabulary}"
+        + (", fused loss" if fuses else ""),
         inputs=inputs,
         contenders=contenders,
         judge=StepJudge(oracle, reference, names),
@@ -101,12 +146,14 @@ def _contest(scope: Scope, batch: int, length: int, vocabulary: int, layers: int
         dtype=scope.dtype,
         device=scope.device,
         chosen=chosen,
-        torch=("torch eager",),
+        torch=(EAGER, FUSED) if fuses else (EAGER,),
     )
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for case in _QUICK if scope.quick else _CASES:
         batch, length, _, layers = case
-        label = f"training step {layers}+{layers} ({batch},{length})"
-        yield label, functools.partial(_contest, scope, *case)
+        for fuses in (False, True):
+            label = f"training step {layers}+{layers} ({batch},{length})"
+            label += ", fused loss" if fuses else ""
+            yield label, functools.partial(_contest, scope, *case, fuses)

@@ -16,8 +16,9 @@ constexpr long kChunk = 64;
 constexpr long kChunkSize = kSplitPieces * kPanel * kChunk;
 // Depth of a running sum. It is rounded 6 times for 32 products: less than 128 multiply-adds are.
 constexpr long kSum = 512;
-// Of each block of rows of a panel, while the one before it is split, the first half is fetched; the
-// second the processor foresees by itself. Fetching both keeps loads waiting for a free line buffer.
+// Of each block of rows of a panel, while the one before it is split, the first half is fetched;
+// the second the processor foresees by itself. Fetching both keeps loads waiting for a free line
+// buffer.
 constexpr long kAhead = 16 * kPanel * sizeof(float);
 
 // A chunk of a panel, of which `done` of its pairs of rows (see split_pair()) are split already.

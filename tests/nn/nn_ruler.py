@@ -19,6 +19,7 @@ OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(nn, name)
     for name in (
         "LayerNorm",
+        "CrossEntropyLoss",
         "Linear",
         "MultiheadAttention",
         "TransformerEncoderLayer",

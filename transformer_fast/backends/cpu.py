@@ -14,6 +14,7 @@ from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, 
 from ..dispatch import Call, Kernel, register
 from .cpu_backward import ACTIVATIONS
 from .cpu_backward_fakes import register_fakes
+from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -251,6 +252,8 @@ def _register() -> None:
             dropout=True,
             activations=activations,
         ),
+        Kernel("cross_entropy", "cpu", cross_entropy, gradients=True),
+        Kernel("linear_cross_entropy", "cpu", linear_cross_entropy, gradients=True),
     ):
         register(
             Kernel(

@@ -50,6 +50,19 @@ def attention(
     return output, None
 
 
+def cross_entropy(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    # For half types PyTorch rounds the log-probabilities.
+    return F.cross_entropy(
+        input.to(torch.promote_types(input.dtype, torch.float32)),
+        target,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
 def _refuse_attention(call: Call) -> str | None:
     if call.mask is not None or call.key_lengths is not None or call.is_causal:
         return (
@@ -73,4 +86,5 @@ register(Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refu
 register(
     Kernel("add_layer_norm", "torch", add_layer_norm, gradients=True, refuses=_refuse_layer_norm)
 )
+register(Kernel("cross_entropy", "torch", cross_entropy, gradients=True))
 register(Kernel("attention", "torch", attention, gradients=True, refuses=_refuse_attention))

@@ -10,15 +10,18 @@ from typing import Any
 import torch.nn.functional as _torch_functional
 
 from .attention import scaled_dot_product_attention
+from .cross_entropy import cross_entropy, linear_cross_entropy
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, layer_norm
 from .linear import linear
 
 __all__ = [
     "add_layer_norm",
+    "cross_entropy",
     "feed_forward",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "scaled_dot_product_attention",
 ]
 

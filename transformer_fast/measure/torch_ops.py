@@ -121,12 +121,38 @@ def feed_forward(
     return F.linear(activate(F.linear(input, weight1, bias1), activation), weight2, bias2)
 
 
+def cross_entropy(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    return F.cross_entropy(
+        input,
+        target,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    logits = F.linear(input, weight, bias)
+    return cross_entropy(logits, target, ignore_index, label_smoothing)
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm,
     "add_layer_norm": add_layer_norm,
     "attention": attention,
     "linear": linear,
     "feed_forward": feed_forward,
+    "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
 }
 
 

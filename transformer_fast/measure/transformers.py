@@ -121,10 +121,14 @@ class Seq2Seq(nn.Module):
 
     def forward(self, source: Batch, target: Batch) -> Tensor:
         """Logits (B, T, vocabulary) for the token after each of the target's (teacher forcing)."""
+        return self.output(self.decoded(source, target))
+
+    def decoded(self, source: Batch, target: Batch) -> Tensor:
+        """(B, T, M), what `output` is applied to."""
         length = target.tokens.shape[1]
         future = torch.ones(length, length, dtype=torch.bool, device=target.tokens.device).triu(1)
         hidden = None if source.full else ~source.real
-        decoded = self.transformer(
+        return self.transformer(
             self._embed(source.tokens),
             self._embed(target.tokens),
             tgt_mask=future,
@@ -133,7 +137,6 @@ class Seq2Seq(nn.Module):
             memory_key_padding_mask=hidden,
             tgt_is_causal=True,
         )
-        return self.output(decoded)
 
 
 def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any]:

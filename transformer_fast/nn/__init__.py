@@ -1,6 +1,6 @@
 """`torch.nn` with our classes in place of torch's where we have kernels.
 
-Ours: `LayerNorm`, `Linear`, `MultiheadAttention`, `TransformerEncoderLayer`,
+Ours: `CrossEntropyLoss`, `LayerNorm`, `Linear`, `MultiheadAttention`, `TransformerEncoderLayer`,
 `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`, all subclasses
 of torch's, and `functional`, which is `transformer_fast.functional`. Every other name, submodules
 included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
@@ -16,6 +16,7 @@ from .. import functional as functional
 from . import alias as _alias
 from .layer_norm import LayerNorm as LayerNorm
 from .linear import Linear as Linear
+from .loss import CrossEntropyLoss as CrossEntropyLoss
 from .multihead_attention import MultiheadAttention as MultiheadAttention
 from .transformer import Transformer as Transformer
 from .transformer import TransformerDecoder as TransformerDecoder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import *  # type: ignore[no-redef,assignment]  # noqa: F403
 
 _OURS = (
+    "CrossEntropyLoss",
     "LayerNorm",
     "Linear",
     "MultiheadAttention",

@@ -4,6 +4,7 @@ Every backend's entry has the signature of the function of the same name here.
 """
 
 from .attention import attention
+from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, layer_norm
@@ -13,8 +14,10 @@ __all__ = [
     "activate",
     "add_layer_norm",
     "attention",
+    "cross_entropy",
     "dropout",
     "feed_forward",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
 ]

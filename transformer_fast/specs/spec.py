@@ -104,6 +104,11 @@ class Draw:
         """True with that probability."""
         return (self._float(torch.rand, shape) < true).to(self.device)
 
+    def integers(self, *shape: int, end: int) -> Tensor:
+        """int64 in [0, end)."""
+        drawn = self._float(torch.rand, shape).double() * end
+        return drawn.to(self.device, torch.int64).clamp_(max=end - 1)
+
     def seed(self) -> Tensor:
         """A dropout seed with bits in both words."""
         drawn = self._float(torch.rand, ()).double() * 2**62

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from ..functional import cross_entropy
 
 
 def label_smoothing_loss(
@@ -39,7 +40,7 @@ def label_smoothing_loss(
     classes = logits.shape[-1]
     flat = logits.reshape(-1, classes)
     target = expected.reshape(-1).long()
-    losses = F.cross_entropy(
+    losses = cross_entropy(
         flat.to(torch.promote_types(flat.dtype, torch.float32)),
         target,
         ignore_index=-100 if pad_token is None else pad_token,

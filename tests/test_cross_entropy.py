@@ -1,0 +1,215 @@
+"""What `functional.cross_entropy` and its kin take, refuse and leave to PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as TF
+
+from transformer_fast import functional as F
+from transformer_fast import nn, strict, use_backend
+from transformer_fast.measure.calls import record
+
+SHAPES = [(7,), (5, 7), (3, 7, 4), (2, 7, 3, 2), (0, 7)]
+
+
+def logits_and_target(*shape: int, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    places = shape[:1] + shape[2:] if len(shape) > 1 else ()
+    x = torch.randn(shape, generator=generator).to(dtype)
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    return x, torch.randint(0, classes, places, generator=generator)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torchs_shapes(shape, reduction):
+    x, target = logits_and_target(*shape)
+    for smoothing, ignored in ((0.0, -100), (0.2, 3)):
+        options = {
+            "reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored,
+        }  # fmt: skip
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with record() as found:
+            one = F.cross_entropy(ours, target, **options)
+        other = TF.cross_entropy(theirs, target, **options)
+        assert [op for op, _ in found.calls] == ["cross_entropy"]
+        torch.testing.assert_close(one, other, equal_nan=True)
+        one.sum().backward()
+        other.sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes(dtype):
+    x, target = logits_and_target(50, 200, dtype=dtype)
+    x.requires_grad_()
+    loss = F.cross_entropy(x, target)
+    loss.backward()
+    true = TF.cross_entropy(x.detach().double(), target)
+    assert (loss.dtype, x.grad.dtype) == (dtype, dtype)
+    assert (loss.double() - true).abs() <= torch.finfo(dtype).eps * true
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.cross_entropy(x, target).dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+def test_what_is_left_to_torch():
+    x, target = logits_and_target(6, 7)
+    weight, probable = torch.rand(7), torch.softmax(torch.randn(6, 7), 1)
+    calls = [((x, target, weight), {}), ((x, probable), {}), ((x, target), {"reduce": False})]
+    for arguments, options in calls:
+        with record() as found, strict():
+            result = F.cross_entropy(*arguments, **options)
+        assert not found.calls
+        torch.testing.assert_close(result, TF.cross_entropy(*arguments, **options))
+        with pytest.raises(NotImplementedError, match="backend must be None"):
+            F.cross_entropy(*arguments, **options, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"target": torch.tensor([0, 7, 1])}, IndexError),
+        ({"target": torch.tensor([0, -1, 1])}, IndexError),
+        ({"target": torch.tensor([0, 1])}, ValueError),
+        ({"target": torch.tensor([0, 1, 2], dtype=torch.int32)}, RuntimeError),
+        ({"target": "next"}, TypeError),
+        ({"input": torch.zeros(3, 7, dtype=torch.int64)}, (RuntimeError, ValueError)),
+        ({"reduction": "median"}, ValueError),
+        ({"label_smoothing": 1.5}, RuntimeError),
+        ({"label_smoothing": "some"}, TypeError),
+    ],
+    ids=str,
+)
+def test_bad_calls_fail_as_torchs(change, error):
+    arguments = {"input": torch.randn(3, 7), "target": torch.tensor([0, 6, 1])} | change
+    for function in (F.cross_entropy, TF.cross_entropy):
+        with pytest.raises(error):
+            function(**arguments)
+
+
+def test_nothing_of_ignored_rows_counts():
+    x, target = logits_and_target(4, 7)
+    x[1], target[1] = math.nan, -100
+    x.requires_grad_()
+    F.cross_entropy(x, target, label_smoothing=0.1).backward()
+    assert torch.equal(x.grad[1], torch.zeros(7))
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("values", [(math.nan,), (math.inf,), (-math.inf,) * 7])
+def test_logits_that_are_no_numbers(values):
+    """As PyTorch has it: NaN, for these rows only."""
+    x, target = logits_and_target(4, 7)
+    x[1, : len(values)] = torch.tensor(values)
+    ours, theirs = (f(x, target, reduction="none") for f in (F.cross_entropy, TF.cross_entropy))
+    assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+def test_long_rows():
+    """Several blocks of classes, and several parts of a vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    for classes in (1, 5003, 4096, 4097, 12289):
+        x = torch.randn(3, 16, generator=generator)
+        weight = torch.randn(classes, 16, generator=generator)
+        x[0] *= 30
+        target = torch.tensor([0, classes - 1, classes // 2])
+        logits = (x.double() @ weight.double().t()).requires_grad_()
+        true = TF.cross_entropy(logits, target, reduction="none", label_smoothing=0.3)
+        true.sum().backward()
+        ours = logits.detach().float().requires_grad_()
+        loss = F.cross_entropy(ours, target, reduction="none", label_smoothing=0.3)
+        loss.sum().backward()
+        fused = F.linear_cross_entropy(x, weight, target, reduction="none", label_smoothing=0.3)
+        for result in (loss, fused):
+            torch.testing.assert_close(result.double(), true, rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(ours.grad.double(), logits.grad, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_cross_entropy(reduction, bias):
+    x, w, b = torch.randn(9, 16), torch.randn(4100, 16) / 4, torch.randn(4100) if bias else None
+    target = torch.randint(0, 4100, (9,))
+    target[4] = -100
+    ours = [t.clone().requires_grad_() for t in (x, w, b) if t is not None]
+    theirs = [t.clone().requires_grad_() for t in (x, w, b) if t is not None]
+    options = {"linear_bias": ours[2]} if bias else {}
+    loss = F.linear_cross_entropy(*ours[:2], target, reduction=reduction, **options)
+    true = TF.cross_entropy(TF.linear(*theirs), target, reduction=reduction)
+    torch.testing.assert_close(loss, true, rtol=1e-5, atol=1e-5)
+    loss.sum().backward()
+    true.sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_linear_cross_entropy_of_one_row():
+    x, w, target = torch.randn(16), torch.randn(30, 16), torch.tensor(4)
+    loss = F.linear_cross_entropy(x, w, target, reduction="none")
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, TF.cross_entropy(w @ x, target))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"linear_weight": torch.randn(30, 15)}, ValueError, "16 features"),
+        ({"linear_bias": torch.randn(29)}, ValueError, "linear_bias"),
+        ({"target": torch.tensor([0, 30])}, IndexError, "Target 30 is out of bounds"),
+        ({"target": torch.tensor([0])}, ValueError, "target"),
+        ({"target": torch.tensor([0.0, 1.0]).int()}, ValueError, "int32"),
+        ({"input": torch.randn(2, 2, 16)}, ValueError, "input"),
+        ({"linear_weight": None}, TypeError, "linear_weight"),
+        ({"linear_weight": torch.randn(30, 16).double()}, ValueError, "float64"),
+    ],
+    ids=str,
+)
+def test_bad_calls_of_linear_cross_entropy(change, error, match):
+    arguments = {
+        "input": torch.randn(2, 16),
+        "linear_weight": torch.randn(30, 16),
+        "target": torch.tensor([0, 1]),
+    }
+    with pytest.raises(error, match=match):
+        F.linear_cross_entropy(**(arguments | change))
+
+
+def test_module():
+    x, target = logits_and_target(6, 7)
+    options = {"ignore_index": 2, "label_smoothing": 0.1, "reduction": "sum"}
+    ours, theirs = nn.CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)
+    assert isinstance(ours, torch.nn.CrossEntropyLoss)
+    torch.testing.assert_close(ours(x, target), theirs(x, target))
+    weighted = torch.rand(7)
+    torch.testing.assert_close(
+        nn.CrossEntropyLoss(weighted)(x, target), torch.nn.CrossEntropyLoss(weighted)(x, target)
+    )
+
+
+def test_compiled_with_gradients():
+    x, target = logits_and_target(6, 7)
+    w = torch.randn(30, 7)
+
+    def both(x, w):
+        return F.cross_entropy(x, target) + F.linear_cross_entropy(x, w, target)
+
+    results = []
+    for function in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = function(*leaves)
+        loss.backward()
+        results.append((loss.detach(), *(leaf.grad for leaf in leaves)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_reference_can_be_named():
+    x, target = logits_and_target(6, 7)
+    with use_backend("reference"), record() as found:
+        loss = F.cross_entropy(x, target)
+    assert list(found.calls) == [("cross_entropy", "reference")]
+    torch.testing.assert_close(loss, TF.cross_entropy(x, target))

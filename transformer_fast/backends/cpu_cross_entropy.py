@@ -1,0 +1,166 @@
+"""Cross entropy on the CPU kernels, with and without the linear map before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native, autograd
+from ..autograd import CrossEntropy, LinearCrossEntropy, needs_function
+from ..dispatch import kernels
+
+_ops = torch.ops.transformer_fast
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    if needs_function(input):
+        return CrossEntropy.apply("cpu", input, target, ignore_index, label_smoothing)[0]
+    return _ops.cpu_cross_entropy(input, target, ignore_index, label_smoothing)[0]
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """Half types' logits are made as a whole."""
+    if input.dtype != torch.float32:
+        (own,) = (kernel for kernel in kernels("linear") if kernel.backend == "cpu")
+        logits = own.run(input, weight, bias, None, None)
+        return cross_entropy(logits, target, ignore_index, label_smoothing)
+    if needs_function(input, weight, bias):
+        return LinearCrossEntropy.apply(
+            "cpu", input, weight, bias, target, ignore_index, label_smoothing
+        )[0]
+    return _ops.cpu_linear_cross_entropy(
+        input, weight, bias, target, ignore_index, label_smoothing
+    )[0]
+
+
+def _forward(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    return _ops.cpu_cross_entropy(input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+
+
+def _backward(
+    grad: Tensor,
+    input: Tensor,
+    target: Tensor,
+    known: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wants: Sequence[bool],
+) -> tuple[Tensor]:
+    return (
+        _ops.cpu_cross_entropy_backward(grad, input, target, known, ignore_index, label_smoothing),
+    )
+
+
+def _linear_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    return _ops.cpu_linear_cross_entropy(  # type: ignore[no-any-return]
+        input, weight, bias, target, ignore_index, label_smoothing
+    )
+
+
+def _linear_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    known: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ops.cpu_linear_cross_entropy_backward(  # type: ignore[no-any-return]
+        grad, input, weight, bias, target, known, ignore_index, label_smoothing, *wants
+    )
+
+
+def _fake_cross_entropy(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    rows = input.shape[0]
+    losses = input.new_empty((rows,), dtype=torch.float32)
+    return losses, losses.new_empty((2, rows))
+
+
+def _fake_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    rows = input.shape[0]
+    return input.new_empty((rows,)), input.new_empty((2, rows))
+
+
+def _fake_backward(
+    grad: Tensor,
+    input: Tensor,
+    target: Tensor,
+    known: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+
+def _fake_linear_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    known: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    def empty(shape: Sequence[int], wanted: bool) -> Tensor:
+        return input.new_empty(shape if wanted else (0,))
+
+    return (
+        empty(input.shape, want_input),
+        empty(weight.shape, want_weight),
+        empty(weight.shape[:1], want_bias),
+    )
+
+
+def _register() -> None:
+    autograd.register("cross_entropy", "cpu", _forward, _backward)
+    autograd.register("linear_cross_entropy", "cpu", _linear_forward, _linear_backward)
+    if _native.module is None:
+        return
+    fakes: dict[str, Callable[..., Any]] = {
+        "cpu_cross_entropy": _fake_cross_entropy,
+        "cpu_cross_entropy_backward": _fake_backward,
+        "cpu_linear_cross_entropy": _fake_linear_cross_entropy,
+        "cpu_linear_cross_entropy_backward": _fake_linear_backward,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"transformer_fast::{name}", fake)
+
+
+_register()

@@ -1,0 +1,257 @@
+"""Public cross_entropy and linear_cross_entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import Call, select
+from ._check import (
+    autocast,
+    require_float,
+    require_floating,
+    require_optional_tensor,
+    require_same_device,
+    require_tensor,
+    same_error_as,
+    wants_grad,
+)
+from .linear import dtype_problem, weight_problem
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def _check_options(reduction: str, label_smoothing: float) -> float:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    smoothing = float(require_float("cross_entropy", "label_smoothing", label_smoothing))
+    if not 0.0 <= smoothing <= 1.0:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {smoothing}")
+    return smoothing
+
+
+def _check_target(target: Tensor, ignore_index: int, classes: int) -> None:
+    """IndexError, as torch's, for what is neither a class nor ignored; on the CPU only."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling() or target.numel() == 0:
+        return
+    low, high = torch.aminmax(target)
+    if low >= 0 and high < classes:
+        return
+    wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+    if wrong.numel() > 0:
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
+def _reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (target != ignore_index).sum()
+
+
+def _result_dtype(input: Tensor) -> torch.dtype:
+    """Losses are computed in fp32 and come in input's dtype, unless autocast has fp32 for them."""
+    if torch.is_autocast_enabled(input.device.type):
+        return torch.promote_types(input.dtype, torch.float32)
+    return input.dtype
+
+
+def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(C,), (N, C) or (N, C, d1, ...) as (rows, C), and the target as (rows,)."""
+    if input.dim() == 1:
+        return input.unsqueeze(0), target.reshape(1)
+    if input.dim() > 2:
+        input = input.movedim(1, -1)
+        input = input.reshape(-1, input.shape[-1])
+    return input, target.reshape(-1)
+
+
+def _fits(input: Tensor, target: Tensor) -> bool:
+    if input.dim() == 0 or target.dtype != torch.int64:
+        return False
+    if input.dim() == 1:
+        return target.dim() == 0 and input.shape[0] > 0
+    return target.shape == (input.shape[0], *input.shape[2:]) and input.shape[1] > 0
+
+
+def prepare_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Call, tuple[Any, ...]]:
+    require_tensor("cross_entropy", "input", 1, input)
+    require_tensor("cross_entropy", "target", 2, target)
+    smoothing = _check_options(reduction, label_smoothing)
+    require_floating("input", input)
+    require_same_device("input", input, target=target)
+    if not _fits(input, target):
+        same_error_as(
+            lambda: F.cross_entropy(input, target, ignore_index=ignore_index),
+            ValueError(
+                f"target of {target.dtype} and shape {list(target.shape)} does not fit input of "
+                f"shape {list(input.shape)}"
+            ),
+        )
+    rows, flat = _as_rows(input, target)
+    _check_target(flat, ignore_index, rows.shape[1])
+    call = Call("cross_entropy", (rows,), wants_grad(rows))
+    return call, (rows, flat, ignore_index, smoothing)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`: ``(1 - s) * -log p[target] + s * mean of -log p``.
+
+    ``p = softmax(input)``, in fp32 for half types. Class weights and targets that are probabilities
+    are left to PyTorch.
+
+    Args:
+        input: logits (C,), (N, C) or (N, C, d1, ...).
+        target: int64 (), (N,) or (N, d1, ...): a class in [0, C), or ignore_index.
+        weight, size_average, reduce: as torch has them; with one of them PyTorch computes.
+        ignore_index: where target holds it, the loss is 0 and nothing counts, NaN included.
+        reduction: "mean" over what is not ignored, "sum", or "none" for target's shape.
+        label_smoothing: s in [0, 1].
+        backend: None lets the dispatcher choose; a name never falls back.
+
+    Raises:
+        IndexError: a target that is no class (on the CPU). RuntimeError, ValueError: shapes, dtypes
+            or devices that do not fit; an unknown reduction; s outside [0, 1].
+        NotImplementedError: the named backend cannot take the call.
+
+    Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
+    """
+    others = weight is not None or size_average is not None or reduce is not None
+    probable = isinstance(target, Tensor) and target.is_floating_point()
+    if others or probable:
+        if backend is not None:
+            raise NotImplementedError(
+                "cross_entropy with class weights, with probabilities as target or with "
+                "size_average or reduce is PyTorch's; backend must be None"
+            )
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    call, arguments = prepare_cross_entropy(input, target, ignore_index, reduction, label_smoothing)
+    losses = select(call, backend).run(*arguments)
+    result = _reduce(losses, arguments[1], ignore_index, reduction).to(_result_dtype(input))
+    return result.view(target.shape) if reduction == "none" else result
+
+
+def prepare_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> tuple[Call, tuple[Any, ...]]:
+    name = "linear_cross_entropy"
+    require_tensor(name, "input", 1, input)
+    require_tensor(name, "linear_weight", 2, linear_weight)
+    require_tensor(name, "target", 3, target)
+    require_optional_tensor(name, "linear_bias", None, linear_bias)
+    smoothing = _check_options(reduction, label_smoothing)
+    ignored = -100 if ignore_index is None else ignore_index
+    tensors = autocast(input, linear_weight, linear_bias)
+    x, w, b = tensors
+    assert x is not None
+    assert w is not None
+    require_floating("input", x)
+    require_same_device("input", x, linear_weight=w, linear_bias=b, target=target)
+    names = "input", "linear_weight", "linear_bias"
+    wrong: str | None = None
+    if x.dim() not in (1, 2):
+        wrong = f"input must be (in_features,) or (N, in_features), not of shape {list(x.shape)}"
+    wrong = wrong or weight_problem(names, x.shape[-1], w, b)
+    wrong = wrong or dtype_problem(x, linear_weight=w, linear_bias=b)
+    if wrong is None and (
+        target.dtype != torch.int64 or target.shape != x.shape[:-1] or w.shape[0] == 0
+    ):
+        wrong = (
+            f"target must hold a class, int64, for each row of input, {list(x.shape[:-1])}, not "
+            f"{target.dtype} of shape {list(target.shape)}"
+        )
+    if wrong is not None:
+        raise ValueError(wrong)
+    rows, flat = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    _check_target(flat, ignored, w.shape[0])
+    tensors = (rows, w, b)
+    call = Call(name, tensors, wants_grad(*tensors))
+    return call, (*tensors, flat, ignored, smoothing)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Cross entropy of ``input W^T + b`` whose logits are never in memory as a whole.
+
+    What `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13) computes, in which class weights,
+    probabilities as target, weights of more than two dimensions and ``options`` are left to
+    PyTorch. On the CPU in fp32 the logits are made a part at a time, in the backward once more;
+    elsewhere they are made as a whole.
+
+    Args:
+        input: (in_features,) or (N, in_features).
+        linear_weight: (C, in_features), like `torch.nn.Linear.weight`.
+        target, reduction, label_smoothing, backend: as in `cross_entropy`, for logits (N, C).
+        linear_bias: (C,); None means zeros.
+        ignore_index: None means -100.
+        weight, options: torch's; with one of them PyTorch computes.
+
+    Raises:
+        IndexError, RuntimeError, ValueError, NotImplementedError: as in `cross_entropy`.
+
+    Source: "Attention Is All You Need", sections 3.4 and 5.4.
+    """
+    probable = isinstance(target, Tensor) and target.is_floating_point()
+    deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
+    if weight is not None or options is not None or probable or deep:
+        theirs = getattr(F, "linear_cross_entropy", None)
+        if backend is not None or theirs is None:
+            raise NotImplementedError(
+                "linear_cross_entropy with class weights, with probabilities as target, with more "
+                "than two dimensions of weights or with options is that of PyTorch 2.13"
+            )
+        result: Tensor = theirs(
+            input, linear_weight, target, linear_bias=linear_bias, weight=weight,
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            options=options,
+        )  # fmt: skip
+        return result
+    call, arguments = prepare_linear_cross_entropy(
+        input, linear_weight, target, linear_bias=linear_bias, reduction=reduction,
+        ignore_index=ignore_index, label_smoothing=label_smoothing,
+    )  # fmt: skip
+    *_, flat, ignored, _ = arguments
+    losses = select(call, backend).run(*arguments)
+    total = _reduce(losses, flat, ignored, reduction).to(_result_dtype(input))
+    return total.view(target.shape) if reduction == "none" else total

@@ -1,0 +1,39 @@
+"""Cross entropy of logits with label smoothing ("Attention Is All You Need", section 5.4).
+
+    loss[n] = (1 - s) * -log p[n, target[n]] + s * mean over v of -log p[n, v]
+
+with ``p = softmax(logits)``, in fp32 at least; 0 where ``target[n] == ignore_index``, and then
+nothing of that row counts. Without finite logits a row's loss is NaN, as PyTorch's is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .linear import linear
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    ignored = target == ignore_index
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    x = x.masked_fill(ignored[:, None], 0.0)
+    log_p = torch.log_softmax(x, dim=-1)
+    losses = -log_p.gather(1, target.masked_fill(ignored, 0)[:, None])[:, 0]
+    if label_smoothing != 0.0:
+        losses = (1.0 - label_smoothing) * losses - label_smoothing * log_p.mean(dim=-1)
+    return losses.masked_fill(ignored, 0.0)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    logits = linear(input, weight, bias, None, None)
+    return cross_entropy(logits, target, ignore_index, label_smoothing)

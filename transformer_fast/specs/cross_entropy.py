@@ -1,0 +1,166 @@
+"""Op table: cross_entropy and linear_cross_entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .spec import Case, Draw, OpSpec, bytes_of, case
+
+_IGNORED = -100
+
+
+def _targets(draw: Draw, rows: int, classes: int, ignored: float) -> Tensor:
+    target = draw.integers(rows, end=classes)
+    return target.masked_fill(draw.bools(rows, true=ignored), _IGNORED) if ignored else target
+
+
+def _loss(
+    rows: int, classes: int, *, smoothing: float = 0.0, ignored: float = 0.0, scale: float = 2.0
+) -> Callable[[Draw], tuple[Any, ...]]:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x = draw.normal(rows, classes, scale=scale)
+        return x, _targets(draw, rows, classes, ignored), _IGNORED, smoothing
+
+    return build
+
+
+def _laid_out(rows: int, classes: int, change: Callable[[Tensor], Tensor]) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x = change(draw.normal(rows, classes))
+        return x, _targets(draw, x.shape[0], x.shape[1], 0.2), _IGNORED, 0.1
+
+    return build
+
+
+def _hidden_classes(draw: Draw) -> tuple[Any, ...]:
+    x, target, *rest = _loss(260, 70)(draw)
+    hidden = draw.bools(260, 70).scatter(1, target[:, None], False)
+    return x.masked_fill(hidden, -math.inf), target, *rest
+
+
+def _far_from_zero(draw: Draw) -> tuple[Any, ...]:
+    return draw.normal(260, 70, shift=100.0), draw.integers(260, end=70), _IGNORED, 0.1
+
+
+def _another_index(draw: Draw) -> tuple[Any, ...]:
+    return draw.normal(400, 6), draw.integers(400, end=6), 3, 0.1
+
+
+_CASES = (
+    case("plain", _loss(260, 64)),
+    case("smoothing", _loss(260, 64, smoothing=0.1)),
+    case("all smooth", _loss(260, 64, smoothing=1.0)),
+    case("padding", _loss(300, 48, smoothing=0.1, ignored=0.4)),
+    case("padding, no smoothing", _loss(300, 48, ignored=0.4)),
+    case("nothing but padding", _loss(250, 48, smoothing=0.1, ignored=1.0)),
+    case("a class that is padding", _another_index),
+    case("prime classes", _loss(251, 1031, smoothing=0.1)),
+    case("2^k + 1 classes", _loss(250, 4097)),
+    case("one class", _loss(260, 1, smoothing=0.1)),
+    case("two classes", _loss(400, 2)),
+    case("large logits", _loss(260, 300, scale=40.0)),
+    case("logits far from zero", _far_from_zero),
+    case("hidden classes", _hidden_classes),
+    case("transposed", _laid_out(56, 270, lambda x: x.t())),
+    case("every third row", _laid_out(780, 48, lambda x: x[::3])),
+    case("columns of wider rows", _laid_out(260, 100, lambda x: x[:, 3:67])),
+    case("every other column", _laid_out(260, 96, lambda x: x[:, ::2])),
+    case("expanded rows", _laid_out(1, 60, lambda x: x.expand(260, 60))),
+)
+
+
+def _linear_loss(
+    rows: int,
+    inputs: int,
+    classes: int,
+    *,
+    bias: bool = True,
+    smoothing: float = 0.1,
+    ignored: float = 0.2,
+) -> Callable[[Draw], tuple[Any, ...]]:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, weight = draw.normal(rows, inputs), draw.weight(classes, inputs)
+        b = draw.normal(classes) if bias else None
+        return x, weight, b, _targets(draw, rows, classes, ignored), _IGNORED, smoothing
+
+    return build
+
+
+def _linear_strided(draw: Draw) -> tuple[Any, ...]:
+    x, weight = draw.normal(520, 90)[::2, 7:50], draw.weight(43, 77).t()
+    return x, weight, draw.normal(77, 2)[:, 1], _targets(draw, 260, 77, 0.2), _IGNORED, 0.1
+
+
+_LINEAR_CASES = (
+    case("bias", _linear_loss(260, 48, 60)),
+    case("no bias", _linear_loss(260, 48, 60, bias=False)),
+    case("no smoothing, no padding", _linear_loss(260, 48, 60, smoothing=0.0, ignored=0.0)),
+    case("primes", _linear_loss(257, 61, 103)),
+    case("more classes than one part", _linear_loss(250, 16, 4200)),
+    case("many rows", _linear_loss(1100, 33, 70)),
+    case("one input", _linear_loss(400, 1, 12)),
+    case("one class", _linear_loss(260, 24, 1)),
+    case("nothing but padding", _linear_loss(260, 24, 31, ignored=1.0)),
+    case("strided", _linear_strided),
+)
+
+
+def _bench(rows: int, classes: int, smoothing: float = 0.0) -> Case:
+    name = f"{rows}x{classes}" + (f", smoothing {smoothing}" if smoothing else "")
+    return case(name, _loss(rows, classes, smoothing=smoothing))
+
+
+def _linear_bench(rows: int, inputs: int, classes: int) -> Case:
+    build = _linear_loss(rows, inputs, classes, bias=False, ignored=0.0)
+    return case(f"{rows}x{inputs}x{classes}, smoothing 0.1", build)
+
+
+def _flops(arguments: tuple[Any, ...]) -> float:
+    # Maximum, difference, sum of exponentials, sum for the smoothing; exponentials are not counted.
+    return 4.0 * float(arguments[0].numel())
+
+
+def _bytes(arguments: tuple[Any, ...]) -> float:
+    x, target, *_ = arguments
+    return bytes_of(x, target) + 4.0 * x.shape[0]
+
+
+def _linear_flops(arguments: tuple[Any, ...]) -> float:
+    x, weight, *_ = arguments
+    return x.shape[0] * weight.shape[0] * (2.0 * x.shape[1] + 4.0)
+
+
+def _linear_bytes(arguments: tuple[Any, ...]) -> float:
+    x, weight, bias, target, *_ = arguments
+    return bytes_of(x, weight, bias, target) + 4.0 * x.shape[0]
+
+
+CROSS_ENTROPY = OpSpec(
+    name="cross_entropy",
+    summary="Cross entropy of logits with label smoothing, the loss of each row.",
+    paper='"Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7',
+    arguments=("input", "target", "ignore_index", "label_smoothing"),
+    results=("losses",),
+    gradients_of=("input",),
+    cases=_CASES,
+    bench_cases=(_bench(1024, 32000), _bench(1024, 32000, 0.1), _bench(4096, 1000)),
+    flops=_flops,
+    bytes=_bytes,
+)
+
+LINEAR_CROSS_ENTROPY = OpSpec(
+    name="linear_cross_entropy",
+    summary="Cross entropy of a linear map, whose logits are never in memory as a whole.",
+    paper='"Attention Is All You Need", sections 3.4 and 5.4',
+    arguments=("input", "weight", "bias", "target", "ignore_index", "label_smoothing"),
+    results=("losses",),
+    gradients_of=("input", "weight", "bias"),
+    cases=_LINEAR_CASES,
+    bench_cases=(_linear_bench(1024, 512, 32000), _linear_bench(256, 512, 8000)),
+    flops=_linear_flops,
+    bytes=_linear_bytes,
+)
