@@ -72,7 +72,18 @@ def feed_forward_calls():
     yield ops.triton_feed_forward_backward, (*forward, False, False, False)
 
 
-CALLS = [layer_norm_calls, attention_calls, linear_calls, feed_forward_calls]
+def cross_entropy_calls():
+    x, target = normal(9, 70), torch.arange(9) * 7
+    target[3] = -100
+    losses, lse = normal(9), normal(9, dtype=torch.float64)
+    yield ops.triton_cross_entropy, (x, target, -100, 0.0)
+    yield ops.triton_cross_entropy, (x.half().t(), torch.arange(70) % 9, 3, 0.1)
+    yield ops.triton_cross_entropy_backward, (losses, x, target, lse, -100, 0.1)
+    logits = normal(70, 9, dtype=torch.bfloat16).t()
+    yield ops.triton_cross_entropy_backward, (losses[:1].expand(9), logits, target, lse, 3, 0.0)
+
+
+CALLS = [layer_norm_calls, attention_calls, linear_calls, feed_forward_calls, cross_entropy_calls]
 
 
 def on(device: str, value: Any) -> Any:
@@ -94,6 +105,8 @@ CASES = {
     "attention": "weights, mask, empty rows",
     "linear": "silu, residual, no bias",
     "feed_forward": "dropout",
+    "cross_entropy": "padding",
+    "linear_cross_entropy": "bias",
 }
 
 
@@ -129,6 +142,9 @@ def test_empty_calls_are_the_references(op, device):
         arguments[2], arguments[3] = arguments[2][:0], arguments[3][:0]
     if op == "linear":
         arguments[4] = arguments[4][:0]
+    if op in ("cross_entropy", "linear_cross_entropy"):
+        place = OPS[op].arguments.index("target")
+        arguments[place] = arguments[place][:0]
     run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
     expected = OPS[op].reference(*arguments)
     for ours, theirs in zip(

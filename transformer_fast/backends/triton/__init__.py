@@ -15,6 +15,7 @@ import torch
 
 from ...dispatch import Call, Kernel, register
 from .operators import attention as attention_operators
+from .operators import cross_entropy as cross_entropy_operators
 from .operators import feed_forward as feed_forward_operators
 from .operators import layer_norm as layer_norm_operators
 from .operators import linear as linear_operators
@@ -71,12 +72,17 @@ def kernels(interpreted: bool) -> list[Kernel]:
     """What is registered; the interpreter takes CPU tensors too."""
     norms, attention = layer_norm_operators, attention_operators.attention
     linear, feed_forward = linear_operators.linear, feed_forward_operators.feed_forward
+    losses = cross_entropy_operators
     found = (
         Kernel("layer_norm", "triton", norms.layer_norm, refuses=_refuse_layer_norm),
         Kernel("add_layer_norm", "triton", norms.add_layer_norm, refuses=_refuse_layer_norm),
         Kernel("attention", "triton", attention, mask_gradient=True, refuses=_refuse_attention),
         Kernel("linear", "triton", linear, refuses=_refuse_place),
         Kernel("feed_forward", "triton", feed_forward, refuses=_refuse_place),
+        Kernel("cross_entropy", "triton", losses.cross_entropy, refuses=_refuse_place),
+        Kernel(
+            "linear_cross_entropy", "triton", losses.linear_cross_entropy, refuses=_refuse_place
+        ),
     )
     return [
         replace(
