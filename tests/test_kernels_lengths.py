@@ -57,6 +57,15 @@ def _attention(
     return arrange(query, key, draw.normal(1, heads, keys, value_size), **rest)
 
 
+def _cross_entropy(draw: Draw, rows: int, classes: int) -> tuple[Any, ...]:
+    return draw.normal(rows, classes), draw.integers(rows, end=classes), 1, 0.1
+
+
+def _linear_cross_entropy(draw: Draw, rows: int, inputs: int, classes: int) -> tuple[Any, ...]:
+    x, weight, bias = draw.normal(rows, inputs), draw.weight(classes, inputs), draw.normal(classes)
+    return x, weight, bias, draw.integers(rows, end=classes), 1, 0.1
+
+
 #: What is swept: the arguments of an op when one of its sizes is n.
 SWEEPS: dict[tuple[str, str], Any] = {
     ("layer_norm", "columns"): lambda d, n: _layer_norm(d, _some(n), n),
@@ -70,6 +79,11 @@ SWEEPS: dict[tuple[str, str], Any] = {
     ("feed_forward", "model size"): lambda d, n: _feed_forward(d, 9, n, 35, 34),
     ("feed_forward", "hidden size"): lambda d, n: _feed_forward(d, 9, 18, n, 34),
     ("feed_forward", "outputs"): lambda d, n: _feed_forward(d, _some(n), 18, 35, n),
+    ("cross_entropy", "classes"): lambda d, n: _cross_entropy(d, 300, n + 1),
+    ("cross_entropy", "rows"): lambda d, n: _cross_entropy(d, n, 37),
+    ("linear_cross_entropy", "inputs"): lambda d, n: _linear_cross_entropy(d, 300, n, 35),
+    ("linear_cross_entropy", "classes"): lambda d, n: _linear_cross_entropy(d, 300, 18, n + 1),
+    ("linear_cross_entropy", "rows"): lambda d, n: _linear_cross_entropy(d, n, 18, 35),
     ("attention", "queries"): lambda d, n: _attention(d, 2, n, 21, 9, _some(n)),
     ("attention", "keys"): lambda d, n: _attention(d, 2, 15, n, 9, 11),
     ("attention", "keys, causal"): lambda d, n: _attention(d, 2, 15, n, 9, 11, causal=True),

@@ -110,8 +110,9 @@ def test_paths_exist(page):
 
 
 def _shared(path: str, op: str) -> bool:
-    """add_layer_norm stands in layer_norm's files."""
-    return op == "add_layer_norm" and (ROOT / path.replace("<op>", "layer_norm")).exists()
+    """Ops that stand in another's files."""
+    other = {"add_layer_norm": "layer_norm", "linear_cross_entropy": "cross_entropy"}.get(op)
+    return other is not None and (ROOT / path.replace("<op>", other)).exists()
 
 
 @pytest.mark.parametrize("page", PAGES)
