@@ -29,11 +29,11 @@ def accelerate(
 
     Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
     ``module.__class__`` changes. (`torch.nn.Linear` stays: the layers around it read its weight,
-    and alone it gains little.) Parameters, buffers, hooks, names, ``state_dict`` and everybody's
-    references to them stay as they are. So do the numbers, up to rounding, with the exceptions that
-    `transformer_fast.nn` has: a query that may attend to nothing gives 0, the output at padded
-    places may be 0, and dropout draws other elements. `restore` takes it back. A second call
-    changes nothing.
+    and alone it gains little. So do losses.) Parameters, buffers, hooks, names, ``state_dict`` and
+    everybody's references to them stay as they are. So do the numbers, up to rounding, with the
+    exceptions that `transformer_fast.nn` has: a query that may attend to nothing gives 0, the
+    output at padded places may be 0, and dropout draws other elements. `restore` takes it back. A
+    second call changes nothing.
 
     A subclass of yours gets a class between itself and torch's, unless it overrides what ours would
     replace; so do subclasses of transformers' layers. What cannot be swapped safely (overridden or
