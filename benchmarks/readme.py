@@ -71,9 +71,10 @@ def ops_table() -> str:
 
 
 def _shown(suite: str, found: Sequence[Finding]) -> list[Finding]:
-    if suite in ("layers", "models", "training", "hand-written"):
+    kind = suite.partition(", ")[0]
+    if kind in ("layers", "models", "training", "hand-written", "decode"):
         return list(found)
-    if not suite.startswith("ops"):
+    if kind != "ops":
         return []
     first = {finding.chosen.op: finding for finding in reversed(found)}
     return [
@@ -89,11 +90,12 @@ def _figures_of(one: Machine) -> str:
     for name, suite in one.suites.items():
         found = [] if is_scaling(name) else findings(suite["rows"])
         every += found if name != "overhead" else []
+        dtype = name.partition(", ")[2]
         for chosen, rival, against, _ in _shown(name, found):
             assert chosen.time is not None
             rows.append(
                 (
-                    f"{chosen.op} {chosen.case}",
+                    f"{chosen.op} {chosen.case}" + (f", {dtype}" if dtype else ""),
                     chosen.contender,
                     form.seconds(chosen.time.median),
                     interval(chosen.vs_torch),

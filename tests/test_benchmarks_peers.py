@@ -1,6 +1,9 @@
-"""Peers of GPUs: what can be held to the reference without one."""
+"""Peers: what of those of GPUs can be held to the reference without one, and processes."""
 
 from __future__ import annotations
+
+import functools
+import os
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.peers import contenders, liger, load, xformers
 from benchmarks.peers import flex_attention as flex
+from benchmarks.processes import Remote
 from transformer_fast.reference import attention
 
 B, H, T, S, D = 2, 3, 40, 50, 16
@@ -54,3 +58,15 @@ def test_on_the_cpu_they_say_why_not() -> None:
     for found in contenders(peers, "op", "attention", given()):
         assert found.run is None
         assert found.reason
+
+
+def test_a_contender_in_a_process_of_its_own():
+    elsewhere = Remote(functools.partial, os.getpid)
+    assert elsewhere() not in (os.getpid(), None)
+    power = Remote(functools.partial, pow, 2)
+    assert [power(exponent) for exponent in (5, 6)] == [32, 64]
+    with pytest.raises(TypeError):
+        power("five")
+    assert power(7) == 128
+    with pytest.raises(ValueError, match="invalid literal"):
+        Remote(int, "nothing to call")

@@ -1,4 +1,4 @@
-"""CTranslate2: whole translation models, converted beforehand."""
+"""CTranslate2: whole translation models, converted beforehand, in a process of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..processes import Remote
 from . import Offer
 
 NAME = "CTranslate2"
@@ -85,26 +86,34 @@ def _names(vocabulary: int) -> list[str]:
     return ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))]
 
 
-def decode(model: Any, arguments: tuple[Any, ...], new: int) -> Offer:
+def _translator(folder: str, threads: int, names: list[str], new: int) -> Any:
     import ctranslate2
 
+    translator = ctranslate2.Translator(
+        folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+    )
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def run(source: list[list[int]]) -> list[list[int]]:
+        found = translator.translate_batch(
+            [[names[i] for i in row] for row in source],
+            beam_size=1, max_decoding_length=new, min_decoding_length=new,
+        )  # fmt: skip
+        return [[numbers[name] for name in one.hypotheses[0]] for one in found]
+
+    return run
+
+
+def decode(model: Any, arguments: tuple[Any, ...], new: int) -> Offer:
     (source,) = arguments
     if source.device.type != "cpu" or model.positions.dtype != torch.float32:
         return "it is given float32 models on the CPU"
+    names = _names(model.embedding.num_embeddings)
     with tempfile.TemporaryDirectory() as folder:
         _converted(model).save(folder)
-        translator = ctranslate2.Translator(
-            folder, device="cpu", compute_type="float32", inter_threads=1,
-            intra_threads=torch.get_num_threads(),
-        )  # fmt: skip
-    names = _names(model.embedding.num_embeddings)
-    numbers = {name: number for number, name in enumerate(names)}
+        translate = Remote(_translator, folder, torch.get_num_threads(), names, new)
 
     def run(source: Tensor) -> Tensor:
-        found = translator.translate_batch(
-            [[names[i] for i in row] for row in source.tolist()],
-            beam_size=1, max_decoding_length=new, min_decoding_length=new,
-        )  # fmt: skip
-        return torch.tensor([[numbers[name] for name in one.hypotheses[0]] for one in found])
+        return torch.tensor(translate(source.tolist()))
 
     return run
