@@ -168,7 +168,8 @@ inline void run_linear(const LinearArgs& args) {
 inline void run_linear(LinearArgs args, const Panels& panels) {
 #ifdef TF_HAVE_AMX
   if (panels.pieces != nullptr) return pieces::run_linear(pieces::typed(args, panels.pieces));
-  if (splits_panels(args.m) && args.k > 0)
+  constexpr int64_t kDeepest = 16384;  // each thread keeps all rows, split
+  if (splits_panels(args.m) && args.k > 0 && args.k <= kDeepest)
     return pieces::run_few_linear(pieces::typed(args, panels.whole));
 #endif
   args.packed = panels.whole;
