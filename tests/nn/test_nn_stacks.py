@@ -158,12 +158,13 @@ def test_training_on_real_tokens_gives_the_same_gradients(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_padded_places_are_computed_in_every_mode() -> None:
-    """Torch's inference gives zeros there, its training does not; ours does as training does."""
+def test_padded_places_are_computed_if_zeros_are_not_wanted() -> None:
+    """Where zeros are not wanted, inference has there what training has."""
     theirs = torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2
     )
     ours = to_ours(theirs)
+    ours.skips_padding = False
     x, hidden = torch.randn(B, S, M), padding(S)
     trained = theirs.train()(x, src_key_padding_mask=hidden)
     theirs.eval()
@@ -293,3 +294,36 @@ def test_signatures(name: str) -> None:
             for space in (nn, torch.nn)
         )
         assert ours == theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_padded_places_hold_what_torch_has_there(training, fast, nested, late):
+    """Zeros in inference on nested tensors, else values."""
+    make = {"num_layers": 2, "enable_nested_tensor": nested, "mask_check": True}
+    theirs = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
+    )
+    ours = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
+    )
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 7, 32)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 4:], padding[2, 2:] = True, True
+    if not late:
+        padding = padding.flip(1)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.no_grad():
+            one, other = (
+                e.train(training)(x, src_key_padding_mask=padding) for e in (ours, theirs)
+            )
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert bool((other[padding] == 0).all()) is (fast and nested and late and not training)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

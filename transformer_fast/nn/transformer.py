@@ -29,23 +29,63 @@ def _takes_bool_masks(layer: torch.nn.Module) -> bool:
     )
 
 
+def _torch_has_zeros(
+    encoder: TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None
+) -> bool:
+    """Whether torch would run its encoder on nested tensors, after which padding holds zeros."""
+    if (
+        torch.compiler.is_compiling()
+        or padding is None
+        or mask is not None
+        or padding.dtype != torch.bool
+        or src.dim() != 3
+        or tuple(padding.shape) != tuple(src.shape[:2])
+        or not encoder.enable_nested_tensor
+        or not torch.backends.mha.get_fastpath_enabled()
+        or torch.is_autocast_enabled(src.device.type)
+    ):
+        return False
+    first = encoder.layers[0]
+    if not isinstance(first, torch.nn.TransformerEncoderLayer) or first.training:
+        return False
+    attention = first.self_attn
+    if (
+        first.norm_first
+        or not attention.batch_first
+        or not attention._qkv_same_embed_dim
+        or attention.in_proj_bias is None
+        or attention.num_heads % 2 == 1
+        or not first.activation_relu_or_gelu
+        or first.norm1.eps != first.norm2.eps
+    ):
+        return False
+    if torch.is_grad_enabled() and (src.requires_grad or attention.in_proj_weight.requires_grad):
+        return False
+    if not encoder.mask_check:
+        return True
+    # A place behind a padded one is padded, too.
+    return not bool((padding[:, :-1] & padding[:, 1:].logical_not()).any())
+
+
 class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: N encoder layers, ours, torch's or the user's own.
 
-    Arguments, attributes and state_dict are torch's. ``enable_nested_tensor`` and ``mask_check``
-    are accepted and change nothing.
+    Arguments, attributes and state_dict are torch's.
 
-    Padded places hold what the layers compute there, in every mode (torch gives zeros there in some).
-    With ``encoder.skips_padding = True`` they may hold zeros instead, and padding then costs nothing
-    on the CPU: the layers run on the real tokens only, forward and backward, for a bool
-    src_key_padding_mask and no or a causal mask. A final ``norm`` turns the zeros into its bias.
+    Padded places hold zeros where torch gives zeros there, else what the layers compute there.
+    Torch gives zeros in inference without a mask, if ``enable_nested_tensor`` is True and all
+    padding of a bool src_key_padding_mask comes last; see `torch.nn.TransformerEncoder` for the
+    rest. Padding then costs nothing on the CPU: the layers run on the real tokens only. With
+    ``encoder.skips_padding = True`` they always may, forward and backward, for a bool
+    src_key_padding_mask and no or a causal mask; with False they never do. A final ``norm`` turns
+    the zeros into its bias.
 
     ``is_causal=None`` finds out whether the mask is causal if it lies in CPU memory; elsewhere the
     mask is obeyed without looking, since looking would wait for the device. Pass True if you know.
     """
 
-    #: Whether padded places may hold zeros instead of values.
-    skips_padding: bool = False
+    #: Whether padded places may hold zeros instead of values; None: where torch has zeros.
+    skips_padding: bool | None = None
 
     def __init__(
         self,
@@ -81,7 +121,10 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
-        padding = src_key_padding_mask if self.skips_padding else None
+        skips = self.skips_padding
+        if skips is None:
+            skips = _torch_has_zeros(self, src, mask, src_key_padding_mask)
+        padding = src_key_padding_mask if skips else None
         on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
