@@ -38,6 +38,7 @@ from benchmarks.suites import (
     layers,
     models,
     ops,
+    overhead,
     scaling,
     training,
 )
@@ -289,3 +290,10 @@ def test_wrong_options(capsys, options, message):
         main(options)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_cost_of_a_call_can_be_taken_of_every_op(op):
+    rows = list(run_contest(overhead._contest(Scope(quick=True), op), FAST))
+    (chosen,) = (row for row in rows if row.chosen)
+    assert chosen.ok, chosen.reason

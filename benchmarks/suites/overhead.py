@@ -39,12 +39,29 @@ def _feed_forward(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, *_: Any) -> Any:
     return functional.feed_forward(x, w1, b1, w2, b2)
 
 
+def _cross_entropy(x: Any, target: Any, ignored: Any, smoothing: Any) -> Any:
+    return functional.cross_entropy(
+        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+    )
+
+
+def _linear_cross_entropy(
+    x: Any, weight: Any, bias: Any, target: Any, ignored: Any, smoothing: Any
+) -> Any:
+    return functional.linear_cross_entropy(
+        x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
+        label_smoothing=smoothing,
+    )  # fmt: skip
+
+
 _PUBLIC: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "add_layer_norm": _add_layer_norm,
     "attention": _attention,
     "linear": _linear,
     "feed_forward": _feed_forward,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
 }
 
 
@@ -60,6 +77,11 @@ def _arguments(op: str) -> Callable[..., tuple[Any, ...]]:
         if op == "attention":
             qkv = (normal(1, 1, 1, 8) for _ in range(3))
             return (*qkv, None, None, False, None, 0.0, None, False, False)
+        target = torch.tensor([3], device=device)
+        if op == "cross_entropy":
+            return normal(1, 8), target, -100, 0.0
+        if op == "linear_cross_entropy":
+            return normal(1, 8), normal(8, 8), normal(8), target, -100, 0.0
         if op == "linear":
             return normal(1, 8), normal(8, 8), normal(8), None, None
         return normal(1, 8), normal(8, 8), normal(8), normal(8, 8), normal(8), "relu", 0.0, None
