@@ -27,7 +27,6 @@ struct Chunk {
   long depth, units, done = 0;
   Operand* to;
 
-  Chunk() = default;
   Chunk(const float* panel, long k, long p, Operand* place)
       : from(panel + p * kPanel),
         depth(least(kChunk, k - p)),
@@ -124,7 +123,6 @@ void few_split_linear_block(const TypedLinearArgs& args, long panel_begin, long 
       const long calls = row_pairs * (pair_depth(least(kChunk, k - p)) / kPairDepth) * P::kTerms;
       const long share = (next.units * 1024 + calls - 1) / calls;
       long until = 0;
-      next.done = 0;
       order_memory();
       for (long pair = 0; pair < row_pairs; ++pair) {
         const auto meanwhile = [&](long) __attribute__((always_inline)) {
