@@ -83,7 +83,7 @@ void run_keys(const AttentionBackwardArgs& args) {
                 sums + group * parts * part_size, parts, rows * block / blocks,
                 rows * (block + 1) / blocks);
   });
-  shared_scratch(1).trim();
+  trim_shared_scratch();
 }
 
 // Each item owns a part of grad_mask: it repeats the scores and sums over what is broadcast.
@@ -184,7 +184,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   });
   if (want_query || want_key || want_value) run_keys(args);
   if (want_mask) run_mask(args);
-  shared_scratch(0).trim();
+  trim_shared_scratch();
   return {grad_query, grad_key, grad_value, grad_mask};
 }
 

@@ -28,6 +28,46 @@ constexpr TileConfig kTileConfig;
 // Tile loads are opaque to GCC: what they read must have been stored before.
 TF_INLINE void order_memory() { asm volatile("" ::: "memory"); }
 
+// After some 2,000 cycles without floating-point work on 512 bits the processor turns that unit
+// off, and the next tile to be stored waits 1,000 for it (measured: Xeon, model 207).
+TF_INLINE void stay_awake() {
+  __m512 any;
+  asm volatile("vaddps %1, %1, %0" : "=v"(any) : "v"(_mm512_setzero_ps()));
+}
+
+// Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
+// parts go at once, into a function that is not inlined: the tile loop would have it in many
+// places, and while the processor fetches other code than tiles it does not see the next ones.
+class Spread {
+ public:
+  Spread(long total, long calls, long at_once)
+      : total_(total), between_(most(1, calls * at_once / most(1, total))), wait_(between_) {
+    const long turns = most(1, calls / between_);
+    some_ = (total + turns - 1) / turns;
+  }
+  // Calls work(begin, end) for the parts that are due.
+  template <class Work>
+  TF_INLINE void operator()(const Work& work) {
+    if (--wait_ > 0 || done_ == total_) return;
+    wait_ = between_;
+    some(work, least(done_ + some_, total_));
+  }
+  // For all that are left.
+  template <class Work>
+  TF_INLINE void finish(const Work& work) {
+    if (done_ < total_) some(work, total_);
+  }
+
+ private:
+  template <class Work>
+  TF_INLINE void some(const Work& work, long until) {
+    work(done_, until);
+    done_ = until;
+  }
+
+  long total_, between_, some_, wait_, done_ = 0;
+};
+
 template <int kPieces>
 class TileProduct {
   static_assert(kPieces == 1 || kPieces == 3);
@@ -38,12 +78,14 @@ class TileProduct {
   static constexpr bool kSplit = kPieces == 3;
   static constexpr long kBytes = kPieces * sizeof(Operand);
   static constexpr long kBlockRows = kSplit ? 96 : 32;
-  // Depth that stays in the first-level cache as a panel beside the rows passing by.
-  static constexpr long kChain = kSplit ? 128 : 256;
+  // Depth of a running sum. In pieces it is rounded 6 times for 32 products: less than 128
+  // multiply-adds are. Deeper, a panel would not stay in the second-level cache.
+  static constexpr long kChain = kSplit ? 512 : 256;
   static constexpr long kTile = 16, kPair = 32, kTileSize = kTile * kPairDepth;
   // Products of pieces at each step. Other work goes between any two: a core looks but a few
   // hundred instructions ahead, and one product of tiles keeps it waiting for as many.
   static constexpr long kTerms = kSplit ? 6 : 1;
+  static constexpr long kSome = 4;  // rows to finish at once
 
   static void enter() { _tile_loadconfig(&kTileConfig); }
   static void leave() { _tile_release(); }
@@ -65,7 +107,7 @@ class TileProduct {
       store_rounded(chunk, low, high);
     }
   }
-  // The same for finite values.
+  // The same for finite values: of infinity it makes NaN, which is_odd() tells.
   static void put_finite(Operand* chunk, Vec low, Vec high) {
     if constexpr (kSplit) {
       store_pieces<true>(chunk, kTileSize, low, high);
@@ -89,8 +131,8 @@ class TileProduct {
       for (long p = 0; p < k; p += kPanel) {
         const Element* row = from + i * stride + p;
         if constexpr (kSplit) {
-          store_pieces(chunk(block, k, i, p), kTileSize, load_some(row, least(kLanes, k - p)),
-                       k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
+          put_finite(chunk(block, k, i, p), load_some(row, least(kLanes, k - p)),
+                     k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
         } else {
           _mm512_storeu_si512(chunk(block, k, i, p), load_values(row, k - p));
         }
@@ -127,10 +169,15 @@ class TileProduct {
   }
   // Whether sums may be wrong: infinity became NaN, or all are so small that pieces were lost.
   static bool is_odd(Vec low, Vec high) {
-    const Vec size = max(max(low, zero() - low), max(high, zero() - high));
-    const Mask fine = less(set1(kSmall), size);
-    if (any(not_a_number((low - low) + (high - high)))) return true;
-    return !any(fine) && any(less(zero(), size));
+    // The bits of positive floats are in the floats' order.
+    const __m512i size = _mm512_set1_epi32(0x7fffffff);
+    const __m512i largest = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(low), size),
+                                             _mm512_and_si512(_mm512_castps_si512(high), size));
+    constexpr int kInfinity = 0x7f800000;
+    if (_mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(kInfinity)) != 0) return true;
+    const __m512i small = _mm512_castps_si512(set1(kSmall));
+    return _mm512_cmpgt_epu32_mask(largest, small) == 0 &&
+           _mm512_test_epi32_mask(largest, largest) != 0;
   }
 
   // A row of C by fp32 FMA, for what the pieces cannot do.
@@ -148,7 +195,7 @@ class TileProduct {
     }
   }
 
-  // Calls sink(row, low, high) with each row of C = A B, in order. A row goes to the sink while the
+  // Calls sink(row, low, high) with each row of C = A B, in order. Rows go to the sink while the
   // tiles are busy with the next ones. Meanwhile what follows the panel is fetched, `next` at last.
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
@@ -171,23 +218,23 @@ class TileProduct {
       const long calls = steps * kTerms;
       const long lines = (kPieces * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
       for (long pair = 0; pair < pairs; ++pair) {
-        long done = (pair - 1) * kPair;
-        const float* c = sums(pair > 0 ? pair - 1 : 0);
-        const auto meanwhile = [&](long call) __attribute__((always_inline)) {
-          for (long line = 0; line < lines; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-          if (!last || pair == 0) return;
-          for (const long until = (pair - 1) * kPair + (call + 1) * kPair / calls; done < until;
-               ++done, c += kPanel)
-            sink(done, load(c), load(c + kLanes));
+        const float* finished = sums(pair - 1);
+        const auto to_sink = [&](long begin, long end) __attribute__((always_inline)) {
+          sink_rows(sink, finished, (pair - 1) * kPair, begin, end);
         };
+        Spread rows_to_sink(last && pair > 0 ? kPair : 0, calls, kSome);
         multiply_pair(block + (pair * kPair * depth + p * kTile) * kPieces, depth,
                       rows - pair * kPair, panel + p * kPanel * kPieces, steps, p > 0, sums(pair),
-                      kPanel, meanwhile);
+                      kPanel, [&](long) __attribute__((always_inline)) {
+                        for (long line = 0; line < lines; ++line, ahead += 64)
+                          _mm_prefetch(ahead, _MM_HINT_T1);
+                        rows_to_sink(to_sink);
+                      });
+        rows_to_sink.finish(to_sink);
       }
     }
-    const float* c = sums(pairs - 1);
-    for (long i = (pairs - 1) * kPair; i < rows; ++i, c += kPanel)
-      sink(i, load(c), load(c + kLanes));
+    const long from = (pairs - 1) * kPair;
+    sink_rows(sink, sums(pairs - 1), from, 0, rows - from);
   }
   // Floats that multiply() wants as `buffer`.
   static long buffer_size(long rows) { return round_up(rows, kPair) * kPanel; }
@@ -254,6 +301,7 @@ class TileProduct {
                                      const Meanwhile& meanwhile) {
     const Operand* a1 = a + kTile * depth * kPieces;
     for (long step = 0; step < steps; ++step) {
+      stay_awake();
       if constexpr (kSplit) {
         // Each neighbours one that shares a piece with it, so that only two tiles are loaded.
         term<kTwo, true, true>(a, a1, b, 0, 2);
@@ -302,6 +350,15 @@ class TileProduct {
     float sum = load_one(operand);
     for (int piece = 1; piece < kPieces; ++piece) sum += load_one(operand + piece * apart);
     return sum;
+  }
+
+  // Rows [begin, end) of a pair of tiles to the sink, a copy of which stays in registers.
+  template <class Sink>
+  [[gnu::noinline]] static void sink_rows(const Sink& sink, const float* sums, long row, long begin,
+                                          long end) {
+    const Sink mine = sink;
+    for (long i = begin; i < end; ++i)
+      mine(row + i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
   }
 
   // Two tiles of rows, or one where no more are left.

@@ -43,10 +43,6 @@ struct Norm {
   }
 };
 
-inline void trim_all() {
-  for (int slot = 0; slot < kSharedSlots; ++slot) shared_scratch(slot).trim();
-}
-
 inline float* data_of(const Tensor& tensor) {
   return static_cast<float*>(tensor.mutable_data_ptr());
 }

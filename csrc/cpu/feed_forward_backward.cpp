@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   const Panels panels1 = panels_of(weight1, std::nullopt, 0, m);
   const Panels panels2 = panels_of(weight2, std::nullopt, 1, m);
   run_feed_forward(args, panels1, panels2, 2);
-  for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
+  trim_shared_scratch();
   return {output, preactivation};
 }
 
@@ -165,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   for (int64_t begin = 0; begin < m; begin += most)
     backward_part(args, dy, x, z, panels_w2, panels_w1, begin, std::min(most, m - begin), wants,
                   result);
-  for (int slot = 0; slot < 5; ++slot) shared_scratch(slot).trim();
+  trim_shared_scratch();
   return all();
 }
 

@@ -37,7 +37,7 @@ void block(const HalfFeedForwardArgs& args, long begin, long end, void* scratch)
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
     const Ends<T> ends(args.bias1, j, args.f, args.activation);
     P::multiply(x, rows, args.k, w1, j + kPanel < args.f ? w1 + P::panel_size(args.k) : w2, sums,
-                [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
                   ends.finish(low, high);
                   if (args.dropout.on) {
                     float factors[kPanel];
@@ -53,7 +53,7 @@ void block(const HalfFeedForwardArgs& args, long begin, long end, void* scratch)
   for (long j = 0; j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
     const Ends<T> ends(args.bias2, j, args.n, kIdentity);
     P::multiply(hidden, rows, args.f, w2, w2 + P::panel_size(args.f), sums,
-                [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
                   ends.finish(low, high);
                   ends.write(y + i * args.n + j, low, high);
                 });

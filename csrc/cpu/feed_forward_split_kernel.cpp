@@ -115,13 +115,13 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
       const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
       const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
       P::multiply(work.x, rows, args.k, panel, next, work.sums,
-                  [&](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                  [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
                     // What is kept has to be right; else the result tells in the end.
                     if (kTrains && P::is_odd(low, high))
                       P::plain_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
                                    low, high);
                     middle<kTrains>(args, ends, begin + i, f + j, low, high);
-                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
+                    P::put_finite(P::chunk(work.hidden, kSlice, i, j), low, high);
                   });
     }
     if (args.y == nullptr) continue;
@@ -160,9 +160,9 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
 }  // namespace
 
 long split_feed_forward_row_block(const FeedForwardArgs& args) {
-  constexpr long kBudget = 1280 * 1024, kUnit = 32;
-  const long row = P::kBytes * (args.k + kSlice) + static_cast<long>(sizeof(float)) * args.n;
-  return most(kUnit, least(256, kBudget / row / kUnit * kUnit));
+  // y passes by once in a slice, as the weights do, so it needs no room.
+  constexpr long kBudget = 1280 * 1024, kUnit = P::kPair;
+  return most(kUnit, least(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
 }
 
 long split_feed_forward_scratch(const FeedForwardArgs& args, long rows) {

@@ -62,6 +62,9 @@ inline Scratch& shared_scratch(int slot) {
   thread_local Scratch scratch[kSharedSlots];
   return scratch[slot];
 }
+inline void trim_shared_scratch() {
+  for (int slot = 0; slot < kSharedSlots; ++slot) shared_scratch(slot).trim();
+}
 
 // Calls f(item) for each item on torch's threads, taking the next one when a thread is free. The
 // order does not reach the results: items write disjoint places.

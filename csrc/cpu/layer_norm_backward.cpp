@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
       TF_DISPATCH(layer_norm_backward_sum, args, which, total, begin, end);
     });
   }
-  shared_scratch(0).trim();
+  trim_shared_scratch();
   return {grad_source, grad_input, grad_weight, grad_bias};
 }
 

@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     args.x_stride = x.stride;
     run_weight_gradient(args, 0);
   }
-  for (int slot = 0; slot < 2; ++slot) shared_scratch(slot).trim();
+  trim_shared_scratch();
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -55,9 +55,12 @@ inline void run_input_gradient(const float* grad, int64_t grad_stride, const Ten
 // Rows whose X is put into panels at a time: panels of many rows would take as much memory as X. A
 // multiple of the rows that are summed up at a time, so that cutting does not reach the result.
 inline int64_t weight_gradient_part_rows(int64_t columns) {
-  constexpr int64_t kFloats = int64_t{16} << 20, kMultiple = 256;
+  constexpr int64_t kFloats = int64_t{4} << 20, kMultiple = 512;
   return std::max(kMultiple, kFloats / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
 }
+
+// Shared scratch of X in pieces, which callers use for nothing else.
+constexpr int kPiecesSlot = 5;
 
 // One part of the rows: X into panels, in the shared scratch `slot`, unless it is there already
 // (args.panels); then dW in blocks. How it is cut does not reach the result.
@@ -89,6 +92,17 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
       TF_DISPATCH(pack_x, args, begin, end, kernel_scratch().floats(scratch));
     });
   }
+#ifdef TF_HAVE_AMX
+  if (by_pieces) {
+    void* place = pieces::bytes_of(shared_scratch(kPiecesSlot),
+                                   amx::split_weight_gradient_x_bytes(args.m, args.k));
+    const int64_t blocks = (args.m + kSplitBlock - 1) / kSplitBlock;
+    torch::stable::parallel_for(
+        0, blocks, std::max<int64_t>(1, 16384 / (kSplitBlock * args.k)),
+        [&](int64_t begin, int64_t end) { amx::split_weight_gradient_x(args, place, begin, end); });
+    args.pieces = place;
+  }
+#endif
   const int64_t panels = (args.k + width - 1) / width;
   const int64_t columns = (args.k + most_columns - 1) / most_columns;
   int64_t rows = (args.n + most_rows - 1) / most_rows;

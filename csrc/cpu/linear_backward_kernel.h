@@ -38,6 +38,7 @@ struct WeightGradientArgs {
   bool accumulate;  // add to what grad_weight and grad_bias hold
   int activation;
   Dropout dropout;
+  const void* pieces;  // X as split_weight_gradient_x() leaves it, for split_weight_gradient()
 };
 
 // Floats that `panels` takes for m rows.

@@ -1,6 +1,5 @@
-// Weight gradients of fp32 in pieces: a block of dW stays in the second-level cache while all rows
-// pass by, kDepth at a time. dY's rows are turned when they are split; a panel of X is split while
-// the one before is multiplied.
+// Weight gradients of fp32 in pieces: X is split once; then a block of dW stays in the second-level
+// cache while all rows pass by, kDepth at a time. dY's rows are turned when they are split.
 #include "cpu/linear_backward_split_kernel.h"
 
 #include "cpu/half_product.h"
@@ -18,7 +17,7 @@ constexpr long kTile = 16;
 constexpr long kSumStride = kColumnBlock + 16;  // off the powers of two
 
 struct Workspace {
-  Operand *grad, *panel[2];
+  Operand* grad;
   float* sums;
   long bytes = 0;
 
@@ -29,11 +28,16 @@ struct Workspace {
       bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
     };
     take(grad, P::block_size(kRowBlock, kDepth));
-    take(panel[0], P::panel_size(kDepth));
-    take(panel[1], P::panel_size(kDepth));
     take(sums, kRowBlock * kSumStride);
   }
 };
+
+// X from a row and a column (a multiple of kPanel) on.
+const float* x_at(const WeightGradientArgs& args, long row, long column) {
+  return reads_x(args) ? args.x + row * args.x_stride + column
+                       : args.panels + weight_gradient_place(args.m, row, column);
+}
+long x_stride(const WeightGradientArgs& args) { return reads_x(args) ? args.x_stride : kPanel; }
 
 struct Block {
   const WeightGradientArgs& args;
@@ -42,51 +46,44 @@ struct Block {
 
   // Rows [p, p + depth) of dY, turned: 16 of its columns and kPairDepth rows make a tile.
   void take_grad(long p, long depth) const {
-    for (long i = 0; i < rows; i += kTile) {
-      const float* from = args.grad + p * args.grad_stride + row + i;
-      for (long u = 0; u < depth; u += kPairDepth) {
-        float block[kSplitPieces][kTile * kTile];
-        const auto read = [&](long v) __attribute__((always_inline)) {
-          if (u + v >= depth) return zero();
-          const float* at = from + (u + v) * args.grad_stride;
-          return rows - i >= kTile ? load(at) : load_n(at, rows - i);
-        };
-        for (long j = 0; j < kTile; ++j) {
-          __m512i low[kSplitPieces], high[kSplitPieces];
-          split(read(j), low);
-          split(read(kTile + j), high);
-          TF_UNROLL for (int k = 0; k < kSplitPieces; ++k)
-              _mm512_storeu_si512(block[k] + j * kTile, pairs(low[k], high[k]));
-        }
-        float* tile = reinterpret_cast<float*>(P::chunk(work.grad, kDepth, i, u));
-        for (int k = 0; k < kSplitPieces; ++k)
-          transpose_rows(block[k], kTile, kTile, tile + k * kTile * kTile, kTile);
+    alignas(64) float turned[2][kTile * kTile];
+    for (long u = 0; u < depth; u += kPairDepth) {
+      for (long i = 0; i < rows; i += kTile) {
+        turn(p + u, least(kTile, depth - u), i, turned[0]);
+        turn(p + u + kTile, least(kTile, depth - u - kTile), i, turned[1]);
+        Operand* tile = P::chunk(work.grad, kDepth, i, u);
+        for (long r = 0; r < kTile; ++r)
+          P::put_finite(tile + r * kPanel, load(turned[0] + r * kTile),
+                        load(turned[1] + r * kTile));
       }
     }
   }
 
-  // X from row p and column j of the block on.
-  const float* x_at(long p, long j) const {
-    return reads_x(args) ? args.x + p * args.x_stride + column + j
-                         : args.panels + weight_gradient_place(args.m, p, column + j);
+  // to[r][j] = dY[p + j][row + i + r], r and j < kTile, with zeros from j = count on.
+  void turn(long p, long count, long i, float* to) const {
+    const float* from = args.grad + p * args.grad_stride + row + i;
+    if (rows - i >= kTile && count == kTile)
+      return transpose_block(from, args.grad_stride, to, kTile);
+    alignas(64) float some[kTile * kTile] = {};
+    for (long j = 0; j < count; ++j)
+      store(some + j * kTile, load_some(from + j * args.grad_stride, least(kTile, rows - i)));
+    transpose_block(some, kTile, to, kTile);
   }
-  long x_stride() const { return reads_x(args) ? args.x_stride : kPanel; }
 
   // The products of rows [p, p + depth), added to what is there if `onto`.
   void multiply(long p, long depth, bool onto) const {
-    const long x_row = x_stride(), blocks = pair_depth(depth) / 2;
-    split_pair_columns(x_at(p, 0), x_row, least(kPanel, columns), depth, work.panel[0]);
-    for (long j = 0, slot = 0; j < columns; j += kPanel, slot = 1 - slot) {
-      const long left = columns - j - kPanel;  // behind this panel
-      const float* next = left > 0 ? x_at(p, j + kPanel) : nullptr;
-      const long width = least(kPanel, left);
-      Operand* to = work.panel[1 - slot];
-      long done = left > 0 ? 0 : blocks;
-      P::multiply_to(work.grad, kDepth, rows, depth, work.panel[slot], onto, work.sums + j,
-                     kSumStride, [&]() __attribute__((always_inline)) {
-                       if (done < blocks) split_pair(next, x_row, width, depth, done++, to);
+    const long size = P::panel_size(args.m), calls = P::steps(rows, depth);
+    const long lines = P::panel_size(depth) * static_cast<long>(sizeof(Operand)) / kLine;
+    const long share = lines / most(1, calls) + 1;
+    for (long j = 0; j < columns; j += kPanel) {
+      const Operand* panel = static_cast<const Operand*>(args.pieces) +
+                             (column + j) / kPanel * size + P::panel_size(p);
+      const char* ahead = reinterpret_cast<const char*>(panel + size);
+      P::multiply_to(work.grad, kDepth, rows, depth, panel, onto, work.sums + j, kSumStride,
+                     [&]() __attribute__((always_inline)) {
+                       for (long line = 0; line < share; ++line, ahead += kLine)
+                         _mm_prefetch(ahead, _MM_HINT_T1);
                      });
-      for (; done < blocks; ++done) split_pair(next, x_row, width, depth, done, to);
     }
   }
 
@@ -94,8 +91,8 @@ struct Block {
 
   // kPanel columns of a row of the result by fp32 FMA, for numbers that have no pieces.
   void plain(long i, long j) const {
-    const long width = least(kPanel, columns - j), x_row = x_stride();
-    const float* x = x_at(0, j);
+    const long width = least(kPanel, columns - j), x_row = x_stride(args);
+    const float* x = x_at(args, 0, column + j);
     float* sums = work.sums + i * kSumStride + j;
     copy_row(weight_row(i) + j, args.accumulate ? width : 0, sums, kPanel);
     for (long p = 0; p < args.m; ++p) {
@@ -125,6 +122,21 @@ struct Block {
 };
 
 }  // namespace
+
+long split_weight_gradient_x_bytes(long m, long k) {
+  return round_up(k, kPanel) / kPanel * P::panel_size(m) * static_cast<long>(sizeof(Operand));
+}
+
+void split_weight_gradient_x(const WeightGradientArgs& args, void* pieces, long begin, long end) {
+  for (long block = begin; block < end; ++block) {
+    const long p = block * kPairDepth, depth = least(kPairDepth, args.m - p);
+    for (long pair = 0; pair < kPairDepth / 2; ++pair) {
+      auto* to = static_cast<Operand*>(pieces) + P::panel_size(p);
+      for (long j = 0; j < args.k; j += kPanel, to += P::panel_size(args.m))
+        split_pair(x_at(args, p, j), x_stride(args), least(kPanel, args.k - j), depth, pair, to);
+    }
+  }
+}
 
 long split_weight_gradient_rows() { return kRowBlock; }
 long split_weight_gradient_columns() { return kColumnBlock; }

@@ -11,6 +11,14 @@ inline bool reads_x(const WeightGradientArgs& args) {
   return args.panels == nullptr && args.activation == 0 && !args.dropout.on;
 }
 
+// Bytes of X (m, k) in pieces.
+TF_KERNEL_SPLIT(long split_weight_gradient_x_bytes(long m, long k))
+
+// Splits blocks [begin, end) of kSplitBlock rows of X.
+constexpr long kSplitBlock = 32;
+TF_KERNEL_SPLIT(void split_weight_gradient_x(const WeightGradientArgs& args, void* pieces,
+                                             long begin, long end))
+
 // Rows and columns of dW that one call of split_weight_gradient should be given, at most.
 TF_KERNEL_SPLIT(long split_weight_gradient_rows())
 TF_KERNEL_SPLIT(long split_weight_gradient_columns())

@@ -66,7 +66,7 @@ struct Call {
         f(args, row, m, part);
       }
     }
-    for (int slot = 0; slot <= kSumsSlot; ++slot) shared_scratch(slot).trim();
+    trim_shared_scratch();
   }
 };
 

@@ -114,7 +114,7 @@ void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel
       const auto* panel = packed + p * P::panel_size(args.k);
       const Ends<T> ends = row_ends.of_panel(p);
       P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
-                  [&](long i, Vec low, Vec high)
+                  [=](long i, Vec low, Vec high)
                       __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
     }
     row += rows;

@@ -8,7 +8,7 @@ namespace {
 
 // Long rows leave room for few of them, past which the weights would have to come too often. So
 // they are cut into slabs, whose products gather in a block of the result.
-constexpr long kSlab = 4 * Product<float>::kChain;
+constexpr long kSlab = Product<float>::kChain;
 constexpr long kSlabRows = 256, kSlabColumns = 512;
 constexpr long kSumStride = kSlabColumns + 16;  // off the powers of two
 

@@ -176,7 +176,7 @@ Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
       {x.data, nullptr, optional_data(b), r.data, static_cast<float*>(output.mutable_data_ptr()), m,
        k, n, x.stride, r.stride, n, static_cast<int>(activation), mutable_data(preactivation)},
       weight, packed, 0);
-  shared_scratch(0).trim();
+  trim_shared_scratch();
   return output;
 }
 
@@ -227,7 +227,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   run_feed_forward({x.data, nullptr, optional_data(b1), nullptr, optional_data(b2), y, m, k, f, n,
                     x.stride, static_cast<int>(activation)},
                    panels1, panels2, 2);
-  for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
+  trim_shared_scratch();
   return output;
 }
 

@@ -137,7 +137,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
               width, width, 0},
              panels_of(out_weight, out_packed, 1, rows));
   if (!norm_first) norm.run(y, y, rows, width);
-  trim_all();
+  trim_shared_scratch();
   return output;
 }
 
@@ -192,7 +192,7 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
   const Panels panels2 = panels_of(weight2, packed2, 1, rows);
   run_feed_forward(args, panels1, panels2, kHiddenSlot);
   if (!norm_first) norm.run(y, y, rows, width);
-  trim_all();
+  trim_shared_scratch();
   return output;
 }
 

@@ -204,7 +204,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
   void* y = output.mutable_data_ptr();
   out.run(attended, rows, x.const_data_ptr(), y, 1);
   if (!norm_first) norm.run(x, y, y, rows, width);
-  trim_all();
+  trim_shared_scratch();
   return output;
 }
 

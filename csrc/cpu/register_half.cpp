@@ -335,7 +335,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   run_linear({element_of(input), x.data, panels_of(weight, packed, 0), data_of(b), r.data,
               output.mutable_data_ptr(), m, k, n, x.stride, r.stride, n,
               static_cast<int>(activation)});
-  shared_scratch(0).trim();
+  trim_shared_scratch();
   return output;
 }
 
@@ -390,7 +390,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                   bytes_of(kernel_scratch(), scratch));
     });
   }
-  for (int slot = 0; slot < 3; ++slot) shared_scratch(slot).trim();
+  trim_shared_scratch();
   return output;
 }
 

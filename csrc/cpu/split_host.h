@@ -30,6 +30,12 @@ inline void pack(const Rows& weight, int64_t n, int64_t k, bool transposed, void
       });
 }
 
+// Where part `part` of `parts` of m rows begins: pairs of tiles stay whole.
+inline int64_t row_of_part(int64_t m, int64_t part, int64_t parts) {
+  constexpr int64_t kPair = 32;
+  return std::min(m, (m + kPair - 1) / kPair * part / parts * kPair);
+}
+
 // Splits rows between threads where there are many, else panels.
 inline void run_linear(const TypedLinearArgs& args) {
   const int64_t width = TF_DISPATCH(panel_columns, );
@@ -45,9 +51,11 @@ inline void run_linear(const TypedLinearArgs& args) {
   const int64_t scratch = split_linear_scratch(args);
   for_each_item(row_items * column_items, [&](int64_t item) {
     const int64_t row = item / column_items, column = item % column_items;
-    split_linear_block(args, args.m * row / row_items, args.m * (row + 1) / row_items,
-                       panels * column / column_items, panels * (column + 1) / column_items,
-                       bytes_of(kernel_scratch(), scratch));
+    const int64_t begin = row_of_part(args.m, row, row_items);
+    const int64_t end = row_of_part(args.m, row + 1, row_items);
+    if (begin == end) return;
+    split_linear_block(args, begin, end, panels * column / column_items,
+                       panels * (column + 1) / column_items, bytes_of(kernel_scratch(), scratch));
   });
 }
 
@@ -90,10 +98,13 @@ inline void run_feed_forward(const FeedForwardArgs& args, const void* packed1,
   const int64_t most = split_feed_forward_row_block(args);
   int64_t blocks = (args.m + most - 1) / most;
   blocks = (blocks + threads - 1) / threads * threads;
-  const int64_t scratch = split_feed_forward_scratch(args, (args.m + blocks - 1) / blocks);
+  const int64_t scratch = split_feed_forward_scratch(args, std::min(most, args.m));
   for_each_item(blocks, [&](int64_t item) {
-    split_feed_forward_rows(args, packed1, packed2, args.m * item / blocks,
-                            args.m * (item + 1) / blocks, bytes_of(kernel_scratch(), scratch));
+    const int64_t begin = row_of_part(args.m, item, blocks);
+    const int64_t end = row_of_part(args.m, item + 1, blocks);
+    if (begin == end) return;
+    split_feed_forward_rows(args, packed1, packed2, begin, end,
+                            bytes_of(kernel_scratch(), scratch));
   });
 }
 
