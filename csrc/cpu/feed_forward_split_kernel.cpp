@@ -66,6 +66,8 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     high = dropped(activate(high, args.activation), kLanes);
   } else {
     const float* at = args.slope_at + place;
+    _mm_prefetch(reinterpret_cast<const char*>(at + kPanel), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(at + kPanel + kLanes), _MM_HINT_T1);
     const Vec z[2] = {load_some(at, count),
                       count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
     low = through_activation(dropped(low, 0), z[0], args.activation);

@@ -55,8 +55,10 @@ class Ends {
     high = high + read(row, kLanes);
   }
   TF_INLINE void write(T* row, Vec low, Vec high) const {
-    // Where the next panel will write: stores a row apart are nothing that hardware foresees.
-    _mm_prefetch(reinterpret_cast<const char*>(row + kPanel), _MM_HINT_T1);
+    // Where the next panel will write: stores a row apart are nothing that hardware foresees. Wider
+    // rows are two lines, and fetching both gets into the way of the tiles.
+    if constexpr (sizeof(T) < sizeof(float))
+      _mm_prefetch(reinterpret_cast<const char*>(row + kPanel), _MM_HINT_T1);
     if (count_ == kPanel) {
       store(row, low);
       store(row + kLanes, high);
