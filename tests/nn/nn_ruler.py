@@ -20,6 +20,7 @@ OURS: dict[type, type] = {
     for name in (
         "LayerNorm",
         "CrossEntropyLoss",
+        "Embedding",
         "Linear",
         "MultiheadAttention",
         "TransformerEncoderLayer",

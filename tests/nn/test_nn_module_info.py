@@ -24,11 +24,13 @@ from torch.testing._internal.common_modules import module_db
 from transformer_fast import _native, strict
 from transformer_fast.nn import masks
 
-#: Losses take no dtype; tests/test_cross_entropy.py has them.
+#: Losses take no dtype and embeddings no floats: test_cross_entropy.py and test_nn_embedding.py
+#: have them.
 INFOS = {
     info.module_cls: info
     for info in module_db
-    if info.module_cls in OURS and info.module_cls is not torch.nn.CrossEntropyLoss
+    if info.module_cls in OURS
+    and info.module_cls not in (torch.nn.CrossEntropyLoss, torch.nn.Embedding)
 }
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 

@@ -147,6 +147,10 @@ def _fake_feed_forward_backward(
     )
 
 
+def _fake_embedding_backward(grad: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    return grad.new_empty((rows, grad.shape[-1]))
+
+
 def register_fakes() -> None:
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
@@ -157,6 +161,7 @@ def register_fakes() -> None:
             "cpu_linear_backward": _fake_linear_backward,
             "cpu_feed_forward_training": _fake_feed_forward_training,
             "cpu_feed_forward_backward": _fake_feed_forward_backward,
+            "cpu_embedding_backward": _fake_embedding_backward,
         }
         for name, fake in fakes.items():
             torch.library.register_fake(f"transformer_fast::{name}", fake)

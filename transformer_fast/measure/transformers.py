@@ -109,7 +109,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(self, nn: Any, size: Size, dropout: float = 0.1, longest: int = 512) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(size.vocabulary, size.model)
+        self.embedding = nn.Embedding(size.vocabulary, size.model)
         self.register_buffer("positions", _positions(longest, size.model), persistent=False)
         self.transformer = nn.Transformer(
             size.model, size.heads, size.layers, size.layers, size.hidden, dropout, batch_first=True

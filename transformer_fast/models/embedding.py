@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from ..nn import Embedding
 from .positions import Positions
 
 
@@ -42,7 +43,7 @@ class TokenEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         size = d_model if embedding_size is None else embedding_size
-        self.table = torch.nn.Embedding(vocab_size, size, pad_token, device=device, dtype=dtype)
+        self.table = Embedding(vocab_size, size, pad_token, device=device, dtype=dtype)
         self.projection: torch.nn.Linear | None = None
         if size != d_model:
             self.projection = torch.nn.Linear(size, d_model, False, device=device, dtype=dtype)

@@ -1,9 +1,9 @@
 """`torch.nn` with our classes in place of torch's where we have kernels.
 
-Ours: `CrossEntropyLoss`, `LayerNorm`, `Linear`, `MultiheadAttention`, `TransformerEncoderLayer`,
-`TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`, all subclasses
-of torch's, and `functional`, which is `transformer_fast.functional`. Every other name, submodules
-included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
+Ours: `CrossEntropyLoss`, `Embedding`, `LayerNorm`, `Linear`, `MultiheadAttention`,
+`TransformerEncoderLayer`, `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`,
+`Transformer`, all subclasses of torch's, and `functional`, which is `transformer_fast.functional`.
+Every other name, submodules included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn as _torch_nn
 
 from .. import functional as functional
 from . import alias as _alias
+from .embedding import Embedding as Embedding
 from .layer_norm import LayerNorm as LayerNorm
 from .linear import Linear as Linear
 from .loss import CrossEntropyLoss as CrossEntropyLoss
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _OURS = (
     "CrossEntropyLoss",
+    "Embedding",
     "LayerNorm",
     "Linear",
     "MultiheadAttention",

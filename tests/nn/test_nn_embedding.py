@@ -1,0 +1,177 @@
+"""`transformer_fast.nn.Embedding`: torch's look-up, and its gradient bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_fast import _native, nn, use_backend
+
+needs_native = pytest.mark.skipif(_native.module is None, reason="the native module is not built")
+
+
+def _pair(*args: Any, **kwargs: Any) -> tuple[nn.Embedding, torch.nn.Embedding]:
+    torch.manual_seed(0)
+    theirs = torch.nn.Embedding(*args, **kwargs)
+    ours = nn.Embedding(*args, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def _runs_ours(y: Tensor) -> bool:
+    assert y.grad_fn is not None
+    return "LookUp" in type(y.grad_fn).__name__
+
+
+@needs_native
+@pytest.mark.parametrize("padding", [None, 0, 6, -1])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 40), (2, 3, 500)])
+@pytest.mark.parametrize("size", [(7, 1), (7, 33), (3000, 512)])
+def test_gradient_is_torchs(padding: int | None, shape: tuple[int, ...], size: tuple[int, int]):
+    ours, theirs = _pair(*size, padding_idx=padding)
+    tokens = torch.randint(0, min(size[0], 50), shape)
+    a, b = ours(tokens), theirs(tokens)
+    assert torch.equal(a, b)
+    assert _runs_ours(a)
+    grad = torch.randn_like(a)
+    a.backward(grad)
+    b.backward(grad)
+    assert ours.weight.grad is not None
+    assert theirs.weight.grad is not None
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+    ours(tokens).backward(grad)  # adds to the gradient that is there
+    assert torch.equal(ours.weight.grad, theirs.weight.grad + theirs.weight.grad)
+
+
+@needs_native
+def test_gradient_of_any_layout_and_threads() -> None:
+    ours, theirs = _pair(2000, 600)
+    tokens = torch.randint(0, 2000, (64, 9)).t()
+    wide = torch.randn(9, 64, 1200)
+    found = []
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for grad in (wide[..., ::2], wide[..., :600], wide[:, :, :1].expand(9, 64, 600)):
+                (a,) = torch.autograd.grad(ours(tokens), ours.weight, grad)
+                (b,) = torch.autograd.grad(theirs(tokens), theirs.weight, grad)
+                assert torch.equal(a, b)
+                found.append(a)
+        finally:
+            torch.set_num_threads(before)
+    for i in range(3):
+        assert torch.equal(found[i], found[i + 3])
+        assert torch.equal(found[i], found[i + 6])
+
+
+@needs_native
+def test_odd_gradients_come_through() -> None:
+    ours, theirs = _pair(5, 4)
+    tokens = torch.tensor([1, 1, 3])
+    grad = torch.tensor([[float("inf")] * 4, [float("-inf")] * 4, [float("nan")] * 4])
+    (a,) = torch.autograd.grad(ours(tokens), ours.weight, grad)
+    (b,) = torch.autograd.grad(theirs(tokens), theirs.weight, grad)
+    assert torch.equal(a.isnan(), b.isnan())
+    assert a[1].isnan().all()
+    assert (a[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0},
+     {"dtype": torch.float64}, {"dtype": torch.bfloat16}],
+)  # fmt: skip
+def test_the_rest_is_torchs(options: dict[str, Any]) -> None:
+    ours, theirs = _pair(11, 6, **options)
+    tokens = torch.randint(0, 11, (4, 5))
+    a, b = ours(tokens), theirs(tokens)
+    assert torch.equal(a, b)
+    assert not _runs_ours(a)
+    a.sum().backward()
+    b.sum().backward()
+    assert ours.weight.grad is not None
+    assert theirs.weight.grad is not None
+    assert torch.equal(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
+
+
+def test_without_gradients_and_by_other_backends() -> None:
+    ours, _ = _pair(11, 6)
+    tokens = torch.randint(0, 11, (4, 5))
+    with torch.no_grad():
+        assert not ours(tokens).requires_grad
+    assert not _runs_ours(ours(tokens.int()))
+    for backend in ("reference", "torch"):
+        with use_backend(backend):
+            assert not _runs_ours(ours(tokens))
+    ours.weight.requires_grad_(False)
+    assert not ours(tokens).requires_grad
+
+
+def test_bad_tokens_are_torchs_error() -> None:
+    ours, _ = _pair(11, 6)
+    for wrong in (11, -1):
+        with pytest.raises(IndexError, match="index out of range"):
+            ours(torch.tensor([0, wrong]))
+    with pytest.raises(RuntimeError, match="Long, Int"):
+        ours(torch.tensor([0.0]))
+
+
+@needs_native
+def test_tokens_changed_before_the_backward() -> None:
+    ours, _ = _pair(11, 6)
+    tokens = torch.tensor([1, 2])
+    y = ours(tokens)
+    tokens[0] = 99
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@needs_native
+def test_bad_arguments_name_themselves() -> None:
+    op = torch.ops.transformer_fast.cpu_embedding_backward
+    grad, tokens = torch.zeros(2, 3), torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match=r"token 1 is not in \[0, 1\)"):
+        op(grad, tokens, 1, -1)
+    with pytest.raises(RuntimeError, match="tokens must be int64"):
+        op(grad, tokens.int(), 2, -1)
+    with pytest.raises(RuntimeError, match="grad must be float32"):
+        op(grad.double(), tokens, 2, -1)
+    with pytest.raises(RuntimeError, match="a row for each token"):
+        op(torch.zeros(3, 3), tokens, 2, -1)
+    with pytest.raises(RuntimeError, match="one dimension more"):
+        op(torch.zeros(3), tokens, 2, -1)
+
+
+def test_second_derivative_and_transforms() -> None:
+    ours, theirs = _pair(11, 6)
+    tokens = torch.randint(0, 11, (4, 5))
+
+    def curvature(module: torch.nn.Module) -> Tensor:
+        (first,) = torch.autograd.grad(
+            module(tokens).pow(3).sum(), module.weight, create_graph=True
+        )
+        return torch.autograd.grad(first.pow(2).sum(), module.weight)[0]
+
+    assert torch.equal(curvature(ours), curvature(theirs))
+
+    def loss(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(ours, {"weight": weight}, (tokens,)).pow(2).sum()
+
+    found = torch.func.grad(loss)(ours.weight.detach())
+    assert torch.equal(found, torch.autograd.grad(loss(ours.weight), ours.weight)[0])
+
+
+@needs_native
+def test_compiles_and_opcheck() -> None:
+    ours, theirs = _pair(11, 6)
+    tokens = torch.randint(0, 11, (4, 5))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    (a,) = torch.autograd.grad(compiled(tokens).pow(2).sum(), ours.weight)
+    (b,) = torch.autograd.grad(theirs(tokens).pow(2).sum(), theirs.weight)
+    assert torch.equal(a, b)
+    arguments = (torch.randn(4, 5, 6), tokens, 11, 3)
+    torch.library.opcheck(torch.ops.transformer_fast.cpu_embedding_backward.default, arguments)
