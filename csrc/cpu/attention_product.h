@@ -242,40 +242,42 @@ class Block {
     TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * load(work.factors + u * kLanes);
   }
 
-  // Turns the scores of rows up to `until` of the waiting panel into probabilities.
-  void soften(long until) {
-    if (until <= softened_) return;
+  // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined: the
+  // tile loop would have it in many places.
+  [[gnu::noinline]] void soften(long until) {
+    const long from = softened_;
+    if (until <= from) return;
+    softened_ = until;
+    const float* s = work.scores[waiting_.slot] + from * kPanel;
     if (waiting_.plain && unknown_ == 0 && args.mask == nullptr && !exact_) {
-      const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
       const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
-      for (; softened_ < until; ++softened_, s += kPanel) {
-        const Vec minus = set1(work.minus[softened_]) * base;
+      for (long i = from; i < until; ++i, s += kPanel) {
+        const Vec minus = set1(work.minus[i]) * base;
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
             power_of_two(fma(load(s + u * kLanes), factor, minus), T{});
-        put(waiting_, softened_, e);
+        put(waiting_, i, e);
       }
       return;
     }
     if (waiting_.plain && unknown_ == 0) {
-      const float* s = work.scores[waiting_.slot] + softened_ * kPanel;
-      for (; softened_ < until; ++softened_, s += kPanel) {
+      for (long i = from; i < until; ++i, s += kPanel) {
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = scaled(s + u * kLanes);
-        exponents(waiting_, softened_, e);
+        exponents(waiting_, i, e);
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = power_of_two(e[u], T{});
-        put(waiting_, softened_, e);
+        put(waiting_, i, e);
       }
       return;
     }
     const float* shared = shared_mask(waiting_);
-    for (; softened_ < until; ++softened_) {
+    for (long i = from; i < until; ++i) {
       Vec x[2];
-      see(waiting_, softened_, shared, x);
-      if (!work.known[softened_]) refer(softened_, x);
-      exponents(waiting_, softened_, x);
+      see(waiting_, i, shared, x);
+      if (!work.known[i]) refer(i, x);
+      exponents(waiting_, i, x);
       TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
-      put(waiting_, softened_, x);
+      put(waiting_, i, x);
     }
   }
 
