@@ -242,8 +242,8 @@ class Block {
     TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * load(work.factors + u * kLanes);
   }
 
-  // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined: the
-  // tile loop would have it in many places.
+  // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined:
+  // the tile loop would have it in many places.
   [[gnu::noinline]] void soften(long until) {
     const long from = softened_;
     if (until <= from) return;

@@ -131,8 +131,8 @@ class TileProduct {
       for (long p = 0; p < k; p += kPanel) {
         const Element* row = from + i * stride + p;
         if constexpr (kSplit) {
-          put_finite(chunk(block, k, i, p), load_some(row, least(kLanes, k - p)),
-                     k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
+          put(chunk(block, k, i, p), load_some(row, least(kLanes, k - p)),
+              k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
         } else {
           _mm512_storeu_si512(chunk(block, k, i, p), load_values(row, k - p));
         }
