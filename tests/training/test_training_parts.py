@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from training_case import PAD, make_model
 
-from transformer_fast import models, training
+from transformer_fast import models, training, use_backend
 
 
 def by_hand(logits: torch.Tensor, expected: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -185,3 +186,89 @@ def test_activation_checkpointing_keeps_less() -> None:
             model(tokens, tokens)
         kept.append(sum(sizes))
     assert kept[1] < kept[0] / 3
+
+
+class _LogitsOnly(torch.nn.Module):
+    """A model that `NextTokenLoss` does not know."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(*inputs)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("embedding_size", [None, 24])
+@pytest.mark.parametrize("how", ["plain", "compiled", "autocast", "bfloat16", "reference"])
+def test_losses_without_logits(tied: bool, embedding_size: int | None, how: str) -> None:
+    """The same sum and gradients as from logits, from models that give losses themselves."""
+    torch.manual_seed(0)
+    options = {"tie_output": tied, "embedding_size": embedding_size, "dropout": 0.0}
+    model = models.LanguageModel(50, 16, 2, 1, 32, pad_token=PAD, **options)
+    tokens, expected = torch.randint(1, 50, (3, 7)), torch.randint(1, 50, (3, 7))
+    tokens[1, 5:] = expected[1, 5:] = PAD
+    if how == "bfloat16":
+        model = model.bfloat16()
+    called = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    found = []
+    for way in (called, _LogitsOnly(model)):
+        model.zero_grad()
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
+            use_backend("reference") if how == "reference" else nullcontext(),
+        ):
+            total, count = training.NextTokenLoss(PAD, 0.1)(way, (tokens, expected))
+        total.backward()
+        assert count == 19
+        assert total.dtype == torch.float32
+        found.append([total.detach(), *(p.grad for p in model.parameters())])
+    limits = {"rtol": 2e-2, "atol": 2e-2} if how in ("autocast", "bfloat16") else {}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **limits)
+
+
+def test_losses_never_hold_all_logits() -> None:
+    class Watch(torch.overrides.TorchFunctionMode):
+        largest = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                Watch.largest = max(Watch.largest, result.numel())
+            return result
+
+    model = models.Transformer(9000, 9000, 16, 2, 1, 1, 32)
+    source, target = torch.randint(0, 9000, (2, 8, 16))
+    parameters = max(p.numel() for p in model.parameters())
+    with Watch():
+        training.NextTokenLoss(None)(model, (source, target, target))
+    assert Watch.largest <= parameters < 8 * 16 * 9000
+
+
+def test_subclasses_with_a_forward_of_their_own_give_logits() -> None:
+    class Scaled(models.LanguageModel):
+        def forward(self, tokens):
+            return 2.0 * super().forward(tokens)
+
+    model = Scaled(20, 16, 2, 1, 32, dropout=0.0)
+    tokens = torch.randint(0, 20, (2, 5))
+    total, _ = training.NextTokenLoss(None, 0.0)(model, (tokens, tokens))
+    expected = torch.nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(total, expected)
+
+
+def test_wrong_expected_tokens_name_themselves() -> None:
+    model = models.LanguageModel(20, 16, 2, 1, 32)
+    tokens = torch.randint(0, 20, (2, 5))
+    with pytest.raises(ValueError, match="expected must have the shape of the tokens before it"):
+        model(tokens, expected=tokens[:, 1:])
+    with pytest.raises(TypeError, match="expected must hold token ids"):
+        model(tokens, expected=tokens.float())
+    with pytest.raises(TypeError, match="expected must be a Tensor"):
+        model(tokens, expected=[1, 2])
+    with pytest.raises(IndexError, match="Target 20 is out of bounds"):
+        model(tokens, expected=torch.full((2, 5), 20))

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import functional
 from ..nn import Embedding
 from .positions import Positions
+from .tokens import check_ids
 
 
 class TokenEmbedding(torch.nn.Module):
@@ -91,6 +92,9 @@ class TokenEmbedding(torch.nn.Module):
 class OutputProjection(torch.nn.Module):
     """Vectors (..., M) to logits (..., V): ``x W^T + b``, or ``(x P^T) W^T + b``.
 
+    Called with ``expected``, the tokens (...) that are right, it gives their losses (...) instead:
+    `functional.linear_cross_entropy`, for which the logits are never in memory as a whole.
+
     Args:
         d_model: size M of the vectors.
         vocab_size: number V of token ids.
@@ -136,10 +140,44 @@ class OutputProjection(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        expected: Tensor | None = None,
+        smoothing: float = 0.0,
+        ignored: int | None = None,
+    ) -> Tensor:
+        """Logits, or with ``expected`` the losses.
+
+        Args:
+            expected: int64 or int32 (...), tokens in [0, V).
+            smoothing: of the labels, in [0, 1].
+            ignored: where expected holds it, the loss is 0; None: nowhere.
+        """
         if self.projection is not None:
             input = functional.linear(input, self.projection.weight)
-        return functional.linear(input, self.weight, self.bias)
+        if expected is None:
+            return functional.linear(input, self.weight, self.bias)
+        check_ids("expected", expected)
+        if expected.shape != input.shape[:-1]:
+            raise ValueError(
+                f"expected must have the shape of the tokens before it, "
+                f"{list(input.shape[:-1])}, not {list(expected.shape)}"
+            )
+        rows, target = input.reshape(-1, input.shape[-1]), expected.reshape(-1).long()
+        ignore_index = -100 if ignored is None else ignored
+        if rows.dtype == torch.float32 and not torch.is_autocast_enabled(rows.device.type):
+            losses = functional.linear_cross_entropy(
+                rows, self.weight, target, linear_bias=self.bias, reduction="none",
+                ignore_index=ignore_index, label_smoothing=smoothing,
+            )  # fmt: skip
+        else:  # the op gives losses in the dtype of its input
+            logits = functional.linear(rows, self.weight, self.bias)
+            losses = functional.cross_entropy(
+                logits.to(torch.promote_types(logits.dtype, torch.float32)), target,
+                reduction="none", ignore_index=ignore_index, label_smoothing=smoothing,
+            )  # fmt: skip
+        return losses.view(expected.shape).clone()  # FSDP2 warns of a view
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, bias={self.bias is not None}, tied={self.tied}"

@@ -99,12 +99,22 @@ class LanguageModel(torch.nn.Module):
             dtype=dtype,
         )
 
-    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        padding: Tensor | None = None,
+        *,
+        expected: Tensor | None = None,
+        smoothing: float = 0.0,
+        ignored: int | None = None,
+    ) -> Tensor:
         """Logits (B, L, V) of the token after each of tokens (B, L).
 
-        Args and errors: as `Encoder.forward`.
+        With ``expected`` (B, L), losses (B, L) instead, as in `OutputProjection.forward`. Other
+        arguments and errors: as `Encoder.forward`.
         """
-        return self.output(self.encoder(tokens, padding, is_causal=True))
+        encoded = self.encoder(tokens, padding, is_causal=True)
+        return self.output(encoded, expected, smoothing, ignored)
 
     def log_probabilities(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
         """``log_softmax(forward(...))`` (B, L, V), in fp32 at least."""

@@ -18,16 +18,21 @@ def data_is_known(tensor: Tensor) -> bool:
     )
 
 
+def check_ids(name: str, tokens: Any) -> None:
+    """Raise unless ``tokens`` is a Tensor of a type that token ids have."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name} must be a Tensor of token ids, not {type(tokens).__name__}")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must hold token ids, int64 or int32, not {tokens.dtype}")
+
+
 def check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
     """Raise unless ``tokens`` is (B, L), L >= 1, of ids in [0, vocab_size).
 
     On a GPU the ids are checked by the device itself, without making the host wait: a wrong one
     stops the next operation that waits for the device.
     """
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name} must be a Tensor of token ids, not {type(tokens).__name__}")
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} must hold token ids, int64 or int32, not {tokens.dtype}")
+    check_ids(name, tokens)
     if tokens.dim() != 2:
         raise ValueError(f"{name} must have shape (batch, length), not {list(tokens.shape)}")
     if tokens.shape[1] == 0:

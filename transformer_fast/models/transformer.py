@@ -149,14 +149,22 @@ class Transformer(torch.nn.Module):
         target: Tensor,
         source_padding: Tensor | None = None,
         target_padding: Tensor | None = None,
+        *,
+        expected: Tensor | None = None,
+        smoothing: float = 0.0,
+        ignored: int | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of the token after each target token, the true ones before it given.
+
+        With ``expected``, losses (B, T) instead, without ever having all logits in memory.
 
         Args:
             source: int64 or int32 (B, S).
             target: int64 or int32 (B, T), beginning with the start token (teacher forcing).
             source_padding: bool (B, S), True at tokens to ignore; None: where pad_token stands.
             target_padding: bool (B, T), the same of the target.
+            expected, smoothing, ignored: the tokens (B, T) that are right, and what counts as their
+                loss, as in `OutputProjection.forward`.
 
         Raises:
             TypeError, ValueError, IndexError: tokens that are no ids, of another shape, empty,
@@ -164,7 +172,8 @@ class Transformer(torch.nn.Module):
         """
         memory = self.encode(source, source_padding)
         source_padding = self.encoder.padding_mask(source, source_padding)
-        return self.output(self.decode(target, memory, source_padding, target_padding))
+        decoded = self.decode(target, memory, source_padding, target_padding)
+        return self.output(decoded, expected, smoothing, ignored)
 
     def log_probabilities(
         self,

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..functional import cross_entropy
+from ..models import LanguageModel, Transformer
+
+_FORWARDS = (Transformer.forward, LanguageModel.forward)
 
 
 def label_smoothing_loss(
@@ -84,7 +88,9 @@ class NextTokenLoss:
     """An objective for `Trainer`: batches ``(*inputs, expected)``, a model that gives logits.
 
     ``(source, target, expected)`` for `models.Transformer`, ``(tokens, expected)`` for
-    `models.LanguageModel`.
+    `models.LanguageModel`. These two, wrapped for several processes or compiled or as they are,
+    give the losses themselves, so that logits are never in memory as a whole; a subclass with a
+    ``forward`` of its own, and every other model, is asked for logits.
 
     Args:
         pad_token, smoothing: as in `label_smoothing_loss`.
@@ -98,12 +104,28 @@ class NextTokenLoss:
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The sum of the losses and the number of real tokens."""
         *inputs, expected = batch
-        logits = model(*inputs)
-        total = label_smoothing_loss(
-            logits,
-            expected,
-            pad_token=self.pad_token,
-            smoothing=self.smoothing,
-            reduction="sum",
-        )
+        if _gives_losses(model):
+            total = model(
+                *inputs, expected=expected, smoothing=self.smoothing, ignored=self.pad_token
+            ).sum()
+        else:
+            total = label_smoothing_loss(
+                model(*inputs),
+                expected,
+                pad_token=self.pad_token,
+                smoothing=self.smoothing,
+                reduction="sum",
+            )
         return total, token_count(expected, self.pad_token)
+
+
+def _gives_losses(model: Any) -> bool:
+    """Whether calling the model comes to the forward of one of ours."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):  # by torch.compile
+            model = model._orig_mod
+        else:
+            break
+    return getattr(type(model), "forward", None) in _FORWARDS and "forward" not in vars(model)
