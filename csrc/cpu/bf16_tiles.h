@@ -12,6 +12,7 @@
 
 #include "cpu/bf16_pairs.h"
 #include "cpu/bf16_pieces.h"
+#include "cpu/spread.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -34,39 +35,6 @@ TF_INLINE void stay_awake() {
   __m512 any;
   asm volatile("vaddps %1, %1, %0" : "=v"(any) : "v"(_mm512_setzero_ps()));
 }
-
-// Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
-// parts go at once, into a function that is not inlined: the tile loop would have it in many
-// places, and while the processor fetches other code than tiles it does not see the next ones.
-class Spread {
- public:
-  Spread(long total, long calls, long at_once)
-      : total_(total), between_(most(1, calls * at_once / most(1, total))), wait_(between_) {
-    const long turns = most(1, calls / between_);
-    some_ = (total + turns - 1) / turns;
-  }
-  // Calls work(begin, end) for the parts that are due.
-  template <class Work>
-  TF_INLINE void operator()(const Work& work) {
-    if (--wait_ > 0 || done_ == total_) return;
-    wait_ = between_;
-    some(work, least(done_ + some_, total_));
-  }
-  // For all that are left.
-  template <class Work>
-  TF_INLINE void finish(const Work& work) {
-    if (done_ < total_) some(work, total_);
-  }
-
- private:
-  template <class Work>
-  TF_INLINE void some(const Work& work, long until) {
-    work(done_, until);
-    done_ = until;
-  }
-
-  long total_, between_, some_, wait_, done_ = 0;
-};
 
 template <int kPieces>
 class TileProduct {
@@ -201,7 +169,7 @@ class TileProduct {
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink) {
     const long depth = pair_depth(k);
-    if (depth == 0) {
+    if (depth == 0 || rows == 0) {
       for (long i = 0; i < rows; ++i) sink(i, zero(), zero());
       return;
     }
@@ -218,7 +186,7 @@ class TileProduct {
       const long calls = steps * kTerms;
       const long lines = (kPieces * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
       for (long pair = 0; pair < pairs; ++pair) {
-        const float* finished = sums(pair - 1);
+        const float* finished = sums(most(0, pair - 1));
         const auto to_sink = [&](long begin, long end) __attribute__((always_inline)) {
           sink_rows(sink, finished, (pair - 1) * kPair, begin, end);
         };

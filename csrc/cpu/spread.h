@@ -1,0 +1,43 @@
+// Work done while tiles are busy; for kernel files only.
+#pragma once
+
+#include "cpu/gemm.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
+// parts go at once, into a function that is not inlined: the tile loop would have it in many
+// places, and while the processor fetches other code than tiles it does not see the next ones.
+class Spread {
+ public:
+  Spread(long total, long calls, long at_once)
+      : total_(total), between_(most(1, calls * at_once / most(1, total))), wait_(between_) {
+    const long turns = most(1, calls / between_);
+    some_ = (total + turns - 1) / turns;
+  }
+  // Calls work(begin, end) for the parts that are due.
+  template <class Work>
+  TF_INLINE void operator()(const Work& work) {
+    if (--wait_ > 0 || done_ == total_) return;
+    wait_ = between_;
+    some(work, least(done_ + some_, total_));
+  }
+  // For all that are left.
+  template <class Work>
+  TF_INLINE void finish(const Work& work) {
+    if (done_ < total_) some(work, total_);
+  }
+
+ private:
+  template <class Work>
+  TF_INLINE void some(const Work& work, long until) {
+    work(done_, until);
+    done_ = until;
+  }
+
+  long total_, between_, some_, wait_, done_ = 0;
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA
