@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -51,6 +52,9 @@ def process_group(device: torch.device | str | None = None) -> Iterator[torch.de
     finally:
         if ours:
             dist.destroy_process_group()
+            # Gloo's threads need the interpreter to let go of tensors. Those that still wait for it
+            # when it ends take the process down with them (PyTorch 2.13).
+            time.sleep(0.1)
 
 
 def parallelise(model: torch.nn.Module, strategy: str = "ddp") -> torch.nn.Module:
