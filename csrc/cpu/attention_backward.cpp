@@ -83,7 +83,6 @@ void run_keys(const AttentionBackwardArgs& args) {
                 sums + group * parts * part_size, parts, rows * block / blocks,
                 rows * (block + 1) / blocks);
   });
-  trim_shared_scratch();
 }
 
 // Each item owns a part of grad_mask: it repeats the scores and sums over what is broadcast.

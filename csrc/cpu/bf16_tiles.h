@@ -30,7 +30,7 @@ constexpr TileConfig kTileConfig;
 TF_INLINE void order_memory() { asm volatile("" ::: "memory"); }
 
 // After some 2,000 cycles without floating-point work on 512 bits the processor turns that unit
-// off, and the next tile to be stored waits 1,000 for it (measured: Xeon, model 207).
+// off, and the next tile to be stored waits 1,000 for it (measured on a Xeon with AMX).
 TF_INLINE void stay_awake() {
   __m512 any;
   asm volatile("vaddps %1, %1, %0" : "=v"(any) : "v"(_mm512_setzero_ps()));

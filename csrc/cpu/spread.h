@@ -7,8 +7,8 @@ namespace tf::TF_ISA {
 namespace {
 
 // Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
-// parts go at once, into a function that is not inlined: the tile loop would have it in many
-// places, and while the processor fetches other code than tiles it does not see the next ones.
+// parts go at once, into a function that is not inlined, whose constants then stay in registers:
+// few instructions between products are free, many are not, whatever they do.
 class Spread {
  public:
   Spread(long total, long calls, long at_once)

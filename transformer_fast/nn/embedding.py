@@ -60,7 +60,6 @@ class Embedding(Swapped, torch.nn.Embedding):
         table = self.weight
         return (
             _native.module is not None
-            and table.requires_grad
             and type(input) is Tensor
             and input.dtype == torch.int64
             and table.dtype == torch.float32
