@@ -127,15 +127,11 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
                   });
     }
     if (args.y == nullptr) continue;
-    const long lines = P::panel_size(units) * static_cast<long>(sizeof(Operand)) / 64;
-    const long share = lines / most(1, P::steps(rows, units)) + 1;
+    const long bytes = P::panel_size(units) * static_cast<long>(sizeof(Operand));
     for (long j = 0; j < args.n; j += kPanel, w2_slice += P::panel_size(args.f)) {
-      const char* ahead = reinterpret_cast<const char*>(w2_slice + P::panel_size(args.f));
+      FetchAhead fetch(w2_slice + P::panel_size(args.f), bytes, P::steps(rows, units));
       P::multiply_to(work.hidden, kSlice, rows, units, w2_slice, f > 0, work.y + j, work.y_stride,
-                     [&]() __attribute__((always_inline)) {
-                       for (long line = 0; line < share; ++line, ahead += 64)
-                         _mm_prefetch(ahead, _MM_HINT_T1);
-                     });
+                     [&]() __attribute__((always_inline)) { fetch(); });
     }
   }
   P::leave();

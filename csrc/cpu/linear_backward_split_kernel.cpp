@@ -73,17 +73,13 @@ struct Block {
   // The products of rows [p, p + depth), added to what is there if `onto`.
   void multiply(long p, long depth, bool onto) const {
     const long size = P::panel_size(args.m), calls = P::steps(rows, depth);
-    const long lines = P::panel_size(depth) * static_cast<long>(sizeof(Operand)) / kLine;
-    const long share = lines / most(1, calls) + 1;
+    const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(Operand));
     for (long j = 0; j < columns; j += kPanel) {
       const Operand* panel = static_cast<const Operand*>(args.pieces) +
                              (column + j) / kPanel * size + P::panel_size(p);
-      const char* ahead = reinterpret_cast<const char*>(panel + size);
+      FetchAhead fetch(panel + size, bytes, calls);
       P::multiply_to(work.grad, kDepth, rows, depth, panel, onto, work.sums + j, kSumStride,
-                     [&]() __attribute__((always_inline)) {
-                       for (long line = 0; line < share; ++line, ahead += kLine)
-                         _mm_prefetch(ahead, _MM_HINT_T1);
-                     });
+                     [&]() __attribute__((always_inline)) { fetch(); });
     }
   }
 

@@ -32,16 +32,12 @@ void slab_block(const TypedLinearArgs& args, long row, long rows, long panel_beg
   for (long p = 0; p < args.k; p += kSlab) {
     const long depth = least(kSlab, args.k - p);
     P::fill(x + p, args.x_stride, rows, depth, a);
-    const long lines = P::panel_size(depth) * static_cast<long>(sizeof(P::Operand)) / kLine;
-    const long share = lines / most(1, P::steps(rows, depth)) + 1;
+    const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(P::Operand));
     for (long j = panel_begin; j < panel_end; ++j) {
       const P::Operand* panel = packed + j * size + P::panel_size(p);
-      const char* ahead = reinterpret_cast<const char*>(panel + size);
+      FetchAhead fetch(panel + size, bytes, P::steps(rows, depth));
       P::multiply_to(a, depth, rows, depth, panel, p > 0, sums + (j - panel_begin) * kPanel,
-                     kSumStride, [&]() __attribute__((always_inline)) {
-                       for (long line = 0; line < share; ++line, ahead += kLine)
-                         _mm_prefetch(ahead, _MM_HINT_T1);
-                     });
+                     kSumStride, [&]() __attribute__((always_inline)) { fetch(); });
     }
   }
   const RowEnds<float> ends(args, row);

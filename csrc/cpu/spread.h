@@ -39,5 +39,19 @@ class Spread {
   long total_, between_, some_, wait_, done_ = 0;
 };
 
+// Fetches what comes next into the second-level cache, shared out over `calls` calls.
+class FetchAhead {
+ public:
+  FetchAhead(const void* next, long bytes, long calls)
+      : at_(static_cast<const char*>(next)), share_(bytes / kLine / most(1, calls) + 1) {}
+  TF_INLINE void operator()() {
+    for (long line = 0; line < share_; ++line, at_ += kLine) _mm_prefetch(at_, _MM_HINT_T1);
+  }
+
+ private:
+  const char* at_;
+  long share_;
+};
+
 }  // namespace
 }  // namespace tf::TF_ISA
