@@ -9,6 +9,7 @@
 
 #include "build_config.h"
 #include "cpu/isa.h"
+#include "cpu/kept_memory.h"
 #include "cpu/probe.h"
 
 namespace py = pybind11;
@@ -80,6 +81,10 @@ PYBIND11_MODULE(_C, m) {
         "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),
         "Whether such products split weights packed in fp32 into bfloat16 pieces.");
+
+  m.def("kept_bytes", &tf::kept_bytes, "Bytes kept for large results that no tensor uses.");
+  m.def("kept_limit", &tf::kept_limit, "Most bytes to keep.");
+  m.def("set_kept_limit", &tf::set_kept_limit, py::arg("bytes"), "Changes it.");
 
   m.def(
       "probe_fma",

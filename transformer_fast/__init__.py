@@ -12,7 +12,7 @@ them a call runs on and why. ``python -m transformer_fast info`` says what this 
 
 from typing import TYPE_CHECKING, Any
 
-from . import backends, functional
+from . import backends, functional, memory
 from ._explain import explain
 from ._sdpa import disable_sdpa, enable_sdpa
 from ._version import __version__
@@ -35,6 +35,7 @@ __all__ = [
     "enable_sdpa",
     "explain",
     "functional",
+    "memory",
     "restore",
     "strict",
     "use_backend",

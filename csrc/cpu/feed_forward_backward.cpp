@@ -34,8 +34,8 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2);
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
-  Tensor output = result_rows(input, n);
-  Tensor preactivation = keep ? result_rows(input, f) : fresh(input, {0});
+  Tensor output = fresh_rows(input, n);
+  Tensor preactivation = keep ? fresh_rows(input, f) : fresh(input, {0});
   if (m == 0) return {output, preactivation};
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   STD_TORCH_CHECK(preactivation.numel() == m * f, op,
                   ": preactivation must have one value per row and hidden unit");
   const bool wants[5] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
-  Gradients result{want_input ? result_rows(input, k) : fresh(input, {0}),
+  Gradients result{want_input ? fresh_rows(input, k) : fresh(input, {0}),
                    want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
                    fresh(weight1, {want_bias1 ? f : 0}),
                    want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),

@@ -12,10 +12,9 @@
 #include <cstdlib>
 #include <optional>
 
-namespace tf {
+#include "cpu/fresh.h"
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+namespace tf {
 
 // 64-byte aligned memory of this thread that grows and is reused, so that pages are paid for once.
 // A request beyond kKeep bytes is given back after the call.
@@ -79,43 +78,6 @@ void for_each_item(int64_t items, const F& f) {
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(item);
   });
-}
-
-// Asks for huge pages under a large fresh output: a page fault costs as much as writing the page.
-// The largest are mapped anew at each call, and gathering so many huge pages may cost the kernel
-// more than they save.
-inline void prefer_huge_pages(const Tensor& tensor, uintptr_t most = uintptr_t{96} << 20) {
-  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
-  if (end - begin > most) return;
-  const uintptr_t first = (begin + kHuge - 1) & ~(kHuge - 1), last = end & ~(kHuge - 1);
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-}
-
-inline Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes) {
-  Tensor result = torch::stable::new_empty(
-      like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()));
-  prefer_huge_pages(result);
-  return result;
-}
-
-// Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
-// fifth, so it begins where a huge page does.
-inline Tensor fresh_weight(const Tensor& like, int64_t count,
-                           std::optional<ScalarType> type = std::nullopt) {
-  constexpr int64_t kHuge = int64_t{2} << 20;
-  Tensor all = torch::stable::new_empty(like, {&count, 1}, type);
-  const int64_t element = static_cast<int64_t>(all.element_size()), bytes = count * element;
-  if (bytes < kHuge) return all;
-  const int64_t sizes[] = {count + kHuge / element};
-  all = torch::stable::new_empty(like, {sizes, 1}, type);
-  const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
-  const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
-  // Only whole ones, so that no memory is wasted.
-  madvise(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
-          static_cast<size_t>(bytes / kHuge * kHuge), MADV_HUGEPAGE);
-  return torch::stable::narrow(all, 0, skip / element, count);
 }
 
 inline void check_float(const char* op, const char* name, const Tensor& tensor) {

@@ -20,8 +20,7 @@ Rows rows_of(const Tensor& tensor, int64_t columns) {
 
 Tensor wanted_like(const Tensor& like, bool wanted) {
   if (!wanted) return fresh(like, {0});
-  Tensor result = torch::stable::new_empty(like, like.sizes());
-  prefer_huge_pages(result);
+  Tensor result = fresh_like(like);
   return result;
 }
 

@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");
-  Tensor grad_input = want_input ? result_rows(input, k) : fresh(input, {0});
+  Tensor grad_input = want_input ? fresh_rows(input, k) : fresh(input, {0});
   Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
   Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
   if (m == 0 || n == 0) {

@@ -202,15 +202,6 @@ inline void run_linear(LinearArgs args, const Tensor& weight, const std::optiona
   run_linear(args);
 }
 
-inline Tensor result_rows(const Tensor& input, int64_t columns) {
-  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
-  sizes.back() = columns;
-  Tensor result = torch::stable::new_empty(
-      input, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
-  prefer_huge_pages(result);
-  return result;
-}
-
 inline int64_t row_count(const Tensor& input) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < input.dim(); ++d) rows *= input.size(d);

@@ -43,10 +43,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
     *to = torch::stable::contiguous(**from);
   }
   const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  Tensor output = torch::stable::new_empty(input, input.sizes());
-  prefer_huge_pages(output);
-  Tensor sum = residual ? torch::stable::new_empty(input, input.sizes()) : fresh(input, {0});
-  if (residual) prefer_huge_pages(sum);
+  Tensor output = fresh_like(input);
+  Tensor sum = residual ? fresh_like(input) : fresh(input, {0});
   Tensor mean = fresh(input, {rows}), rstd = fresh(input, {rows});
   if (rows > 0) {
     const auto view = [&](const Tensor& t) {
@@ -161,7 +159,7 @@ Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
   check_float("linear", "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
-  Tensor output = result_rows(input, weight.size(0));
+  Tensor output = fresh_rows(input, weight.size(0));
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   if (residual) {
     check_float("linear", "residual", *residual);
@@ -191,7 +189,7 @@ std::tuple<Tensor, Tensor> linear_with_preactivation(Tensor input, Tensor weight
                                                      std::optional<Tensor> residual,
                                                      int64_t activation) {
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
-  Tensor preactivation = result_rows(input, weight.size(0));
+  Tensor preactivation = fresh_rows(input, weight.size(0));
   Tensor output =
       linear_keeping(input, weight, std::nullopt, bias, residual, activation, &preactivation);
   return {output, preactivation};
@@ -207,7 +205,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2);
-  Tensor output = result_rows(input, weight2.size(0));
+  Tensor output = fresh_rows(input, weight2.size(0));
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   if (m * n == 0) return output;
   const Rows x = as_rows(input);

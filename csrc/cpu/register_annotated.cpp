@@ -23,8 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm(Tensor input, Tensor wei
     STD_TORCH_CHECK(tensor->numel() == n, op, ": ", name, " must have ", n, " elements");
   }
   const Rows x = as_rows(input);
-  Tensor output = torch::stable::new_empty(input, input.sizes());
-  prefer_huge_pages(output);
+  Tensor output = fresh_like(input);
   const int64_t rows = input.numel() / n;
   Tensor mean = fresh(input, {rows}), rstd = fresh(input, {rows});
   if (rows == 0) return {output, mean, rstd};

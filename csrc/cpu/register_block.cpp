@@ -72,8 +72,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
     args.keys = source.size(1 - batch_dim);
   }
   const Norm norm(norm_weight, norm_bias, eps, width);
-  Tensor output = torch::stable::new_empty(x, x.sizes());
-  prefer_huge_pages(output);
+  Tensor output = fresh_like(x);
   const int64_t rows = row_count(x), key_rows = row_count(source);
   if (rows == 0) return output;
 
@@ -155,8 +154,7 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
   check_weight(op, "weight2", weight2, hidden, bias2);
   STD_TORCH_CHECK(weight2.size(0) == width, op, ": weight2 must give input's width");
   const Norm norm(norm_weight, norm_bias, eps, width);
-  Tensor output = torch::stable::new_empty(x, x.sizes());
-  prefer_huge_pages(output);
+  Tensor output = fresh_like(x);
   const int64_t rows = row_count(x);
   if (rows * width == 0) return output;
   const float* from = data_of(x);

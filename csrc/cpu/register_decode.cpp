@@ -176,7 +176,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
                   keys.size(2), " places");
   STD_TORCH_CHECK(!start || is.length == 1 || *start == 0, op,
                   ": several tokens at once must be the first");
-  Tensor output = torch::stable::new_empty(x, x.sizes());
+  Tensor output = fresh_like(x);
   if (rows == 0) return output;
 
   const int64_t element = static_cast<int64_t>(x.element_size());
@@ -208,11 +208,10 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
   return output;
 }
 
-// Advice about memory that is yet to be written; what it holds does not change.
-void huge_pages(Tensor tensor) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(),
-                  "prefer_huge_pages: tensor must be contiguous and on the CPU");
-  prefer_huge_pages(tensor, UINTPTR_MAX);  // a cache stays
+// (sizes), uninitialised and of like's dtype.
+Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
+  STD_TORCH_CHECK(like.is_cpu(), "uninitialized: like must be on the CPU");
+  return fresh(like, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
 }
 
 }  // namespace
@@ -224,10 +223,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "Tensor in_weight, Tensor? in_packed, Tensor? in_bias, Tensor out_weight, "
       "Tensor? out_packed, Tensor? out_bias, Tensor? norm_weight, Tensor? norm_bias, float eps, "
       "bool norm_first, Tensor? mask, Tensor? key_lengths) -> Tensor");
-  m.def("cpu_prefer_huge_pages(Tensor(a!) tensor) -> ()");
+  m.def("cpu_uninitialized(Tensor like, int[] sizes) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_decode_attention", TORCH_BOX(&tf::decode_attention));
-  m.impl("cpu_prefer_huge_pages", TORCH_BOX(&tf::huge_pages));
+  m.impl("cpu_uninitialized", TORCH_BOX(&tf::uninitialized));
 }

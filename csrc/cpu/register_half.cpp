@@ -37,14 +37,6 @@ const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-Tensor fresh_float(const Tensor& like, std::initializer_list<int64_t> sizes) {
-  Tensor result = torch::stable::new_empty(
-      like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()),
-      std::optional(ScalarType::Float));
-  prefer_huge_pages(result);
-  return result;
-}
-
 void* bytes_of(Scratch& scratch, int64_t bytes) {
   return scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float)));
 }
@@ -79,10 +71,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
                   "layer_norm: weight and bias must have the same dtype");
   const std::optional<Tensor> weight_row = contiguous(weight), bias_row = contiguous(bias);
   const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  Tensor output = torch::stable::new_empty(input, input.sizes());
-  prefer_huge_pages(output);
-  Tensor sum = residual ? torch::stable::new_empty(input, input.sizes()) : fresh(input, {0});
-  if (residual) prefer_huge_pages(sum);
+  Tensor output = fresh_like(input);
+  Tensor sum = residual ? fresh_like(input) : fresh(input, {0});
   Tensor mean = fresh_float(input, {rows}), rstd = fresh_float(input, {rows});
   if (rows > 0) {
     const auto view = [&](const Tensor& t) {
@@ -321,7 +311,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, input);
-  Tensor output = result_rows(input, weight.size(0));
+  Tensor output = fresh_rows(input, weight.size(0));
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   if (residual) {
     check_like(op, "residual", *residual, input);
@@ -349,7 +339,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, input);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2, input);
-  Tensor output = result_rows(input, weight2.size(0));
+  Tensor output = fresh_rows(input, weight2.size(0));
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   if (m * n == 0) return output;
   const HalfRows x = half_rows(input);

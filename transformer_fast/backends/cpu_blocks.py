@@ -140,14 +140,14 @@ def decode_attention(
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory for keys and values, which on the CPU lies in huge pages.
+    """Uninitialised memory for keys and values, on the CPU of that kept for large tensors.
 
     Every step touches all of it, a little in each of thousands of places.
     """
-    cache = like.new_empty(shape, dtype=dtype)
-    if _native.module is not None and type(cache) is Tensor and cache.is_cpu:
-        torch.ops.transformer_fast.cpu_prefer_huge_pages(cache)
-    return cache
+    none = like.new_empty(0, dtype=dtype)
+    if _native.module is None or type(none) is not Tensor or not none.is_cpu:
+        return like.new_empty(shape, dtype=dtype)
+    return torch.ops.transformer_fast.cpu_uninitialized(none, shape)
 
 
 if _native.module is not None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from .. import memory
+
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
@@ -22,6 +24,7 @@ def _resident(field: str) -> int:
 
 def _trim() -> None:
     gc.collect()
+    memory.release()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -31,7 +34,8 @@ def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int 
     """Bytes that ``call`` adds at its highest, its result included; None where nobody can tell.
 
     On the CPU the kernel's own count of resident pages (Linux), so that memory which does not come
-    from torch's allocator counts too. Pages that a library keeps between calls do not.
+    from torch's allocator counts too. Scratch that a library keeps between calls does not; what
+    `transformer_fast.memory` keeps does.
     """
     device = torch.device(device)
     if device.type == "cuda":

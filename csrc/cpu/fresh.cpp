@@ -1,0 +1,86 @@
+#include "cpu/fresh.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "cpu/kept_memory.h"
+
+// In PyTorch from 2.11 on; the binary serves older ones too.
+extern "C" [[gnu::weak]] AOTITorchError torch_from_blob(
+    void* data, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset,
+    int32_t dtype, int32_t device_type, int32_t device_index, AtenTensorHandle* result,
+    int32_t layout, const uint8_t* opaque, int64_t opaque_size,
+    void (*deleter)(void* data, void* context), void* context);
+
+namespace tf {
+namespace {
+
+constexpr int64_t kHuge = int64_t{2} << 20;
+
+// Asks for huge pages under fresh memory, whole ones only: a page fault costs as much as writing
+// the page. The largest are mapped anew at each call, and gathering so many huge pages may cost
+// the kernel more than they save.
+void prefer_huge_pages(const Tensor& tensor) {
+  constexpr uintptr_t kPage = kHuge, kMost = uintptr_t{96} << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  if (end - begin > kMost) return;
+  const uintptr_t first = (begin + kPage - 1) & ~(kPage - 1), last = end & ~(kPage - 1);
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+void come_back(void* place, void* bytes) {
+  give_back({place, static_cast<size_t>(reinterpret_cast<uintptr_t>(bytes))});
+}
+
+}  // namespace
+
+Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t count = 1;
+  for (size_t d = sizes.size(); d-- > 0; count *= sizes[d]) strides[d] = count;
+  const size_t element = in_float ? sizeof(float) : static_cast<size_t>(like.element_size());
+  const size_t bytes = static_cast<size_t>(count) * element;
+  if (bytes >= kLeastKept && torch_from_blob != nullptr) {
+    const KeptBlock block = take_memory(bytes);
+    if (block.place != nullptr) {
+      int32_t dtype = aoti_torch_dtype_float32(), device_index = 0;
+      TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+      if (!in_float) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+      AtenTensorHandle handle;
+      TORCH_ERROR_CODE_CHECK(torch_from_blob(
+          block.place, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, dtype,
+          aoti_torch_device_type_cpu(), device_index, &handle, aoti_torch_layout_strided(), nullptr,
+          0, come_back, reinterpret_cast<void*>(block.bytes)));
+      return Tensor(handle);
+    }
+  }
+  Tensor result = torch::stable::new_empty(
+      like, sizes, in_float ? std::optional(ScalarType::Float) : std::nullopt);
+  if (bytes >= kLeastKept) prefer_huge_pages(result);
+  return result;
+}
+
+Tensor fresh_rows(const Tensor& input, int64_t columns) {
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = columns;
+  return fresh(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
+}
+
+Tensor fresh_weight(const Tensor& like, int64_t count, std::optional<ScalarType> type) {
+  Tensor all = torch::stable::new_empty(like, {&count, 1}, type);
+  const int64_t element = static_cast<int64_t>(all.element_size()), bytes = count * element;
+  if (bytes < kHuge) return all;
+  const int64_t sizes[] = {count + kHuge / element};
+  all = torch::stable::new_empty(like, {sizes, 1}, type);
+  const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
+  const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
+  // Only whole ones, so that no memory is wasted.
+  madvise(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
+          static_cast<size_t>(bytes / kHuge * kHuge), MADV_HUGEPAGE);
+  return torch::stable::narrow(all, 0, skip / element, count);
+}
+
+}  // namespace tf

@@ -1,0 +1,37 @@
+// Uninitialised tensors for what the operators give back.
+#pragma once
+
+#include <sys/mman.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+
+namespace tf {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Contiguous, of like's dtype or float32; large ones in kept memory.
+Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float = false);
+
+inline Tensor fresh(const Tensor& like, std::initializer_list<int64_t> sizes) {
+  return fresh(like, IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()));
+}
+inline Tensor fresh_float(const Tensor& like, std::initializer_list<int64_t> sizes) {
+  return fresh(like, IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), true);
+}
+inline Tensor fresh_like(const Tensor& like) { return fresh(like, like.sizes()); }
+// Rows of `columns` instead of input's.
+Tensor fresh_rows(const Tensor& input, int64_t columns);
+
+// Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
+// fifth, so it begins where a huge page does.
+Tensor fresh_weight(const Tensor& like, int64_t count,
+                    std::optional<ScalarType> type = std::nullopt);
+
+}  // namespace tf

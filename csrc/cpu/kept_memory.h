@@ -1,0 +1,26 @@
+// Memory of large tensors, kept when they are gone for the next ones: to map a page anew costs more
+// than to write it several times.
+#pragma once
+
+#include <cstddef>
+
+namespace tf {
+
+// Smaller tensors are the C library's.
+constexpr size_t kLeastKept = size_t{2} << 20;
+
+struct KeptBlock {
+  void* place;  // nullptr: there is no memory
+  size_t bytes;
+};
+
+// Uninitialised, at least so many bytes. Threads may take and give back at the same time.
+KeptBlock take_memory(size_t bytes);
+void give_back(const KeptBlock& block);
+
+// Bytes that are kept at most, and now. A lower limit frees at once what is beyond it.
+void set_kept_limit(size_t bytes);
+size_t kept_limit();
+size_t kept_bytes();
+
+}  // namespace tf

@@ -1,0 +1,155 @@
+"""Large results lie in memory that is used again: never by two tensors at once, within a limit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_fast import _native, functional, memory
+
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(_native.module is None, reason="needs the native module")
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    limit = memory.limit()
+    memory.release()
+    yield
+    memory.set_limit(limit)
+
+
+def result(mebibytes: float, value: float = 0.0) -> Tensor:
+    """A result of that size, all its elements ``value``."""
+    rows = int(mebibytes * MIB / 4 / 256)
+    x = torch.zeros(rows, 8)
+    weight, bias = torch.zeros(256, 8), torch.full((256,), value)
+    return functional.linear(x, weight, bias, backend="cpu")
+
+
+def test_a_result_is_an_ordinary_tensor() -> None:
+    y = result(4, 3.0)
+    assert y.device == torch.device("cpu") and y.is_contiguous()
+    assert y.dtype == torch.float32 and bool((y == 3.0).all())
+    assert torch.equal(copy.deepcopy(y), y)
+    assert torch.equal(pickle.loads(pickle.dumps(y)), y)
+    assert y.add_(1).mean() == 4.0
+    assert not y.is_inference()
+    with torch.inference_mode():
+        assert result(4).is_inference()
+
+
+def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
+    y = result(4)
+    view, place = y[1:], y.data_ptr()
+    del y
+    gc.collect()
+    assert memory.kept() == 0, "a view still uses it"
+    del view
+    gc.collect()
+    assert memory.kept() == 4 * MIB
+    again = result(4)
+    assert again.data_ptr() == place
+    assert memory.kept() == 0
+
+
+def test_small_results_are_the_c_librarys() -> None:
+    y = result(1)
+    del y
+    gc.collect()
+    assert memory.kept() == 0
+
+
+def test_little_is_wasted() -> None:
+    y = result(16)
+    del y
+    gc.collect()
+    assert memory.kept() == 16 * MIB
+    y = result(4)
+    assert memory.kept() == 16 * MIB, "16 MiB for 4 are too much"
+    z = result(14)
+    assert memory.kept() == 0
+    assert y.data_ptr() != z.data_ptr()
+
+
+def test_no_two_tensors_share_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    alive: list[tuple[float, Tensor]] = []
+    for i in range(120):
+        size = 2 + 6 * torch.rand((), generator=generator).item()
+        alive.append((float(i), result(size, float(i))))
+        if len(alive) > 8:
+            del alive[int(torch.randint(len(alive), (), generator=generator))]
+        for value, tensor in alive:
+            assert tensor[0, 0] == value and tensor[-1, -1] == value
+            assert bool((tensor[:: max(1, len(tensor) // 7)] == value).all())
+
+
+def test_the_limit_holds() -> None:
+    memory.set_limit(10 * MIB)
+    assert memory.limit() == 10 * MIB
+    many = [result(4) for _ in range(5)]
+    del many
+    gc.collect()
+    assert memory.kept() == 8 * MIB
+    memory.set_limit(5 * MIB)
+    assert memory.kept() == 4 * MIB
+    memory.release()
+    assert memory.kept() == 0 and memory.limit() == 5 * MIB
+    memory.set_limit(0)
+    y = result(4)
+    del y
+    gc.collect()
+    assert memory.kept() == 0
+
+
+def test_a_limit_below_zero_is_an_error() -> None:
+    with pytest.raises(ValueError, match="size"):
+        memory.set_limit(-1)
+
+
+def test_threads() -> None:
+    """Each checks that nobody else writes what it has."""
+    wrong: list[int] = []
+
+    def work(me: int) -> None:
+        for i in range(30):
+            y = result(2 + (me + i) % 3, float(me))
+            if not bool((y == me).all()):
+                wrong.append(me)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_process_goes_on() -> None:
+    y = result(4, 1.0)
+    child = os.fork()
+    if child == 0:
+        # Without torch's threads, which a child does not have.
+        memory.release()
+        del y
+        os._exit(0 if memory.kept() == 4 * MIB else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bool((y == 1.0).all())
+
+
+def test_it_cannot_grow_in_place() -> None:
+    y = result(4)
+    with pytest.raises(RuntimeError, match="resiz"):
+        y.resize_(2 * y.shape[0], y.shape[1])
+    assert y.resize_(1, 1).numel() == 1
