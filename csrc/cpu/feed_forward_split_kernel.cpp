@@ -159,7 +159,7 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
 
 long split_feed_forward_row_block(const FeedForwardArgs& args) {
   // y passes by once in a slice, as the weights do, so it needs no room.
-  constexpr long kBudget = 1280 * 1024, kUnit = P::kPair;
+  constexpr long kBudget = 1600 * 1024, kUnit = P::kPair;
   return most(kUnit, least(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
 }
 
