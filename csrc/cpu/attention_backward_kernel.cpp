@@ -251,7 +251,8 @@ struct Block {
     for (long j = 0; j < count; j += kLanes) {
       const Vec x = fma(load(p + j), times, minus);
       const auto none = less(x, set1(kNegligible));  // -inf, where hidden, is
-      Vec weight = exp(x), slope = load(ds + j);
+      // Hidden ones are 0 before they are multiplied: exp() stops at the smallest normal number.
+      Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
       if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
       const Vec unmixed = weight;
       if (args.dropout.on) {

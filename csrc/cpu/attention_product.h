@@ -6,74 +6,24 @@
 // unit softens the panel before.
 #pragma once
 
-#include "cpu/attention_mask.h"
-#include "cpu/attention_typed.h"
-#include "cpu/half_product.h"
-#include "cpu/half_softmax.h"
+#include "cpu/attention_scores.h"
 #include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-// Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of
-// it.
-template <class T>
-constexpr long kGroupKeys = Product<T>::kSplit ? 128 : 256;
 // Scores below this are not referred to: as a rule they stand for a hidden place.
 constexpr float kLow = -1e30f;
 // fp32 probabilities that sum up to more are too far from their reference: their exponents'
 // rounding errors grow with the distance.
 constexpr float kMostTotal = 1e6f;
-constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-template <class T>
-struct Workspace {
-  using P = Product<T>;
-  using Operand = typename P::Operand;
-
-  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
-  Operand *keys, *values, *query, *weights;
-  float *scores[2], *sums;
-  float* total;  // per row: kLanes partial sums of the probabilities
-  float* minus;  // per row: what is added to scores before the exponential
-  float *bias, *factors;
-  bool* known;          // per row: whether `minus` is set
-  bool* plain;          // per row: done again, without pieces and with the slower exponents()
-  unsigned char* wild;  // per panel of keys: its values hold NaN or inf
-  long bytes = 0;
-
-  Workspace(const TypedAttentionArgs& args, void* scratch)
-      : sum_stride(round_up(args.value_size, kPanel) + 16),
-        key_panel(P::panel_size(args.size)),
-        value_panel(P::panel_size(round_up(args.keys, kPanel))) {
-    const auto take = [&](auto*& place, long count) {
-      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
-      place = static_cast<decltype(+place)>(at);
-      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
-    };
-    take(keys, round_up(args.keys, kPanel) / kPanel * key_panel);
-    take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
-    take(query, P::block_size(rows, args.size));
-    take(weights, P::block_size(rows, kGroupKeys<T>));
-    take(scores[0], rows * kPanel);
-    take(scores[1], rows * kPanel);
-    take(sums, rows * sum_stride);
-    take(total, rows * kLanes);
-    take(minus, rows);
-    take(bias, kPanel + 16);
-    take(factors, kPanel);
-    take(known, rows);
-    take(plain, rows);
-    take(wild, args.keys / kPanel + 1);
-  }
-};
 
 // One block of queries of one head against the packed keys.
 template <class T>
-class Block {
+class Block : Scores<T> {
  public:
   Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head)
-      : args(call), work(place), sight(seen), rows(seen.rows), key_head_(key_head) {}
+      : Scores<T>(call, place, seen), key_head_(key_head) {}
 
   void run() {
     begin();
@@ -87,129 +37,20 @@ class Block {
 
  private:
   using P = Product<T>;
+  using Panel = typename Scores<T>::Panel;
+  using Scores<T>::args, Scores<T>::work, Scores<T>::sight, Scores<T>::rows, Scores<T>::exact_;
+  using Scores<T>::panel_from, Scores<T>::score, Scores<T>::see, Scores<T>::scaled,
+      Scores<T>::exponents, Scores<T>::shared_mask;
   static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
-
-  struct Panel {
-    long start, count;  // keys; count 0: there is none
-    int slot;           // of its scores
-    bool plain;         // all rows see all of it, and no mask adds to it
-
-    long column() const { return start % kWidth; }  // of its probabilities
-  };
-  struct Group {
-    Panel panel[kGroup];
-    long count = 0;
-  };
 
   long row_of(long i) const {
     return (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
   }
 
-  // The first panel from `start` on that any row sees.
-  Panel panel_from(long start, int slot) const {
-    for (; start < sight.limit; start += kPanel) {
-      const long count = least(kPanel, sight.limit - start);
-      if (sight.mask_hides_tile(start, count)) continue;
-      const bool whole = count == kPanel && sight.visible(0, start, count) == count;
-      return {start, count, slot, whole && !mask_adds(start, count)};
-    }
-    return {start, 0, slot, false};
-  }
-
-  // Whether the mask changes any score of the panel; only asked of masks that are alike for all
-  // rows.
-  bool mask_adds(long start, long count) const {
-    if (args.mask == nullptr) return false;
-    if (args.mask_stride[2] != 0) return true;
-    const float* mask = sight.mask_row(0, start, count);
-    for (long j = 0; j < count; ++j)
-      if (mask[j] != 0.0f) return true;
-    return false;
-  }
-
-  template <class Meanwhile>
-  void score(const Panel& panel, const Meanwhile& meanwhile) const {
-    P::multiply_to(work.query, args.size, rows, args.size,
-                   work.keys + panel.start / kPanel * work.key_panel, false,
-                   work.scores[panel.slot], kPanel, meanwhile);
-    if constexpr (P::kSplit)
-      if (exact_) score_plain(panel);
-  }
-
-  // Rows whose queries or keys are infinite, or nearly.
-  void score_plain(const Panel& panel) const {
-    for (long i = 0; i < rows; ++i) {
-      if (!work.plain[i]) continue;
-      const auto query = [&](long d) {
-        return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
-      };
-      Vec low, high;
-      P::plain_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
-      float* s = work.scores[panel.slot] + i * kPanel;
-      store(s, low);
-      store(s + kLanes, high);
-    }
-  }
-
-  // The mask of a row of a panel, or nullptr; `shared` if all rows have that one.
-  const float* mask_of(const Panel& panel, long i, const float* shared) const {
-    if (args.mask == nullptr || shared != nullptr) return shared;
-    return sight.mask_row(i, panel.start, sight.visible(i, panel.start, panel.count));
-  }
-
-  // -inf where a row of a panel is hidden by causality or length.
-  TF_INLINE void hide(const Panel& panel, long i, Vec (&x)[2]) const {
-    const long seen = sight.visible(i, panel.start, panel.count);
-    TF_UNROLL for (int u = 0; u < 2; ++u) {
-      const long left = seen - u * kLanes;
-      if (left < kLanes)
-        x[u] = select(less(load(kLaneNumbers), set1(static_cast<float>(left))), x[u], set1(-kInf));
-    }
-  }
-
-  // Scores times scale. Not `*`: the compiler would join it with an addition behind it in some
-  // places and not in others, and the largest score would not be the very number it is referred to.
-  TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(args.scale), zero()); }
-
-  // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
-  TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
-    const float* s = work.scores[panel.slot] + i * kPanel;
-    const float* mask = mask_of(panel, i, shared);
-    const long seen = sight.visible(i, panel.start, panel.count);
-    TF_UNROLL for (int u = 0; u < 2; ++u) {
-      if (mask != nullptr) {
-        const long left = seen - u * kLanes;
-        const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf);
-        x[u] = select(equal(m, set1(-kInf)), m, fma(load(s + u * kLanes), set1(args.scale), m));
-      } else {
-        x[u] = scaled(s + u * kLanes);
-      }
-    }
-    hide(panel, i, x);
-  }
-
-  // The same relative to the row's reference, as exponents of 2. Results must not depend on which
-  // rows make up a block, so this is the same arithmetic as where a panel is plain. It multiplies
-  // in a different order than see(), so scores of some 1e9 miss their own reference by more than
-  // floats can hold; rows that are done again get 0 for their largest score.
-  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
-    const Vec minus = set1(work.minus[i]);
-    if (args.mask != nullptr || work.plain[i]) {
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = (x[u] + minus) * set1(kLog2E);
-      return;
-    }
-    const float* s = work.scores[panel.slot] + i * kPanel;
-    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
-        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
-    hide(panel, i, x);
-  }
-
-  // The mask of a panel where it is alike for all rows.
-  const float* shared_mask(const Panel& panel) const {
-    return args.mask != nullptr && args.mask_stride[2] == 0
-               ? sight.mask_row(0, panel.start, panel.count)
-               : nullptr;
-  }
+  struct Group {
+    Panel panel[kGroup];
+    long count = 0;
+  };
 
   // The reference of a row, if this panel shows it one.
   void refer(long i, const Vec (&x)[2]) {
@@ -495,56 +336,12 @@ class Block {
     }
   }
 
-  const TypedAttentionArgs& args;
-  const Workspace<T>& work;
-  const Sight sight;
-  const long rows, key_head_;
-  Panel waiting_{};     // scored, not yet softened
-  long softened_ = 0;   // rows of it that are
-  long unknown_ = 0;    // rows without a reference
-  bool low_ = false;    // a row saw scores too low to refer to
-  bool exact_ = false;  // references are the true maxima
+  const long key_head_;
+  Panel waiting_{};    // scored, not yet softened
+  long softened_ = 0;  // rows of it that are
+  long unknown_ = 0;   // rows without a reference
+  bool low_ = false;   // a row saw scores too low to refer to
 };
-
-// Where a panel's values hold NaN or inf or, in pieces, any number without.
-template <class T>
-void find_wild(const TypedAttentionArgs& args, const T* value, long keys, unsigned char* wild) {
-  for (long start = 0; start < keys; start += kPanel) {
-    Vec sum = zero();
-    for (long s = start; s < least(keys, start + kPanel); ++s) {
-      const T* row = value + s * args.value_stride[2];
-      for (long j = 0; j < args.value_size; j += kLanes) {
-        const Vec x = load_some(row + j, args.value_size - j);
-        sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
-        if constexpr (Product<T>::kSplit)
-          sum = select(Product<T>::is_lost(x), set1(kInf) - set1(kInf), sum);
-      }
-    }
-    wild[start / kPanel] = any(not_a_number(sum));
-  }
-}
-
-template <class T>
-void pack(const TypedAttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
-  using P = Product<T>;
-  const T* k =
-      static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
-  for (long s = 0; s < keys; s += kPanel)
-    P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], least(kPanel, keys - s), args.size,
-                 work.keys + s / kPanel * work.key_panel);
-  const T* v =
-      static_cast<const T*>(args.value) + head_offset(args.key_starts, args.value_stride, b, head);
-  for (long j = 0; j < args.value_size; j += kPanel) {
-    const long columns = least(kPanel, args.value_size - j);
-    auto* panel = work.values + j / kPanel * work.value_panel;
-    if constexpr (P::kSplit) {
-      P::pack_clean_columns(v + j, args.value_stride[2], columns, keys, panel);
-    } else {
-      P::pack_columns(v + j, args.value_stride[2], columns, keys, panel);
-    }
-  }
-  find_wild(args, v, keys, work.wild);
-}
 
 template <class T>
 void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, long end,
