@@ -38,8 +38,10 @@ def result(mebibytes: float, value: float = 0.0) -> Tensor:
 
 def test_a_result_is_an_ordinary_tensor() -> None:
     y = result(4, 3.0)
-    assert y.device == torch.device("cpu") and y.is_contiguous()
-    assert y.dtype == torch.float32 and bool((y == 3.0).all())
+    assert y.device == torch.device("cpu")
+    assert y.is_contiguous()
+    assert y.dtype == torch.float32
+    assert bool((y == 3.0).all())
     assert torch.equal(copy.deepcopy(y), y)
     assert torch.equal(pickle.loads(pickle.dumps(y)), y)
     assert y.add_(1).mean() == 4.0
@@ -90,7 +92,8 @@ def test_no_two_tensors_share_memory() -> None:
         if len(alive) > 8:
             del alive[int(torch.randint(len(alive), (), generator=generator))]
         for value, tensor in alive:
-            assert tensor[0, 0] == value and tensor[-1, -1] == value
+            assert tensor[0, 0] == value
+            assert tensor[-1, -1] == value
             assert bool((tensor[:: max(1, len(tensor) // 7)] == value).all())
 
 
@@ -104,7 +107,8 @@ def test_the_limit_holds() -> None:
     memory.set_limit(5 * MIB)
     assert memory.kept() == 4 * MIB
     memory.release()
-    assert memory.kept() == 0 and memory.limit() == 5 * MIB
+    assert memory.kept() == 0
+    assert memory.limit() == 5 * MIB
     memory.set_limit(0)
     y = result(4)
     del y

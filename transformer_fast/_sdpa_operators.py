@@ -258,7 +258,7 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and what the kernel's own backward would want to know of each row."""
-    run = autograd._pairs["attention"][backend].forward
+    run = autograd.pairs["attention"][backend].forward
     output, _, shift, norm = run(query, key, value, mask, None, is_causal, scale, 0.0, None, False)
     return output, shift, norm
 

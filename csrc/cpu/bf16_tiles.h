@@ -94,15 +94,18 @@ class TileProduct {
                  2 * kTileSize);
   }
 
+  // Tile by tile: a row's values lie so far apart in the block that they share few cache sets.
   static void fill(const Element* from, long stride, long rows, long k, Operand* block) {
-    for (long i = 0; i < rows; ++i) {
+    for (long tile = 0; tile < rows; tile += kTile) {
       for (long p = 0; p < k; p += kPanel) {
-        const Element* row = from + i * stride + p;
-        if constexpr (kSplit) {
-          put(chunk(block, k, i, p), load_some(row, least(kLanes, k - p)),
-              k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
-        } else {
-          _mm512_storeu_si512(chunk(block, k, i, p), load_values(row, k - p));
+        for (long i = tile; i < least(tile + kTile, rows); ++i) {
+          const Element* row = from + i * stride + p;
+          if constexpr (kSplit) {
+            put(chunk(block, k, i, p), load_some(row, least(kLanes, k - p)),
+                k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
+          } else {
+            _mm512_storeu_si512(chunk(block, k, i, p), load_values(row, k - p));
+          }
         }
       }
     }

@@ -116,6 +116,47 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
   }
 }
 
+// The same for few rows, product by product.
+void backward_few(const FeedForwardArgs& args, const Rows& dy, const Rows& x, const float* z,
+                  const Tensor& weight1, const Tensor& weight2, const bool (&wants)[5],
+                  Gradients& result) {
+  const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
+  float* grad = shared_scratch(2).floats(m * f);  // of hidden units, then of z
+  float* hidden = shared_scratch(3).floats(m * f);
+  const bool through = wants[0] || wants[1] || wants[2];
+  if (through) run_input_gradient(dy.data, dy.stride, weight2, m, grad, 0);
+  // What nobody wants is worked out from what the scratch holds; it is not looked at.
+  const FewMiddleArgs middle{z,           grad, wants[3] ? hidden : nullptr, f, args.activation,
+                             args.dropout};
+  torch::stable::parallel_for(
+      0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
+        TF_DISPATCH(few_middle, middle, begin, end, kernel_scratch().floats(f + 64));
+      });
+  if (wants[0])
+    run_input_gradient(grad, f, weight1, m, static_cast<float*>(result.input.mutable_data_ptr()),
+                       0);
+  WeightGradientArgs sums{};
+  sums.m = m;
+  sums.grad = grad;
+  sums.grad_stride = f;
+  sums.x = x.data;
+  sums.x_stride = x.stride;
+  sums.n = f;
+  sums.k = k;
+  sums.grad_weight = data_if(wants[1], result.weight1);
+  sums.grad_bias = data_if(wants[2], result.bias1);
+  run_weight_gradient_part(sums, 0);
+  sums.grad = dy.data;
+  sums.grad_stride = dy.stride;
+  sums.x = hidden;
+  sums.x_stride = f;
+  sums.n = n;
+  sums.k = f;
+  sums.grad_weight = data_if(wants[3], result.weight2);
+  sums.grad_bias = data_if(wants[4], result.bias2);
+  run_weight_gradient_part(sums, 0);
+}
+
 // Gradients of input, weight1, bias1, weight2 and bias2; what is not wanted comes back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor preactivation,
@@ -152,15 +193,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   const Rows dy = as_rows(grad), x = as_rows(input);
   Tensor kept = torch::stable::contiguous(preactivation);
   const float* z = static_cast<const float*>(kept.const_data_ptr());
-  Panels panels_w2, panels_w1;
-  if (want_input || want_weight1 || want_bias1) panels_w2 = column_panels_of(weight2, 0, m);
-  if (want_input) panels_w1 = column_panels_of(weight1, 1, m);
   FeedForwardArgs args{};
   args.k = k;
   args.f = f;
   args.n = n;
   args.activation = static_cast<int>(activation);
   args.dropout = make_dropout(op, dropout_p, seed);
+  if (f > 0 && is_few_backward(weight1, m) && is_few_backward(weight2, m)) {
+    args.m = m;
+    backward_few(args, dy, x, z, weight1, weight2, wants, result);
+    trim_shared_scratch();
+    return all();
+  }
+  Panels panels_w2, panels_w1;
+  if (want_input || want_weight1 || want_bias1) panels_w2 = column_panels_of(weight2, 0, m);
+  if (want_input) panels_w1 = column_panels_of(weight1, 1, m);
   const int64_t most = weight_gradient_part_rows(std::max(k, f));
   for (int64_t begin = 0; begin < m; begin += most)
     backward_part(args, dy, x, z, panels_w2, panels_w1, begin, std::min(most, m - begin), wants,

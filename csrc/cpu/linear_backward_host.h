@@ -1,6 +1,7 @@
 // What the backward operators around linear maps share.
 #pragma once
 
+#include "cpu/linear_backward_few_kernel.h"
 #include "cpu/linear_backward_kernel.h"
 #include "cpu/linear_backward_split_kernel.h"
 #include "cpu/linear_host.h"
@@ -34,6 +35,22 @@ inline Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
   return panels;
 }
 
+// Gradients of so many rows read everything where it lies: packing would take longer.
+constexpr int64_t kFewRows = 48;
+
+inline bool is_few_backward(const Tensor& weight, int64_t m) {
+  return m <= kFewRows && (weight.size(1) <= 1 || weight.stride(1) == 1);
+}
+
+inline void run_few_input_gradient(const FewInputArgs& args) {
+  const int64_t width = TF_DISPATCH(few_columns, );
+  const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
+  torch::stable::parallel_for(
+      0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
+        TF_DISPATCH(few_input_gradient, args, begin * width, std::min(args.k, end * width));
+      });
+}
+
 // dX = dY W, dY (m, n) with rows grad_stride apart. W's rows are packed a part at a time where they
 // are many, as a vocabulary's are: the parts' products are added up, and no part leaves the cache
 // before it was used.
@@ -41,6 +58,11 @@ inline void run_input_gradient(const float* grad, int64_t grad_stride, const Ten
                                int64_t m, float* grad_input, int slot) {
   constexpr int64_t kMost = 4096;
   const int64_t n = weight.size(0), k = weight.size(1);
+  if (is_few_backward(weight, m)) {
+    run_few_input_gradient({grad, static_cast<const float*>(weight.const_data_ptr()), grad_input, m,
+                            n, k, grad_stride, weight.stride(0)});
+    return;
+  }
   const int64_t step = packs_pieces(m) ? kMost : n;
   for (int64_t begin = 0; begin < n; begin += step) {
     const int64_t depth = std::min(step, n - begin);
@@ -74,6 +96,13 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
     });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
+  if (args.m <= kFewRows && args.panels == nullptr && !args.accumulate && reads_x(args)) {
+    const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
+    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(few_weight_gradient, args, begin, end);
+    });
+    return;
+  }
   const bool by_pieces = goes_by_pieces(std::min(args.m, args.n));
   int64_t most_rows = TF_DISPATCH(weight_gradient_rows, );
   int64_t most_columns = TF_DISPATCH(weight_gradient_columns, );

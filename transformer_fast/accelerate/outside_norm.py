@@ -61,7 +61,7 @@ def _run(
     backend = select(Call(op, tensors, wants_grad(*tensors), dropout_p)).backend
     seed = draw_seed(input.device) if 0.0 < dropout_p < 1.0 else None
     half = input.dtype in (torch.float16, torch.bfloat16)
-    if half or backend not in autograd._pairs[op]:
+    if half or backend not in autograd.pairs[op]:
         return _plain(input, residual, weight, bias, eps, unbiased, dropout_p, seed)
     y, total = _OutsideNorm.apply(
         backend, input, residual, weight, bias, eps, unbiased, dropout_p, seed
@@ -105,11 +105,11 @@ class _OutsideNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         shape = (input.shape[-1],)
         if residual is None:
-            pair = autograd._pairs["layer_norm"][backend]
+            pair = autograd.pairs["layer_norm"][backend]
             total = input
             y, mean, rstd = pair.forward(input, shape, weight, None, _TINY)
         else:
-            pair = autograd._pairs["add_layer_norm"][backend]
+            pair = autograd.pairs["add_layer_norm"][backend]
             y, total, mean, rstd = pair.forward(
                 input, residual, shape, weight, None, _TINY, dropout_p, seed
             )
@@ -139,7 +139,7 @@ class _OutsideNorm(torch.autograd.Function):
         slope = slope * (ctx.eps * steep * steep * rstd * rstd / shape[0]).view(rows)
         rest = centred.mul_(slope)
         if ctx.alone:
-            found = autograd._pairs["layer_norm"][ctx.backend].backward(
+            found = autograd.pairs["layer_norm"][ctx.backend].backward(
                 grad * f.view(rows),
                 total,
                 shape,
@@ -154,7 +154,7 @@ class _OutsideNorm(torch.autograd.Function):
             if grad_sum is not None:
                 rest = rest.add_(grad_sum)
             wants = (want_input, want_residual, want_weight, False)
-            found = autograd._pairs["add_layer_norm"][ctx.backend].backward(
+            found = autograd.pairs["add_layer_norm"][ctx.backend].backward(
                 grad * f.view(rows), rest, total, shape, weight, mean, rstd, ctx.dropout_p, seed,
                 wants,
             )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, dispatch
-from ..autograd import _once, needs_function
+from ..autograd import needs_function, once
 
 
 def fits(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -47,7 +47,7 @@ class _AnnotatedLayerNorm(torch.autograd.Function):
                 grad, input, mean, rstd, weight, *wants
             )
         found = [t if want else None for t, want in zip(found, wants, strict=True)]
-        return *_once("layer_norm", found, grad, input, weight), None
+        return *once("layer_norm", found, grad, input, weight), None
 
 
 def annotated_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,80 @@
+"""Gradients of linear maps and feed-forward networks around the number of rows that decides their
+way: up to 48 are read where they lie, more are packed first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import ISAS, kernels
+
+from transformer_fast import _native
+from transformer_fast.specs.spec import Draw
+from transformer_fast.testing import check_gradients
+
+ROWS = (1, 2, 5, 6, 7, 47, 48, 49, 64)
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+@pytest.fixture(params=[isa for isa in ISAS if isa in ("baseline", "avx2", "avx512")] or ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    native = _native.module
+    if native is None:
+        pytest.skip(_native.why_not or "needs the native module")
+    before = native.isa()
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa(before)
+
+
+def check(op: str, *arguments: Any) -> None:
+    (kernel,) = (k for k in kernels(op) if k.backend == "cpu")
+    check_gradients(op, kernel.run, arguments)
+
+
+def draw() -> Draw:
+    return Draw(torch.float32, "cpu", torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_linear(rows: int, inputs: int, outputs: int, isa: str) -> None:
+    d = draw()
+    x, weight, bias = d.normal(rows, inputs), d.weight(outputs, inputs), d.normal(outputs)
+    check("linear", x, weight, bias, ACTIVATIONS[rows % 4], None)
+    wide = d.normal(rows, inputs + 9)[:, 4:-5]
+    transposed = d.weight(inputs, outputs).t()
+    check("linear", wide, transposed, None, None, d.normal(rows, outputs))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_feed_forward(rows: int, activation: str, isa: str) -> None:
+    d = draw()
+    x, weight1, bias1 = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
+    weight2, bias2 = d.weight(33, 130), d.normal(33)
+    for p in (0.0, 0.3):
+        seed = d.seed() if p else None
+        check("feed_forward", x, weight1, bias1, weight2, bias2, activation, p, seed)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_each_gradient_alone(wanted: int) -> None:
+    """Asking for one gradient only gives the same one."""
+    if _native.module is None:
+        pytest.skip(_native.why_not or "needs the native module")
+    d = draw()
+    tensors = [d.normal(7, 70), d.weight(130, 70), d.normal(130), d.weight(33, 130), d.normal(33)]
+    (kernel,) = (k for k in kernels("feed_forward") if k.backend == "cpu")
+
+    def found(*which: int) -> list[torch.Tensor]:
+        inputs = [t.clone().requires_grad_(i in which) for i, t in enumerate(tensors)]
+        result = kernel.run(*inputs, "gelu", 0.0, None)
+        return list(torch.autograd.grad(result.sum(), [inputs[i] for i in which]))
+
+    assert torch.equal(found(wanted)[0], found(*range(5))[wanted])

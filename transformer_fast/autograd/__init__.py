@@ -1,0 +1,62 @@
+"""One `torch.autograd.Function` per op, shared by all backends that have a backward.
+
+A backend registers a pair of functions per op under its name (`register`). Both take and return
+plain tensors; neither is differentiated. ``wants`` tells which gradients are asked for, in the
+order of the results; what is not wanted may come back as anything.
+
+    layer_norm        forward(input, normalized_shape, weight, bias, eps) -> (output, mean, rstd)
+                      backward(grad, input, normalized_shape, weight, mean, rstd, wants)
+                          -> gradients of input, weight, bias
+    add_layer_norm    forward(input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)
+                          -> (normalized, sum, mean, rstd)
+                      backward(grad, grad_sum | None, sum, normalized_shape, weight, mean, rstd,
+                          dropout_p, seed, wants) -> gradients of input, residual, weight, bias
+    attention         forward(query, key, value, attn_mask, key_lengths, is_causal, scale,
+                          dropout_p, seed, need_weights) -> (output, weights, shift, norm); weights
+                          empty if not needed; shift, norm: what backward wants to know of the rows
+                      backward(grad, grad_weights | None, query, key, value, attn_mask,
+                          key_lengths, is_causal, scale, dropout_p, seed, output, weights, shift,
+                          norm, wants) -> gradients of query, key, value, attn_mask
+    linear            forward(input, weight, bias, activation, residual) -> (output, preactivation)
+                      backward(grad, input, weight, bias, activation, preactivation, wants)
+                          -> gradients of input, weight, bias; that of residual is grad
+    feed_forward      forward(input, weight1, bias1, weight2, bias2, activation, dropout_p, seed)
+                          -> (output, preactivation)
+                      backward(grad, input, weight1, bias1, weight2, activation, dropout_p, seed,
+                          preactivation, wants)
+                          -> gradients of input, weight1, bias1, weight2, bias2
+    cross_entropy     forward(input, target, ignore_index, label_smoothing) -> (losses, known);
+                          known: what backward wants to know of the rows
+                      backward(grad, input, target, known, ignore_index, label_smoothing, wants)
+                          -> gradient of input
+    linear_cross_entropy
+                      forward(input, weight, bias, target, ignore_index, label_smoothing)
+                          -> (losses, known)
+                      backward(grad, input, weight, bias, target, known, ignore_index,
+                          label_smoothing, wants) -> gradients of input, weight, bias
+
+``preactivation`` is what activation was applied to, or anything else that backward wants to keep.
+
+A second derivative is refused with a sentence, and so is forward-mode differentiation.
+"""
+
+from .attention import Attention
+from .cross_entropy import CrossEntropy, LinearCrossEntropy
+from .feed_forward import FeedForward
+from .function import needs_function, once, pairs, register
+from .layer_norm import AddLayerNorm, LayerNorm
+from .linear import Linear
+
+__all__ = [
+    "AddLayerNorm",
+    "Attention",
+    "CrossEntropy",
+    "FeedForward",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "needs_function",
+    "once",
+    "pairs",
+    "register",
+]
