@@ -64,12 +64,25 @@ def two_threads(threads: None) -> None:
     torch.set_num_threads(2)
 
 
-@pytest.fixture(params=_native.module.supported_isas() if _native.module else ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this machine has, in use."""
+_ISAS = tuple(_native.module.supported_isas()) if _native.module else ()
+
+
+def _in_use(isa: str) -> Iterator[str]:
     if _native.module is None:
         pytest.skip(str(_native.why_not))
     before = _native.module.isa()
-    _native.module.set_isa(request.param)
-    yield request.param
+    _native.module.set_isa(isa)
+    yield isa
     _native.module.set_isa(before)
+
+
+@pytest.fixture(params=_ISAS or ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this machine has, in use."""
+    yield from _in_use(request.param)
+
+
+@pytest.fixture(params=[isa for isa in _ISAS if isa in ("baseline", "avx2", "avx512")] or ["none"])
+def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Those with builds of the fp32 kernels of their own."""
+    yield from _in_use(request.param)

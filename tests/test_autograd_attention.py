@@ -19,14 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=tuple(_native.module.supported_isas()) if _native.module else ("none",))
-def isa(request):
-    before = _native.module.isa()
-    _native.module.set_isa(request.param)
-    yield request.param
-    _native.module.set_isa(before)
-
-
 def inputs(*sizes: int, key_heads: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
     batch, heads, length, keys, size = sizes
     generator = torch.Generator().manual_seed(seed)

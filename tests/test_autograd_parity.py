@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, drawn
+from harness import drawn
 
 from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel
@@ -50,17 +49,6 @@ def accepted() -> list[Any]:
 EVERY_CASE = pytest.mark.parametrize(("op", "case"), accepted())
 
 
-# Sets above these have no builds of the fp32 kernels of their own.
-@pytest.fixture(params=[isa for isa in ISAS if isa in ("baseline", "avx2", "avx512")] or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native = _native.module
-    assert native is not None
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
-
-
 def test_most_cases_are_accepted() -> None:
     """What a backward refuses, it does not test here: that must stay the exception."""
     total = sum(len(spec.cases) for spec in OPS.values())
@@ -69,14 +57,14 @@ def test_most_cases_are_accepted() -> None:
 
 @EVERY_CASE
 @pytest.mark.usefixtures("two_threads")
-def test_gradients(op: str, case: str, isa: str) -> None:
+def test_gradients(op: str, case: str, float_isa: str) -> None:
     with nan_memory():
         check_gradients(op, kernel_of(op).run, all_among_nan(arguments_of(op, case)))
 
 
 @EVERY_CASE
 @pytest.mark.usefixtures("two_threads")
-def test_training_forward(op: str, case: str, isa: str) -> None:
+def test_training_forward(op: str, case: str, float_isa: str) -> None:
     """What the forward returns on the way to gradients is held to the forward's budget."""
     arguments = arguments_of(op, case)
     with nan_memory():

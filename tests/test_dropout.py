@@ -14,14 +14,6 @@ P = (0.01, 0.1, 0.5, 0.9, 1.0)
 SEEDS = (0, 1, 2**32, 2**63 - 1, 123456789012345678)
 
 
-@pytest.fixture(params=tuple(_native.module.supported_isas()) if _native.module else ("none",))
-def isa(request):
-    before = _native.module.isa()
-    _native.module.set_isa(request.param)
-    yield request.param
-    _native.module.set_isa(before)
-
-
 def seed_of(p: float, seed: int) -> torch.Tensor | None:
     return torch.tensor(seed) if p < 1.0 else None
 

@@ -4,12 +4,11 @@ way: up to 48 are read where they lie, more are packed first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, kernels
+from harness import kernels
 
 from transformer_fast import _native
 from transformer_fast.specs.spec import Draw
@@ -19,17 +18,6 @@ ROWS = (1, 2, 5, 6, 7, 47, 48, 49, 64)
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-
-
-@pytest.fixture(params=[isa for isa in ISAS if isa in ("baseline", "avx2", "avx512")] or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native = _native.module
-    if native is None:
-        pytest.skip(_native.why_not or "needs the native module")
-    before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
 
 
 def check(op: str, *arguments: Any) -> None:
@@ -43,7 +31,7 @@ def draw() -> Draw:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
 @pytest.mark.parametrize("rows", ROWS)
-def test_linear(rows: int, inputs: int, outputs: int, isa: str) -> None:
+def test_linear(rows: int, inputs: int, outputs: int, float_isa: str) -> None:
     d = draw()
     x, weight, bias = d.normal(rows, inputs), d.weight(outputs, inputs), d.normal(outputs)
     check("linear", x, weight, bias, ACTIVATIONS[rows % 4], None)
@@ -54,7 +42,7 @@ def test_linear(rows: int, inputs: int, outputs: int, isa: str) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_feed_forward(rows: int, activation: str, isa: str) -> None:
+def test_feed_forward(rows: int, activation: str, float_isa: str) -> None:
     d = draw()
     x, weight1, bias1 = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
     weight2, bias2 = d.weight(33, 130), d.normal(33)
