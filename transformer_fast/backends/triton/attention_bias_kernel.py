@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import store
-from .attention_bwd_kernel import load_share, tile_gradients
+from .attention_gradient_tile import load_share, tile_gradients
 from .tiles import load_rows
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import config
 from .arithmetic import product, store
 from .attention import Problem
-from .attention_bwd_kernel import load_share
+from .attention_gradient_tile import load_share
 from .philox import keep_tile
 from .runtime import launch
 from .tiles import load_rows, power, visible_scores
