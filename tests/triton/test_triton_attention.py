@@ -227,7 +227,8 @@ def test_rows_of_finfo_min_attend_to_everything(device):
     mask[..., ::2, :] = torch.finfo(torch.float32).min
     call = arguments(q, k, v, mask)
     check("attention", attention(*call), call)
-    check_gradients("attention", attention, call)
+    # Not the mask's: it is in fp32, but comes from the output in fp16.
+    check_gradients("attention", attention, call, names=("query", "key", "value"))
 
 
 # One query ----------------------------------------------------------------------------------------
