@@ -125,13 +125,15 @@ void backward_few(const FeedForwardArgs& args, const Rows& dy, const Rows& x, co
   float* hidden = shared_scratch(3).floats(m * f);
   const bool through = wants[0] || wants[1] || wants[2];
   if (through) run_input_gradient(dy.data, dy.stride, weight2, m, grad, 0);
-  // What nobody wants is worked out from what the scratch holds; it is not looked at.
+  // What nobody wants of the two is worked out from what the scratch holds; it is not looked at.
   const FewMiddleArgs middle{z,           grad, wants[3] ? hidden : nullptr, f, args.activation,
                              args.dropout};
-  torch::stable::parallel_for(
-      0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
-        TF_DISPATCH(few_middle, middle, begin, end, kernel_scratch().floats(f + 64));
-      });
+  if (through || wants[3])
+    torch::stable::parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
+                                [&](int64_t begin, int64_t end) {
+                                  TF_DISPATCH(few_middle, middle, begin, end,
+                                              kernel_scratch().floats(f + 64));
+                                });
   if (wants[0])
     run_input_gradient(grad, f, weight1, m, static_cast<float*>(result.input.mutable_data_ptr()),
                        0);

@@ -17,7 +17,7 @@ extern "C" [[gnu::weak]] AOTITorchError torch_from_blob(
 namespace tf {
 namespace {
 
-constexpr int64_t kHuge = int64_t{2} << 20;
+constexpr int64_t kHuge = kHugePage;
 
 // Asks for huge pages under fresh memory, whole ones only: a page fault costs as much as writing
 // the page. The largest are mapped anew at each call, and gathering so many huge pages may cost
@@ -38,14 +38,16 @@ void come_back(void* place, void* bytes) {
 }  // namespace
 
 Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
-  std::vector<int64_t> strides(sizes.size());
   int64_t count = 1;
-  for (size_t d = sizes.size(); d-- > 0; count *= sizes[d]) strides[d] = count;
+  for (const int64_t size : sizes) count *= size;
   const size_t element = in_float ? sizeof(float) : static_cast<size_t>(like.element_size());
   const size_t bytes = static_cast<size_t>(count) * element;
   if (bytes >= kLeastKept && torch_from_blob != nullptr) {
     const KeptBlock block = take_memory(bytes);
     if (block.place != nullptr) {
+      std::vector<int64_t> strides(sizes.size());
+      int64_t stride = 1;
+      for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
       int32_t dtype = aoti_torch_dtype_float32(), device_index = 0;
       TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
       if (!in_float) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));

@@ -12,7 +12,7 @@
 namespace tf {
 namespace {
 
-constexpr size_t kHuge = size_t{2} << 20, kStep = size_t{64} << 10;
+constexpr size_t kHuge = kHugePage, kStep = size_t{64} << 10;
 
 // A GiB, but no more than a sixteenth of the machine's memory.
 size_t usual_limit() {

@@ -6,8 +6,9 @@
 
 namespace tf {
 
+constexpr size_t kHugePage = size_t{2} << 20;
 // Smaller tensors are the C library's.
-constexpr size_t kLeastKept = size_t{2} << 20;
+constexpr size_t kLeastKept = kHugePage;
 
 struct KeptBlock {
   void* place;  // nullptr: there is no memory
