@@ -1,10 +1,13 @@
 // The operator cpu_attention_backward.
 #include <torch/csrc/stable/library.h>
 
+#include <atomic>
 #include <tuple>
 
 #include "cpu/attention_backward_kernel.h"
+#include "cpu/attention_backward_split_kernel.h"
 #include "cpu/attention_host.h"
+#include "cpu/attention_mask_backward_kernel.h"
 #include "cpu/dropout_host.h"
 
 namespace tf {
@@ -51,31 +54,33 @@ float* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
 
 // Parts that the keys of a group are shared out in, each with its own sum for grad_query. Depends
 // on the shape only: so does the order in which gradients are added up.
-int64_t key_parts(const AttentionBackwardArgs& args) {
+int64_t key_parts(const AttentionBackwardArgs& args, int64_t tiles) {
   constexpr int64_t kItems = 32, kMost = 8;
-  const int64_t step = TF_DISPATCH(attention_backward_keys, args);
-  const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
+  const int64_t groups = args.batch * args.key_heads;
   return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMost));
 }
 
-void run_keys(const AttentionBackwardArgs& args) {
-  const int64_t step = TF_DISPATCH(attention_backward_keys, args);
+// kernel(b, key_head, begin, end, part) for all keys, tiles of `step` at a time; false as soon as
+// one returns false.
+template <class Kernel>
+bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& kernel) {
   const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
-  const int64_t heads = args.heads / args.key_heads, parts = key_parts(args);
+  const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
   const int64_t part_size = heads * args.queries * args.size;
   const bool split = parts > 1 && args.grad_query != nullptr;
   float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
-  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
+  std::atomic<bool> did{true};
   for_each_item(groups * parts, [&](int64_t item) {
+    if (!did.load(std::memory_order_relaxed)) return;
     // The first keys of a causal group have the most queries; they go first.
     const int64_t part = item / groups, group = item % groups;
-    TF_DISPATCH(attention_backward, args, group / args.key_heads, group % args.key_heads,
-                tiles * part / parts * step, tiles * (part + 1) / parts * step,
-                split ? sums + (group * parts + part) * part_size : nullptr,
-                kernel_scratch().floats(scratch));
+    if (!kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
+                tiles * (part + 1) / parts * step,
+                split ? sums + (group * parts + part) * part_size : nullptr))
+      did.store(false, std::memory_order_relaxed);
     kernel_scratch().trim();
   });
-  if (!split) return;
+  if (!did || !split) return did;
   const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
   for_each_item(groups * blocks, [&](int64_t item) {
     const int64_t group = item / blocks, block = item % blocks;
@@ -83,22 +88,44 @@ void run_keys(const AttentionBackwardArgs& args) {
                 sums + group * parts * part_size, parts, rows * block / blocks,
                 rows * (block + 1) / blocks);
   });
+  return true;
+}
+
+void run_keys(const AttentionBackwardArgs& args) {
+#ifdef TF_HAVE_AMX
+  if (goes_by_pieces(kPiecesFromQueries * args.queries)) {
+    const int64_t bytes = amx::split_attention_backward_scratch(args);
+    if (run_keys(args, amx::split_attention_backward_keys(args),
+                 [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
+                   return amx::split_attention_backward(args, b, key_head, begin, end, part,
+                                                        kernel_scratch().floats(bytes / 4));
+                 }))
+      return;
+  }
+#endif
+  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
+  run_keys(args, TF_DISPATCH(attention_backward_keys, args),
+           [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
+             TF_DISPATCH(attention_backward, args, b, key_head, begin, end, part,
+                         kernel_scratch().floats(scratch));
+             return true;
+           });
 }
 
 // Each item owns a part of grad_mask: it repeats the scores and sums over what is broadcast.
 void run_mask(const AttentionBackwardArgs& args) {
   constexpr int64_t kBlocks = 4;  // of queries, per item
-  const int64_t step = TF_DISPATCH(attention_backward_keys, args);
+  const int64_t step = TF_DISPATCH(attention_mask_backward_keys, args);
   const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
-  const int64_t block = TF_DISPATCH(attention_backward_queries, );
+  const int64_t block = TF_DISPATCH(attention_mask_backward_queries, args);
   const int64_t blocks = (args.queries + block - 1) / block;
   const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
   const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
-  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
+  const int64_t scratch = TF_DISPATCH(attention_mask_backward_scratch, args);
   for_each_item(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
     const int64_t chunk = item % chunks, tile = item / chunks % tiles;
     const int64_t head = item / chunks / tiles;
-    TF_DISPATCH(attention_backward_mask, args, head / args.mask_size[1], head % args.mask_size[1],
+    TF_DISPATCH(attention_mask_backward, args, head / args.mask_size[1], head % args.mask_size[1],
                 tile, chunk * per_chunk, (chunk + 1) * per_chunk, kernel_scratch().floats(scratch));
     kernel_scratch().trim();
   });

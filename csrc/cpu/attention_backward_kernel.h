@@ -32,11 +32,10 @@ struct AttentionBackwardArgs : AttentionShape {
 // Rows [begin, end) of delta, counted over (B, H, T).
 TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))
 
-// Keys and queries that are taken at a time. The cut does not depend on the number of threads.
+// Keys that are taken at a time. The cut does not depend on the number of threads.
 TF_KERNEL(long attention_backward_keys(const AttentionBackwardArgs& args))
-TF_KERNEL(long attention_backward_queries())
 
-// Floats of scratch that attention_backward and attention_backward_mask need.
+// Floats of scratch that attention_backward needs.
 TF_KERNEL(long attention_backward_scratch(const AttentionBackwardArgs& args))
 
 // Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
@@ -48,10 +47,5 @@ TF_KERNEL(void attention_backward(const AttentionBackwardArgs& args, long b, lon
 // Row [begin, end) of the group's (heads, T) in grad_query: the sum of `parts` parts.
 TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
                                       const float* part, long parts, long begin, long end))
-
-// grad_mask at (b, h) of the mask: key tile `tile` (all if the mask has one column) and query
-// blocks [begin, end), summed over what the mask is broadcast over.
-TF_KERNEL(void attention_backward_mask(const AttentionBackwardArgs& args, long b, long h, long tile,
-                                       long begin, long end, float* scratch))
 
 }  // namespace tf

@@ -86,6 +86,10 @@ inline bool run_few_attention(const TypedAttentionArgs& args) {
   return true;
 }
 
+// Keys and values are packed anyway, so that pieces pay for fewer queries than rows of a product:
+// times this. The backward, which works out the same scores, follows.
+constexpr int64_t kPiecesFromQueries = 2;
+
 // The same call for kernels of typed tensors.
 inline TypedAttentionArgs typed(const AttentionArgs& args) {
   TypedAttentionArgs typed{};
@@ -105,11 +109,9 @@ inline TypedAttentionArgs typed(const AttentionArgs& args) {
 inline void run_attention(const AttentionArgs& args) {
   if (run_few_attention(typed(args))) return;
 #ifdef TF_HAVE_AMX
-  // Keys and values are packed anyway, so a tile of queries is enough. The backward works out
-  // scores again, to the last bit, and knows fp32 FMA only.
   const bool adjacent =
       args.query_stride[3] == 1 && args.key_stride[3] == 1 && args.value_stride[3] == 1;
-  if (adjacent && args.shift == nullptr && goes_by_pieces(2 * args.queries)) {
+  if (adjacent && goes_by_pieces(kPiecesFromQueries * args.queries)) {
     const TypedAttentionArgs pieces = typed(args);
     const int64_t bytes = amx::split_attention_scratch(pieces);
     each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/attention_scores.h"
+#include "cpu/attention_workspace.h"
 #include "cpu/philox.h"
 
 namespace tf::TF_ISA {
@@ -20,10 +21,10 @@ constexpr float kMostTotal = 1e6f;
 
 // One block of queries of one head against the packed keys.
 template <class T>
-class Block : Scores<T> {
+class Block : Scores {
  public:
   Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head)
-      : Scores<T>(call, place, seen), key_head_(key_head) {}
+      : Scores(call, seen, place.scores), args(call), work(place), key_head_(key_head) {}
 
   void run() {
     begin();
@@ -37,11 +38,10 @@ class Block : Scores<T> {
 
  private:
   using P = Product<T>;
-  using Panel = typename Scores<T>::Panel;
-  using Scores<T>::args, Scores<T>::work, Scores<T>::sight, Scores<T>::rows, Scores<T>::exact_;
-  using Scores<T>::panel_from, Scores<T>::score, Scores<T>::see, Scores<T>::scaled,
-      Scores<T>::exponents, Scores<T>::shared_mask;
   static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
+
+  // Where the probabilities of a panel are.
+  static long column(const Panel& panel) { return panel.start % kWidth; }
 
   long row_of(long i) const {
     return (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
@@ -69,7 +69,7 @@ class Block : Scores<T> {
     store(total, load(total) + (e[0] + e[1]));
     if (args.dropout.on) drop_row(panel, i, e);
     // Infinite ones are found by their sums.
-    auto* chunk = P::chunk(work.weights, kWidth, i, panel.column());
+    auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
     if constexpr (P::kSplit) {
       P::put_finite(chunk, e[0], e[1]);
     } else {
@@ -83,6 +83,50 @@ class Block : Scores<T> {
     TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * load(work.factors + u * kLanes);
   }
 
+  template <class Meanwhile>
+  void score(const Panel& panel, const Meanwhile& meanwhile) const {
+    P::multiply_to(work.query, args.size, rows, args.size,
+                   work.keys + panel.start / kPanel * work.key_panel, false, scores[panel.slot],
+                   kPanel, meanwhile);
+    if constexpr (P::kSplit)
+      if (exact_) score_plain(panel);
+  }
+
+  // Rows whose queries or keys are infinite, or nearly.
+  void score_plain(const Panel& panel) const {
+    for (long i = 0; i < rows; ++i) {
+      if (!work.broken[i]) continue;
+      const auto query = [&](long d) {
+        return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
+      };
+      Vec low, high;
+      P::plain_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
+      float* s = scores[panel.slot] + i * kPanel;
+      store(s, low);
+      store(s + kLanes, high);
+    }
+  }
+
+  // Scores relative to the row's reference, as exponents of 2. Results must not depend on which
+  // rows make up a block, so this is the same arithmetic as where a panel is plain. It multiplies
+  // in a different order than see(), so scores of some 1e9 miss their own reference by more than
+  // floats can hold; rows that are done again get 0 for their largest score, and so do all where a
+  // backward is to work them out again.
+  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
+    const Vec minus = set1(work.minus[i]);
+    if (args.mask != nullptr || for_backward() || work.plain[i]) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exponent(x[u], minus);
+      return;
+    }
+    const float* s = scores[panel.slot] + i * kPanel;
+    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
+    hide(panel, i, x);
+  }
+
+  // In pieces, the backward takes the same steps from scores to probabilities.
+  bool for_backward() const { return P::kSplit && args.shift != nullptr; }
+
   // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined:
   // the tile loop would have it in many places.
   [[gnu::noinline]] void soften(long until) {
@@ -90,7 +134,7 @@ class Block : Scores<T> {
     if (until <= from) return;
     softened_ = until;
     const float* s = work.scores[waiting_.slot] + from * kPanel;
-    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr && !exact_) {
+    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr && !exact_ && !for_backward()) {
       const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
       for (long i = from; i < until; ++i, s += kPanel) {
         const Vec minus = set1(work.minus[i]) * base;
@@ -128,7 +172,7 @@ class Block : Scores<T> {
     for (long i = 0; i < rows; ++i) {
       const long seen = sight.visible(i, panel.start, panel.count);
       const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, panel.start, seen);
-      const auto* chunk = P::chunk(work.weights, kWidth, i, panel.column());
+      const auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
       for (long s = 0; s < seen; ++s)
         if (mask == nullptr || mask[s] != -kInf) f(i, panel.start + s, P::value(chunk, s));
     }
@@ -156,7 +200,7 @@ class Block : Scores<T> {
   void mix_adjacent(const Panel& first, const Panel& last) const {
     const long keys = last.start + last.count - first.start;
     for (long j = 0; j < args.value_size; j += kPanel)
-      P::multiply_to(P::chunk(work.weights, kWidth, 0, first.column()), kWidth, rows, keys,
+      P::multiply_to(P::chunk(work.weights, kWidth, 0, column(first)), kWidth, rows, keys,
                      work.values + j / kPanel * work.value_panel + P::panel_size(first.start), true,
                      work.sums + j, work.sum_stride, [] {});
   }
@@ -209,29 +253,45 @@ class Block : Scores<T> {
     clear();
     for (long i = 0; i < rows; ++i) {
       work.minus[i] = 0.0f;
-      work.known[i] = work.plain[i] = false;
+      work.known[i] = work.plain[i] = work.broken[i] = false;
     }
     unknown_ = rows;
   }
 
-  // The true maximum as the reference of every row that has none that does.
-  void find_maxima() {
-    exact_ = true;
-    for (long i = 0; i < rows; ++i) {
-      work.plain[i] = !work.known[i];
-      if (!work.known[i]) work.minus[i] = kInf;
-    }
+  // Calls f(row, scores) with all scores of the rows that have no reference.
+  template <class F>
+  void each_unknown(const F& f) const {
     for (Panel panel = panel_from(0, 0); panel.count > 0;
          panel = panel_from(panel.start + kPanel, 0)) {
       score(panel, [] {});
       const float* shared = shared_mask(panel);
       for (long i = 0; i < rows; ++i) {
+        if (work.known[i]) continue;
         Vec x[2];
         see(panel, i, shared, x);
-        const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
-        if (!work.known[i] && -highest < work.minus[i]) work.minus[i] = -highest;
+        f(i, x);
       }
     }
+  }
+
+  // The true maximum as the reference of every row that has none that does.
+  void find_maxima() {
+    for (long i = 0; i < rows; ++i) {
+      work.plain[i] = !work.known[i];
+      work.broken[i] = work.plain[i] && !for_backward();
+      if (!work.known[i]) work.minus[i] = kInf;
+    }
+    // The backward's scores are those in pieces, so as many rows as can stay with them.
+    if (for_backward())
+      each_unknown([&](long i, const Vec(&x)[2]) {
+        TF_UNROLL for (int u = 0; u < 2; ++u) work.broken[i] |=
+            any(not_a_number(x[u])) || any(equal(x[u], set1(kInf)));
+      });
+    exact_ = true;
+    each_unknown([&](long i, const Vec(&x)[2]) {
+      const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+      if (-highest < work.minus[i]) work.minus[i] = -highest;
+    });
     for (long i = 0; i < rows; ++i) {
       if (work.minus[i] == kInf) work.minus[i] = 0.0f;
       work.known[i] = true;
@@ -336,11 +396,14 @@ class Block : Scores<T> {
     }
   }
 
+  const TypedAttentionArgs& args;
+  const Workspace<T>& work;
   const long key_head_;
-  Panel waiting_{};    // scored, not yet softened
-  long softened_ = 0;  // rows of it that are
-  long unknown_ = 0;   // rows without a reference
-  bool low_ = false;   // a row saw scores too low to refer to
+  bool exact_ = false;  // references are the true maxima
+  Panel waiting_{};     // scored, not yet softened
+  long softened_ = 0;   // rows of it that are
+  long unknown_ = 0;    // rows without a reference
+  bool low_ = false;    // a row saw scores too low to refer to
 };
 
 template <class T>

@@ -1,8 +1,8 @@
-// The scores of a block of queries, panel by panel of keys: the product, which of them are seen,
-// and the exponents of 2 that they become. For kernel files only.
+// The scores of a block of queries, panel by panel of keys: which of them are seen, and the
+// exponents of 2 that they become. For kernel files only.
 #pragma once
 
-#include "cpu/attention_workspace.h"
+#include "cpu/attention_mask.h"
 #include "cpu/half_softmax.h"
 
 namespace tf::TF_ISA {
@@ -10,23 +10,18 @@ namespace {
 
 constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Scores of one block of queries of one head against the packed keys.
-template <class T>
+// Of one block of queries of one head. `scores[slot]` are the products of a panel, kPanel for a
+// row.
 class Scores {
  public:
-  Scores(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen)
-      : args(call), work(place), sight(seen), rows(seen.rows) {}
+  Scores(const AttentionShape& call, const Sight& seen, float* const* products)
+      : shape(call), sight(seen), rows(seen.rows), scores(products) {}
 
  protected:
-  using P = Product<T>;
-  static constexpr long kWidth = kGroupKeys<T>;
-
   struct Panel {
     long start, count;  // keys; count 0: there is none
     int slot;           // of its scores
     bool plain;         // all rows see all of it, and no mask adds to it
-
-    long column() const { return start % kWidth; }  // of its probabilities
   };
 
   // The first panel from `start` on that any row sees.
@@ -43,41 +38,17 @@ class Scores {
   // Whether the mask changes any score of the panel; only asked of masks that are alike for all
   // rows.
   bool mask_adds(long start, long count) const {
-    if (args.mask == nullptr) return false;
-    if (args.mask_stride[2] != 0) return true;
+    if (shape.mask == nullptr) return false;
+    if (shape.mask_stride[2] != 0) return true;
     const float* mask = sight.mask_row(0, start, count);
     for (long j = 0; j < count; ++j)
       if (mask[j] != 0.0f) return true;
     return false;
   }
 
-  template <class Meanwhile>
-  void score(const Panel& panel, const Meanwhile& meanwhile) const {
-    P::multiply_to(work.query, args.size, rows, args.size,
-                   work.keys + panel.start / kPanel * work.key_panel, false,
-                   work.scores[panel.slot], kPanel, meanwhile);
-    if constexpr (P::kSplit)
-      if (exact_) score_plain(panel);
-  }
-
-  // Rows whose queries or keys are infinite, or nearly.
-  void score_plain(const Panel& panel) const {
-    for (long i = 0; i < rows; ++i) {
-      if (!work.plain[i]) continue;
-      const auto query = [&](long d) {
-        return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
-      };
-      Vec low, high;
-      P::plain_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
-      float* s = work.scores[panel.slot] + i * kPanel;
-      store(s, low);
-      store(s + kLanes, high);
-    }
-  }
-
   // The mask of a row of a panel, or nullptr; `shared` if all rows have that one.
   const float* mask_of(const Panel& panel, long i, const float* shared) const {
-    if (args.mask == nullptr || shared != nullptr) return shared;
+    if (shape.mask == nullptr || shared != nullptr) return shared;
     return sight.mask_row(i, panel.start, sight.visible(i, panel.start, panel.count));
   }
 
@@ -93,18 +64,18 @@ class Scores {
 
   // Scores times scale. Not `*`: the compiler would join it with an addition behind it in some
   // places and not in others, and the largest score would not be the very number it is referred to.
-  TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(args.scale), zero()); }
+  TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(shape.scale), zero()); }
 
   // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
   TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
-    const float* s = work.scores[panel.slot] + i * kPanel;
+    const float* s = scores[panel.slot] + i * kPanel;
     const float* mask = mask_of(panel, i, shared);
     const long seen = sight.visible(i, panel.start, panel.count);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       if (mask != nullptr) {
         const long left = seen - u * kLanes;
         const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf);
-        x[u] = select(equal(m, set1(-kInf)), m, fma(load(s + u * kLanes), set1(args.scale), m));
+        x[u] = select(equal(m, set1(-kInf)), m, fma(load(s + u * kLanes), set1(shape.scale), m));
       } else {
         x[u] = scaled(s + u * kLanes);
       }
@@ -112,34 +83,17 @@ class Scores {
     hide(panel, i, x);
   }
 
-  // The same relative to the row's reference, as exponents of 2. Results must not depend on which
-  // rows make up a block, so this is the same arithmetic as where a panel is plain. It multiplies
-  // in a different order than see(), so scores of some 1e9 miss their own reference by more than
-  // floats can hold; rows that are done again get 0 for their largest score.
-  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
-    const Vec minus = set1(work.minus[i]);
-    if (args.mask != nullptr || work.plain[i]) {
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = (x[u] + minus) * set1(kLog2E);
-      return;
-    }
-    const float* s = work.scores[panel.slot] + i * kPanel;
-    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
-        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
-    hide(panel, i, x);
-  }
-
   // The mask of a panel where it is alike for all rows.
   const float* shared_mask(const Panel& panel) const {
-    return args.mask != nullptr && args.mask_stride[2] == 0
+    return shape.mask != nullptr && shape.mask_stride[2] == 0
                ? sight.mask_row(0, panel.start, panel.count)
                : nullptr;
   }
 
-  const TypedAttentionArgs& args;
-  const Workspace<T>& work;
+  const AttentionShape& shape;
   const Sight sight;
   const long rows;
-  bool exact_ = false;  // references are the true maxima
+  float* const* const scores;
 };
 
 }  // namespace

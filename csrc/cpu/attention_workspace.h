@@ -25,7 +25,8 @@ struct Workspace {
   float* minus;  // per row: what is added to scores before the exponential
   float *bias, *factors;
   bool* known;          // per row: whether `minus` is set
-  bool* plain;          // per row: done again, without pieces and with the slower exponents()
+  bool* plain;          // per row: done again, with the slower exponents()
+  bool* broken;         // per row: done again, without pieces
   unsigned char* wild;  // per panel of keys: its values hold NaN or inf
   long bytes = 0;
 
@@ -51,6 +52,7 @@ struct Workspace {
     take(factors, kPanel);
     take(known, rows);
     take(plain, rows);
+    take(broken, rows);
     take(wild, args.keys / kPanel + 1);
   }
 };

@@ -61,5 +61,13 @@ TF_INLINE void store_rounded(BFloat16* to, Vec low, Vec high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
+// The same as pairs of a value of each.
+TF_INLINE void store_interleaved(BFloat16* to, Vec first, Vec second) {
+  const __m512i even = (__m512i)_mm512_cvtne2ps_pbh(second, first);  // first in the lower half
+  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even, 1));
+  _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
 }  // namespace
 }  // namespace tf::TF_ISA

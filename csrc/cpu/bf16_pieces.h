@@ -25,6 +25,25 @@ TF_INLINE bool has_no_pieces(float x) {
   return !(x - x == 0.0f) || (x != 0.0f && x < kSmall && x > -kSmall);
 }
 
+// Whether any number so far was such a one.
+class WithoutPieces {
+ public:
+  TF_INLINE void see(Vec x) {
+    const __m512i bits = _mm512_castps_si512(x), size = _mm512_set1_epi32(0x7fffffff);
+    // The bits of positive floats are in the floats' order; below the smallest they wrap around.
+    most_ = _mm512_max_epu32(most_, _mm512_maskz_sub_epi32(_mm512_test_epi32_mask(bits, size),
+                                                           _mm512_and_si512(bits, size), small()));
+  }
+  bool any() const {
+    const __m512i infinity = _mm512_set1_epi32(0x7f800000);
+    return _mm512_cmpge_epu32_mask(most_, _mm512_sub_epi32(infinity, small())) != 0;
+  }
+
+ private:
+  static __m512i small() { return _mm512_castps_si512(set1(kSmall)); }
+  __m512i most_ = _mm512_setzero_si512();
+};
+
 // The upper halves of each lane are the pieces of x.
 TF_INLINE void split(Vec x, __m512i (&piece)[kSplitPieces]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));

@@ -83,6 +83,43 @@ class TileProduct {
       store_rounded(chunk, low, high);
     }
   }
+
+  // Rows of B that stand together as its row `pair` of pairs: the first (which = 0), the second.
+  static long pair_row(long pair, int which) {
+    return kSplit ? pair / 16 * kPairDepth + pair % 16 + 16 * which : 2 * pair + which;
+  }
+  // Two such rows of a panel of B from finite values.
+  static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
+    Operand* to = panel + pair / 16 * kPieces * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
+    if constexpr (kSplit) {
+      TF_UNROLL for (int u = 0; u < 2; ++u)
+          store_pieces<true>(to + u * kPanel, 2 * kTileSize, first[u], second[u]);
+    } else {
+      TF_UNROLL for (int u = 0; u < 2; ++u) store_interleaved(to + u * kPanel, first[u], second[u]);
+    }
+  }
+  // The same, and as rows of A as well.
+  static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
+                       const Vec (&first)[2], const Vec (&second)[2]) {
+    if constexpr (kSplit) {
+      Operand* to = panel + pair / 16 * kPieces * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
+      __m512i one[2][kSplitPieces], two[2][kSplitPieces];
+      TF_UNROLL for (int u = 0; u < 2; ++u) {
+        split_finite(first[u], one[u]);
+        split_finite(second[u], two[u]);
+      }
+      TF_UNROLL for (int i = 0; i < kSplitPieces; ++i) {
+        _mm512_storeu_si512(first_chunk + i * kTileSize, pairs(one[0][i], one[1][i]));
+        _mm512_storeu_si512(second_chunk + i * kTileSize, pairs(two[0][i], two[1][i]));
+        TF_UNROLL for (int u = 0; u < 2; ++u)
+            _mm512_storeu_si512(to + i * 2 * kTileSize + u * kPanel, pairs(one[u][i], two[u][i]));
+      }
+    } else {
+      put(first_chunk, first[0], first[1]);
+      put(second_chunk, second[0], second[1]);
+      put_pair(panel, pair, first, second);
+    }
+  }
   static float value(const Operand* chunk, long column) {
     return whole(chunk + (kSplit ? place_in_block(column) : column), kTileSize);
   }
@@ -138,6 +175,7 @@ class TileProduct {
   static auto is_lost(X x) {
     return has_no_pieces(x);
   }
+  using Lost = WithoutPieces;
   // Whether sums may be wrong: infinity became NaN, or all are so small that pieces were lost.
   static bool is_odd(Vec low, Vec high) {
     // The bits of positive floats are in the floats' order.
@@ -275,21 +313,18 @@ class TileProduct {
       stay_awake();
       if constexpr (kSplit) {
         // Each neighbours one that shares a piece with it, so that only two tiles are loaded.
-        term<kTwo, true, true>(a, a1, b, 0, 2);
-        meanwhile(step * kTerms);
-        term<kTwo, false, true>(a, a1, b, 0, 1);
-        meanwhile(step * kTerms + 1);
-        term<kTwo, true, false>(a, a1, b, 1, 1);
-        meanwhile(step * kTerms + 2);
-        term<kTwo, false, true>(a, a1, b, 1, 0);
-        meanwhile(step * kTerms + 3);
-        term<kTwo, true, false>(a, a1, b, 2, 0);
-        meanwhile(step * kTerms + 4);
-        term<kTwo, true, false>(a, a1, b, 0, 0);
-        meanwhile(step * kTerms + 5);
+        const auto then = [&](long i) __attribute__((always_inline)) {
+          return [&meanwhile, i]() __attribute__((always_inline)) { meanwhile(i); };
+        };
+        term<kTwo, true, true>(a, a1, b, 0, 2, then(step * kTerms));
+        term<kTwo, false, true>(a, a1, b, 0, 1, then(step * kTerms + 1));
+        term<kTwo, true, false>(a, a1, b, 1, 1, then(step * kTerms + 2));
+        term<kTwo, false, true>(a, a1, b, 1, 0, then(step * kTerms + 3));
+        term<kTwo, true, false>(a, a1, b, 2, 0, then(step * kTerms + 4));
+        term<kTwo, true, false>(a, a1, b, 0, 0, then(step * kTerms + 5));
       } else {
-        term<kTwo, true, true>(a, a1, b, 0, 0);
-        meanwhile(step);
+        term<kTwo, true, true>(a, a1, b, 0, 0,
+                               [&]() __attribute__((always_inline)) { meanwhile(step); });
       }
       a += kTileSize * kPieces;
       a1 += kTileSize * kPieces;
@@ -364,9 +399,10 @@ class TileProduct {
   }
 
   // The product of piece `of_a` of the rows and piece `of_b` of the panel, which are loaded if new.
-  template <bool kTwo, bool kNewA, bool kNewB>
+  // Loads come before what is done meanwhile: they would wait for its stores.
+  template <bool kTwo, bool kNewA, bool kNewB, class Meanwhile>
   TF_INLINE static void term(const Operand* a, const Operand* a1, const Operand* b, int of_a,
-                             int of_b) {
+                             int of_b, const Meanwhile& meanwhile) {
     constexpr long kRow = kPanel * sizeof(Operand), kPairRow = 2 * kPanel * sizeof(Operand);
     a += of_a * kTileSize;
     a1 += of_a * kTileSize;
@@ -375,9 +411,11 @@ class TileProduct {
     if (kNewA) _tile_loadd(4, a, kRow);
     _tile_dpbf16ps(0, 4, 6);
     if (kNewB) _tile_loadd(7, b + kPanel, kPairRow);
+    if (!kTwo) meanwhile();
     _tile_dpbf16ps(1, 4, 7);
     if (!kTwo) return;
     if (kNewA) _tile_loadd(5, a1, kRow);
+    meanwhile();
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }

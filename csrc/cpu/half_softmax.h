@@ -8,6 +8,9 @@ namespace {
 
 constexpr float kLog2E = 1.44269504089f;
 
+// e^(score + minus) as an exponent of 2; of the reference itself, exactly 0.
+TF_INLINE Vec exponent(Vec score, Vec minus) { return (score + minus) * set1(kLog2E); }
+
 // c[0] + c[1] f + ...
 template <int kDegree>
 TF_INLINE Vec polynomial(const float (&c)[kDegree + 1], Vec f) {

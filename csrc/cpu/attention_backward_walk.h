@@ -1,0 +1,126 @@
+// The way through an attention's backward: keys a tile at a time, all queries passing by, a block
+// at a time. For kernel files only.
+#pragma once
+
+#include "cpu/attention_backward_kernel.h"
+#include "cpu/attention_mask.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Queries in even blocks of at most so many rows.
+struct Cut {
+  long queries, blocks;
+  Cut(const AttentionBackwardArgs& args, long b, long most_rows)
+      : queries(query_count(args, b)), blocks((queries + most_rows - 1) / most_rows) {}
+  long first(long index) const { return queries * index / blocks; }
+};
+
+inline long key_limit(const AttentionBackwardArgs& args, long b) {
+  const long keys = key_count(args, b);
+  return args.key_lengths == nullptr ? keys : most(0, least(keys, args.key_lengths[b]));
+}
+
+// A tile of keys of one key head.
+struct KeyRange {
+  long b, key_head, start, count, rows;  // `count` of its rows are not hidden by length
+};
+
+// Calls f(sight, count) for the blocks [begin, end) of queries of a head that see keys of the tile:
+// the first `count` of them.
+template <class F>
+void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, long most_rows,
+                long begin, long end, float* bias, const F& f) {
+  const Cut cut(args, tile.b, most_rows);
+  for (long index = begin; index < least(end, cut.blocks); ++index) {
+    const long first = cut.first(index), rows = cut.first(index + 1) - first;
+    const long stop = tile.start + tile.count;
+    const long limit = args.causal ? least(stop, first + rows) : stop;
+    if (limit <= tile.start) continue;
+    const Sight sight{args, tile.b, head, first, rows, limit, bias};
+    if (sight.mask_hides_tile(tile.start, limit - tile.start)) continue;
+    f(sight, limit - tile.start);
+  }
+}
+
+// Where a block's rows of dQ are, and how far apart.
+struct QueryRows {
+  float* data;
+  long head_stride, stride;
+};
+
+inline QueryRows query_rows(const AttentionBackwardArgs& args, long b, long key_head, float* part) {
+  if (part != nullptr) return {part, args.queries * args.size, args.size};
+  const long head = key_head * (args.heads / args.key_heads);
+  return {args.grad_query + head_offset(args.query_starts, args.grad_query_stride, b, head),
+          args.grad_query_stride[1], args.grad_query_stride[2]};
+}
+
+inline void clear(float* p, long n) {
+  for (long j = 0; j < n; ++j) p[j] = 0.0f;
+}
+
+// scale times rows of n sums into, or onto, rows of dQ.
+inline void put_query(const float* sums, long sum_stride, long rows, long n, float scale, float* to,
+                      long stride, bool onto) {
+  for (long i = 0; i < rows; ++i, sums += sum_stride, to += stride) {
+    long d = 0;
+    for (; d + kLanes <= n; d += kLanes)
+      store(to + d, fma(load(sums + d), set1(scale), onto ? load(to + d) : zero()));
+    for (; d < n; ++d) to[d] = sums[d] * scale + (onto ? to[d] : 0.0f);
+  }
+}
+
+// attention_backward() of attention_backward_kernel.h. Kind has
+//
+//   Workspace, query_rows(args)    its memory; rows of a block
+//   Tile(args, work, range)        pack(); write(): dK and dV; both false where the kind cannot do
+//   it Block(args, work, sight)       pass(tile, count): P and dS, and what the keys gather from
+//   them;
+//                                  give_query(tile, count, to, stride, onto): dQ
+//
+// Returns false as soon as the kind cannot do it.
+template <class Kind>
+bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+          long b, long key_head, long begin, long end, float* part) {
+  const long group = args.heads / args.key_heads, queries = query_count(args, b);
+  const bool wants_query = args.grad_query != nullptr;
+  const QueryRows out =
+      wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
+  const long keys = least(end, key_count(args, b)), limit = key_limit(args, b);
+  bool did = true;
+  // Once even without keys, for dQ.
+  for (long start = begin; did && (start == begin || start < keys); start += step) {
+    const long rows = most(0, least(step, keys - start));
+    const KeyRange range{b, key_head, start, most(0, least(rows, limit - start)), rows};
+    typename Kind::Tile tile(args, work, range);
+    if (range.count > 0) did = tile.pack();
+    for (long h = 0; h < group; ++h) {
+      float* to = wants_query ? out.data + h * out.head_stride : nullptr;
+      long written = 0;  // rows of dQ so far
+      // The first tile writes all rows, the others add to them.
+      const auto clear_to = [&](long end_row) {
+        for (; written < end_row && start == begin; ++written)
+          clear(to + written * out.stride, args.size);
+      };
+      if (range.count > 0)
+        each_block(args, range, key_head * group + h, Kind::query_rows(args), 0, queries, work.bias,
+                   [&](const Sight& sight, long count) {
+                     if (!did) return;
+                     typename Kind::Block block(args, work, sight);
+                     did = block.pass(tile, count);
+                     if (!did || !wants_query) return;
+                     clear_to(sight.first);
+                     block.give_query(tile, count, to + sight.first * out.stride, out.stride,
+                                      start != begin);
+                     written = sight.first + sight.rows;
+                   });
+      if (wants_query) clear_to(queries);
+    }
+    tile.write();
+  }
+  return did;
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,203 @@
+"""Gradients of attention in bfloat16 pieces, as CPUs with AMX work out fp32's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import ISAS, use
+
+from transformer_fast import _native
+from transformer_fast.backends import cpu
+from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.spec import Draw
+from transformer_fast.testing import check_gradients, nan_memory
+
+pytestmark = [
+    pytest.mark.skipif("amx" not in ISAS, reason=_native.why_not or "this CPU has no AMX"),
+    pytest.mark.usefixtures("two_threads", "amx"),
+]
+
+
+@pytest.fixture
+def amx():
+    before = _native.module.isa()
+    use("amx")
+    yield
+    use(before)
+
+
+def draw() -> Draw:
+    return Draw(torch.float32, "cpu", torch.Generator().manual_seed(0))
+
+
+def tensors(queries: int, keys: int, size: int = 40, value_size: int | None = None, heads: int = 2):
+    d = draw()
+    query, key = d.normal(2, heads, queries, size), d.normal(2, heads, keys, size)
+    return query, key, d.normal(2, heads, keys, size if value_size is None else value_size)
+
+
+def options(queries: int, keys: int) -> dict[str, dict[str, Any]]:
+    d = draw()
+    seen = d.bools(2, 1, queries, keys, true=0.7)
+    added = d.normal(1, 2, queries, keys).masked_fill(seen[:1] < 1, -math.inf)
+    lengths = torch.tensor([keys - keys // 3, keys])
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "lengths": {"lengths": lengths, "weights": True},
+        "no keys": {"lengths": torch.tensor([0, keys])},
+        "bool mask": {"mask": seen},
+        "float mask": {"mask": added, "causal": True},
+        "added to keys": {"mask": added[:, :1, :1]},
+        "weights": {"weights": True, "mask": seen, "causal": True},
+        "dropout": {"dropout_p": 0.2, "seed": d.seed(), "weights": True},
+    }
+
+
+def checked(arguments: tuple[Any, ...]) -> None:
+    with nan_memory():
+        check_gradients("attention", cpu.attention, arguments)
+
+
+# A block is 96 queries, a panel 32 keys, a tile 512, 256 or 128 of them.
+SIZES = [
+    (36, 36, 16, 16),
+    (37, 130, 40, 40),
+    (97, 1030, 33, 70),
+    (193, 300, 128, 128),
+    (100, 270, 136, 160),
+    (40, 1, 16, 5),
+    (192, 64, 1, 1),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", options(1, 1))
+def test_sizes(sizes, name):
+    queries, keys, *_ = sizes
+    checked(arrange(*tensors(*sizes), **options(queries, keys)[name]))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads(heads, causal):
+    query, (_, key, value) = draw().normal(2, 6, 50, 24), tensors(50, 140, 24, heads=heads)
+    checked(arrange(query, key, value, gqa=True, causal=causal, weights=True))
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 64), (33, 95), (64, 300), (512, 600)])
+def test_hidden_in_the_middle(begin, end):
+    """Panels of keys that no query of a block sees, in the first, the last and every place."""
+    qkv = tensors(100, 610, 16)
+    seen = torch.ones(1, 1, 100, 610, dtype=torch.bool)
+    seen[..., begin:end] = False
+    once = seen.clone()
+    once[..., 31, begin + (end - begin) // 2] = True
+    for mask in (seen, seen[:, :, :1], once):
+        checked(arrange(*qkv, mask=mask))
+
+
+def with_gradient(arguments: tuple[Any, ...], upstream: torch.Tensor) -> list[torch.Tensor]:
+    """Of query, key and value."""
+    called = [x.clone().requires_grad_() for x in arguments[:3]]
+    output, _ = cpu.attention(*called, *arguments[3:])
+    return list(torch.autograd.grad(output, called, upstream))
+
+
+def both_ways(arguments: tuple[Any, ...], upstream: torch.Tensor) -> list[list[torch.Tensor]]:
+    """In pieces and by fp32 multiply-adds."""
+    found = []
+    for isa in ("amx", "avx512"):
+        use(isa)
+        found.append(with_gradient(arguments, upstream))
+    use("amx")
+    return found
+
+
+GARBAGE = [math.nan, math.inf, -math.inf, 3e38, 1e-36, 1e-42]
+
+
+@pytest.mark.parametrize("value", GARBAGE)
+@pytest.mark.parametrize("tensor", ["query", "key", "value", "upstream"])
+def test_numbers_without_pieces(tensor, value):
+    """One of them sends the call to the other kernel: what is finite there is finite here."""
+    names = ("query", "key", "value")
+    given = {**dict(zip(names, tensors(60, 150, 16), strict=True))}
+    given["upstream"] = draw().normal(2, 2, 60, 16)
+    given[tensor][0, 1, 7, 5] = value
+    arguments = arrange(*(given[name] for name in names), causal=True)
+    ours, plain = both_ways(arguments, given["upstream"])
+    for one, two in zip(ours, plain, strict=True):
+        assert torch.equal(one.isfinite(), two.isfinite())
+        size = two[two.isfinite()].abs().max()
+        if size < 1e30:
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=float(size) * 1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", GARBAGE)
+def test_hidden_garbage_changes_nothing_else(value):
+    query, key, values = tensors(50, 300, 16)
+    upstream = draw().normal(2, 2, 50, 16)
+    hidden = torch.zeros(300, dtype=torch.bool)
+    hidden[50:130] = hidden[290:] = True
+    clean, dirty = (
+        with_gradient(arrange(query, k, v, mask=~hidden[None, None, None]), upstream)
+        for k, v in (
+            (key, values),
+            (key.masked_fill(hidden[:, None], value), values.masked_fill(hidden[:, None], value)),
+        )
+    )
+    for one, two in zip(clean, dirty, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-33, 1e-37])
+def test_tiny_gradients(size):
+    """They are not lost where pieces would be."""
+    arguments = arrange(*tensors(60, 150, 16))
+    upstream = draw().normal(2, 2, 60, 16)
+    ours, plain = with_gradient(arguments, upstream * size), with_gradient(arguments, upstream)
+    for one, two in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.double() / size, two.double(), rtol=1e-3, atol=2e-2)
+        assert one.abs().max() > 0
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, -1e4, 1e7, 1e9])
+def test_saturated_scores(size):
+    """Probabilities are those of the forward, so the largest is 1 and gradients stay finite."""
+    d = draw()
+    query, key = d.normal(1, 2, 70, 4).abs() * size, d.normal(1, 2, 140, 4).abs()
+    value, upstream = d.normal(1, 2, 140, 20), d.normal(1, 2, 70, 20)
+    for given in ({}, {"causal": True}, {"mask": torch.zeros(1, 1, 1, 140)}):
+        arguments = arrange(query, key, value, scale=1.0, **given)
+        _, _, found = with_gradient(arguments, upstream)
+        # Probabilities of a query add up to 1.
+        for got, true in zip(found.sum(2), upstream.sum(2), strict=True):
+            torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("far", [14.0, 100.0, 2000.0])
+def test_scores_that_grow(far):
+    """The first keys' scores are what the forward's probabilities refer to at first."""
+    query, key, value = tensors(100, 300)
+    mask = (torch.arange(300) / 300 * far).expand(1, 1, 100, 300).clone()
+    checked(arrange(query, key, value, mask=mask))
+    key += torch.arange(300)[:, None] / 50
+    query[:, :, ::3] += 1.0
+    for causal in (False, True):
+        checked(arrange(query, key, value, causal=causal))
+
+
+def test_the_same_bits_with_any_threads(threads):
+    arguments = arrange(*tensors(200, 1100), causal=True)
+    upstream = draw().normal(2, 2, 200, 40)
+    found = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        found.append(with_gradient(arguments, upstream))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two)
