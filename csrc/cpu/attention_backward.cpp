@@ -4,11 +4,13 @@
 #include <atomic>
 #include <tuple>
 
+#include "cpu/attention_backward_half_kernel.h"
 #include "cpu/attention_backward_kernel.h"
 #include "cpu/attention_backward_split_kernel.h"
 #include "cpu/attention_host.h"
 #include "cpu/attention_mask_backward_kernel.h"
 #include "cpu/dropout_host.h"
+#include "cpu/half_ops.h"
 
 namespace tf {
 namespace {
@@ -19,8 +21,11 @@ const float* data_of(const Tensor& tensor) {
   return static_cast<const float*>(tensor.const_data_ptr());
 }
 
-Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
-  check_float(kOp, name, tensor);
+Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes,
+               ScalarType type = ScalarType::Float) {
+  STD_TORCH_CHECK(tensor.is_cpu(), kOp, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(tensor.scalar_type() == type, kOp, ": ", name, " must be ",
+                  type == ScalarType::Float ? "float32" : "of query's type");
   STD_TORCH_CHECK(
       tensor.sizes().equals(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size())),
       kOp, ": ", name, " has another shape than the other arguments ask for");
@@ -46,10 +51,10 @@ void set_strides(long (&strides)[kDims], const Tensor& tensor) {
   for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
 }
 
-float* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
+void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
   if (!wanted) return nullptr;
   set_strides(strides, tensor);
-  return static_cast<float*>(tensor.mutable_data_ptr());
+  return tensor.mutable_data_ptr();
 }
 
 // Parts that the keys of a group are shared out in, each with its own sum for grad_query. Depends
@@ -67,7 +72,8 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
   const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
   const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
   const int64_t part_size = heads * args.queries * args.size;
-  const bool split = parts > 1 && args.grad_query != nullptr;
+  // Sums are in fp32: of half types there is always a part.
+  const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
   float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
   std::atomic<bool> did{true};
   for_each_item(groups * parts, [&](int64_t item) {
@@ -91,8 +97,28 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
   return true;
 }
 
-void run_keys(const AttentionBackwardArgs& args) {
+// Whether there is a kernel for the type as it is.
+bool takes(const Tensor& query) {
 #ifdef TF_HAVE_AMX
+  constexpr int64_t kFew = 16;
+  return query.scalar_type() == ScalarType::BFloat16 && current_isa() == Isa::amx &&
+         query.size(2) >= kFew;
+#else
+  return false;
+#endif
+}
+
+// False if bfloat16 is to be taken as float32.
+bool run_keys(const AttentionBackwardArgs& args) {
+#ifdef TF_HAVE_AMX
+  if (args.type == Element::bfloat16) {
+    const int64_t bytes = amx::half_attention_backward_scratch(args);
+    return run_keys(args, amx::half_attention_backward_keys(args),
+                    [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
+                      return amx::half_attention_backward(args, b, key_head, begin, end, part,
+                                                          kernel_scratch().floats(bytes / 4));
+                    });
+  }
   if (goes_by_pieces(kPiecesFromQueries * args.queries)) {
     const int64_t bytes = amx::split_attention_backward_scratch(args);
     if (run_keys(args, amx::split_attention_backward_keys(args),
@@ -100,16 +126,16 @@ void run_keys(const AttentionBackwardArgs& args) {
                    return amx::split_attention_backward(args, b, key_head, begin, end, part,
                                                         kernel_scratch().floats(bytes / 4));
                  }))
-      return;
+      return true;
   }
 #endif
   const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
-  run_keys(args, TF_DISPATCH(attention_backward_keys, args),
-           [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-             TF_DISPATCH(attention_backward, args, b, key_head, begin, end, part,
-                         kernel_scratch().floats(scratch));
-             return true;
-           });
+  return run_keys(args, TF_DISPATCH(attention_backward_keys, args),
+                  [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
+                    TF_DISPATCH(attention_backward, args, b, key_head, begin, end, part,
+                                kernel_scratch().floats(scratch));
+                    return true;
+                  });
 }
 
 // Each item owns a part of grad_mask: it repeats the scores and sums over what is broadcast.
@@ -133,11 +159,27 @@ void run_mask(const AttentionBackwardArgs& args) {
 
 // Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
 // grad_weights go together: the probabilities that the forward returned and their gradient.
+// A copy in float32, heads and positions in memory as the tensor has them.
+Tensor widened(const Tensor& tensor) {
+  const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
+  Tensor copy = tensor.stride(1) < tensor.stride(2)
+                    ? torch::stable::transpose(fresh_float(tensor, {b, t, h, d}), 1, 2)
+                    : fresh_float(tensor, {b, h, t, d});
+  return torch::stable::copy_(copy, tensor);
+}
+
+// A gradient of `like`'s type.
+Tensor narrowed(const Tensor& gradient, const Tensor& like, bool wanted) {
+  Tensor copy = gradient_like(like, wanted);
+  return wanted ? torch::stable::copy_(copy, gradient) : copy;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
     Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
+  using torch::stable::contiguous;
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
                   ": query, key and value must be (B, H, length, size)");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
@@ -145,19 +187,37 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                 key_heads = key.size(1);
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0), kOp,
                   ": the number of query heads must be a multiple of that of key heads");
-  query = with_unit_stride(checked("query", query, {batch, heads, queries, size}));
-  key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}));
-  value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}));
-  grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}));
-  output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}));
-  shift = torch::stable::contiguous(checked("shift", shift, {batch, heads, queries}));
-  norm = torch::stable::contiguous(checked("norm", norm, {batch, heads, queries}));
+  const bool half = is_half(query);
+  STD_TORCH_CHECK(!half || !(grad_weights || want_mask), kOp,
+                  ": half types have gradients of query, key and value only");
+  const ScalarType type = half ? query.scalar_type() : ScalarType::Float;
+  query = with_unit_stride(checked("query", query, {batch, heads, queries, size}, type));
+  key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}, type));
+  value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}, type));
+  grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}, type));
+  output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}, type));
+  shift = contiguous(checked("shift", shift, {batch, heads, queries}));
+  norm = contiguous(checked("norm", norm, {batch, heads, queries}));
+  const auto in_float = [&] {
+    if (mask && is_half(*mask)) {
+      Tensor copy = fresh(*mask, mask->sizes(), true);
+      mask = torch::stable::copy_(copy, *mask);
+    }
+    auto [dquery, dkey, dvalue, none] =
+        attention_backward(widened(grad), {}, widened(query), widened(key), widened(value), mask,
+                           key_lengths, is_causal, scale, dropout_p, seed, widened(output), {},
+                           shift, norm, want_query, want_key, want_value, false);
+    return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
+                      narrowed(dvalue, value, want_value), fresh(query, {0}));
+  };
+  if (half && !takes(query)) return in_float();
   AttentionBackwardArgs args{};
+  args.type = element_of(query);
   if (grad_weights) {
     STD_TORCH_CHECK(weights.has_value(), kOp, ": grad_weights needs weights");
     for (auto [name, tensor] :
          {std::pair("weights", &weights), std::pair("grad_weights", &grad_weights)})
-      *tensor = torch::stable::contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
+      *tensor = contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
     args.weights = data_of(*weights);
     args.grad_weights = data_of(*grad_weights);
   }
@@ -168,14 +228,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   args.keys = keys;
   args.size = size;
   args.value_size = value_size;
-  set_mask(args, mask, {batch, heads, queries, keys});
+  set_mask(args, mask, {batch, heads, queries, keys}, type);
   const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
   if (key_lengths) args.key_lengths = lengths.data();
-  args.query = data_of(query);
-  args.key = data_of(key);
-  args.value = data_of(value);
-  args.output = data_of(output);
-  args.grad = data_of(grad);
+  args.query = query.const_data_ptr();
+  args.key = key.const_data_ptr();
+  args.value = value.const_data_ptr();
+  args.output = output.const_data_ptr();
+  args.grad = grad.const_data_ptr();
   args.shift = data_of(shift);
   args.norm = data_of(norm);
   set_strides(args.query_stride, query);
@@ -208,7 +268,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
     TF_DISPATCH(attention_delta, args, begin, end);
   });
-  if (want_query || want_key || want_value) run_keys(args);
+  if ((want_query || want_key || want_value) && !run_keys(args)) return in_float();
   if (want_mask) run_mask(args);
   trim_shared_scratch();
   return {grad_query, grad_key, grad_value, grad_mask};

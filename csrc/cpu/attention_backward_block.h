@@ -165,9 +165,11 @@ struct KeyTile : KeyRange {
       : KeyRange(range), args(call), work(place) {}
 
   bool pack() {
-    const float* k = args.key + head_offset(args.key_starts, args.key_stride, b, key_head) +
+    const float* k = static_cast<const float*>(args.key) +
+                     head_offset(args.key_starts, args.key_stride, b, key_head) +
                      start * args.key_stride[2];
-    const float* v = args.value + head_offset(args.key_starts, args.value_stride, b, key_head) +
+    const float* v = static_cast<const float*>(args.value) +
+                     head_offset(args.key_starts, args.value_stride, b, key_head) +
                      start * args.value_stride[2];
     for (long s = 0; s < count; s += kPanel) {
       const long rows = least(kPanel, count - s);
@@ -182,10 +184,11 @@ struct KeyTile : KeyRange {
 
   // dK and dV.
   void write() {
-    const auto put = [&](Gathered& sums, long n, float scale, float* grad, const long* stride) {
+    const auto put = [&](Gathered& sums, long n, float scale, void* grad, const long* stride) {
       if (grad != nullptr)
         sums.write(rows, n, scale,
-                   grad + head_offset(args.key_starts, stride, b, key_head) + start * stride[2],
+                   static_cast<float*>(grad) + head_offset(args.key_starts, stride, b, key_head) +
+                       start * stride[2],
                    stride[2]);
     };
     put(grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
@@ -217,10 +220,10 @@ struct Block {
   // dO is multiplied by norm, so that P need not be.
   void load_rows() {
     const long rows = sight.rows;
-    const float* q = args.query +
+    const float* q = static_cast<const float*>(args.query) +
                      head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
                      sight.first * args.query_stride[2];
-    const float* g = args.grad +
+    const float* g = static_cast<const float*>(args.grad) +
                      head_offset(args.query_starts, args.grad_stride, sight.b, sight.head) +
                      sight.first * args.grad_stride[2];
     wild_query =

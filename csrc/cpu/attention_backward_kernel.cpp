@@ -4,34 +4,66 @@
 
 namespace tf::TF_ISA {
 
-void attention_delta(const AttentionBackwardArgs& args, long begin, long end) {
+namespace {
+
+template <class T>
+float sum_of_products(const T* x, const T* y, long n) {
+  Vec sum = zero();
+  for (long d = 0; d < n; d += kLanes)
+    sum = fma(load_some(x + d, n - d), load_some(y + d, n - d), sum);
+  return reduce_add(sum);
+}
+
+template <class T>
+void typed_delta(const AttentionBackwardArgs& args, long begin, long end) {
   for (long row = begin; row < end; ++row) {
     const long t = row % args.queries, head = row / args.queries % args.heads;
     const long b = row / args.queries / args.heads;
     if (t >= query_count(args, b)) continue;
-    const float* o = args.output + head_offset(args.query_starts, args.output_stride, b, head) +
-                     t * args.output_stride[2];
-    const float* g = args.grad + head_offset(args.query_starts, args.grad_stride, b, head) +
-                     t * args.grad_stride[2];
+    const T* o = static_cast<const T*>(args.output) +
+                 head_offset(args.query_starts, args.output_stride, b, head) +
+                 t * args.output_stride[2];
+    const T* g = static_cast<const T*>(args.grad) +
+                 head_offset(args.query_starts, args.grad_stride, b, head) +
+                 t * args.grad_stride[2];
+    args.delta[row] = sum_of_products(o, g, args.value_size);
+    if (args.grad_weights == nullptr) continue;
+    const float* w = args.weights + row * args.keys;
+    const float* dw = args.grad_weights + row * args.keys;
     Vec sum = zero();
-    long d = 0;
-    for (; d + kLanes <= args.value_size; d += kLanes) sum = fma(load(o + d), load(g + d), sum);
-    if (d < args.value_size) {
-      const long rest = args.value_size - d;
-      sum = fma(load_n(o + d, rest), load_n(g + d, rest), sum);
+    for (long s = 0; s < args.keys; s += kLanes) {
+      const long here = least(kLanes, args.keys - s);
+      const Vec weight = load_some(w + s, here);
+      // Hidden places have no say, whatever gradient they are given.
+      sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
     }
-    if (args.grad_weights != nullptr) {
-      const float* w = args.weights + row * args.keys;
-      const float* dw = args.grad_weights + row * args.keys;
-      for (long s = 0; s < args.keys; s += kLanes) {
-        const long here = least(kLanes, args.keys - s);
-        const Vec weight = load_some(w + s, here);
-        // Hidden places have no say, whatever gradient they are given.
-        sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
-      }
-    }
-    args.delta[row] = reduce_add(sum);
+    args.delta[row] += reduce_add(sum);
   }
+}
+
+template <class T>
+void typed_sum(const AttentionBackwardArgs& args, long b, long key_head, const float* part,
+               long parts, long begin, long end) {
+  const long queries = args.queries, n = args.size, group = args.heads / args.key_heads;
+  const long part_size = group * queries * n;
+  T* grad = static_cast<T*>(args.grad_query) +
+            head_offset(args.query_starts, args.grad_query_stride, b, key_head * group);
+  for (long row = begin; row < end; ++row) {
+    const float* from = part + row * n;
+    T* to = grad + row / queries * args.grad_query_stride[1] +
+            row % queries * args.grad_query_stride[2];
+    for (long d = 0; d < n; d += kLanes) {
+      Vec sum = load_some(from + d, n - d);
+      for (long i = 1; i < parts; ++i) sum = sum + load_some(from + i * part_size + d, n - d);
+      store_some(to + d, sum, n - d);
+    }
+  }
+}
+
+}  // namespace
+
+void attention_delta(const AttentionBackwardArgs& args, long begin, long end) {
+  (args.type == Element::float32 ? typed_delta<float> : typed_delta<BFloat16>)(args, begin, end);
 }
 
 long attention_backward_keys(const AttentionBackwardArgs& args) { return keys_per_tile(args); }
@@ -48,19 +80,8 @@ void attention_backward(const AttentionBackwardArgs& args, long b, long key_head
 
 void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
                             const float* part, long parts, long begin, long end) {
-  const long queries = args.queries, n = args.size;
-  const long part_size = args.heads / args.key_heads * queries * n;
-  const QueryRows out = query_rows(args, b, key_head, nullptr);
-  for (long row = begin; row < end; ++row) {
-    const float* from = part + row * n;
-    float* to = out.data + row / queries * out.head_stride + row % queries * out.stride;
-    for (long d = 0; d < n; d += kLanes) {
-      const long here = least(kLanes, n - d);
-      Vec sum = load_some(from + d, here);
-      for (long i = 1; i < parts; ++i) sum = sum + load_some(from + i * part_size + d, here);
-      store_some(to + d, sum, here);
-    }
-  }
+  (args.type == Element::float32 ? typed_sum<float> : typed_sum<BFloat16>)(args, b, key_head, part,
+                                                                           parts, begin, end);
 }
 
 }  // namespace tf::TF_ISA

@@ -10,19 +10,20 @@ namespace tf {
 // Channels of query, key, value, output and grad are adjacent. Gradients that are not wanted:
 // nullptr.
 struct AttentionBackwardArgs : AttentionShape {
-  const float* query;         // (B, H, T, D)
-  const float* key;           // (B, Hkv, S, D)
-  const float* value;         // (B, Hkv, S, Dv)
-  const float* output;        // (B, H, T, Dv)
-  const float* grad;          // (B, H, T, Dv): of output
-  const float* weights;       // (B, H, T, S), contiguous, and its gradient; nullptr where that is
+  Element type;          // of those five and of the gradients but grad_mask: float32 or bfloat16
+  const void* query;     // (B, H, T, D)
+  const void* key;       // (B, Hkv, S, D)
+  const void* value;     // (B, Hkv, S, Dv)
+  const void* output;    // (B, H, T, Dv)
+  const void* grad;      // (B, H, T, Dv): of output
+  const float* weights;  // (B, H, T, S), contiguous, and its gradient; nullptr where that is
   const float* grad_weights;  // not given
   const float* shift;         // (B, H, T), contiguous: P = exp(scores - shift) norm
   const float* norm;          // 0 where nothing is seen
   float* delta;               // (B, H, T): sum over keys of P dP
-  float* grad_query;          // (B, H, T, D)
-  float* grad_key;            // (B, Hkv, S, D)
-  float* grad_value;          // (B, Hkv, S, Dv)
+  void* grad_query;           // (B, H, T, D)
+  void* grad_key;             // (B, Hkv, S, D)
+  void* grad_value;           // (B, Hkv, S, Dv)
   float* grad_mask;           // mask_size, contiguous, zeroed
   long grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
   long mask_size[4];
@@ -35,7 +36,7 @@ TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, lo
 // Keys that are taken at a time. The cut does not depend on the number of threads.
 TF_KERNEL(long attention_backward_keys(const AttentionBackwardArgs& args))
 
-// Floats of scratch that attention_backward needs.
+// Floats of scratch that attention_backward, which is for float32, needs.
 TF_KERNEL(long attention_backward_scratch(const AttentionBackwardArgs& args))
 
 // Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of

@@ -132,9 +132,10 @@ struct BackwardTile : KeyRange {
   }
 
  private:
-  void write(const float* sums, long n, float scale, float* grad, const long* stride) const {
-    if (grad == nullptr) return;
-    grad += head_offset(args.key_starts, stride, b, key_head) + start * stride[2];
+  void write(const float* sums, long n, float scale, void* tensor, const long* stride) const {
+    if (tensor == nullptr) return;
+    T* grad = static_cast<T*>(tensor) + head_offset(args.key_starts, stride, b, key_head) +
+              start * stride[2];
     alignas(64) float turned[kLanes * kLanes];
     for (long s = 0; s < rows; s += kLanes)
       for (long d = 0; d < n; d += kLanes) {
@@ -342,7 +343,7 @@ class BackwardBlock : Scores {
         P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
     covered_ = column + kPanel;
     bool& started = work.started[column / kPanel];
-    const auto gather = [&](const float* wanted, const auto* turned, const auto* panel, long n,
+    const auto gather = [&](const void* wanted, const auto* turned, const auto* panel, long n,
                             float* sums) {
       if (wanted != nullptr)
         P::multiply_to(turned, kRows, n, rows, panel, started, sums + column, work.sum_stride,

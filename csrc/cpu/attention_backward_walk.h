@@ -52,7 +52,8 @@ struct QueryRows {
 inline QueryRows query_rows(const AttentionBackwardArgs& args, long b, long key_head, float* part) {
   if (part != nullptr) return {part, args.queries * args.size, args.size};
   const long head = key_head * (args.heads / args.key_heads);
-  return {args.grad_query + head_offset(args.query_starts, args.grad_query_stride, b, head),
+  return {static_cast<float*>(args.grad_query) +
+              head_offset(args.query_starts, args.grad_query_stride, b, head),
           args.grad_query_stride[1], args.grad_query_stride[2]};
 }
 

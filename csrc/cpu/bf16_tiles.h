@@ -323,8 +323,8 @@ class TileProduct {
         term<kTwo, true, false>(a, a1, b, 2, 0, then(step * kTerms + 4));
         term<kTwo, true, false>(a, a1, b, 0, 0, then(step * kTerms + 5));
       } else {
-        term<kTwo, true, true>(a, a1, b, 0, 0,
-                               [&]() __attribute__((always_inline)) { meanwhile(step); });
+        term<kTwo, true, true>(a, a1, b, 0, 0, [] {});
+        meanwhile(step);
       }
       a += kTileSize * kPieces;
       a1 += kTileSize * kPieces;

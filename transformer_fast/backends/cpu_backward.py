@@ -28,6 +28,10 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
     return tensor.float() if tensor is not None and tensor.dtype in _HALVES else tensor
 
 
+def _as_it_is(tensor: Tensor | None) -> Tensor | None:
+    return tensor
+
+
 def _like(gradient: Tensor, tensor: Tensor | None) -> Tensor:
     return gradient if tensor is None else gradient.to(tensor.dtype)
 
@@ -204,10 +208,11 @@ def _attention_backward(
     norm: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else _wide(attn_mask)
+    # The gradients of probabilities and of a mask are there for float32 only.
+    wide = _wide if grad_weights is not None or wants[3] else _as_it_is
     found = _ops.cpu_attention_backward(
-        _wide(grad), _wide(grad_weights), _wide(query), _wide(key), _wide(value), mask,
-        key_lengths, is_causal, scale, dropout_p, seed, _wide(output), _wide(weights), shift,
+        wide(grad), wide(grad_weights), wide(query), wide(key), wide(value), wide(attn_mask),
+        key_lengths, is_causal, scale, dropout_p, seed, wide(output), wide(weights), shift,
         norm, *wants,
     )  # fmt: skip
     return tuple(  # type: ignore[return-value]
