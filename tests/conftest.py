@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Threads that wait sleep: where several processes share the cores, spinning takes the others' time.
 # OpenMP asks once, when torch is loaded.
@@ -15,6 +17,11 @@ import pytest
 import torch
 
 from transformer_fast import _native, dispatch
+
+# Triton asks when it is first imported whether to interpret; what other tests import (transformers)
+# imports it too.
+sys.path.insert(0, str(Path(__file__).parent / "triton"))
+import interpreted  # noqa: F401
 
 # A shell starts background jobs with the keyboard's interrupt ignored, and so would the tests be.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -90,7 +90,7 @@ def _products(
     return (
         grad @ weight if wants[0] else none,
         rows.t() @ columns if wants[1] else none,
-        rows.sum(0, dtype=torch.float32).to(input.dtype) if wants[2] else none,
+        rows.sum(0) if wants[2] else none,  # in fp32, rounded once
     )
 
 
