@@ -295,6 +295,12 @@ def backward_calls() -> list[Any]:
          (g, x, x, rows, rows, None, 16, 0.3, seed, True, True, True, True)),
         (ops.cpu_layer_norm_backward,
          (g, None, x, rows, rows, None, 16, 0.0, None, False, False, True, False)),
+        (ops.cpu_layer_norm_backward,
+         (g.half(), None, x.half(), rows, rows, None, 16, 0.0, None, True, False, True, True)),
+        (ops.cpu_layer_norm_alone, (x, rows[:1].expand(16), None, 16, 1e-5)),
+        (ops.cpu_layer_norm_alone, (x.bfloat16(), None, None, 16, 1e-5)),
+        (ops.cpu_add_layer_norm_alone, (x, g, None, rows[:1].expand(16), 16, 1e-5)),
+        (ops.cpu_add_layer_norm_alone, (x.half(), g.half(), None, None, 16, 1e-5)),
         (ops.cpu_linear_with_preactivation, (x, w, None, None, 2)),
         (ops.cpu_linear_backward, (torch.randn(6, 24), x, w, torch.randn(6, 24), 2, True, True,
                                    True)),
@@ -316,7 +322,7 @@ def backward_calls() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(18))
 def test_opcheck(number):
     op, arguments = backward_calls()[number]
     torch.library.opcheck(op.default, arguments)

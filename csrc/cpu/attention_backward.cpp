@@ -34,7 +34,7 @@ Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int
 
 // The tensor itself if its channels are adjacent.
 Tensor with_unit_stride(const Tensor& tensor) {
-  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);
 }
 
 // A gradient with heads and positions in memory as the tensor has them, or an empty one.
@@ -179,7 +179,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
     Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
-  using torch::stable::contiguous;
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
                   ": query, key and value must be (B, H, length, size)");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
@@ -196,8 +195,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}, type));
   grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}, type));
   output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}, type));
-  shift = contiguous(checked("shift", shift, {batch, heads, queries}));
-  norm = contiguous(checked("norm", norm, {batch, heads, queries}));
+  shift = as_contiguous(checked("shift", shift, {batch, heads, queries}));
+  norm = as_contiguous(checked("norm", norm, {batch, heads, queries}));
   const auto in_float = [&] {
     if (mask && is_half(*mask)) {
       Tensor copy = fresh(*mask, mask->sizes(), true);
@@ -217,7 +216,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     STD_TORCH_CHECK(weights.has_value(), kOp, ": grad_weights needs weights");
     for (auto [name, tensor] :
          {std::pair("weights", &weights), std::pair("grad_weights", &grad_weights)})
-      *tensor = contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
+      *tensor = as_contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
     args.weights = data_of(*weights);
     args.grad_weights = data_of(*grad_weights);
   }

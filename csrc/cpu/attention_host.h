@@ -39,8 +39,7 @@ inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tenso
   if (!tensor) return {};
   STD_TORCH_CHECK(tensor->is_cpu() && tensor->dim() == 1 && tensor->numel() == count,
                   "attention: ", name, " must hold ", count, " integers on the CPU");
-  const Tensor flat =
-      torch::stable::contiguous(torch::stable::to(*tensor, std::optional(ScalarType::Long)));
+  const Tensor flat = as_contiguous(torch::stable::to(*tensor, std::optional(ScalarType::Long)));
   const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
   return {data, data + count};
 }

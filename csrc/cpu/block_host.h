@@ -16,7 +16,7 @@ struct Norm {
   float eps;
 
   Norm(std::optional<Tensor> w, std::optional<Tensor> b, double e, int64_t columns)
-      : weight(contiguous(w)), bias(contiguous(b)), eps(static_cast<float>(e)) {
+      : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(static_cast<float>(e)) {
     for (const auto* t : {&weight, &bias}) {
       if (!*t) continue;
       check_float("block", "the norm's parameters", **t);

@@ -16,7 +16,7 @@ void check_logits(const char* op, const Tensor& input) {
 }
 
 Tensor with_adjacent_classes(const Tensor& input) {
-  return input.size(1) <= 1 || input.stride(1) == 1 ? input : torch::stable::contiguous(input);
+  return input.size(1) <= 1 || input.stride(1) == 1 ? input : as_contiguous(input);
 }
 
 CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ignored,
@@ -60,8 +60,8 @@ Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor k
   const int64_t rows = input.size(0), classes = input.size(1);
   check_rows(op, grad, known, rows);
   target = checked_target(op, target, rows, classes, ignored);
-  grad = torch::stable::contiguous(grad);
-  known = torch::stable::contiguous(known);
+  grad = as_contiguous(grad);
+  known = as_contiguous(known);
   const Tensor x = with_adjacent_classes(input);
   Tensor result = fresh(input, {rows, classes});
   const CrossEntropyGradientArgs args{describe(x, target, ignored, smoothing),

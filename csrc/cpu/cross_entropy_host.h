@@ -54,7 +54,7 @@ inline Tensor checked_target(const char* op, const Tensor& target, int64_t rows,
   STD_TORCH_CHECK(target.is_cpu() && target.scalar_type() == ScalarType::Long &&
                       target.dim() == 1 && target.size(0) == rows,
                   op, ": target must hold ", rows, " int64 on the CPU");
-  const Tensor flat = torch::stable::contiguous(target);
+  const Tensor flat = as_contiguous(target);
   const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
   for (int64_t i = 0; i < rows; ++i)
     STD_TORCH_CHECK(data[i] == ignored || (data[i] >= 0 && data[i] < classes), "Target ", data[i],

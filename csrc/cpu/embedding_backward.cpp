@@ -22,7 +22,7 @@ Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padd
   for (int64_t d = 0; d < tokens.dim(); ++d)
     STD_TORCH_CHECK(grad.size(d) == tokens.size(d), op, ": grad must have a row for each token");
   const int64_t width = grad.size(grad.dim() - 1), count = tokens.numel();
-  tokens = torch::stable::contiguous(tokens);
+  tokens = as_contiguous(tokens);
   const auto* places = static_cast<const int64_t*>(tokens.const_data_ptr());
   for (int64_t i = 0; i < count; ++i)
     STD_TORCH_CHECK(places[i] >= 0 && places[i] < rows, op, ": token ", places[i],

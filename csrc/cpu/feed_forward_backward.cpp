@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   Tensor preactivation = keep ? fresh_rows(input, f) : fresh(input, {0});
   if (m == 0) return {output, preactivation};
   const Rows x = as_rows(input);
-  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   FeedForwardArgs args{};
   args.x = x.data;
   args.bias1 = optional_data(b1);
@@ -193,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     return all();
   }
   const Rows dy = as_rows(grad), x = as_rows(input);
-  Tensor kept = torch::stable::contiguous(preactivation);
+  Tensor kept = as_contiguous(preactivation);
   const float* z = static_cast<const float*>(kept.const_data_ptr());
   FeedForwardArgs args{};
   args.k = k;

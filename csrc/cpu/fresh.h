@@ -1,4 +1,4 @@
-// Uninitialised tensors for what the operators give back.
+// Tensors: uninitialised ones for what the operators give back, and contiguous ones.
 #pragma once
 
 #include <sys/mman.h>
@@ -28,6 +28,15 @@ inline Tensor fresh_float(const Tensor& like, std::initializer_list<int64_t> siz
 inline Tensor fresh_like(const Tensor& like) { return fresh(like, like.sizes()); }
 // Rows of `columns` instead of input's.
 Tensor fresh_rows(const Tensor& input, int64_t columns);
+
+// The tensor itself if it is contiguous: asking is cheaper than PyTorch's operator.
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return as_contiguous(*tensor);
+}
 
 // Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
 // fifth, so it begins where a huge page does.

@@ -30,14 +30,20 @@ inline Element element_of(const torch::stable::Tensor& tensor) {
   }
 }
 
+// What LayerNorm gives: the sum where there is a residual, statistics where they are kept.
+struct Normalized {
+  torch::stable::Tensor output;
+  std::optional<torch::stable::Tensor> sum, mean, rstd;
+};
+
 namespace half {
 
 using torch::stable::Tensor;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
-    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& bias, int64_t normalized, double eps, double dropout_p,
-    const std::optional<Tensor>& seed);
+Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      int64_t normalized, double eps, double dropout_p,
+                      const std::optional<Tensor>& seed, bool keep);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
@@ -64,7 +70,7 @@ void linear_into(const void* x, int64_t m, const Tensor& weight,
                  const void* residual, void* y, int slot);
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                     double eps, void* y, float* statistics);  // room for 2 * rows
+                     double eps, void* y);
 void run_attention(const TypedAttentionArgs& args);
 
 }  // namespace half

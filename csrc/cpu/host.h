@@ -110,8 +110,12 @@ inline Rows as_rows(const Tensor& tensor) {
   }
   if (uniform)
     return {tensor, static_cast<const float*>(tensor.const_data_ptr()), rows, columns, stride};
-  Tensor copy = torch::stable::contiguous(tensor);
+  Tensor copy = as_contiguous(tensor);
   return {copy, static_cast<const float*>(copy.const_data_ptr()), rows, columns, columns};
+}
+
+inline float* mutable_floats(std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
 }
 
 inline const float* optional_data(const std::optional<Tensor>& tensor) {

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cpu/dropout_host.h"
+#include "cpu/half_ops.h"
 #include "cpu/host.h"
 #include "cpu/layer_norm_backward_kernel.h"
 
@@ -13,7 +14,7 @@ namespace {
 
 Rows rows_of(const Tensor& tensor, int64_t columns) {
   if (tensor.dim() > 0 && tensor.size(tensor.dim() - 1) == columns) return as_rows(tensor);
-  Tensor flat = torch::stable::contiguous(tensor);
+  Tensor flat = as_contiguous(tensor);
   return {flat, static_cast<const float*>(flat.const_data_ptr()), flat.numel() / columns, columns,
           columns};
 }
@@ -24,22 +25,28 @@ Tensor wanted_like(const Tensor& like, bool wanted) {
   return result;
 }
 
-float* data_if(bool wanted, Tensor& tensor) {
-  return wanted ? static_cast<float*>(tensor.mutable_data_ptr()) : nullptr;
-}
+void* data_if(bool wanted, Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
 
-// What is not wanted comes back empty. grad_input: behind the dropout, else it is grad_source.
+// source, grad, grad_sum and what becomes of them are of one type; statistics, weight and the
+// gradients of weight and bias are float32. What is not wanted comes back empty. grad_input: behind
+// the dropout, else it is grad_source.
 std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     Tensor grad, std::optional<Tensor> grad_sum, Tensor source, Tensor mean, Tensor rstd,
     std::optional<Tensor> weight, int64_t normalized, double dropout_p, std::optional<Tensor> seed,
     bool want_source, bool want_input, bool want_weight, bool want_bias, bool annotated) {
   const char* op = "layer_norm_backward";
-  for (auto [name, tensor] : {std::pair("grad", &grad), std::pair("source", &source),
-                              std::pair("mean", &mean), std::pair("rstd", &rstd)})
+  const auto check_type = [&](const char* name, const Tensor& tensor) {
+    if (!is_half(source)) return check_float(op, name, tensor);
+    STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == source.scalar_type(), op, ": ", name,
+                    " must be on the CPU and of source's type");
+  };
+  check_type("source", source);
+  check_type("grad", grad);
+  for (auto [name, tensor] : {std::pair("mean", &mean), std::pair("rstd", &rstd)})
     check_float(op, name, *tensor);
   STD_TORCH_CHECK(grad.sizes().equals(source.sizes()), op, ": grad must have the shape of source");
   if (grad_sum) {
-    check_float(op, "grad_sum", *grad_sum);
+    check_type("grad_sum", *grad_sum);
     STD_TORCH_CHECK(grad_sum->sizes().equals(source.sizes()), op,
                     ": grad_sum must have the shape of source");
   }
@@ -53,12 +60,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   if (weight) {
     check_float(op, "weight", *weight);
     STD_TORCH_CHECK(weight->numel() == n, op, ": weight must have ", n, " elements");
-    weight_row = torch::stable::contiguous(*weight);
+    weight_row = as_contiguous(*weight);
   }
   Tensor grad_source = wanted_like(source, want_source);
   Tensor grad_input = wanted_like(source, want_input);
-  Tensor grad_weight = fresh(source, {want_weight ? n : 0});
-  Tensor grad_bias = fresh(source, {want_bias ? n : 0});
+  Tensor grad_weight = fresh_float(source, {want_weight ? n : 0});
+  Tensor grad_bias = fresh_float(source, {want_bias ? n : 0});
   if (rows == 0) {
     torch::stable::zero_(grad_weight);
     torch::stable::zero_(grad_bias);
@@ -66,10 +73,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   }
   const Rows dy = rows_of(grad, n), s = rows_of(source, n);
   const Rows extra = grad_sum ? rows_of(*grad_sum, n) : Rows{source, nullptr, 0, 0, 0};
-  Tensor mean_row = torch::stable::contiguous(mean), rstd_row = torch::stable::contiguous(rstd);
+  Tensor mean_row = as_contiguous(mean), rstd_row = as_contiguous(rstd);
   const int64_t blocks = std::clamp<int64_t>(rows / 16, 1, 64);
   const bool shares = want_weight || want_bias;
   const LayerNormBackwardArgs args{
+      .type = element_of(source),
       .grad = dy.data,
       .grad_sum = extra.data,
       .source = s.data,

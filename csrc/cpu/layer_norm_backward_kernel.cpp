@@ -10,8 +10,8 @@
 // result.
 #include "cpu/layer_norm_backward_kernel.h"
 
+#include "cpu/half.h"
 #include "cpu/philox.h"
-#include "cpu/vec.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -20,9 +20,6 @@ namespace {
 constexpr long kChain = 32;
 constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
 
-TF_INLINE Vec load_some(const float* p, long n) { return n == kLanes ? load(p) : load_n(p, n); }
-TF_INLINE void store_some(float* p, Vec x, long n) { n == kLanes ? store(p, x) : store_n(p, x, n); }
-
 template <class F>
 TF_INLINE void each_vector(long n, const F& f) {
   long j = 0;
@@ -30,15 +27,16 @@ TF_INLINE void each_vector(long n, const F& f) {
   if (j < n) f(j, n - j);
 }
 
+template <class T>
 struct Row {
   const LayerNormBackwardArgs& args;
-  const float *grad, *source;
+  const T *grad, *source;
   float mean, rstd;
 
   Row(const LayerNormBackwardArgs& a, long row)
       : args(a),
-        grad(a.grad + row * a.grad_stride),
-        source(a.source + row * a.source_stride),
+        grad(static_cast<const T*>(a.grad) + row * a.grad_stride),
+        source(static_cast<const T*>(a.source) + row * a.source_stride),
         mean(a.mean[row]),
         rstd(a.rstd[row]) {}
 
@@ -52,7 +50,8 @@ struct Row {
 };
 
 // 1 / sqrt((n - 1) sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
-float annotated_share(const Row& in, long n) {
+template <class T>
+float annotated_share(const Row<T>& in, long n) {
   Vec sum = zero();
   float rest = 0.0f;
   each_vector(n, [&](long j, long count) {
@@ -61,7 +60,7 @@ float annotated_share(const Row& in, long n) {
       sum = fma(h, h, sum);
     } else {
       for (long i = j; i < n; ++i) {
-        const float h = (in.source[i] - in.mean) * in.rstd;
+        const float h = (load_one(in.source + i) - in.mean) * in.rstd;
         rest += h * h;
       }
     }
@@ -70,9 +69,10 @@ float annotated_share(const Row& in, long n) {
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
+template <class T>
 void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
   const long n = args.n;
-  const Row in(args, row);
+  const Row<T> in(args, row);
   Vec sum_g = zero(), sum_gh = zero();
   each_vector(n, [&](long j, long count) {
     const Vec g = in.weighted(j, count);
@@ -90,20 +90,26 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
       dropout_factors(args.dropout, static_cast<uint64_t>(row * rows_in_row + r), 0,
                       args.dropout_columns, factors + r * args.dropout_columns);
   }
-  const float* extra =
-      args.grad_sum != nullptr ? args.grad_sum + row * args.grad_sum_stride : nullptr;
+  const auto row_of = [&](void* tensor) {
+    return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * n;
+  };
+  T *to_source = row_of(args.grad_source), *to_input = row_of(args.grad_input);
+  const T* extra = args.grad_sum == nullptr
+                       ? nullptr
+                       : static_cast<const T*>(args.grad_sum) + row * args.grad_sum_stride;
   each_vector(n, [&](long j, long count) {
     const Vec h = in.normal(j, count);
     Vec d = (in.weighted(j, count) - mean_g - h * mean_gh) * set1(in.rstd);
     if (extra != nullptr) d = d + load_some(extra + j, count);
-    if (args.grad_source != nullptr) store_some(args.grad_source + row * n + j, d, count);
+    if (to_source != nullptr) store_some(to_source + j, d, count);
     if (drops) d = drop(d, load_some(factors + j, count));
-    if (args.grad_input != nullptr) store_some(args.grad_input + row * n + j, d, count);
+    if (to_input != nullptr) store_some(to_input + j, d, count);
   });
 }
 
+template <class T>
 void add_share(const LayerNormBackwardArgs& args, long row, float* dweight, float* dbias) {
-  const Row in(args, row);
+  const Row<T> in(args, row);
   each_vector(args.n, [&](long j, long count) {
     const Vec dy = load_some(in.grad + j, count);
     store_some(dweight + j, fma(dy, in.normal(j, count), load_some(dweight + j, count)), count);
@@ -122,11 +128,8 @@ void move_into(float* chain, long n, float* share) {
   clear(chain, n);
 }
 
-}  // namespace
-
-long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
-
-void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+template <class T>
+void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
   const long n = args.n;
   float* chain = scratch;
   float* factors = chain + 2 * n;
@@ -139,12 +142,27 @@ void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, fl
   const long end = args.rows * (block + 1) / args.blocks;
   const bool source = args.grad_source != nullptr || args.grad_input != nullptr;
   for (long row = begin; row < end; ++row) {
-    if (source) source_gradient(args, row, factors);
+    if (source) source_gradient<T>(args, row, factors);
     if (share == nullptr) continue;
-    add_share(args, row, chain, chain + n);
+    add_share<T>(args, row, chain, chain + n);
     if ((row - begin) % kChain == kChain - 1) move_into(chain, 2 * n, share);
   }
   if (share != nullptr) move_into(chain, 2 * n, share);
+}
+
+}  // namespace
+
+long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
+
+void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+  switch (args.type) {
+    case Element::bfloat16:
+      return run_block<BFloat16>(args, block, scratch);
+    case Element::float16:
+      return run_block<Float16>(args, block, scratch);
+    default:
+      return run_block<float>(args, block, scratch);
+  }
 }
 
 void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total, long begin,

@@ -2,21 +2,23 @@
 #pragma once
 
 #include "cpu/dropout.h"
+#include "cpu/element.h"
 #include "cpu/isa.h"
 
 namespace tf {
 
 // y = (s - mean) * rstd * weight + bias, s = residual + dropout(input).
 struct LayerNormBackwardArgs {
-  const float* grad;      // (rows, n): of y, rows grad_stride apart
-  const float* grad_sum;  // (rows, n): of s where it is a result too, or nullptr
-  const float* source;    // (rows, n): s
-  const float* weight;    // (n) or nullptr: ones
-  const float* mean;      // (rows)
-  const float* rstd;      // (rows)
-  float* grad_source;     // (rows, n), contiguous, or nullptr: not wanted
-  float* grad_input;      // (rows, n), contiguous, behind the dropout, or nullptr
-  float* partial;         // (blocks, 2, n): each block's share of dweight and dbias, or nullptr
+  Element type;          // of grad, grad_sum, source, grad_source and grad_input
+  const void* grad;      // (rows, n): of y, rows grad_stride apart
+  const void* grad_sum;  // (rows, n): of s where it is a result too, or nullptr
+  const void* source;    // (rows, n): s
+  const float* weight;   // (n) or nullptr: ones
+  const float* mean;     // (rows)
+  const float* rstd;     // (rows)
+  void* grad_source;     // (rows, n), contiguous, or nullptr: not wanted
+  void* grad_input;      // (rows, n), contiguous, behind the dropout, or nullptr
+  float* partial;        // (blocks, 2, n): each block's share of dweight and dbias, or nullptr
   long rows, blocks, n, grad_stride, grad_sum_stride, source_stride;
   // Rows of the tensor whose elements are dropped; n is a multiple of it.
   long dropout_columns;

@@ -111,8 +111,8 @@ void rows(const HalfLayerNormArgs& args, long begin, long end, const Workspace& 
     long j = 0;
     for (; j + kLanes <= n; j += kLanes) store(y + j, normal(j));
     if (j < n) store_n(y + j, normal(j), n - j);
-    args.mean[row] = mean;
-    args.rstd[row] = rstd;
+    if (args.mean != nullptr) args.mean[row] = mean;
+    if (args.rstd != nullptr) args.rstd[row] = rstd;
   }
 }
 

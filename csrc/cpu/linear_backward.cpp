@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     check_float(op, "preactivation", *preactivation);
     STD_TORCH_CHECK(preactivation->sizes().equals(grad.sizes()), op,
                     ": preactivation must have the shape of grad");
-    preactivation = torch::stable::contiguous(*preactivation);
+    preactivation = as_contiguous(*preactivation);
     float* to = shared_scratch(1).floats(m * n);
     const SlopeArgs args{dy.data,   static_cast<const float*>(preactivation->const_data_ptr()),
                          to,        n,

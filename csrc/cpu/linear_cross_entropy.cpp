@@ -28,7 +28,7 @@ struct Call {
   Call(const char* op, const Tensor& input, const Tensor& w, const std::optional<Tensor>& b,
        const Tensor& t, int64_t ignore_index, double label_smoothing)
       : weight(w),
-        bias(contiguous(b)),
+        bias(as_contiguous(b)),
         classes(w.dim() == 2 ? w.size(0) : 0),
         k(w.dim() == 2 ? w.size(1) : 0),
         ignored(ignore_index),
@@ -97,8 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
   const Call call(op, input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows, n = call.classes, k = call.k;
   check_rows(op, grad, known, rows);
-  grad = torch::stable::contiguous(grad);
-  known = torch::stable::contiguous(known);
+  grad = as_contiguous(grad);
+  known = as_contiguous(known);
   Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
   Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
   Tensor grad_bias = fresh(weight, {want_bias ? n : 0});

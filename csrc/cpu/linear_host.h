@@ -22,11 +22,6 @@ inline void check_weight(const char* op, const char* name, const Tensor& weight,
   }
 }
 
-inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  if (!tensor) return std::nullopt;
-  return torch::stable::contiguous(*tensor);
-}
-
 // Floats behind the panels of a packed weight: room for prefetching, and at the very end the width
 // of a panel, which tells whether the instruction set in use can read it.
 constexpr int64_t kPackedTail = 64;

@@ -17,14 +17,12 @@
 namespace tf {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optional<Tensor> residual,
-                                                      std::optional<Tensor> weight,
-                                                      std::optional<Tensor> bias,
-                                                      int64_t normalized, double eps,
-                                                      double dropout_p,
-                                                      std::optional<Tensor> seed) {
+Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
+                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     int64_t normalized, double eps, double dropout_p,
+                     const std::optional<Tensor>& seed, bool keep) {
   if (is_half(input))
-    return half::layer_norm(input, residual, weight, bias, normalized, eps, dropout_p, seed);
+    return half::layer_norm(input, residual, weight, bias, normalized, eps, dropout_p, seed, keep);
   check_float("layer_norm", "input", input);
   STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
                   "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
@@ -40,16 +38,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
     check_float("layer_norm", name, **from);
     STD_TORCH_CHECK((*from)->numel() == normalized, "layer_norm: ", name, " must have ", normalized,
                     " elements");
-    *to = torch::stable::contiguous(**from);
+    *to = as_contiguous(**from);
   }
   const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  Tensor output = fresh_like(input);
-  Tensor sum = residual ? fresh_like(input) : fresh(input, {0});
-  Tensor mean = fresh(input, {rows}), rstd = fresh(input, {rows});
+  Normalized result{fresh_like(input), {}, {}, {}};
+  if (residual) result.sum = fresh_like(input);
+  if (keep) result.mean = fresh(input, {rows}), result.rstd = fresh(input, {rows});
   if (rows > 0) {
     const auto view = [&](const Tensor& t) {
       if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return as_rows(t);
-      Tensor flat = torch::stable::contiguous(t);
+      Tensor flat = as_contiguous(t);
       return Rows{flat, static_cast<const float*>(flat.const_data_ptr()), rows, normalized,
                   normalized};
     };
@@ -59,10 +57,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
                              r.data,
                              optional_data(weight_row),
                              optional_data(bias_row),
-                             static_cast<float*>(output.mutable_data_ptr()),
-                             residual ? static_cast<float*>(sum.mutable_data_ptr()) : nullptr,
-                             static_cast<float*>(mean.mutable_data_ptr()),
-                             static_cast<float*>(rstd.mutable_data_ptr()),
+                             static_cast<float*>(result.output.mutable_data_ptr()),
+                             mutable_floats(result.sum),
+                             mutable_floats(result.mean),
+                             mutable_floats(result.rstd),
                              normalized,
                              x.stride,
                              r.stride,
@@ -75,7 +73,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
       TF_DISPATCH(layer_norm_rows, args, begin, end, kernel_scratch().floats(scratch));
     });
   }
-  return {output, sum, mean, rstd};
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optional<Tensor> residual,
+                                                      std::optional<Tensor> weight,
+                                                      std::optional<Tensor> bias,
+                                                      int64_t normalized, double eps,
+                                                      double dropout_p,
+                                                      std::optional<Tensor> seed) {
+  const Normalized result =
+      normalize(input, residual, weight, bias, normalized, eps, dropout_p, seed, true);
+  return {result.output, result.sum ? *result.sum : fresh(input, {0}), *result.mean, *result.rstd};
+}
+
+// Without what a backward needs: small inputs take no longer than the tensors for it would.
+Tensor layer_norm_alone(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias,
+                        int64_t normalized, double eps) {
+  return normalize(input, {}, weight, bias, normalized, eps, 0.0, {}, false).output;
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm_alone(Tensor input, Tensor residual,
+                                                std::optional<Tensor> weight,
+                                                std::optional<Tensor> bias, int64_t normalized,
+                                                double eps) {
+  const Normalized result =
+      normalize(input, residual, weight, bias, normalized, eps, 0.0, {}, false);
+  return {result.output, *result.sum};
 }
 
 // keep: shift and norm, which the backward needs; else they come back empty.
@@ -169,7 +193,7 @@ Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
   const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
-  const std::optional<Tensor> b = contiguous(bias);
+  const std::optional<Tensor> b = as_contiguous(bias);
   run_linear(
       {x.data, nullptr, optional_data(b), r.data, static_cast<float*>(output.mutable_data_ptr()), m,
        k, n, x.stride, r.stride, n, static_cast<int>(activation), mutable_data(preactivation)},
@@ -209,7 +233,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   if (m * n == 0) return output;
   const Rows x = as_rows(input);
-  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   float* y = static_cast<float*>(output.mutable_data_ptr());
   if (is_direct(weight1, packed1, m) && is_direct(weight2, packed2, m)) {
     float* hidden = shared_scratch(2).floats(m * f);
@@ -238,6 +262,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "int normalized, float eps, float dropout_p, Tensor? seed) -> "
       "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
+      "cpu_layer_norm_alone(Tensor input, Tensor? weight, Tensor? bias, int normalized, float eps) "
+      "-> Tensor");
+  m.def(
+      "cpu_add_layer_norm_alone(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, "
+      "int normalized, float eps) -> (Tensor output, Tensor sum)");
+  m.def(
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
       "bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights, "
       "bool keep=True) -> "
@@ -257,6 +287,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_layer_norm", TORCH_BOX(&tf::layer_norm));
+  m.impl("cpu_layer_norm_alone", TORCH_BOX(&tf::layer_norm_alone));
+  m.impl("cpu_add_layer_norm_alone", TORCH_BOX(&tf::add_layer_norm_alone));
   m.impl("cpu_attention", TORCH_BOX(&tf::attention));
   m.impl("cpu_pack_weight", TORCH_BOX(&tf::pack_weight));
   m.impl("cpu_linear", TORCH_BOX(&tf::linear));

@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm(Tensor input, Tensor wei
   const int64_t rows = input.numel() / n;
   Tensor mean = fresh(input, {rows}), rstd = fresh(input, {rows});
   if (rows == 0) return {output, mean, rstd};
-  const Tensor w = torch::stable::contiguous(weight), b = torch::stable::contiguous(bias);
+  const Tensor w = as_contiguous(weight), b = as_contiguous(bias);
   LayerNormArgs args{};
   args.x = x.data;
   args.weight = static_cast<const float*>(w.const_data_ptr());

@@ -34,7 +34,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
   const bool ragged = query_starts.has_value();
   const int64_t dims = ragged ? 2 : 3;
   STD_TORCH_CHECK(input.dim() == dims, op, ": input must have ", dims, " dimensions");
-  const Tensor x = torch::stable::contiguous(input);
+  const Tensor x = as_contiguous(input);
   const int64_t width = x.size(dims - 1);
   STD_TORCH_CHECK(heads > 0 && width % heads == 0, op, ": the heads must divide the width");
   check_weight(op, "in_weight", in_weight, width, in_bias);
@@ -48,7 +48,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
                     ": memory must be as input");
     STD_TORCH_CHECK(width % TF_DISPATCH(panel_columns, ) == 0, op,
                     ": with memory the width must be a multiple of a panel");
-    source = torch::stable::contiguous(*memory);
+    source = as_contiguous(*memory);
   }
   STD_TORCH_CHECK(ragged == key_starts.has_value(), op, ": starts come in pairs");
 
@@ -83,7 +83,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
     from = normed;
   }
   const Panels in_panels = panels_of(in_weight, in_packed, 0, rows);
-  const std::optional<Tensor> in_b = contiguous(in_bias), out_b = contiguous(out_bias);
+  const std::optional<Tensor> in_b = as_contiguous(in_bias), out_b = as_contiguous(out_bias);
   // Queries, keys and values side by side; with memory the queries in a block of their own.
   float* projected = shared_scratch(kProjectedSlot)
                          .floats(memory ? rows * width + key_rows * 2 * width : rows * 3 * width);
@@ -148,7 +148,7 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
   const char* op = "feed_forward_block";
   check_float(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
-  const Tensor x = torch::stable::contiguous(input);
+  const Tensor x = as_contiguous(input);
   const int64_t width = x.size(x.dim() - 1), hidden = weight1.size(0);
   check_weight(op, "weight1", weight1, width, bias1);
   check_weight(op, "weight2", weight2, hidden, bias2);
@@ -163,7 +163,7 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
     norm.run(from, normed, rows, width);
     from = normed;
   }
-  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   float* y = data_of(output);
   if (is_direct(weight1, packed1, rows) && is_direct(weight2, packed2, rows)) {
     float* inner = shared_scratch(kHiddenSlot).floats(rows * hidden);

@@ -20,7 +20,7 @@ struct Projection {
 
   Projection(const char* name, Tensor w, MaybeTensor p, MaybeTensor b, const Tensor& input,
              int64_t n, int64_t k)
-      : weight(w), packed(p), bias(contiguous(b)) {
+      : weight(w), packed(p), bias(as_contiguous(b)) {
     STD_TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == input.scalar_type() &&
                         weight.dim() == 2 && weight.size(0) == n && weight.size(1) == k,
                     "decode_attention: ", name, " must be (", n, ", ", k, ") of input's dtype");
@@ -47,8 +47,7 @@ struct AnyNorm {
 
   void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
     if (is_half(like)) {
-      float* statistics = shared_scratch(kHiddenSlot).floats(2 * rows);
-      half::layer_norm_into(like, x, rows, columns, weight, bias, eps, y, statistics);
+      half::layer_norm_into(like, x, rows, columns, weight, bias, eps, y);
     } else {
       Norm(weight, bias, eps, columns)
           .run(static_cast<const float*>(x), static_cast<float*>(y), rows, columns);
@@ -157,7 +156,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
                         cache->stride(3) == 1 && cache->size(0) > 0 &&
                         cache->sizes().equals(keys.sizes()),
                     op, ": keys and values must be (R, H, places, D) of input's dtype");
-  const Tensor x = torch::stable::contiguous(input);
+  const Tensor x = as_contiguous(input);
   Sizes is{keys.size(0), 0, keys.size(1), keys.size(3), x.size(1)};
   is.length = x.size(0) / is.rows;
   STD_TORCH_CHECK(is.length * is.rows == x.size(0) && is.heads * is.size == is.width, op,
@@ -170,7 +169,7 @@ Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<
   STD_TORCH_CHECK(
       !norm_weight || !norm_bias || norm_weight->scalar_type() == norm_bias->scalar_type(), op,
       ": the norm's weight and bias must have the same dtype");
-  const AnyNorm norm{contiguous(norm_weight), contiguous(norm_bias), eps};
+  const AnyNorm norm{as_contiguous(norm_weight), as_contiguous(norm_bias), eps};
   const int64_t places = start ? *start + is.length : keys.size(2);
   STD_TORCH_CHECK(!start || (*start >= 0 && places <= keys.size(2)), op, ": the cache has ",
                   keys.size(2), " places");

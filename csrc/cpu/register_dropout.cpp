@@ -14,7 +14,7 @@ namespace {
 Tensor dropout(Tensor input, double p, std::optional<Tensor> seed) {
   STD_TORCH_CHECK(input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_half(input)),
                   "dropout: input must be float32, bfloat16 or float16, and on the CPU");
-  const Tensor x = torch::stable::contiguous(input);
+  const Tensor x = as_contiguous(input);
   Tensor output = fresh_like(x);
   const int64_t n = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
   if (x.numel() == 0) return output;

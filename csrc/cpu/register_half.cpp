@@ -43,10 +43,10 @@ void* bytes_of(Scratch& scratch, int64_t bytes) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
-    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& bias, int64_t normalized, double eps, double dropout_p,
-    const std::optional<Tensor>& seed) {
+Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      int64_t normalized, double eps, double dropout_p,
+                      const std::optional<Tensor>& seed, bool keep) {
   const char* op = "layer_norm";
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
@@ -69,15 +69,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
   }
   STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(),
                   "layer_norm: weight and bias must have the same dtype");
-  const std::optional<Tensor> weight_row = contiguous(weight), bias_row = contiguous(bias);
+  const std::optional<Tensor> weight_row = as_contiguous(weight), bias_row = as_contiguous(bias);
   const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  Tensor output = fresh_like(input);
-  Tensor sum = residual ? fresh_like(input) : fresh(input, {0});
-  Tensor mean = fresh_float(input, {rows}), rstd = fresh_float(input, {rows});
+  Normalized result{fresh_like(input), {}, {}, {}};
+  if (residual) result.sum = fresh_like(input);
+  if (keep) result.mean = fresh_float(input, {rows}), result.rstd = fresh_float(input, {rows});
   if (rows > 0) {
     const auto view = [&](const Tensor& t) {
       if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return half_rows(t);
-      Tensor flat = torch::stable::contiguous(t);
+      Tensor flat = as_contiguous(t);
       return HalfRows{flat, flat.const_data_ptr(), normalized};
     };
     const HalfRows x = view(input);
@@ -88,10 +88,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
                                  r.data,
                                  data_of(weight_row),
                                  data_of(bias_row),
-                                 output.mutable_data_ptr(),
-                                 residual ? sum.mutable_data_ptr() : nullptr,
-                                 static_cast<float*>(mean.mutable_data_ptr()),
-                                 static_cast<float*>(rstd.mutable_data_ptr()),
+                                 result.output.mutable_data_ptr(),
+                                 residual ? result.sum->mutable_data_ptr() : nullptr,
+                                 mutable_floats(result.mean),
+                                 mutable_floats(result.rstd),
                                  normalized,
                                  x.stride,
                                  r.stride,
@@ -104,14 +104,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(
       TF_DISPATCH(half_layer_norm_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
     });
   }
-  return {output, sum, mean, rstd};
+  return result;
 }
 
 namespace {
 
 // A tensor whose channels are adjacent.
 Tensor adjacent(const Tensor& tensor) {
-  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);
 }
 
 }  // namespace
@@ -270,7 +270,7 @@ void linear_into(const void* x, int64_t m, const Tensor& weight,
 
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                     double eps, void* y, float* statistics) {
+                     double eps, void* y) {
   const Tensor& parameters = weight ? *weight : bias ? *bias : like;
   const HalfLayerNormArgs args{element_of(like),
                                element_of(parameters),
@@ -280,8 +280,8 @@ void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t co
                                data_of(bias),
                                y,
                                nullptr,
-                               statistics,
-                               statistics + rows,
+                               nullptr,
+                               nullptr,
                                columns,
                                columns,
                                0,
@@ -321,7 +321,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   if (m * n == 0) return output;
   const HalfRows x = half_rows(input);
   const HalfRows r = residual ? half_rows(*residual) : HalfRows{input, nullptr, 0};
-  const std::optional<Tensor> b = contiguous(bias);
+  const std::optional<Tensor> b = as_contiguous(bias);
   run_linear({element_of(input), x.data, panels_of(weight, packed, 0), data_of(b), r.data,
               output.mutable_data_ptr(), m, k, n, x.stride, r.stride, n,
               static_cast<int>(activation)});
@@ -343,7 +343,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   if (m * n == 0) return output;
   const HalfRows x = half_rows(input);
-  const std::optional<Tensor> b1 = contiguous(bias1), b2 = contiguous(bias2);
+  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   const void* panels1 = panels_of(weight1, packed1, 0);
   const void* panels2 = panels_of(weight2, packed2, 1);
   const Element type = element_of(input);

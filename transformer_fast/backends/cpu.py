@@ -17,6 +17,7 @@ from .cpu_backward_fakes import register_fakes
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
 
+_ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -29,9 +30,9 @@ def layer_norm(
 ) -> Tensor:
     if needs_function(input, weight, bias):
         return LayerNorm.apply("cpu", input, normalized_shape, weight, bias, eps)[0]
-    return torch.ops.transformer_fast.cpu_layer_norm(
-        input, None, weight, bias, math.prod(normalized_shape), eps, 0.0, None
-    )[0]
+    return _ops.cpu_layer_norm_alone(  # type: ignore[no-any-return]
+        input, weight, bias, math.prod(normalized_shape), eps
+    )
 
 
 def add_layer_norm(
@@ -48,10 +49,14 @@ def add_layer_norm(
         return AddLayerNorm.apply(
             "cpu", input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
         )[:2]
-    normalized, total, _, _ = torch.ops.transformer_fast.cpu_layer_norm(
-        input, residual, weight, bias, math.prod(normalized_shape), eps, dropout_p, seed
-    )
-    return normalized, total
+    normalized = math.prod(normalized_shape)
+    if dropout_p == 0.0:
+        return _ops.cpu_add_layer_norm_alone(  # type: ignore[no-any-return]
+            input, residual, weight, bias, normalized, eps
+        )
+    return _ops.cpu_layer_norm(  # type: ignore[no-any-return]
+        input, residual, weight, bias, normalized, eps, dropout_p, seed
+    )[:2]
 
 
 def attention(
@@ -75,7 +80,7 @@ def attention(
             need_weights,
         )  # fmt: skip
     else:
-        output, weights, _, _ = torch.ops.transformer_fast.cpu_attention(
+        output, weights, _, _ = _ops.cpu_attention(
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
             need_weights, False,
         )  # fmt: skip
@@ -91,7 +96,7 @@ def linear(
 ) -> Tensor:
     if needs_function(input, weight, bias, residual):
         return Linear.apply("cpu", input, weight, bias, activation, residual)[0]
-    return torch.ops.transformer_fast.cpu_linear(
+    return _ops.cpu_linear(
         input,
         weight,
         packed_weight(weight, input.numel() // max(1, input.shape[-1])),
@@ -116,7 +121,7 @@ def feed_forward(
             "cpu", input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
         )[0]
     if dropout_p > 0.0:
-        return torch.ops.transformer_fast.cpu_feed_forward_training(
+        return _ops.cpu_feed_forward_training(
             input,
             weight1,
             bias1,
@@ -128,7 +133,7 @@ def feed_forward(
             False,
         )[0]
     rows = input.numel() // max(1, input.shape[-1])
-    return torch.ops.transformer_fast.cpu_feed_forward(
+    return _ops.cpu_feed_forward(
         input,
         weight1,
         packed_weight(weight1, rows),
@@ -155,6 +160,24 @@ def _fake_layer_norm(
     total = output.new_empty(input.shape if residual is not None else (0,))
     mean = output.new_empty((rows,), dtype=torch.float32)
     return output, total, mean, torch.empty_like(mean)
+
+
+def _fake_layer_norm_alone(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized: int, eps: float
+) -> Tensor:
+    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+
+def _fake_add_layer_norm_alone(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    return output, torch.empty_like(output)
 
 
 def _fake_attention(
@@ -223,6 +246,8 @@ def _register() -> None:
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_layer_norm": _fake_layer_norm,
+            "cpu_layer_norm_alone": _fake_layer_norm_alone,
+            "cpu_add_layer_norm_alone": _fake_add_layer_norm_alone,
             "cpu_attention": _fake_attention,
             "cpu_pack_weight": _fake_pack_weight,
             "cpu_linear": _fake_linear,

@@ -121,11 +121,11 @@ def _layer_norm_backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dinput, _, dweight, dbias = _ops.cpu_layer_norm_backward(
-        _wide(grad), None, _wide(input), mean, rstd, _wide(weight), math.prod(normalized_shape),
-        0.0, None, wants[0], False, wants[1], wants[2],
+        grad, None, input, mean, rstd, _wide(weight), math.prod(normalized_shape), 0.0, None,
+        wants[0], False, wants[1], wants[2],
     )  # fmt: skip
     return (
-        _like(dinput, input),
+        dinput,
         _like(_shaped(dweight, normalized_shape, wants[1]), weight),
         _like(_shaped(dbias, normalized_shape, wants[2]), weight),
     )
@@ -160,13 +160,11 @@ def _add_layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     drops = dropout_p > 0.0
     dsource, dinput, dweight, dbias = _ops.cpu_layer_norm_backward(
-        _wide(grad), _wide(grad_sum), _wide(sum), mean, rstd, _wide(weight),
-        math.prod(normalized_shape), dropout_p, seed, wants[1] or (wants[0] and not drops),
-        wants[0] and drops, wants[2], wants[3],
+        grad, grad_sum, sum, mean, rstd, _wide(weight), math.prod(normalized_shape), dropout_p,
+        seed, wants[1] or (wants[0] and not drops), wants[0] and drops, wants[2], wants[3],
     )  # fmt: skip
-    dsource = _like(dsource, sum)
     return (
-        _like(dinput, sum) if drops else dsource,
+        dinput if drops else dsource,
         dsource,
         _like(_shaped(dweight, normalized_shape, wants[2]), weight),
         _like(_shaped(dbias, normalized_shape, wants[3]), weight),
@@ -234,6 +232,10 @@ def _linear_forward(
         else:
             output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
         return output, output.new_empty((0,))
+    if input.dtype in _HALVES and _by_products(input):
+        preactivation = torch.nn.functional.linear(input, weight, bias)
+        output = _ACTIVATE[activation](preactivation)
+        return output if residual is None else output + residual, preactivation
     if input.dtype in _HALVES:
         output, preactivation = _ops.cpu_linear_with_preactivation(
             _wide(input), _wide(weight), _wide(bias), _wide(residual), ACTIVATIONS[activation]
@@ -257,6 +259,8 @@ def _linear_backward(
         return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
             grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
         )
+    if activation is not None and preactivation.dtype == input.dtype:
+        return _products(_SLOPE[activation](grad, preactivation), input, weight, wants)
     if activation is not None:
         found = _ops.cpu_linear_backward(
             _wide(grad), _wide(input), _wide(weight), preactivation, ACTIVATIONS[activation], *wants

@@ -33,8 +33,8 @@ def _fake_layer_norm_backward(
     return (
         source.new_empty(source.shape if want_source else (0,)),
         source.new_empty(source.shape if want_input else (0,)),
-        source.new_empty((normalized if want_weight else 0,)),
-        source.new_empty((normalized if want_bias else 0,)),
+        mean.new_empty((normalized if want_weight else 0,)),
+        mean.new_empty((normalized if want_bias else 0,)),
     )
 
 

@@ -68,6 +68,25 @@ def _raise_like_torch(
     same_error_as(lambda: F.linear(input, weight, bias), otherwise)
 
 
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether nothing is wrong: all questions in one go, since small inputs take hardly longer."""
+    sizes, rows = input.shape, weight.shape
+    if len(rows) != 2 or len(sizes) == 0 or sizes[-1] != rows[1]:
+        return False
+    dtype, device = input.dtype, input.device
+    if weight.dtype != dtype or weight.device != device:
+        return False
+    if bias is None:
+        return True
+    columns = bias.shape
+    return (
+        len(columns) == 1
+        and columns[0] == rows[0]
+        and bias.dtype == dtype
+        and bias.device == device
+    )
+
+
 def prepare_linear(
     input: Tensor,
     weight: Tensor,
@@ -76,13 +95,26 @@ def prepare_linear(
     activation: str | Callable[[Tensor], Tensor] | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
-    require_tensor("linear", "input", 1, input)
-    require_tensor("linear", "weight", 2, weight)
-    require_optional_tensor("linear", "bias", 3, bias)
-    require_optional_tensor("linear", "residual", None, residual)
-    require_activation(activation)
+    if not (
+        isinstance(input, Tensor)
+        and isinstance(weight, Tensor)
+        and (bias is None or isinstance(bias, Tensor))
+        and (residual is None or isinstance(residual, Tensor))
+    ):
+        require_tensor("linear", "input", 1, input)  # type: ignore[unreachable]
+        require_tensor("linear", "weight", 2, weight)
+        require_optional_tensor("linear", "bias", 3, bias)
+        require_optional_tensor("linear", "residual", None, residual)
+    if activation is not None:
+        require_activation(activation)
+        activation = named_activation(activation)
     tensors = autocast(input, weight, bias, residual)
     input, weight, bias, residual = tensors  # type: ignore[assignment]
+    if residual is None and _fits(input, weight, bias):
+        grad = wants_grad(input, weight, bias)
+        return Call("linear", tensors, grad, 0.0, activation), (
+            input, weight, bias, activation, None,
+        )  # fmt: skip
     require_same_device("input", input, weight=weight, bias=bias, residual=residual)
     if bias is not None and bias.shape != weight.shape[:1] and weight.dim() == 2:
         bias = _bias_row(bias, weight.shape[0])
@@ -104,7 +136,6 @@ def prepare_linear(
         if wrong is not None:
             raise ValueError(wrong)
     tensors = (input, weight, bias, residual)
-    activation = named_activation(activation)
     call = Call("linear", tensors, wants_grad(*tensors), activation=activation)
     return call, (*tensors[:3], activation, tensors[3])
 
