@@ -63,6 +63,14 @@ def test_gradients(op: str, case: str, float_isa: str) -> None:
 
 
 @EVERY_CASE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.usefixtures("two_threads")
+def test_gradients_of_half_types(op: str, case: str, dtype: torch.dtype, isa: str) -> None:
+    with nan_memory():
+        check_gradients(op, kernel_of(op).run, all_among_nan(drawn(op, case, dtype)))
+
+
+@EVERY_CASE
 @pytest.mark.usefixtures("two_threads")
 def test_training_forward(op: str, case: str, float_isa: str) -> None:
     """What the forward returns on the way to gradients is held to the forward's budget."""

@@ -15,6 +15,8 @@ namespace {
 
 // Scores below this are not referred to: as a rule they stand for a hidden place.
 constexpr float kLow = -1e30f;
+// References beyond this have no room for the logarithm of a sum beside them.
+constexpr float kFar = 256.0f;
 // fp32 probabilities that sum up to more are too far from their reference: their exponents'
 // rounding errors grow with the distance.
 constexpr float kMostTotal = 1e6f;
@@ -352,8 +354,8 @@ class Block : Scores {
       if (total == 0.0f) {
         args.shift[row_of(i)] = -kInf;
         args.norm[row_of(i)] = 0.0f;
-      } else if (P::kSplit) {
-        // Exact; the logarithm, for half types, leaves the backward a factor less.
+      } else if (P::kSplit || work.minus[i] > kFar || work.minus[i] < -kFar) {
+        // Exact; the logarithm leaves the backward of half types a factor less.
         args.shift[row_of(i)] = -work.minus[i];
         args.norm[row_of(i)] = 1.0f / total;
       } else {
