@@ -93,3 +93,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Those with builds of the fp32 kernels of their own."""
     yield from _in_use(request.param)
+
+
+@pytest.fixture
+def amx() -> Iterator[str]:
+    yield from _in_use("amx")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import draw, options, tensors
 from harness import ISAS, use
 
 from transformer_fast import _native
 from transformer_fast.backends import cpu
 from transformer_fast.specs.attention_cases import arrange
-from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check_gradients, nan_memory
 
 pytestmark = [
@@ -21,57 +21,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def amx():
-    before = _native.module.isa()
-    use("amx")
-    yield
-    use(before)
-
-
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-def draw(dtype: torch.dtype = torch.float32) -> Draw:
-    return Draw(dtype, "cpu", torch.Generator().manual_seed(0))
-
-
-def tensors(
-    queries: int,
-    keys: int,
-    size: int = 40,
-    value_size: int | None = None,
-    heads: int = 2,
-    dtype: torch.dtype = torch.float32,
-):
-    d = draw(dtype)
-    query, key = d.normal(2, heads, queries, size), d.normal(2, heads, keys, size)
-    return query, key, d.normal(2, heads, keys, size if value_size is None else value_size)
-
-
-def options(
-    queries: int, keys: int, dtype: torch.dtype = torch.float32
-) -> dict[str, dict[str, Any]]:
-    d = draw(dtype)
-    seen = d.bools(2, 1, queries, keys, true=0.7)
-    added = d.normal(1, 2, queries, keys).masked_fill(seen[:1] < 1, -math.inf)
-    lengths = torch.tensor([keys - keys // 3, keys])
-    return {
-        "plain": {},
-        "causal": {"causal": True},
-        "lengths": {"lengths": lengths, "weights": True},
-        "no keys": {"lengths": torch.tensor([0, keys])},
-        "bool mask": {"mask": seen},
-        "float mask": {"mask": added, "causal": True},
-        "added to keys": {"mask": added[:, :1, :1]},
-        "weights": {"weights": True, "mask": seen, "causal": True},
-        "dropout": {"dropout_p": 0.2, "seed": d.seed(), "weights": True},
-    }
-
-
 def checked(arguments: tuple[Any, ...]) -> None:
+    mask = arguments[3]
+    # A mask's gradient has the scores of fp32 multiply-adds, the forward those of pieces: where all
+    # of a sum is rounding, that shows.
+    added = mask is not None and mask.dtype != torch.bool
     with nan_memory():
-        check_gradients("attention", cpu.attention, arguments)
+        check_gradients("attention", cpu.attention, arguments, factor=5.0 if added else 3.0)
 
 
 # A block is 96 queries, a panel 32 keys, a tile 512, 256 or 128 of them.

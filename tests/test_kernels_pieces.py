@@ -33,14 +33,6 @@ OPS = torch.ops.transformer_fast
 EPS, TINY = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
 
 
-@pytest.fixture
-def amx():
-    before = _native.module.isa()
-    use("amx")
-    yield
-    use(before)
-
-
 def target(op: str, isa: str = "amx") -> Target:
     (kernel,) = (k for k in kernels(op) if k.backend == "cpu")
     return Target(kernel, torch.float32, isa)

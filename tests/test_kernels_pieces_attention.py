@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import draw, options, tensors
 from harness import ISAS, Target, check_target, kernels, run, use
 
 from transformer_fast import _native
 from transformer_fast.specs.attention_cases import arrange
-from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import OUTPUT_FACTOR, check, require_grad, truth_of
 from transformer_fast.testing.oracle import oracle
 from transformer_fast.testing.parity import compare
@@ -29,27 +29,9 @@ pytestmark = [
 EPS, TINY = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
 
 
-@pytest.fixture
-def amx():
-    before = _native.module.isa()
-    use("amx")
-    yield
-    use(before)
-
-
 def target(isa: str = "amx") -> Target:
     (kernel,) = (k for k in kernels("attention") if k.backend == "cpu")
     return Target(kernel, torch.float32, isa)
-
-
-def draw() -> Draw:
-    return Draw(torch.float32, "cpu", torch.Generator().manual_seed(0))
-
-
-def tensors(queries: int, keys: int, size: int = 40, value_size: int | None = None, heads: int = 2):
-    d = draw()
-    query, key = d.normal(2, heads, queries, size), d.normal(2, heads, keys, size)
-    return query, key, d.normal(2, heads, keys, size if value_size is None else value_size)
 
 
 def output_of(arguments: tuple[Any, ...], isa: str = "amx") -> torch.Tensor:
@@ -88,27 +70,6 @@ SIZES = [
     (97, 129, 33, 70),
     (192, 300, 1, 1),
 ]
-
-
-def options(queries: int, keys: int) -> dict[str, dict[str, Any]]:
-    d = draw()
-    seen = d.bools(2, 1, queries, keys, true=0.7)
-    added = d.normal(1, 2, queries, keys).masked_fill(seen[:1] < 1, -math.inf)
-    lengths = torch.tensor([keys - keys // 3, keys])
-    return {
-        "plain": {},
-        "causal": {"causal": True},
-        "lengths": {"lengths": lengths, "weights": True},
-        "no keys": {"lengths": torch.tensor([0, keys])},
-        "bool mask": {"mask": seen},
-        "float mask": {"mask": added, "causal": True},
-        "mask of keys": {"mask": seen[:, :, :1], "lengths": lengths},
-        "added to keys": {"mask": added[:, :1, :1]},
-        "mask of zeros": {"mask": torch.zeros(1, 1, 1, keys)},
-        "weights": {"weights": True, "mask": seen, "causal": True},
-        "dropout": {"dropout_p": 0.2, "seed": d.seed()},
-        "weights behind dropout": {"dropout_p": 0.5, "seed": d.seed(), "weights": True},
-    }
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
