@@ -4,9 +4,8 @@
 #include <atomic>
 #include <tuple>
 
-#include "cpu/attention_backward_half_kernel.h"
 #include "cpu/attention_backward_kernel.h"
-#include "cpu/attention_backward_split_kernel.h"
+#include "cpu/attention_backward_tiles_kernel.h"
 #include "cpu/attention_host.h"
 #include "cpu/attention_mask_backward_kernel.h"
 #include "cpu/dropout_host.h"
@@ -111,22 +110,16 @@ bool takes(const Tensor& query) {
 // False if bfloat16 is to be taken as float32.
 bool run_keys(const AttentionBackwardArgs& args) {
 #ifdef TF_HAVE_AMX
-  if (args.type == Element::bfloat16) {
-    const int64_t bytes = amx::half_attention_backward_scratch(args);
-    return run_keys(args, amx::half_attention_backward_keys(args),
-                    [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-                      return amx::half_attention_backward(args, b, key_head, begin, end, part,
-                                                          kernel_scratch().floats(bytes / 4));
-                    });
-  }
-  if (goes_by_pieces(kPiecesFromQueries * args.queries)) {
-    const int64_t bytes = amx::split_attention_backward_scratch(args);
-    if (run_keys(args, amx::split_attention_backward_keys(args),
+  const bool half = args.type != Element::float32;
+  if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
+    const int64_t bytes = amx::tiles_attention_backward_scratch(args);
+    const bool did =
+        run_keys(args, amx::tiles_attention_backward_keys(args),
                  [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-                   return amx::split_attention_backward(args, b, key_head, begin, end, part,
+                   return amx::tiles_attention_backward(args, b, key_head, begin, end, part,
                                                         kernel_scratch().floats(bytes / 4));
-                 }))
-      return true;
+                 });
+    if (did || half) return did;
   }
 #endif
   const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
@@ -157,8 +150,6 @@ void run_mask(const AttentionBackwardArgs& args) {
   });
 }
 
-// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
-// grad_weights go together: the probabilities that the forward returned and their gradient.
 // A copy in float32, heads and positions in memory as the tensor has them.
 Tensor widened(const Tensor& tensor) {
   const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
@@ -174,6 +165,8 @@ Tensor narrowed(const Tensor& gradient, const Tensor& like, bool wanted) {
   return wanted ? torch::stable::copy_(copy, gradient) : copy;
 }
 
+// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
+// grad_weights go together: the probabilities that the forward returned and their gradient.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,

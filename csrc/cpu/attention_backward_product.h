@@ -156,7 +156,7 @@ class BackwardBlock : Scores {
                 const Sight& seen)
       : Scores(call, seen, place.scores), args(call), work(place) {}
 
-  bool pass(BackwardTile<T>& tile, long count) {
+  bool pass(const BackwardTile<T>& tile, long count) {
     start_ = tile.start;
     if (!load_rows()) return false;
     const long steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
@@ -203,7 +203,7 @@ class BackwardBlock : Scores {
 
   // Queries and dO, as they are and turned. dO is multiplied by norm, so that P need not be.
   bool load_rows() const {
-    const long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
+    const long row = row_of(0);
     if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
               work.query, work.query_turned) ||
         !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
@@ -284,7 +284,7 @@ class BackwardBlock : Scores {
     }
     const Vec minus = set1(work.minus[i]), delta = set1(work.delta[i]);
     const float* slopes = work.slopes[panel.slot] + i * kPanel;
-    const long row = (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
+    const long row = row_of(i);
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(panel.start),
                       kPanel, work.factors);

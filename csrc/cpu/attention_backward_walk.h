@@ -72,15 +72,14 @@ inline void put_query(const float* sums, long sum_stride, long rows, long n, flo
   }
 }
 
-// attention_backward() of attention_backward_kernel.h. Kind has
+// attention_backward() of attention_backward_kernel.h. Kind has a Workspace, query_rows(args), the
+// most rows of a block, and
 //
-//   Workspace, query_rows(args)    its memory; rows of a block
-//   Tile(args, work, range)        pack(); write(): dK and dV; both false where the kind cannot do
-//   it Block(args, work, sight)       pass(tile, count): P and dS, and what the keys gather from
-//   them;
-//                                  give_query(tile, count, to, stride, onto): dQ
+//   Tile(args, work, range)     pack(); write(), for dK and dV
+//   Block(args, work, sight)    pass(tile, count), for P, dS and what the keys gather from them;
+//                               give_query(tile, count, to, stride, onto), for dQ
 //
-// Returns false as soon as the kind cannot do it.
+// Returns false as soon as pack() or pass() does: the kind cannot do it.
 template <class Kind>
 bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
           long b, long key_head, long begin, long end, float* part) {
@@ -89,13 +88,13 @@ bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& wor
   const QueryRows out =
       wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
   const long keys = least(end, key_count(args, b)), limit = key_limit(args, b);
-  bool did = true;
   // Once even without keys, for dQ.
-  for (long start = begin; did && (start == begin || start < keys); start += step) {
+  for (long start = begin; start == begin || start < keys; start += step) {
     const long rows = most(0, least(step, keys - start));
     const KeyRange range{b, key_head, start, most(0, least(rows, limit - start)), rows};
     typename Kind::Tile tile(args, work, range);
-    if (range.count > 0) did = tile.pack();
+    if (range.count > 0 && !tile.pack()) return false;
+    bool did = true;
     for (long h = 0; h < group; ++h) {
       float* to = wants_query ? out.data + h * out.head_stride : nullptr;
       long written = 0;  // rows of dQ so far
@@ -116,11 +115,12 @@ bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& wor
                                       start != begin);
                      written = sight.first + sight.rows;
                    });
+      if (!did) return false;
       if (wants_query) clear_to(queries);
     }
     tile.write();
   }
-  return did;
+  return true;
 }
 
 }  // namespace

@@ -45,10 +45,6 @@ class Block : Scores {
   // Where the probabilities of a panel are.
   static long column(const Panel& panel) { return panel.start % kWidth; }
 
-  long row_of(long i) const {
-    return (sight.b * args.heads + sight.head) * args.queries + sight.first + i;
-  }
-
   struct Group {
     Panel panel[kGroup];
     long count = 0;

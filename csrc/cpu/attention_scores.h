@@ -24,6 +24,11 @@ class Scores {
     bool plain;         // all rows see all of it, and no mask adds to it
   };
 
+  // A row of the block among those of all queries.
+  long row_of(long i) const {
+    return (sight.b * shape.heads + sight.head) * shape.queries + sight.first + i;
+  }
+
   // The first panel from `start` on that any row sees.
   Panel panel_from(long start, int slot) const {
     for (; start < sight.limit; start += kPanel) {

@@ -88,9 +88,12 @@ class TileProduct {
   static long pair_row(long pair, int which) {
     return kSplit ? pair / 16 * kPairDepth + pair % 16 + 16 * which : 2 * pair + which;
   }
+  static Operand* pair_place(Operand* panel, long pair) {
+    return panel + pair / 16 * kPieces * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
+  }
   // Two such rows of a panel of B from finite values.
   static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
-    Operand* to = panel + pair / 16 * kPieces * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
+    Operand* to = pair_place(panel, pair);
     if constexpr (kSplit) {
       TF_UNROLL for (int u = 0; u < 2; ++u)
           store_pieces<true>(to + u * kPanel, 2 * kTileSize, first[u], second[u]);
@@ -102,7 +105,7 @@ class TileProduct {
   static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
                        const Vec (&first)[2], const Vec (&second)[2]) {
     if constexpr (kSplit) {
-      Operand* to = panel + pair / 16 * kPieces * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
+      Operand* to = pair_place(panel, pair);
       __m512i one[2][kSplitPieces], two[2][kSplitPieces];
       TF_UNROLL for (int u = 0; u < 2; ++u) {
         split_finite(first[u], one[u]);
