@@ -63,6 +63,16 @@ class DotProduct {
       for (long p = 0; p < k; p += kPanel)
         _mm512_storeu_si512(chunk(block, k, i, p), load_values(from + i * from_stride + p, k - p));
   }
+  static void turn(const BFloat16* from, long from_stride, long depth, long columns, Operand* block,
+                   long k, long row, long column) {
+    turn_pairs(from, from_stride, depth, columns, chunk(block, k, row, column), stride(k));
+  }
+  static long depth(long k) { return pair_depth(k); }
+  static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
+    TF_UNROLL for (int u = 0; u < 2; ++u)
+        store_interleaved(panel + (2 * pair + u) * kPanel, first[u], second[u]);
+  }
+
   static void pack_rows(const BFloat16* rows, long stride, long count, long k, Operand* panel) {
     pack_pair_rows(rows, stride, count, k, panel);
   }

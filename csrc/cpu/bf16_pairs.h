@@ -56,6 +56,21 @@ TF_INLINE void pack_pair_columns(const BFloat16* rows, long stride, long columns
   }
 }
 
+// Columns of a tensor as rows: to[i][j] = rows[j][i] for i < 16, j < kPairDepth, rows of `to`
+// to_stride (even) apart; 0 where j >= depth or i >= columns.
+TF_INLINE void turn_pairs(const BFloat16* rows, long stride, long depth, long columns, BFloat16* to,
+                          long to_stride) {
+  alignas(64) float block[16 * 16];
+  const __mmask16 some = first_lanes(columns);
+  const auto row = [&](long j) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(j < depth ? some : 0, rows + j * stride));
+  };
+  for (long pair = 0; pair < 16; ++pair)
+    _mm512_store_si512(block + 16 * pair,
+                       _mm512_or_si512(row(2 * pair), _mm512_slli_epi32(row(2 * pair + 1), 16)));
+  transpose_block(block, 16, reinterpret_cast<float*>(to), to_stride / 2);
+}
+
 // kPanel values rounded to bfloat16, in order.
 TF_INLINE void store_rounded(BFloat16* to, Vec low, Vec high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));

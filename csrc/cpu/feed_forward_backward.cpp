@@ -24,10 +24,11 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
                                                  bool keep) {
   const char* op = "feed_forward";
   if (is_half(input)) {
-    STD_TORCH_CHECK(!keep, op, ": a backward takes float32 only");
+    STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
+    Tensor kept = keep ? fresh_rows(input, weight1.size(0)) : fresh(input, {0});
     return {half::feed_forward(input, weight1, std::nullopt, bias1, weight2, std::nullopt, bias2,
-                               activation, dropout_p, seed),
-            fresh(input, {0})};
+                               activation, dropout_p, seed, keep ? &kept : nullptr),
+            kept};
   }
   check_float(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
@@ -164,6 +165,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor preactivation,
     int64_t activation, double dropout_p, std::optional<Tensor> seed, bool want_input,
     bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) {
+  const bool wants[5] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
+  if (is_half(input))
+    return half::feed_forward_backward(grad, input, weight1, weight2, preactivation, activation,
+                                       dropout_p, seed, wants);
   const char* op = "feed_forward_backward";
   check_float(op, "grad", grad);
   check_float(op, "input", input);
@@ -177,7 +182,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
                   ": grad must have the shape of the result");
   STD_TORCH_CHECK(preactivation.numel() == m * f, op,
                   ": preactivation must have one value per row and hidden unit");
-  const bool wants[5] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
   Gradients result{want_input ? fresh_rows(input, k) : fresh(input, {0}),
                    want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
                    fresh(weight1, {want_bias1 ? f : 0}),

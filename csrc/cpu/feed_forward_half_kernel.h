@@ -18,7 +18,9 @@ struct HalfFeedForwardArgs {
   void* y;              // (m, n), contiguous
   long m, k, f, n, x_stride;
   int activation;
-  Dropout dropout;  // of the hidden block
+  Dropout dropout;                // of the hidden block
+  long row = 0;                   // of the first row among those that dropout counts
+  void* preactivation = nullptr;  // (m, f), contiguous: x W1^T + b1 is kept here, or nullptr
 };
 
 // Rows that one call of half_feed_forward_rows should be given, at most.

@@ -52,15 +52,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
 
 Tensor pack_weight(const Tensor& weight);
 
+// preactivation: where x W^T + bias is kept for the backward, or nullptr.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-              int64_t activation);
+              int64_t activation, Tensor* preactivation = nullptr);
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input,
+                                                   const Tensor& weight,
+                                                   const std::optional<Tensor>& preactivation,
+                                                   int64_t activation, bool want_input,
+                                                   bool want_weight, bool want_bias);
 
 Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
                     const Tensor& weight2, const std::optional<Tensor>& packed2,
                     const std::optional<Tensor>& bias2, int64_t activation, double dropout_p = 0.0,
-                    const std::optional<Tensor>& seed = std::nullopt);
+                    const std::optional<Tensor>& seed = std::nullopt,
+                    Tensor* preactivation = nullptr);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+    const Tensor& preactivation, int64_t activation, double dropout_p,
+    const std::optional<Tensor>& seed, const bool (&wants)[5]);
 
 // The parts without checks and allocation, for operators made of several. Parameters are
 // contiguous; x and y are (m, columns); a weight that has no packed copy is packed into shared

@@ -7,7 +7,10 @@
 //                         plain_row works out such a row of C
 //   block_size, fill      a block of rows of A from a tensor
 //   chunk, put            the same, computed, kPanel values at once
+//   turn                  16 rows of a block from columns of a tensor
+//   depth                 rows of B that a panel has for k: the last ones are 0
 //   panel_size, pack_*    a panel of kPanel columns of B, from rows of W = B^T or of B
+//   put_pair              two rows of a panel, computed: the first's number is twice `pair`
 //   multiply              a block times a panel, row by row into a sink
 //   multiply_to, steps    the same into memory, with other work done meanwhile; how often
 //   kBlockRows            rows of a block for multiply_to that has to stay in the first cache
@@ -33,11 +36,14 @@ class FloatProduct {
   static constexpr bool kSplit = false;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
+  static constexpr long kChain = tf::TF_ISA::kChain;
 
   static void enter() {}
   static void leave() {}
 
-  static long panel_size(long k) { return kPanel * k; }
+  // Even, so that put_pair() finds room.
+  static long depth(long k) { return round_up(k, 2); }
+  static long panel_size(long k) { return kPanel * depth(k); }
   static long block_size(long rows, long k) { return rows * stride(k); }
   static Operand* chunk(Operand* block, long k, long row, long column) {
     return block + row * stride(k) + column;
@@ -46,9 +52,28 @@ class FloatProduct {
     store(chunk, low);
     store(chunk + kLanes, high);
   }
+  static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
+    put(panel + 2 * pair * kPanel, first[0], first[1]);
+    put(panel + (2 * pair + 1) * kPanel, second[0], second[1]);
+  }
   static float value(const Operand* chunk, long column) { return chunk[column]; }
   static float element(const Operand* panel, long k, long column) {
     return panel[k * kPanel + column];
+  }
+
+  static void turn(const T* from, long from_stride, long depth, long columns, Operand* block,
+                   long k, long row, long column) {
+    constexpr long kRows = 16;
+    float wide[kLanes * kLanes];
+    for (long u = 0; u < depth; u += kLanes) {
+      for (long i = 0; i < kRows; i += kLanes) {
+        for (long j = 0; j < kLanes; ++j)
+          store(wide + j * kLanes, u + j < depth && i < columns
+                                       ? load_some(from + (u + j) * from_stride + i, columns - i)
+                                       : zero());
+        transpose_block(wide, kLanes, block + (row + i) * stride(k) + column + u, stride(k));
+      }
+    }
   }
 
   static void fill(const T* from, long from_stride, long rows, long k, Operand* block) {

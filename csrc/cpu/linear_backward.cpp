@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "cpu/half_ops.h"
 #include "cpu/linear_backward_host.h"
 
 namespace tf {
@@ -13,6 +14,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
                                                    std::optional<Tensor> preactivation,
                                                    int64_t activation, bool want_input,
                                                    bool want_weight, bool want_bias) {
+  if (is_half(input))
+    return half::linear_backward(grad, input, weight, preactivation, activation, want_input,
+                                 want_weight, want_bias);
   const char* op = "linear_backward";
   check_float(op, "grad", grad);
   check_float(op, "input", input);

@@ -4,6 +4,7 @@
 #include "cpu/linear_backward_kernel.h"
 
 #include "cpu/activation_slope.h"
+#include "cpu/column_sums.h"
 #include "cpu/gemm.h"
 #include "cpu/philox.h"
 #include "cpu/weight_gradient_panels.h"
@@ -57,8 +58,6 @@ struct Fetch {
 TF_INLINE long panel_stride(const WeightGradientArgs& args) {
   return weight_gradient_panel_stride(args.m);
 }
-
-TF_INLINE Vec load_some(const float* p, long n) { return n >= kLanes ? load(p) : load_n(p, n); }
 
 struct Block {
   const WeightGradientArgs& args;
@@ -130,49 +129,13 @@ void pack_column_panels(const float* weight, long stride, long n, long k, float*
 
 long column_packed_size(long n, long k) { return round_up(k, kPanel) * n; }
 
-// Rows pass by as they lie in memory. Sums of 16 rows are summed up by 16 before they meet the
-// total: a running sum of n terms errs like n.
 void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
-  constexpr long kBlock = 1024, kFew = 16, kMany = kFew * kFew;
-  for (long column = begin; column < end; column += kBlock) {
-    const long columns = least(kBlock, end - column), room = round_up(columns, kLanes);
-    float sums[3][kBlock + kLanes];
-    const auto add = [&](int to, int from) {
-      for (long j = 0; j < columns; j += kLanes) {
-        store(sums[to] + j, load(sums[to] + j) + load(sums[from] + j));
-        store(sums[from] + j, zero());
-      }
-    };
-    copy_row(args.grad_bias + column, args.accumulate ? columns : 0, sums[0], room);
-    for (int level = 1; level < 3; ++level)
-      for (long j = 0; j < columns; j += kLanes) store(sums[level] + j, zero());
-    for (long row = 0; row < args.m; ++row) {
-      const float* from = args.grad + row * args.grad_stride + column;
-      for (long j = 0; j < columns; j += kLanes)
-        store(sums[2] + j, load(sums[2] + j) + load_some(from + j, columns - j));
-      if (row % kFew == kFew - 1) add(1, 2);
-      if (row % kMany == kMany - 1) add(0, 1);
-    }
-    add(1, 2);
-    add(0, 1);
-    copy_row(sums[0], columns, args.grad_bias + column, columns);
-  }
+  column_sums(args.grad + begin, args.grad_stride, args.m, end - begin, args.accumulate,
+              args.grad_bias + begin);
 }
 
 void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
-  for (long i = begin; i < end; ++i) {
-    const float* grad = args.grad + i * args.grad_stride;
-    const float* z = args.z + i * args.n;
-    float* to = args.to + i * args.n;
-    long j = 0;
-    for (; j + kLanes <= args.n; j += kLanes)
-      store(to + j, through_activation(load(grad + j), load(z + j), args.activation));
-    if (j < args.n)
-      store_n(to + j,
-              through_activation(load_n(grad + j, args.n - j), load_n(z + j, args.n - j),
-                                 args.activation),
-              args.n - j);
-  }
+  slope_rows(args.grad, args.grad_stride, args.z, args.to, args.n, args.activation, begin, end);
 }
 
 long weight_gradient_panels(long m, long k) {

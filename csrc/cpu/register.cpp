@@ -177,9 +177,10 @@ float* mutable_data(Tensor* tensor) {
 }
 
 // preactivation: where x W^T + bias is kept for the backward, or nullptr.
-Tensor linear_keeping(Tensor input, Tensor weight, std::optional<Tensor> packed,
-                      std::optional<Tensor> bias, std::optional<Tensor> residual,
-                      int64_t activation, Tensor* preactivation) {
+Tensor linear_keeping(const Tensor& input, const Tensor& weight,
+                      const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, int64_t activation,
+                      Tensor* preactivation) {
   check_float("linear", "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
@@ -214,8 +215,8 @@ std::tuple<Tensor, Tensor> linear_with_preactivation(Tensor input, Tensor weight
                                                      int64_t activation) {
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   Tensor preactivation = fresh_rows(input, weight.size(0));
-  Tensor output =
-      linear_keeping(input, weight, std::nullopt, bias, residual, activation, &preactivation);
+  const auto& run = is_half(input) ? half::linear : linear_keeping;
+  Tensor output = run(input, weight, std::nullopt, bias, residual, activation, &preactivation);
   return {output, preactivation};
 }
 

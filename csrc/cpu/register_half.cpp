@@ -7,42 +7,10 @@
 #include "cpu/attention_host.h"
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_half_kernel.h"
-#include "cpu/half_ops.h"
+#include "cpu/half_host.h"
 #include "cpu/layer_norm_half_kernel.h"
-#include "cpu/linear_half_kernel.h"
-#include "cpu/linear_host.h"
 
 namespace tf::half {
-namespace {
-
-void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
-  STD_TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", name,
-                  " must have the dtype of input");
-}
-
-// Rows of 16-bit elements.
-struct HalfRows {
-  Tensor owner;
-  const void* data;
-  int64_t stride;
-};
-
-HalfRows half_rows(const Tensor& tensor) {
-  const Rows rows = as_rows(tensor);
-  return {rows.owner, rows.data, rows.stride};
-}
-
-const void* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
-}
-
-void* bytes_of(Scratch& scratch, int64_t bytes) {
-  return scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float)));
-}
-
-}  // namespace
-
 Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
                       const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                       int64_t normalized, double eps, double dropout_p,
@@ -174,80 +142,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
   return {output, weights, shift, norm};
 }
 
-namespace {
-
-void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
-                  const std::optional<Tensor>& bias, const Tensor& input) {
-  check_like(op, name, weight, input);
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
-                  columns, ")");
-  if (bias) {
-    check_like(op, "bias", *bias, input);
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
-                    ": bias must have one value per row of ", name);
-  }
-}
-
-int64_t packed_bytes(const Tensor& weight) {
-  return TF_DISPATCH(half_packed_bytes, element_of(weight), weight.size(0), weight.size(1));
-}
-
-uint16_t packed_layout(const Tensor& weight) {
-  return static_cast<uint16_t>(TF_DISPATCH(half_packed_layout, element_of(weight)));
-}
-
-void pack(const Tensor& weight, void* place) {
-  const HalfRows w = half_rows(weight);
-  const int64_t n = weight.size(0), k = weight.size(1), width = TF_DISPATCH(half_panel_columns, );
-  torch::stable::parallel_for(0, (n + width - 1) / width,
-                              std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, k))),
-                              [&](int64_t begin, int64_t end) {
-                                TF_DISPATCH(half_pack_panels, element_of(weight), w.data, w.stride,
-                                            n, k, place, begin, end);
-                              });
-}
-
-// The panels of a weight: those given, if they are a packed copy of it that this instruction set
-// reads, else packed now into the calling thread's shared scratch.
-const void* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
-  const int64_t n = weight.size(0), k = weight.size(1), bytes = packed_bytes(weight);
-  if (packed && packed->is_cpu() && packed->scalar_type() == weight.scalar_type() &&
-      packed->is_contiguous() && packed->numel() == bytes / 2 + kPackedTail &&
-      (k <= 1 || weight.stride(1) == 1)) {
-    const auto* data = static_cast<const uint16_t*>(packed->const_data_ptr());
-    if (data[packed->numel() - 1] == packed_layout(weight) &&
-        TF_DISPATCH(half_packed_matches, element_of(weight), weight.const_data_ptr(),
-                    weight.stride(0), n, k, data))
-      return data;
-  }
-  void* place = bytes_of(shared_scratch(slot), bytes + 2 * kPackedTail);
-  pack(weight, place);
-  return place;
-}
-
-// Splits rows between threads where there are many, else panels.
-void run_linear(const TypedLinearArgs& args) {
-  const int64_t width = TF_DISPATCH(half_panel_columns, );
-  const int64_t panels = (args.n + width - 1) / width;
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t most = TF_DISPATCH(half_linear_row_block, args);
-  int64_t row_items = (args.m + most - 1) / most, column_items = 1;
-  if (args.m >= 64 * threads) {
-    row_items = (row_items + threads - 1) / threads * threads;
-  } else {
-    column_items = std::min<int64_t>(panels, 2 * threads);
-  }
-  const int64_t scratch = TF_DISPATCH(half_linear_scratch, args);
-  for_each_item(row_items * column_items, [&](int64_t item) {
-    const int64_t row = item / column_items, column = item % column_items;
-    TF_DISPATCH(half_linear_block, args, args.m * row / row_items, args.m * (row + 1) / row_items,
-                panels * column / column_items, panels * (column + 1) / column_items,
-                bytes_of(kernel_scratch(), scratch));
-  });
-}
-
-}  // namespace
-
 Tensor pack_weight(const Tensor& weight) {
   check_like("pack_weight", "weight", weight, weight);
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
@@ -306,7 +200,7 @@ void run_attention(const TypedAttentionArgs& args) {
 
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-              int64_t activation) {
+              int64_t activation, Tensor* preactivation) {
   const char* op = "linear";
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
@@ -324,7 +218,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   const std::optional<Tensor> b = as_contiguous(bias);
   run_linear({element_of(input), x.data, panels_of(weight, packed, 0), data_of(b), r.data,
               output.mutable_data_ptr(), m, k, n, x.stride, r.stride, n,
-              static_cast<int>(activation)});
+              static_cast<int>(activation), data_of(preactivation)});
   trim_shared_scratch();
   return output;
 }
@@ -333,7 +227,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
                     const Tensor& weight2, const std::optional<Tensor>& packed2,
                     const std::optional<Tensor>& bias2, int64_t activation, double dropout_p,
-                    const std::optional<Tensor>& seed) {
+                    const std::optional<Tensor>& seed, Tensor* preactivation) {
   const char* op = "feed_forward";
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
@@ -354,7 +248,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     void* hidden = bytes_of(shared_scratch(2), 2 * m * f);
     run_linear({type, x.data, panels1, data_of(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
-                static_cast<int>(activation)});
+                static_cast<int>(activation), data_of(preactivation)});
     run_linear({type, hidden, panels2, data_of(b2), nullptr, y, m, f, n, f, 0, n, 0});
   } else {
     const HalfFeedForwardArgs args{type,
@@ -370,14 +264,13 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                                    n,
                                    x.stride,
                                    static_cast<int>(activation),
-                                   dropout};
-    const int64_t most = TF_DISPATCH(half_feed_forward_row_block, args);
-    int64_t blocks = (m + most - 1) / most;
-    blocks = (blocks + threads - 1) / threads * threads;
-    const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, (m + blocks - 1) / blocks);
-    for_each_item(blocks, [&](int64_t item) {
-      TF_DISPATCH(half_feed_forward_rows, args, m * item / blocks, m * (item + 1) / blocks,
-                  bytes_of(kernel_scratch(), scratch));
+                                   dropout,
+                                   0,
+                                   data_of(preactivation)};
+    const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, args);
+    for_each_row_block(m, tall, [&](int64_t begin, int64_t end) {
+      const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, end - begin);
+      TF_DISPATCH(half_feed_forward_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
     });
   }
   trim_shared_scratch();

@@ -1,7 +1,7 @@
 """The gradients of the CPU kernels: pairs for `autograd`.
 
-The backward kernels compute in float32. For half types what they take is widened and what they
-give is rounded once, but for products of matrices, which are PyTorch's.
+A training step multiplies by weights that it changes. So few rows are faster by PyTorch's products,
+which read weights as they are, than by kernels that pack them first: which few was measured.
 """
 
 from __future__ import annotations
@@ -61,20 +61,24 @@ def _multiplies(dtype: torch.dtype) -> bool:
     )
 
 
-#: A training step multiplies by weights that it changes. So few rows are faster by PyTorch's
-#: products, which read weights as they are, than by packing them first. A dozen rows are not: the
-#: kernels read weights for those as they are, too.
+#: Rows of float32 that PyTorch's products serve better. A dozen are not among them: the kernels
+#: read weights for those as they are, too.
 _FEW_ROWS = range(16, 129)
+#: The same for half types, forward and backward of a linear map, and for the feed-forward network.
+_FEW_HALF_ROWS, _FEW_HALF_GRADIENTS, _FEW_HALF_HIDDEN = range(257), range(24), range(32)
+#: Rows of a weight whose sums are so deep that PyTorch's product gives an input's gradient faster.
+_DEEP = 8192
 
 
-def _by_products(input: Tensor) -> bool:
+def _by_products(input: Tensor, few_half: range) -> bool:
     """Whether PyTorch's products of matrices serve a step of training better."""
-    if input.dtype != torch.float32:
-        return _multiplies(input.dtype)
     # One traced program serves any number of rows.
     if torch.compiler.is_compiling():
         return False
-    return input.numel() // max(1, input.shape[-1]) in _FEW_ROWS
+    rows = input.numel() // max(1, input.shape[-1])
+    if input.dtype == torch.float32:
+        return rows in _FEW_ROWS
+    return rows in few_half and _multiplies(input.dtype)
 
 
 def _dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
@@ -227,20 +231,11 @@ def _linear_forward(
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if activation is None:
-        if residual is None and input.dtype == torch.float32 and _by_products(input):
+        if residual is None and _by_products(input, _FEW_HALF_ROWS):
             output = torch.nn.functional.linear(input, weight, bias)
         else:
             output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
         return output, output.new_empty((0,))
-    if input.dtype in _HALVES and _by_products(input):
-        preactivation = torch.nn.functional.linear(input, weight, bias)
-        output = _ACTIVATE[activation](preactivation)
-        return output if residual is None else output + residual, preactivation
-    if input.dtype in _HALVES:
-        output, preactivation = _ops.cpu_linear_with_preactivation(
-            _wide(input), _wide(weight), _wide(bias), _wide(residual), ACTIVATIONS[activation]
-        )
-        return _like(output, input), preactivation
     return _ops.cpu_linear_with_preactivation(  # type: ignore[no-any-return]
         input, weight, bias, residual, ACTIVATIONS[activation]
     )
@@ -255,18 +250,16 @@ def _linear_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if input.dtype not in _HALVES and not (activation is None and _by_products(input)):
-        return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
-            grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
-        )
-    if activation is not None and preactivation.dtype == input.dtype:
-        return _products(_SLOPE[activation](grad, preactivation), input, weight, wants)
-    if activation is not None:
-        found = _ops.cpu_linear_backward(
-            _wide(grad), _wide(input), _wide(weight), preactivation, ACTIVATIONS[activation], *wants
-        )
-        return tuple(_like(g, input) for g in found)  # type: ignore[return-value]
-    return _products(grad, input, weight, wants)
+    if activation is None and _by_products(input, _FEW_HALF_GRADIENTS):
+        return _products(grad, input, weight, wants)
+    product = (
+        wants[0] and activation is None and weight.shape[0] > _DEEP and _multiplies(grad.dtype)
+    )
+    dinput, dweight, dbias = _ops.cpu_linear_backward(
+        grad, input, weight, preactivation, ACTIVATIONS[activation],
+        wants[0] and not product, wants[1], wants[2],
+    )  # fmt: skip
+    return grad @ weight if product else dinput, dweight, dbias
 
 
 def _feed_forward_forward(
@@ -279,15 +272,13 @@ def _feed_forward_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if _by_products(input):
+    if _by_products(input, _FEW_HALF_HIDDEN):
         preactivation = _linear_forward(input, weight1, bias1, None, None)[0]
         hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
         return _linear_forward(hidden, weight2, bias2, None, None)[0], preactivation
-    output, preactivation = _ops.cpu_feed_forward_training(
-        _wide(input), _wide(weight1), _wide(bias1), _wide(weight2), _wide(bias2),
-        ACTIVATIONS[activation], dropout_p, seed, True,
-    )  # fmt: skip
-    return _like(output, input), preactivation
+    return _ops.cpu_feed_forward_training(  # type: ignore[no-any-return]
+        input, weight1, bias1, weight2, bias2, ACTIVATIONS[activation], dropout_p, seed, True
+    )
 
 
 def _feed_forward_backward(
@@ -302,17 +293,16 @@ def _feed_forward_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    if _by_products(input):
+    if _by_products(input, _FEW_HALF_HIDDEN):
         hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
         _, dweight2, dbias2 = _products(grad, hidden, weight2, (False, *wants[3:5]))
         dhidden = _dropped(grad @ weight2, dropout_p, seed)
         slope = _SLOPE[activation](dhidden, preactivation)
         return (*_products(slope, input, weight1, wants[:3]), dweight2, dbias2)
-    found = _ops.cpu_feed_forward_backward(
-        _wide(grad), _wide(input), _wide(weight1), _wide(weight2), preactivation,
-        ACTIVATIONS[activation], dropout_p, seed, *wants,
+    return _ops.cpu_feed_forward_backward(  # type: ignore[no-any-return]
+        grad, input, weight1, weight2, preactivation, ACTIVATIONS[activation], dropout_p, seed,
+        *wants,
     )  # fmt: skip
-    return tuple(_like(gradient, input) for gradient in found)
 
 
 def _register() -> None:

@@ -1,0 +1,73 @@
+// Two products of matrices over a block of rows whose hidden units stay in the second-level cache,
+// in the form that the second product wants. For kernel files only.
+#pragma once
+
+#include "cpu/feed_forward_half_kernel.h"
+#include "cpu/half_rows.h"
+#include "cpu/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+long feed_forward_row_block(const HalfFeedForwardArgs& args) {
+  return block_rows<T>((args.k + args.f) * Product<T>::kBytes);
+}
+
+template <class T>
+long feed_forward_scratch_bytes(const HalfFeedForwardArgs& args, long rows) {
+  using P = Product<T>;
+  return (P::block_size(rows, args.k) + P::block_size(rows, args.f)) *
+             static_cast<long>(sizeof(typename P::Operand)) +
+         P::buffer_size(rows) * static_cast<long>(sizeof(float));
+}
+
+// What dropout multiplies kPanel hidden units of a row by.
+TF_INLINE void hidden_factors(const Dropout& dropout, long row, long column, Vec& low, Vec& high) {
+  float factors[kPanel];
+  dropout_factors(dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(column), kPanel,
+                  factors);
+  low = load(factors);
+  high = load(factors + kLanes);
+}
+
+// Rows [begin, end). For each panel of hidden units, from column j on, first(j) gives a function
+// that makes the hidden units of a row, (i, low, high) -> low, high, from the first product's, and
+// after(j) is called when all rows have passed. Without y there is no second product.
+template <class T, class First, class After>
+void two_products(const HalfFeedForwardArgs& args, long begin, long end, void* scratch,
+                  const First& first, const After& after) {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+  P::enter();
+  const long rows = end - begin;
+  Operand* x = static_cast<Operand*>(scratch);
+  Operand* hidden = x + P::block_size(rows, args.k);
+  float* sums = reinterpret_cast<float*>(hidden + P::block_size(rows, args.f));
+  const auto* w1 = static_cast<const Operand*>(args.packed1);
+  const auto* w2 = static_cast<const Operand*>(args.packed2);
+  P::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x);
+  for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
+    const auto middle = first(j);
+    P::multiply(x, rows, args.k, w1,
+                j + kPanel < args.f || w2 == nullptr ? w1 + P::panel_size(args.k) : w2, sums,
+                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                  middle(i, low, high);
+                  P::put(P::chunk(hidden, args.f, i, j), low, high);
+                });
+    after(j);
+  }
+  T* y = args.y == nullptr ? nullptr : static_cast<T*>(args.y) + begin * args.n;
+  for (long j = 0; y != nullptr && j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
+    const Ends<T> ends(args.bias2, j, args.n, kIdentity);
+    P::multiply(hidden, rows, args.f, w2, w2 + P::panel_size(args.f), sums,
+                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                  ends.finish(low, high);
+                  ends.write(y + i * args.n + j, low, high);
+                });
+  }
+  P::leave();
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,268 @@
+// Gradients of linear maps and of the feed-forward network for bfloat16 and float16: what the
+// operators in linear_backward.cpp and feed_forward_backward.cpp call for these types.
+#include "cpu/dropout_host.h"
+#include "cpu/feed_forward_backward_half_kernel.h"
+#include "cpu/half_host.h"
+#include "cpu/linear_backward_half_kernel.h"
+
+namespace tf::half {
+namespace {
+
+void* data_if(bool wanted, Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
+
+const void* at(const void* rows, int64_t elements) {
+  return static_cast<const uint16_t*>(rows) + elements;
+}
+void* at(void* rows, int64_t elements) { return static_cast<uint16_t*>(rows) + elements; }
+
+// A matrix (m, k) in panels of its columns, at `place`.
+void pack_columns(Element type, const void* matrix, int64_t stride, int64_t m, int64_t k,
+                  void* place) {
+  const int64_t rows = TF_DISPATCH(half_pack_rows, );
+  const int64_t grain = std::max<int64_t>(1, 32768 / (rows * std::max<int64_t>(1, k)));
+  torch::stable::parallel_for(0, (m + rows - 1) / rows, grain, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(half_pack_columns, type, matrix, stride, m, k, place, begin, end);
+  });
+}
+
+// Room for that, with some for prefetching behind.
+void* column_panels(Element type, int64_t m, int64_t k, int slot) {
+  constexpr int64_t kTail = 4096;
+  return bytes_of(shared_scratch(slot), TF_DISPATCH(half_packed_bytes, type, k, m) + kTail);
+}
+
+const void* column_panels_of(const Tensor& weight, int slot) {
+  const HalfRows w = half_rows(weight);
+  const Element type = element_of(weight);
+  void* place = column_panels(type, weight.size(0), weight.size(1), slot);
+  pack_columns(type, w.data, w.stride, weight.size(0), weight.size(1), place);
+  return place;
+}
+
+// Rows that are worked on at a time: their panels would take as much memory as they do. A multiple
+// of the rows that are summed up at a time, so that cutting hardly reaches the result.
+int64_t part_rows(int64_t columns) {
+  constexpr int64_t kElements = int64_t{8} << 20, kMultiple = 512;
+  return std::max(kMultiple, kElements / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
+}
+
+// Sums of a part of the rows, if there are several parts; those of the bias are always needed.
+class Sums {
+ public:
+  Sums(float* place, int64_t n, int64_t k, bool parts)
+      : bias_(place), weight_(parts ? place + n : nullptr), size_(n + (parts ? n * k : 0)) {}
+  static int64_t floats(int64_t n, int64_t k, bool parts) { return n + (parts ? n * k : 0); }
+  float* end() const { return bias_ + size_; }
+  void give_to(HalfWeightGradientArgs& args) const {
+    args.sums = weight_;
+    args.bias_sums = bias_;
+  }
+
+ private:
+  float *bias_, *weight_;
+  int64_t size_;
+};
+
+void run_weight_gradient(const HalfWeightGradientArgs& args) {
+  if (args.grad_bias != nullptr) {
+    const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
+    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(half_bias_gradient, args, begin, end);
+    });
+  }
+  if (args.grad_weight == nullptr || args.k == 0) return;
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t width = TF_DISPATCH(half_panel_columns, );
+  const int64_t panels = (args.k + width - 1) / width;
+  const int64_t most_rows = TF_DISPATCH(half_weight_gradient_rows, );
+  const int64_t most_columns = TF_DISPATCH(half_weight_gradient_columns, );
+  const int64_t columns = (args.k + most_columns - 1) / most_columns;
+  int64_t rows = (args.n + most_rows - 1) / most_rows;
+  // As many items as threads, or a multiple.
+  while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
+  const int64_t scratch = TF_DISPATCH(half_weight_gradient_scratch, args.type);
+  for_each_item(rows * columns, [&](int64_t item) {
+    const int64_t row = item / columns, column = item % columns;
+    TF_DISPATCH(half_weight_gradient, args, args.n * row / rows, args.n * (row + 1) / rows,
+                panels * column / columns * width,
+                std::min<int64_t>(args.k, panels * (column + 1) / columns * width),
+                bytes_of(kernel_scratch(), scratch));
+  });
+}
+
+void clear(std::initializer_list<Tensor*> tensors) {
+  for (Tensor* tensor : tensors) torch::stable::zero_(*tensor);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input,
+                                                   const Tensor& weight,
+                                                   const std::optional<Tensor>& preactivation,
+                                                   int64_t activation, bool want_input,
+                                                   bool want_weight, bool want_bias) {
+  const char* op = "linear_backward";
+  check_like(op, "input", input, input);
+  check_like(op, "grad", grad, input);
+  STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
+                  ": grad and input must have the same number of dimensions, at least one");
+  check_weight(op, "weight", weight, input.size(input.dim() - 1), std::nullopt, input);
+  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
+  STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
+                  ": grad must have the shape of the result");
+  Tensor grad_input = want_input ? fresh_rows(input, k) : fresh(input, {0});
+  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
+  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
+  if (m == 0 || n == 0) {
+    clear({&grad_input, &grad_weight, &grad_bias});
+    return {grad_input, grad_weight, grad_bias};
+  }
+  const Element type = element_of(input);
+  HalfRows dy = half_rows(grad);
+  if (activation != 0) {
+    STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
+    check_like(op, "preactivation", *preactivation, input);
+    STD_TORCH_CHECK(preactivation->sizes().equals(grad.sizes()), op,
+                    ": preactivation must have the shape of grad");
+    const Tensor z = as_contiguous(*preactivation);
+    void* to = bytes_of(shared_scratch(1), 2 * m * n);
+    const HalfSlopeArgs args{type, dy.data,   z.const_data_ptr(),          to,
+                             n,    dy.stride, static_cast<int>(activation)};
+    torch::stable::parallel_for(
+        0, m, std::max<int64_t>(1, 16384 / n),
+        [&](int64_t begin, int64_t end) { TF_DISPATCH(half_multiply_by_slope, args, begin, end); });
+    dy.data = to;
+    dy.stride = n;
+  }
+  if (want_input && k > 0)
+    run_linear({type, dy.data, column_panels_of(weight, 0), nullptr, nullptr,
+                grad_input.mutable_data_ptr(), m, n, k, dy.stride, k, k, 0});
+  if (want_weight || want_bias) {
+    const HalfRows x = half_rows(input);
+    const int64_t most = part_rows(k);
+    const Sums sums(shared_scratch(3).floats(Sums::floats(n, k, most < m)), n, k, most < m);
+    HalfWeightGradientArgs args{};
+    sums.give_to(args);
+    args.type = type;
+    args.grad_weight = data_if(want_weight, grad_weight);
+    args.grad_bias = data_if(want_bias, grad_bias);
+    args.n = n;
+    args.k = k;
+    args.grad_stride = dy.stride;
+    for (int64_t begin = 0; begin < m; begin += most) {
+      args.m = std::min(most, m - begin);
+      args.grad = at(dy.data, begin * dy.stride);
+      args.first = begin == 0;
+      args.last = begin + args.m == m;
+      if (want_weight && k > 0) {
+        void* panels = column_panels(type, args.m, k, 2);
+        pack_columns(type, at(x.data, begin * x.stride), x.stride, args.m, k, panels);
+        args.panels = panels;
+      }
+      run_weight_gradient(args);
+    }
+  }
+  trim_shared_scratch();
+  return {grad_input, grad_weight, grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+    const Tensor& preactivation, int64_t activation, double dropout_p,
+    const std::optional<Tensor>& seed, const bool (&wants)[5]) {
+  const char* op = "feed_forward_backward";
+  check_like(op, "input", input, input);
+  check_like(op, "grad", grad, input);
+  check_like(op, "preactivation", preactivation, input);
+  STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
+                  ": grad and input must have the same number of dimensions, at least one");
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt, input);
+  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt, input);
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
+  STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
+                  ": grad must have the shape of the result");
+  STD_TORCH_CHECK(preactivation.numel() == m * f, op,
+                  ": preactivation must have one value per row and hidden unit");
+  Tensor grad_input = wants[0] ? fresh_rows(input, k) : fresh(input, {0});
+  Tensor grad_weight1 = wants[1] ? fresh(weight1, {f, k}) : fresh(weight1, {0});
+  Tensor grad_bias1 = fresh(weight1, {wants[2] ? f : 0});
+  Tensor grad_weight2 = wants[3] ? fresh(weight2, {n, f}) : fresh(weight2, {0});
+  Tensor grad_bias2 = fresh(weight2, {wants[4] ? n : 0});
+  const auto all = [&] {
+    return std::tuple{grad_input, grad_weight1, grad_bias1, grad_weight2, grad_bias2};
+  };
+  if (m == 0 || n == 0) {
+    clear({&grad_input, &grad_weight1, &grad_bias1, &grad_weight2, &grad_bias2});
+    return all();
+  }
+  const Element type = element_of(input);
+  const HalfRows dy = half_rows(grad), x = half_rows(input);
+  const Tensor kept = as_contiguous(preactivation);
+  const bool through = wants[0] || wants[1] || wants[2], first = wants[1] || wants[2];
+  const int64_t most = part_rows(std::max(k, f)), rows = std::min(m, most);
+  const bool parts = most < m;
+
+  HalfFeedForwardBackwardArgs back{};
+  HalfFeedForwardArgs& products = back.products;
+  products.type = type;
+  products.x_stride = dy.stride;
+  products.k = n;
+  products.f = f;
+  products.n = k;
+  products.activation = static_cast<int>(activation);
+  products.dropout = make_dropout(op, dropout_p, seed);
+  products.packed1 = column_panels_of(weight2, 0);
+  if (wants[0]) products.packed2 = column_panels_of(weight1, 1);
+  back.grad_z = first ? bytes_of(shared_scratch(2), 2 * rows * f) : nullptr;
+  back.hidden = wants[3] ? column_panels(type, rows, f, 3) : nullptr;
+
+  HalfWeightGradientArgs sums1{}, sums2{};
+  float* place = shared_scratch(5).floats(Sums::floats(f, k, parts) + Sums::floats(n, f, parts));
+  const Sums kept1(place, f, k, parts), kept2(kept1.end(), n, f, parts);
+  kept1.give_to(sums1);
+  kept2.give_to(sums2);
+  sums1.type = sums2.type = type;
+  sums1.grad_weight = data_if(wants[1], grad_weight1);
+  sums1.grad_bias = data_if(wants[2], grad_bias1);
+  sums1.n = sums1.grad_stride = f;
+  sums1.k = k;
+  sums2.grad_weight = data_if(wants[3], grad_weight2);
+  sums2.grad_bias = data_if(wants[4], grad_bias2);
+  sums2.n = n;
+  sums2.k = f;
+  sums2.grad_stride = dy.stride;
+
+  for (int64_t begin = 0; begin < m; begin += most) {
+    const int64_t count = std::min(most, m - begin);
+    products.m = sums1.m = sums2.m = count;
+    sums1.first = sums2.first = begin == 0;
+    sums1.last = sums2.last = begin + count == m;
+    sums1.grad = back.grad_z;
+    sums2.grad = products.x = at(dy.data, begin * dy.stride);
+    sums2.panels = back.hidden;
+    back.z = at(kept.const_data_ptr(), begin * f);
+    products.row = begin;
+    products.y = wants[0] ? at(grad_input.mutable_data_ptr(), begin * k) : nullptr;
+    if (through || wants[3]) {
+      const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, products);
+      for_each_row_block(count, tall, [&](int64_t from, int64_t to) {
+        const int64_t scratch = TF_DISPATCH(half_feed_forward_backward_scratch, back, to - from);
+        TF_DISPATCH(half_feed_forward_backward_rows, back, from, to,
+                    bytes_of(kernel_scratch(), scratch));
+      });
+    }
+    if (first) {
+      if (wants[1] && k > 0) {
+        void* panels = column_panels(type, count, k, 4);
+        pack_columns(type, at(x.data, begin * x.stride), x.stride, count, k, panels);
+        sums1.panels = panels;
+      }
+      run_weight_gradient(sums1);
+    }
+    if (wants[3] || wants[4]) run_weight_gradient(sums2);
+  }
+  trim_shared_scratch();
+  return all();
+}
+
+}  // namespace tf::half

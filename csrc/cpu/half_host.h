@@ -1,0 +1,126 @@
+// What the operators for bfloat16 and float16 share around their kernels: checks, views as rows,
+// panels of weights, threads.
+#pragma once
+
+#include "cpu/half_ops.h"
+#include "cpu/linear_half_kernel.h"
+#include "cpu/linear_host.h"
+
+namespace tf::half {
+
+inline void check_like(const char* op, const char* name, const Tensor& tensor,
+                       const Tensor& input) {
+  STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", name,
+                  " must have the dtype of input");
+}
+
+// Rows of 16-bit elements.
+struct HalfRows {
+  Tensor owner;
+  const void* data;
+  int64_t stride;
+};
+
+inline HalfRows half_rows(const Tensor& tensor) {
+  const Rows rows = as_rows(tensor);
+  return {rows.owner, rows.data, rows.stride};
+}
+
+inline const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+inline void* data_of(Tensor* tensor) {
+  return tensor == nullptr ? nullptr : tensor->mutable_data_ptr();
+}
+
+inline void* bytes_of(Scratch& scratch, int64_t bytes) {
+  return scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float)));
+}
+
+inline void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
+                         const std::optional<Tensor>& bias, const Tensor& input) {
+  check_like(op, name, weight, input);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
+                  columns, ")");
+  if (bias) {
+    check_like(op, "bias", *bias, input);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
+                    ": bias must have one value per row of ", name);
+  }
+}
+
+inline int64_t packed_bytes(const Tensor& weight) {
+  return TF_DISPATCH(half_packed_bytes, element_of(weight), weight.size(0), weight.size(1));
+}
+
+inline uint16_t packed_layout(const Tensor& weight) {
+  return static_cast<uint16_t>(TF_DISPATCH(half_packed_layout, element_of(weight)));
+}
+
+inline void pack(const Tensor& weight, void* place) {
+  const HalfRows w = half_rows(weight);
+  const int64_t n = weight.size(0), k = weight.size(1), width = TF_DISPATCH(half_panel_columns, );
+  torch::stable::parallel_for(0, (n + width - 1) / width,
+                              std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, k))),
+                              [&](int64_t begin, int64_t end) {
+                                TF_DISPATCH(half_pack_panels, element_of(weight), w.data, w.stride,
+                                            n, k, place, begin, end);
+                              });
+}
+
+// The panels of a weight: those given, if they are a packed copy of it that this instruction set
+// reads, else packed now into the calling thread's shared scratch.
+inline const void* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
+  const int64_t n = weight.size(0), k = weight.size(1), bytes = packed_bytes(weight);
+  if (packed && packed->is_cpu() && packed->scalar_type() == weight.scalar_type() &&
+      packed->is_contiguous() && packed->numel() == bytes / 2 + kPackedTail &&
+      (k <= 1 || weight.stride(1) == 1)) {
+    const auto* data = static_cast<const uint16_t*>(packed->const_data_ptr());
+    if (data[packed->numel() - 1] == packed_layout(weight) &&
+        TF_DISPATCH(half_packed_matches, element_of(weight), weight.const_data_ptr(),
+                    weight.stride(0), n, k, data))
+      return data;
+  }
+  void* place = bytes_of(shared_scratch(slot), bytes + 2 * kPackedTail);
+  pack(weight, place);
+  return place;
+}
+
+// Splits rows between threads where there are many, else panels.
+inline void run_linear(const TypedLinearArgs& args) {
+  const int64_t width = TF_DISPATCH(half_panel_columns, );
+  const int64_t panels = (args.n + width - 1) / width;
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t most = TF_DISPATCH(half_linear_row_block, args);
+  int64_t row_items = (args.m + most - 1) / most, column_items = 1;
+  if (args.m >= 64 * threads) {
+    row_items = (row_items + threads - 1) / threads * threads;
+  } else {
+    column_items = std::min<int64_t>(panels, 2 * threads);
+  }
+  const int64_t scratch = TF_DISPATCH(half_linear_scratch, args);
+  for_each_item(row_items * column_items, [&](int64_t item) {
+    const int64_t row = item / column_items, column = item % column_items;
+    TF_DISPATCH(half_linear_block, args, args.m * row / row_items, args.m * (row + 1) / row_items,
+                panels * column / column_items, panels * (column + 1) / column_items,
+                bytes_of(kernel_scratch(), scratch));
+  });
+}
+
+// Calls f(begin, end) for blocks of m rows, at most `tall` high but for one row, as many as threads
+// or a multiple; begin is even.
+template <class F>
+void for_each_row_block(int64_t m, int64_t tall, const F& f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t blocks = ((m + tall - 1) / tall + threads - 1) / threads * threads;
+  const auto row_of = [&](int64_t block) {
+    return block == blocks ? m : m * block / blocks / 2 * 2;
+  };
+  for_each_item(blocks, [&](int64_t block) {
+    if (row_of(block) < row_of(block + 1)) f(row_of(block), row_of(block + 1));
+  });
+}
+
+}  // namespace tf::half

@@ -1,0 +1,131 @@
+"""Gradients of linear maps and feed-forward networks of half types: odd numbers of rows (panels
+hold them by twos), and so many that they are worked on in parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import kernels
+
+from transformer_fast import _native
+from transformer_fast.specs.spec import Draw
+from transformer_fast.testing import check_gradients, nan_memory
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+def kernel_of(op: str) -> Any:
+    (kernel,) = (k for k in kernels(op) if k.backend == "cpu")
+    return kernel
+
+
+def check(op: str, *arguments: Any) -> None:
+    with nan_memory():
+        check_gradients(op, kernel_of(op).run, arguments)
+
+
+def draw(dtype: torch.dtype) -> Draw:
+    return Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+
+
+@DTYPES
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
+@pytest.mark.parametrize("rows", [1, 23, 24, 33, 256, 257])
+def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, isa: str) -> None:
+    d = draw(dtype)
+    x, weight, bias = d.normal(rows, inputs), d.weight(outputs, inputs), d.normal(outputs)
+    check("linear", x, weight, bias, ACTIVATIONS[rows % 4], None)
+    wide = d.normal(rows, inputs + 9)[:, 4:-5]
+    transposed = d.weight(inputs, outputs).t()
+    check("linear", wide, transposed, None, None, d.normal(rows, outputs))
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 31, 32, 45, 257])
+def test_feed_forward(rows: int, dtype: torch.dtype, isa: str) -> None:
+    d = draw(dtype)
+    x, weight1, bias1 = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
+    weight2, bias2 = d.weight(33, 130), d.normal(33)
+    for p, activation in ((0.0, "relu"), (0.0, "gelu"), (0.3, "silu"), (0.3, "gelu_tanh")):
+        seed = d.seed() if p else None
+        check("feed_forward", x, weight1, bias1, weight2, bias2, activation, p, seed)
+
+
+def test_linear_in_parts(isa: str) -> None:
+    d = draw(torch.bfloat16)
+    x, weight = d.normal(600, 16500), d.weight(7, 16500)
+    check("linear", x, weight, d.normal(7), None, None)
+
+
+def test_feed_forward_in_parts() -> None:
+    d = draw(torch.bfloat16)
+    x, weight1, bias1 = d.normal(600, 9), d.weight(16500, 9), d.normal(16500)
+    weight2, bias2 = d.weight(5, 16500), d.normal(5)
+    check("feed_forward", x, weight1, bias1, weight2, bias2, "gelu", 0.4, d.seed())
+
+
+def test_many_outputs() -> None:
+    """Sums deeper than some length are PyTorch's."""
+    d = draw(torch.bfloat16)
+    check("linear", d.normal(40, 33), d.weight(9000, 33), d.normal(9000), None, None)
+
+
+@DTYPES
+@pytest.mark.parametrize("wanted", range(5))
+def test_each_gradient_alone(wanted: int, dtype: torch.dtype) -> None:
+    """Asking for one gradient only gives the same one."""
+    if _native.module is None:
+        pytest.skip(_native.why_not or "needs the native module")
+    d = draw(dtype)
+    tensors = [d.normal(77, 70), d.weight(130, 70), d.normal(130), d.weight(33, 130), d.normal(33)]
+    kernel = kernel_of("feed_forward")
+
+    def found(*which: int) -> list[torch.Tensor]:
+        inputs = [t.clone().requires_grad_(i in which) for i, t in enumerate(tensors)]
+        result = kernel.run(*inputs, "gelu", 0.0, None)
+        return list(torch.autograd.grad(result.float().sum(), [inputs[i] for i in which]))
+
+    assert torch.equal(found(wanted)[0], found(*range(5))[wanted])
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_comes_through(value: float, dtype: torch.dtype, isa: str) -> None:
+    d = draw(dtype)
+    x, weight1, weight2 = d.normal(50, 40), d.weight(60, 40), d.weight(40, 60)
+    x[3, 5] = value
+    tensors = [t.requires_grad_() for t in (x, weight1, weight2)]
+    grad = d.normal(50, 40)
+    ours = kernel_of("feed_forward").run(x, weight1, None, weight2, None, "relu", 0.0, None)
+    plain = torch.relu(x @ weight1.t()) @ weight2.t()
+    for got, expected in zip(
+        torch.autograd.grad(ours, tensors, grad), torch.autograd.grad(plain, tensors, grad),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(got.isfinite(), expected.isfinite())
+
+
+@DTYPES
+def test_same_bits_with_one_thread(dtype: torch.dtype) -> None:
+    if _native.module is None:
+        pytest.skip(_native.why_not or "needs the native module")
+    d = draw(dtype)
+    tensors = [d.normal(1000, 70), d.weight(700, 70), d.normal(700), d.weight(333, 700)]
+    tensors = [t.requires_grad_() for t in tensors]
+    kernel = kernel_of("feed_forward")
+
+    def found() -> list[torch.Tensor]:
+        result = kernel.run(*tensors, None, "silu", 0.2, torch.tensor(7))
+        return [result, *torch.autograd.grad(result.float().sum(), tensors)]
+
+    first, second = found(), found()
+    torch.set_num_threads(1)
+    for a, b, c in zip(first, second, found(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
