@@ -120,6 +120,21 @@ struct Sight {
     }
   }
 
+  // kLanes values of the mask, adjacent ones, from the j-th behind `place` on.
+  TF_INLINE Vec mask_vector(const char* place, long j) const {
+    switch (shape.mask_type) {
+      case Element::boolean:
+        return select(bytes_nonzero(reinterpret_cast<const uint8_t*>(place) + j), zero(),
+                      set1(-kInf));
+      case Element::float32:
+        return load(reinterpret_cast<const float*>(place) + j);
+      case Element::bfloat16:
+        return load(reinterpret_cast<const BFloat16*>(place) + j);
+      default:
+        return load(reinterpret_cast<const Float16*>(place) + j);
+    }
+  }
+
   // scores * scale + mask for the first `seen` of a row, -inf where hidden.
   void add_mask(float* scores, const float* mask, long seen) const {
     const Vec scale = set1(shape.scale);

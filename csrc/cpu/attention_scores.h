@@ -22,6 +22,7 @@ class Scores {
     long start, count;  // keys; count 0: there is none
     int slot;           // of its scores
     bool plain;         // all rows see all of it, and no mask adds to it
+    bool direct;        // all rows see all of it but for a mask whose values can be loaded
   };
 
   // A row of the block among those of all queries.
@@ -35,9 +36,10 @@ class Scores {
       const long count = least(kPanel, sight.limit - start);
       if (sight.mask_hides_tile(start, count)) continue;
       const bool whole = count == kPanel && sight.visible(0, start, count) == count;
-      return {start, count, slot, whole && !mask_adds(start, count)};
+      const bool direct = whole && shape.mask != nullptr && shape.mask_stride[3] == 1;
+      return {start, count, slot, whole && !mask_adds(start, count), direct};
     }
-    return {start, 0, slot, false};
+    return {start, 0, slot, false, false};
   }
 
   // Whether the mask changes any score of the panel; only asked of masks that are alike for all
@@ -71,16 +73,27 @@ class Scores {
   // places and not in others, and the largest score would not be the very number it is referred to.
   TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(shape.scale), zero()); }
 
+  // Scores times scale, and what the mask adds to them.
+  TF_INLINE Vec masked(const float* s, Vec mask) const {
+    return select(equal(mask, set1(-kInf)), mask, fma(load(s), set1(shape.scale), mask));
+  }
+
   // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
   TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
     const float* s = scores[panel.slot] + i * kPanel;
+    if (panel.direct) {
+      const char* place = sight.mask_at(i, panel.start);
+      _mm_prefetch(place + kPanel * element_bytes(shape.mask_type), _MM_HINT_T1);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+          masked(s + u * kLanes, sight.mask_vector(place, u * kLanes));
+      return;
+    }
     const float* mask = mask_of(panel, i, shared);
     const long seen = sight.visible(i, panel.start, panel.count);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       if (mask != nullptr) {
         const long left = seen - u * kLanes;
-        const Vec m = left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf);
-        x[u] = select(equal(m, set1(-kInf)), m, fma(load(s + u * kLanes), set1(shape.scale), m));
+        x[u] = masked(s + u * kLanes, left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf));
       } else {
         x[u] = scaled(s + u * kLanes);
       }
