@@ -131,23 +131,56 @@ bool run_keys(const AttentionBackwardArgs& args) {
                   });
 }
 
-// Each item owns a part of grad_mask: it repeats the scores and sums over what is broadcast.
-void run_mask(const AttentionBackwardArgs& args) {
+// kernel(b, h, tile, begin, end) for all parts of grad_mask, tiles of `step` keys and blocks of
+// `block` queries; false as soon as one returns false. Each item owns its part: it works out the
+// scores once more and sums over what is broadcast.
+template <class Kernel>
+bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
+              const Kernel& kernel) {
   constexpr int64_t kBlocks = 4;  // of queries, per item
-  const int64_t step = TF_DISPATCH(attention_mask_backward_keys, args);
   const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
-  const int64_t block = TF_DISPATCH(attention_mask_backward_queries, args);
   const int64_t blocks = (args.queries + block - 1) / block;
   const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
   const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
-  const int64_t scratch = TF_DISPATCH(attention_mask_backward_scratch, args);
+  std::atomic<bool> did{true};
   for_each_item(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
+    if (!did.load(std::memory_order_relaxed)) return;
     const int64_t chunk = item % chunks, tile = item / chunks % tiles;
     const int64_t head = item / chunks / tiles;
-    TF_DISPATCH(attention_mask_backward, args, head / args.mask_size[1], head % args.mask_size[1],
-                tile, chunk * per_chunk, (chunk + 1) * per_chunk, kernel_scratch().floats(scratch));
+    if (!kernel(head / args.mask_size[1], head % args.mask_size[1], tile, chunk * per_chunk,
+                (chunk + 1) * per_chunk))
+      did.store(false, std::memory_order_relaxed);
     kernel_scratch().trim();
   });
+  return did;
+}
+
+// Into grad_mask; false if bfloat16 is to be taken as float32.
+bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
+  args.grad_query = args.grad_key = args.grad_value = nullptr;
+  torch::stable::zero_(grad_mask);
+#ifdef TF_HAVE_AMX
+  const bool half = args.type != Element::float32;
+  if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
+    const int64_t bytes = amx::tiles_attention_backward_scratch(args);
+    const bool did = run_mask(
+        args, amx::tiles_attention_backward_keys(args), amx::tiles_attention_backward_queries(),
+        [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
+          return amx::tiles_attention_mask_backward(args, b, h, tile, begin, end,
+                                                    kernel_scratch().floats(bytes / 4));
+        });
+    if (did || half) return did;
+    torch::stable::zero_(grad_mask);
+  }
+#endif
+  const int64_t scratch = TF_DISPATCH(attention_mask_backward_scratch, args);
+  return run_mask(args, TF_DISPATCH(attention_mask_backward_keys, args),
+                  TF_DISPATCH(attention_mask_backward_queries, args),
+                  [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
+                    TF_DISPATCH(attention_mask_backward, args, b, h, tile, begin, end,
+                                kernel_scratch().floats(scratch));
+                    return true;
+                  });
 }
 
 // A copy in float32, heads and positions in memory as the tensor has them.
@@ -157,6 +190,12 @@ Tensor widened(const Tensor& tensor) {
                     ? torch::stable::transpose(fresh_float(tensor, {b, t, h, d}), 1, 2)
                     : fresh_float(tensor, {b, h, t, d});
   return torch::stable::copy_(copy, tensor);
+}
+
+std::optional<Tensor> mask_in_float(const std::optional<Tensor>& mask) {
+  if (!mask || !is_half(*mask)) return mask;
+  Tensor copy = fresh(*mask, mask->sizes(), true);
+  return torch::stable::copy_(copy, *mask);
 }
 
 // A gradient of `like`'s type.
@@ -180,8 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0), kOp,
                   ": the number of query heads must be a multiple of that of key heads");
   const bool half = is_half(query);
-  STD_TORCH_CHECK(!half || !(grad_weights || want_mask), kOp,
-                  ": half types have gradients of query, key and value only");
+  STD_TORCH_CHECK(!half || !grad_weights, kOp, ": half types have no gradient of weights");
   const ScalarType type = half ? query.scalar_type() : ScalarType::Float;
   query = with_unit_stride(checked("query", query, {batch, heads, queries, size}, type));
   key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}, type));
@@ -190,17 +228,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}, type));
   shift = as_contiguous(checked("shift", shift, {batch, heads, queries}));
   norm = as_contiguous(checked("norm", norm, {batch, heads, queries}));
+  // The sums for a mask are in fp32.
+  const auto mask_like = [&](const Tensor& sums) {
+    if (!want_mask || sums.scalar_type() == mask->scalar_type()) return sums;
+    Tensor rounded = fresh(*mask, mask->sizes());
+    return torch::stable::copy_(rounded, sums);
+  };
   const auto in_float = [&] {
-    if (mask && is_half(*mask)) {
-      Tensor copy = fresh(*mask, mask->sizes(), true);
-      mask = torch::stable::copy_(copy, *mask);
-    }
-    auto [dquery, dkey, dvalue, none] =
-        attention_backward(widened(grad), {}, widened(query), widened(key), widened(value), mask,
-                           key_lengths, is_causal, scale, dropout_p, seed, widened(output), {},
-                           shift, norm, want_query, want_key, want_value, false);
+    auto [dquery, dkey, dvalue, dmask] = attention_backward(
+        widened(grad), {}, widened(query), widened(key), widened(value), mask_in_float(mask),
+        key_lengths, is_causal, scale, dropout_p, seed, widened(output), {}, shift, norm,
+        want_query, want_key, want_value, want_mask);
     return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
-                      narrowed(dvalue, value, want_value), fresh(query, {0}));
+                      narrowed(dvalue, value, want_value),
+                      want_mask ? mask_like(dmask) : fresh(query, {0}));
   };
   if (half && !takes(query)) return in_float();
   AttentionBackwardArgs args{};
@@ -245,15 +286,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   args.grad_value = set_gradient(grad_value, want_value, args.grad_value_stride);
   Tensor grad_mask = fresh(query, {0});
   if (want_mask) {
-    STD_TORCH_CHECK(mask.has_value() && mask->scalar_type() == ScalarType::Float, kOp,
+    STD_TORCH_CHECK(mask.has_value() && mask->scalar_type() != ScalarType::Bool, kOp,
                     ": only a float mask has a gradient");
-    grad_mask = torch::stable::new_zeros(*mask, mask->sizes());
+    grad_mask = fresh(*mask, mask->sizes(), true);
     for (int d = 0; d < 4; ++d) args.mask_size[d] = mask->size(d);
     args.grad_mask = static_cast<float*>(grad_mask.mutable_data_ptr());
   }
   if (batch * heads * queries == 0 || keys == 0) {
-    for (Tensor* tensor : {&grad_query, &grad_key, &grad_value}) torch::stable::zero_(*tensor);
-    return {grad_query, grad_key, grad_value, grad_mask};
+    for (Tensor* tensor : {&grad_query, &grad_key, &grad_value, &grad_mask})
+      torch::stable::zero_(*tensor);
+    return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
   }
   const int64_t rows = batch * heads * queries;
   args.delta = shared_scratch(0).floats(rows);
@@ -261,9 +303,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     TF_DISPATCH(attention_delta, args, begin, end);
   });
   if ((want_query || want_key || want_value) && !run_keys(args)) return in_float();
-  if (want_mask) run_mask(args);
+  if (want_mask && !run_mask(args, grad_mask)) return in_float();
   trim_shared_scratch();
-  return {grad_query, grad_key, grad_value, grad_mask};
+  return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
 }
 
 }  // namespace

@@ -333,11 +333,37 @@ struct Block {
   }
 };
 
-// For walk().
+// The same for a mask's gradient.
+struct MaskBlock {
+  Block block;
+
+  MaskBlock(const AttentionBackwardArgs& args, const Workspace& work, const Sight& sight)
+      : block(args, work, sight) {}
+
+  bool pass(const KeyTile& tile, long count, const MaskSums& sums) {
+    block.load_rows();
+    block.differentiate(tile.start, count);
+    const Sight& sight = block.sight;
+    float* ds = block.work.ds;
+    if (sums.stride == 0 && sums.by_column) {
+      // Over the block's rows first, as they all go to one place.
+      for (long i = 1; i < sight.rows; ++i)
+        for (long s = 0; s < count; ++s) ds[s] += ds[i * kScoreStride + s];
+      sums.add(sight.first, tile.start, ds, count);
+      return true;
+    }
+    for (long i = 0; i < sight.rows; ++i)
+      sums.add(sight.first + i, tile.start, ds + i * kScoreStride, count);
+    return true;
+  }
+};
+
+// For walk() and walk_mask().
 struct Products {
   using Workspace = TF_ISA::Workspace;
   using Tile = KeyTile;
   using Block = TF_ISA::Block;
+  using Mask = MaskBlock;
 
   // Smaller blocks where causality cuts them off.
   static long query_rows(const AttentionBackwardArgs& args) {

@@ -3,10 +3,31 @@
 #include "cpu/attention_backward_product.h"
 
 namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+bool keys(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
+          float* part, void* scratch) {
+  return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+    return walk<TypedProducts<T>>(args, work, keys_per_tile(args), b, key_head, begin, end, part);
+  });
+}
+
+template <class T>
+bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
+          void* scratch) {
+  return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+    return walk_mask<TypedProducts<T>>(args, work, keys_per_tile(args), b, h, tile, begin, end);
+  });
+}
+
+}  // namespace
 
 long tiles_attention_backward_keys(const AttentionBackwardArgs& args) {
   return keys_per_tile(args);
 }
+
+long tiles_attention_backward_queries() { return kRows; }
 
 long tiles_attention_backward_scratch(const AttentionBackwardArgs& args) {
   return args.type == Element::float32 ? BackwardWorkspace<float>(args, nullptr).bytes
@@ -15,9 +36,14 @@ long tiles_attention_backward_scratch(const AttentionBackwardArgs& args) {
 
 bool tiles_attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
                               long end, float* part, void* scratch) {
-  return (args.type == Element::float32
-              ? differentiate<float>
-              : differentiate<BFloat16>)(args, b, key_head, begin, end, part, scratch);
+  return (args.type == Element::float32 ? keys<float> : keys<BFloat16>)(args, b, key_head, begin,
+                                                                        end, part, scratch);
+}
+
+bool tiles_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
+                                   long begin, long end, void* scratch) {
+  return (args.type == Element::float32 ? mask<float> : mask<BFloat16>)(args, b, h, tile, begin,
+                                                                        end, scratch);
 }
 
 }  // namespace tf::TF_ISA

@@ -7,12 +7,18 @@
 namespace tf {
 
 // As attention_backward_keys(), _scratch (in bytes) and attention_backward() are without tiles; for
-// bfloat16, `part` must be given. The last returns false, with results not all written, where an
+// bfloat16, `part` must be given. They return false, with results not all written, where an
 // operand holds a number that pieces do not stand for.
 TF_KERNEL_SPLIT(long tiles_attention_backward_keys(const AttentionBackwardArgs& args))
 TF_KERNEL_SPLIT(long tiles_attention_backward_scratch(const AttentionBackwardArgs& args))
 TF_KERNEL_SPLIT(bool tiles_attention_backward(const AttentionBackwardArgs& args, long b,
                                               long key_head, long begin, long end, float* part,
                                               void* scratch))
+
+// Likewise attention_mask_backward() and the queries that it takes at a time.
+TF_KERNEL_SPLIT(long tiles_attention_backward_queries())
+TF_KERNEL_SPLIT(bool tiles_attention_mask_backward(const AttentionBackwardArgs& args, long b,
+                                                   long h, long tile, long begin, long end,
+                                                   void* scratch))
 
 }  // namespace tf

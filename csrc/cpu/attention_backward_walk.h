@@ -123,5 +123,64 @@ bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& wor
   return true;
 }
 
+// Where a mask's gradient gathers dS, of one of the mask's batch elements and heads.
+struct MaskSums {
+  float* first;
+  long stride;     // from one query to the next; 0 if the mask is alike for all
+  bool by_column;  // whether keys have each their own
+
+  // Adds `count` values of query `row` for the keys from `start` on.
+  void add(long row, long start, const float* ds, long count) const {
+    float* to = first + row * stride;
+    if (by_column) {
+      for (long s = 0; s < count; s += kLanes) {
+        const long here = least(kLanes, count - s);
+        float* place = to + start + s;
+        store_some(place, load_some(place, here) + load_some(ds + s, here), here);
+      }
+      return;
+    }
+    Vec sum = zero();
+    for (long s = 0; s < count; s += kLanes)
+      sum = sum + load_some(ds + s, least(kLanes, count - s));
+    *to += reduce_add(sum);
+  }
+};
+
+// attention_mask_backward() of attention_mask_backward_kernel.h. Kind is as for walk(), and has
+//
+//   Mask(args, work, sight)     pass(tile, count, sums), which adds the block's dS to the sums
+//
+// Returns false as soon as pack() or pass() does.
+template <class Kind>
+bool walk_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+               long mask_b, long mask_h, long tile, long begin, long end) {
+  const long* size = args.mask_size;
+  const long group = args.heads / args.key_heads;
+  const MaskSums sums{args.grad_mask + (mask_b * size[1] + mask_h) * size[2] * size[3],
+                      size[2] > 1 ? size[3] : 0, size[3] > 1};
+  const long first_b = size[0] > 1 ? mask_b : 0, last_b = size[0] > 1 ? mask_b + 1 : args.batch;
+  const long first_h = size[1] > 1 ? mask_h : 0, last_h = size[1] > 1 ? mask_h + 1 : args.heads;
+  bool did = true;
+  for (long b = first_b; b < last_b; ++b) {
+    const long limit = key_limit(args, b);
+    const long first = sums.by_column ? tile * step : 0;
+    const long stop = sums.by_column ? least(limit, first + step) : limit;
+    for (long start = first; start < stop; start += step) {
+      const long rows = least(step, stop - start);
+      for (long h = first_h; h < last_h; ++h) {
+        typename Kind::Tile keys(args, work, {b, h / group, start, rows, rows});
+        if (!keys.pack()) return false;
+        each_block(args, keys, h, Kind::query_rows(args), begin, end, work.bias,
+                   [&](const Sight& sight, long count) {
+                     did = did && typename Kind::Mask(args, work, sight).pass(keys, count, sums);
+                   });
+        if (!did) return false;
+      }
+    }
+  }
+  return true;
+}
+
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -210,8 +210,8 @@ def _attention_backward(
     norm: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # The gradients of probabilities and of a mask are there for float32 only.
-    wide = _wide if grad_weights is not None or wants[3] else _as_it_is
+    # The gradients of probabilities are there for float32 only.
+    wide = _wide if grad_weights is not None else _as_it_is
     found = _ops.cpu_attention_backward(
         wide(grad), wide(grad_weights), wide(query), wide(key), wide(value), wide(attn_mask),
         key_lengths, is_causal, scale, dropout_p, seed, wide(output), wide(weights), shift,

@@ -118,6 +118,10 @@ def _float_bhts(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return draw.normal(b, h, t, s)
 
 
+def _float_hts(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return draw.normal(1, h, t, s)
+
+
 def _float_hiding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return draw.normal(1, h, t, s).masked_fill(draw.bools(1, 1, t, s), -math.inf)
 
@@ -294,6 +298,7 @@ BENCH_CASES = (
     _bench("key padding mask", 4, 8, 1024, 64, mask=_padding_mask),
     _bench("key lengths", 4, 8, 1024, 64, lengths=_padding),
     _bench("bool mask (T,S)", 4, 8, 1024, 64, mask=_bool_ts),
+    _bench("float mask (H,T,S)", 4, 8, 1024, 64, mask=_float_hts),
     _bench("weights", 4, 8, 1024, 64, weights=True),
     _bench("", 32, 8, 128, 64),
     _bench("causal", 32, 8, 128, 64, causal=True),
