@@ -83,9 +83,11 @@ class Scores {
     const float* s = scores[panel.slot] + i * kPanel;
     if (panel.direct) {
       const char* place = sight.mask_at(i, panel.start);
-      _mm_prefetch(place + kPanel * element_bytes(shape.mask_type), _MM_HINT_T1);
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
-          masked(s + u * kLanes, sight.mask_vector(place, u * kLanes));
+      const long bytes = element_bytes(shape.mask_type);
+      TF_UNROLL for (int u = 0; u < 2; ++u) {
+        _mm_prefetch(place + (kPanel + u * kLanes) * bytes, _MM_HINT_T1);
+        x[u] = masked(s + u * kLanes, sight.mask_vector(place, u * kLanes));
+      }
       return;
     }
     const float* mask = mask_of(panel, i, shared);
