@@ -53,9 +53,10 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.activation = static_cast<int>(activation);
   args.dropout = make_dropout(op, dropout_p, seed);
   args.preactivation = data_if(keep, preactivation);
-  const Panels panels1 = panels_of(weight1, std::nullopt, 0, m);
-  const Panels panels2 = panels_of(weight2, std::nullopt, 1, m);
-  run_feed_forward(args, panels1, panels2, 2);
+  const bool direct =
+      args.y != nullptr && run_direct_feed_forward(args, weight1, {}, weight2, {}, 2);
+  if (!direct)
+    run_feed_forward(args, panels_of(weight1, {}, 0, m), panels_of(weight2, {}, 1, m), 2);
   trim_shared_scratch();
   return {output, preactivation};
 }

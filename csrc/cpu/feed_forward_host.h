@@ -6,32 +6,48 @@
 
 namespace tf {
 
+// One map after the other, first(args) and second(args), for few rows: threads share the columns of
+// each, and the small hidden block, in shared scratch `slot`, stays in cache.
+template <class First, class Second>
+void feed_forward_by_maps(const FeedForwardArgs& args, int slot, const First& first,
+                          const Second& second) {
+  const bool training = trains(args);
+  float* hidden = shared_scratch(slot).floats(args.m * args.f);
+  first(LinearArgs{args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f,
+                   args.x_stride, 0, args.f, training ? 0 : args.activation});
+  if (training) {
+    const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
+    const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
+    torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end, kernel_scratch().floats(room));
+    });
+  }
+  // Where only the hidden units are wanted, there is no second weight.
+  if (args.y != nullptr)
+    second(LinearArgs{hidden, nullptr, args.bias2, args.residual, args.y, args.m, args.f, args.n,
+                      args.f, args.residual_stride, args.n, 0});
+}
+
+// With the weights as they are, where packing them first would take longer; false if it would not.
+inline bool run_direct_feed_forward(const FeedForwardArgs& args, const Tensor& weight1,
+                                    const std::optional<Tensor>& packed1, const Tensor& weight2,
+                                    const std::optional<Tensor>& packed2, int slot) {
+  if (!is_direct(weight1, packed1, args.m) || !is_direct(weight2, packed2, args.m)) return false;
+  feed_forward_by_maps(
+      args, slot, [&](const LinearArgs& map) { run_linear(map, weight1, packed1, 0); },
+      [&](const LinearArgs& map) { run_linear(map, weight2, packed2, 1); });
+  return true;
+}
+
 // `slot`: the shared scratch for the hidden block of a call of few rows.
 inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const Panels& panels2,
                              int slot) {
   const int64_t threads = torch::stable::get_num_threads();
-  const bool training = trains(args);
-  // Where only the hidden units are wanted, there is no second weight.
   const bool mixed = args.y != nullptr && (panels1.whole == nullptr) != (panels2.whole == nullptr);
-  if (args.m < 56 * threads || mixed || splits_panels(args.m)) {
-    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
-    float* hidden = shared_scratch(slot).floats(args.m * args.f);
-    run_linear({args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f, args.x_stride,
-                0, args.f, training ? 0 : args.activation},
-               panels1);
-    if (training) {
-      const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
-      const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
-      torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
-        TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end, kernel_scratch().floats(room));
-      });
-    }
-    if (args.y == nullptr) return;
-    run_linear({hidden, nullptr, args.bias2, args.residual, args.y, args.m, args.f, args.n, args.f,
-                args.residual_stride, args.n, 0},
-               panels2);
-    return;
-  }
+  if (args.m < 56 * threads || mixed || splits_panels(args.m))
+    return feed_forward_by_maps(
+        args, slot, [&](const LinearArgs& map) { run_linear(map, panels1); },
+        [&](const LinearArgs& map) { run_linear(map, panels2); });
 #ifdef TF_HAVE_AMX
   if (panels1.pieces != nullptr) {
     return pieces::run_feed_forward(args, panels1.pieces, panels2.pieces);

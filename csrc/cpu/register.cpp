@@ -236,20 +236,11 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   float* y = static_cast<float*>(output.mutable_data_ptr());
-  if (is_direct(weight1, packed1, m) && is_direct(weight2, packed2, m)) {
-    float* hidden = shared_scratch(2).floats(m * f);
-    run_linear({x.data, nullptr, optional_data(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
-                static_cast<int>(activation)},
-               weight1, packed1, 0);
-    run_linear({hidden, nullptr, optional_data(b2), nullptr, y, m, f, n, f, 0, n, 0}, weight2,
-               packed2, 1);
-    return output;
-  }
-  const Panels panels1 = panels_of(weight1, packed1, 0, m);
-  const Panels panels2 = panels_of(weight2, packed2, 1, m);
-  run_feed_forward({x.data, nullptr, optional_data(b1), nullptr, optional_data(b2), y, m, k, f, n,
-                    x.stride, static_cast<int>(activation)},
-                   panels1, panels2, 2);
+  const FeedForwardArgs args{
+      x.data, nullptr,  optional_data(b1),           nullptr, optional_data(b2), y, m, k, f,
+      n,      x.stride, static_cast<int>(activation)};
+  if (!run_direct_feed_forward(args, weight1, packed1, weight2, packed2, 2))
+    run_feed_forward(args, panels_of(weight1, packed1, 0, m), panels_of(weight2, packed2, 1, m), 2);
   trim_shared_scratch();
   return output;
 }
