@@ -102,6 +102,7 @@ inline TypedAttentionArgs typed(const AttentionArgs& args) {
   typed.norm = args.norm;
   typed.weights = args.weights;
   typed.dropout = args.dropout;
+  typed.together = torch::stable::get_num_threads();
   return typed;
 }
 

@@ -6,6 +6,7 @@
 // unit softens the panel before.
 #pragma once
 
+#include "cpu/attention_next_keys.h"
 #include "cpu/attention_scores.h"
 #include "cpu/attention_workspace.h"
 #include "cpu/philox.h"
@@ -25,8 +26,13 @@ constexpr float kMostTotal = 1e6f;
 template <class T>
 class Block : Scores {
  public:
-  Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head)
-      : Scores(call, seen, place.scores), args(call), work(place), key_head_(key_head) {}
+  Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head,
+        NextKeys<T>& next)
+      : Scores(call, seen, place.scores),
+        args(call),
+        work(place),
+        key_head_(key_head),
+        next_(next) {}
 
   void run() {
     begin();
@@ -305,6 +311,7 @@ class Block : Scores {
     waiting_.count = 0;
     softened_ = rows;
     for (Panel panel = panel_from(0, 0); panel.count > 0;) {
+      next_.some();
       score(panel,
             [&]() __attribute__((always_inline)) { soften(least(rows, softened_ + share)); });
       soften(rows);
@@ -397,6 +404,7 @@ class Block : Scores {
   const TypedAttentionArgs& args;
   const Workspace<T>& work;
   const long key_head_;
+  NextKeys<T>& next_;
   bool exact_ = false;  // references are the true maxima
   Panel waiting_{};     // scored, not yet softened
   long softened_ = 0;   // rows of it that are
@@ -416,6 +424,8 @@ void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, l
   const long last = all ? queries : (end - 1) % queries + 1;
   pack<T>(args, work, b, key_head, args.causal ? least(limit, last) : limit);
   const long group = args.heads / args.key_heads;
+  const long blocks = (end - begin + Product<T>::kBlockRows - 1) / Product<T>::kBlockRows;
+  NextKeys<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
   const unsigned mode = flush_denormals();
   Product<T>::enter();
   for (long item = begin; item < end;) {
@@ -423,7 +433,7 @@ void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, l
     const long rows = least(least(queries - first, end - item), Product<T>::kBlockRows);
     const long seen = args.causal ? least(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
-    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head).run();
+    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head, next).run();
     item += rows;
   }
   Product<T>::leave();

@@ -16,8 +16,9 @@ struct TypedAttentionArgs : AttentionShape {
   // nothing is seen, shift is -inf and norm 0.
   float* shift;
   float* norm;
-  void* weights;    // (B, H, T, S), contiguous, behind the dropout, or nullptr
-  Dropout dropout;  // of the probabilities; rows counted over (B, H, T)
+  void* weights;      // (B, H, T, S), contiguous, behind the dropout, or nullptr
+  Dropout dropout;    // of the probabilities; rows counted over (B, H, T)
+  long together = 1;  // key heads that threads work on at the same time, one each
 };
 
 }  // namespace tf

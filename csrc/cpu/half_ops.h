@@ -82,7 +82,7 @@ void linear_into(const void* x, int64_t m, const Tensor& weight,
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                      double eps, void* y);
-void run_attention(const TypedAttentionArgs& args);
+void run_attention(TypedAttentionArgs args);
 
 }  // namespace half
 }  // namespace tf

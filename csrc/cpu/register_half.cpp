@@ -189,7 +189,8 @@ void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t co
   });
 }
 
-void run_attention(const TypedAttentionArgs& args) {
+void run_attention(TypedAttentionArgs args) {
+  args.together = torch::stable::get_num_threads();
   if (run_few_attention(args)) return;
   const int64_t scratch = TF_DISPATCH(half_attention_scratch, args);
   each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
