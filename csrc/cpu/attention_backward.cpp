@@ -22,9 +22,7 @@ const float* data_of(const Tensor& tensor) {
 
 Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes,
                ScalarType type = ScalarType::Float) {
-  STD_TORCH_CHECK(tensor.is_cpu(), kOp, ": ", name, " must be on the CPU");
-  STD_TORCH_CHECK(tensor.scalar_type() == type, kOp, ": ", name, " must be ",
-                  type == ScalarType::Float ? "float32" : "of query's type");
+  check_type(kOp, name, tensor, type, "query");
   STD_TORCH_CHECK(
       tensor.sizes().equals(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size())),
       kOp, ": ", name, " has another shape than the other arguments ask for");

@@ -10,9 +10,7 @@ namespace tf::half {
 
 inline void check_like(const char* op, const char* name, const Tensor& tensor,
                        const Tensor& input) {
-  STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
-  STD_TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", name,
-                  " must have the dtype of input");
+  check_type(op, name, tensor, input.scalar_type(), "input");
 }
 
 // Rows of 16-bit elements.

@@ -80,9 +80,16 @@ void for_each_item(int64_t items, const F& f) {
   });
 }
 
-inline void check_float(const char* op, const char* name, const Tensor& tensor) {
+// `like`: what must have that type, too.
+inline void check_type(const char* op, const char* name, const Tensor& tensor, ScalarType type,
+                       const char* like) {
   STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, op, ": ", name, " must be float32");
+  STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": ", name, " must ",
+                  type == ScalarType::Float ? "be float32" : "have the dtype of ",
+                  type == ScalarType::Float ? "" : like);
+}
+inline void check_float(const char* op, const char* name, const Tensor& tensor) {
+  check_type(op, name, tensor, ScalarType::Float, "");
 }
 
 // A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen

@@ -35,18 +35,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     std::optional<Tensor> weight, int64_t normalized, double dropout_p, std::optional<Tensor> seed,
     bool want_source, bool want_input, bool want_weight, bool want_bias, bool annotated) {
   const char* op = "layer_norm_backward";
-  const auto check_type = [&](const char* name, const Tensor& tensor) {
-    if (!is_half(source)) return check_float(op, name, tensor);
-    STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == source.scalar_type(), op, ": ", name,
-                    " must be on the CPU and of source's type");
-  };
-  check_type("source", source);
-  check_type("grad", grad);
+  const ScalarType type = is_half(source) ? source.scalar_type() : ScalarType::Float;
+  check_type(op, "source", source, type, "source");
+  check_type(op, "grad", grad, type, "source");
   for (auto [name, tensor] : {std::pair("mean", &mean), std::pair("rstd", &rstd)})
     check_float(op, name, *tensor);
   STD_TORCH_CHECK(grad.sizes().equals(source.sizes()), op, ": grad must have the shape of source");
   if (grad_sum) {
-    check_type("grad_sum", *grad_sum);
+    check_type(op, "grad_sum", *grad_sum, type, "source");
     STD_TORCH_CHECK(grad_sum->sizes().equals(source.sizes()), op,
                     ": grad_sum must have the shape of source");
   }
