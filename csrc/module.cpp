@@ -8,6 +8,7 @@
 #include <string>
 
 #include "build_config.h"
+#include "cpu/fresh.h"
 #include "cpu/isa.h"
 #include "cpu/kept_memory.h"
 #include "cpu/probe.h"
@@ -77,6 +78,8 @@ PYBIND11_MODULE(_C, m) {
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
       "Chooses the instruction set for the whole process. Raises ValueError.");
 
+  m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
+        "Whether results of operators start as NaN, for tests.");
   m.def("packs_pieces", &tf::packs_pieces, py::arg("rows"),
         "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),

@@ -280,6 +280,24 @@ def test_training_with_the_dispatchers_choice():
     assert losses[-1] < 0.5 * losses[0]
 
 
+def half_calls(dtype: torch.dtype) -> list[Any]:
+    ops = torch.ops.transformer_fast
+    seed = torch.tensor(5)
+    x, g, z = (torch.randn(6, n).to(dtype) for n in (16, 16, 24))
+    w, w2 = torch.randn(24, 16).to(dtype), torch.randn(16, 24).to(dtype)
+    return [
+        (ops.cpu_linear_with_preactivation, (x, w, None, g @ w2, 2)),
+        (ops.cpu_linear_backward, (z, x, w, z, 2, True, True, True)),
+        (ops.cpu_linear_backward, (z, x, w, None, 0, False, True, False)),
+        (ops.cpu_feed_forward_training, (x, w, None, w2, None, 1, 0.3, seed, True)),
+        (ops.cpu_feed_forward_training, (x, w, None, w2, None, 1, 0.0, None, False)),
+        (ops.cpu_feed_forward_backward,
+         (g, x, w, w2, z, 1, 0.3, seed, True, True, True, True, True)),
+        (ops.cpu_feed_forward_backward,
+         (g, x, w, w2, z, 1, 0.0, None, False, False, False, True, False)),
+    ]  # fmt: skip
+
+
 def backward_calls() -> list[Any]:
     ops = torch.ops.transformer_fast
     seed = torch.tensor(5)
@@ -311,6 +329,8 @@ def backward_calls() -> list[Any]:
          (g, x, w, w2, torch.randn(6, 24), 1, 0.3, seed, True, True, True, True, True)),
         (ops.cpu_feed_forward_backward,
          (g, x, w, w2, torch.randn(6, 24), 1, 0.0, None, False, False, True, False, False)),
+        *half_calls(torch.bfloat16),
+        *half_calls(torch.float16),
         (ops.cpu_attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, True)),
         (ops.cpu_attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, False, False)),
         (ops.cpu_attention_backward,
@@ -322,7 +342,9 @@ def backward_calls() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(18))
+@pytest.mark.parametrize("number", range(33))
 def test_opcheck(number):
-    op, arguments = backward_calls()[number]
+    calls = backward_calls()
+    assert len(calls) == 33
+    op, arguments = calls[number]
     torch.library.opcheck(op.default, arguments)

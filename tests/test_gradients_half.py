@@ -76,22 +76,94 @@ def test_many_outputs() -> None:
     check("linear", d.normal(40, 33), d.weight(9000, 33), d.normal(9000), None, None)
 
 
-@DTYPES
-@pytest.mark.parametrize("wanted", range(5))
-def test_each_gradient_alone(wanted: int, dtype: torch.dtype) -> None:
+def alone(op: str, tensors: list[torch.Tensor], rest: tuple[Any, ...], wanted: int) -> None:
     """Asking for one gradient only gives the same one."""
     if _native.module is None:
         pytest.skip(_native.why_not or "needs the native module")
-    d = draw(dtype)
-    tensors = [d.normal(77, 70), d.weight(130, 70), d.normal(130), d.weight(33, 130), d.normal(33)]
-    kernel = kernel_of("feed_forward")
+    kernel = kernel_of(op)
 
     def found(*which: int) -> list[torch.Tensor]:
         inputs = [t.clone().requires_grad_(i in which) for i, t in enumerate(tensors)]
-        result = kernel.run(*inputs, "gelu", 0.0, None)
-        return list(torch.autograd.grad(result.float().sum(), [inputs[i] for i in which]))
+        with nan_memory():
+            result = kernel.run(*inputs, *rest)
+            return list(torch.autograd.grad(result.float().sum(), [inputs[i] for i in which]))
 
-    assert torch.equal(found(wanted)[0], found(*range(5))[wanted])
+    assert torch.equal(found(wanted)[0], found(*range(len(tensors)))[wanted])
+
+
+@DTYPES
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("wanted", range(5))
+def test_each_gradient_of_feed_forward_alone(wanted: int, p: float, dtype: torch.dtype) -> None:
+    d = draw(dtype)
+    tensors = [d.normal(77, 70), d.weight(130, 70), d.normal(130), d.weight(33, 130), d.normal(33)]
+    alone("feed_forward", tensors, ("gelu", p, d.seed() if p else None), wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("wanted", range(3))
+def test_each_gradient_of_linear_alone(
+    wanted: int, activation: str | None, dtype: torch.dtype
+) -> None:
+    d = draw(dtype)
+    tensors = [d.normal(300, 70), d.weight(130, 70), d.normal(130)]
+    alone("linear", tensors, (activation, None), wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize(
+    "sizes", [(0, 8, 5), (5, 0, 3), (5, 4, 0), (300, 0, 3), (300, 4, 0), (0, 0, 0)], ids=str
+)
+def test_nothing_of_a_linear_map(
+    sizes: tuple[int, int, int], activation: str | None, dtype: torch.dtype, isa: str
+) -> None:
+    rows, inputs, outputs = sizes
+    d = draw(dtype)
+    x, weight = d.normal(rows, inputs), d.normal(outputs, inputs)
+    check("linear", x, weight, d.normal(outputs), activation, None)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "sizes", [(0, 8, 5, 4), (50, 0, 3, 4), (50, 4, 0, 4), (50, 4, 5, 0), (5, 4, 5, 0)], ids=str
+)
+def test_nothing_of_a_feed_forward_network(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, isa: str
+) -> None:
+    rows, inputs, hidden, outputs = sizes
+    d = draw(dtype)
+    x, weight1, bias1 = d.normal(rows, inputs), d.normal(hidden, inputs), d.normal(hidden)
+    weight2, bias2 = d.normal(outputs, hidden), d.normal(outputs)
+    check("feed_forward", x, weight1, bias1, weight2, bias2, "gelu", 0.0, None)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [20, 60])
+def test_upstream_gradients_of_any_layout(rows: int, dtype: torch.dtype, isa: str) -> None:
+    d = draw(dtype)
+    x, weight1, weight2 = d.normal(2, rows, 24), d.weight(40, 24), d.weight(24, 40)
+    tensors = [t.requires_grad_() for t in (x, weight1, weight2)]
+    results = [
+        kernel_of("linear").run(x, weight1[:24], None, None, None),
+        kernel_of("linear").run(x, weight1[:24], None, "relu", None),
+        kernel_of("feed_forward").run(x, weight1, None, weight2, None, "relu", 0.0, None),
+    ]
+    upstream = d.normal(2, rows, 24)
+    for grad in (
+        upstream[:1].expand(2, rows, 24),
+        upstream[:, :, :1].expand(2, rows, 24),
+        upstream.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack([upstream, upstream], -1)[..., 0],
+    ):
+        for result in results:
+            found = [
+                torch.autograd.grad(result, tensors, given, retain_graph=True, allow_unused=True)
+                for given in (grad, grad.contiguous())
+            ]
+            for one, two in zip(*found, strict=True):
+                assert (one is None and two is None) or torch.equal(one, two)
 
 
 @DTYPES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_fast import reference, testing
+from transformer_fast import _native, reference, testing
 from transformer_fast.specs import OPS
 from transformer_fast.testing.gradients import upstream
 from transformer_fast.testing.parity import compare
@@ -184,6 +184,11 @@ def test_fresh_memory_is_nan_and_is_ordinary_again():
         assert torch.empty(100).isnan().all()
         assert torch.randn(3).new_empty(50).isnan().all()
         assert torch.empty_like(torch.randn(9).bfloat16()).isnan().all()
+        if _native.module is not None:
+            for size in (5, 1 << 20):  # the C library's memory, and kept memory
+                for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    like = torch.zeros(size, dtype=dtype)
+                    assert torch.ops.transformer_fast.cpu_fresh(like).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -44,15 +44,25 @@ inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tenso
   return {data, data + count};
 }
 
-// Calls run(batch element, key head, begin, end) for all queries, shared out between threads.
-template <class Run>
-void each_attention_item(const AttentionShape& args, const Run& run) {
-  // An item is some queries of the heads that share a key head. Each packs its keys again, so an
-  // item is all of them unless that leaves threads idle.
+// Items that the queries of the heads that share a key head are cut into. Each packs the keys
+// again, so an item is all of them unless that leaves threads idle.
+inline int64_t chunks_of(const AttentionShape& args) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
   const int64_t wanted = groups >= 4 * threads || threads == 1 ? 1 : 4 * threads / groups + 1;
-  const int64_t chunks = std::max<int64_t>(1, std::min(wanted, heads * args.queries / 256));
+  return std::max<int64_t>(1, std::min(wanted, heads * args.queries / 256));
+}
+
+// See TypedAttentionArgs: threads go side by side.
+inline int64_t next_head(const AttentionShape& args) {
+  return chunks_of(args) == 1 ? torch::stable::get_num_threads() : 0;
+}
+
+// Calls run(batch element, key head, begin, end) for all queries, shared out between threads.
+template <class Run>
+void each_attention_item(const AttentionShape& args, const Run& run) {
+  const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
+  const int64_t chunks = chunks_of(args);
   for_each_item(groups * chunks, [&](int64_t item) {
     // The last chunks of a causal group are the longest; they go first.
     const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
@@ -102,7 +112,7 @@ inline TypedAttentionArgs typed(const AttentionArgs& args) {
   typed.norm = args.norm;
   typed.weights = args.weights;
   typed.dropout = args.dropout;
-  typed.together = torch::stable::get_num_threads();
+  typed.next_head = next_head(args);
   return typed;
 }
 

@@ -16,9 +16,11 @@ class NextKeys {
   NextKeys(const TypedAttentionArgs& args, long b, long key_head, long turns) : args_(args) {
     // More would drive out what is being worked on.
     constexpr long kMost = 256 * 1024;
-    const long next = b * args.key_heads + key_head + args.together;
+    const long next = b * args.key_heads + key_head + args.next_head;
     const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
-    if (bytes > kMost || args.key_starts != nullptr || next >= args.batch * args.key_heads) return;
+    if (args.next_head == 0 || bytes > kMost || args.key_starts != nullptr ||
+        next >= args.batch * args.key_heads)
+      return;
     b = next / args.key_heads;
     key_head = next % args.key_heads;
     k_ = static_cast<const T*>(args.key) + head_offset(nullptr, args.key_stride, b, key_head);

@@ -16,9 +16,9 @@ struct TypedAttentionArgs : AttentionShape {
   // nothing is seen, shift is -inf and norm 0.
   float* shift;
   float* norm;
-  void* weights;      // (B, H, T, S), contiguous, behind the dropout, or nullptr
-  Dropout dropout;    // of the probabilities; rows counted over (B, H, T)
-  long together = 1;  // key heads that threads work on at the same time, one each
+  void* weights;       // (B, H, T, S), contiguous, behind the dropout, or nullptr
+  Dropout dropout;     // of the probabilities; rows counted over (B, H, T)
+  long next_head = 0;  // so far off is the key head that a thread takes next, as a rule; 0: unknown
 };
 
 }  // namespace tf

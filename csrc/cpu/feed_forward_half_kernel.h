@@ -13,9 +13,9 @@ struct HalfFeedForwardArgs {
   const void* x;        // (m, k), rows x_stride apart
   const void* packed1;  // W1 (f, k) in panels (linear_half_kernel.h)
   const void* bias1;    // (f) or nullptr
-  const void* packed2;  // W2 (n, f) in panels
+  const void* packed2;  // W2 (n, f) in panels, or nullptr where y is
   const void* bias2;    // (n) or nullptr
-  void* y;              // (m, n), contiguous
+  void* y;              // (m, n), contiguous, or nullptr: only the hidden units are wanted
   long m, k, f, n, x_stride;
   int activation;
   Dropout dropout;                // of the hidden block

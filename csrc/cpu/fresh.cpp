@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "cpu/kept_memory.h"
@@ -19,6 +21,8 @@ namespace tf {
 namespace {
 
 constexpr int64_t kHuge = kHugePage;
+
+std::atomic<bool> filling{false};
 
 // Asks for huge pages under fresh memory, whole ones only: a page fault costs as much as writing
 // the page. The largest are mapped anew at each call, and gathering so many huge pages may cost
@@ -36,7 +40,17 @@ void come_back(void* place, void* bytes) {
   give_back({place, static_cast<size_t>(reinterpret_cast<uintptr_t>(bytes))});
 }
 
+// The tensor, filled if all are to be.
+Tensor filled(AtenTensorHandle handle, size_t bytes) {
+  Tensor result(handle);
+  if (bytes > 0 && filling.load(std::memory_order_relaxed))
+    std::memset(result.mutable_data_ptr(), 0xff, bytes);
+  return result;
+}
+
 }  // namespace
+
+void fill_fresh(bool fill) { filling.store(fill, std::memory_order_relaxed); }
 
 Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
   const auto dims = static_cast<int64_t>(sizes.size());
@@ -64,13 +78,13 @@ Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
                                              aoti_torch_device_type_cpu(), device_index, &handle,
                                              aoti_torch_layout_strided(), nullptr, 0, come_back,
                                              reinterpret_cast<void*>(block.bytes)));
-      return Tensor(handle);
+      return filled(handle, bytes);
     }
   }
   // Half the price of new_empty(), which goes by names.
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       dims, sizes.data(), strides, dtype, aoti_torch_device_type_cpu(), device_index, &handle));
-  Tensor result(handle);
+  Tensor result = filled(handle, bytes);
   if (bytes >= kLeastKept) prefer_huge_pages(result);
   return result;
 }
@@ -95,4 +109,16 @@ Tensor fresh_weight(const Tensor& like, int64_t count, std::optional<ScalarType>
   return torch::stable::narrow(all, 0, skip / element, count);
 }
 
+namespace {
+
+Tensor uninitialised(Tensor like) { return fresh_like(like); }
+
+}  // namespace
 }  // namespace tf
+
+// What operators have for their results, for tests of that.
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_fresh(Tensor like) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_fresh", TORCH_BOX(&tf::uninitialised));
+}

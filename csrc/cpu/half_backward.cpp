@@ -39,8 +39,9 @@ const void* column_panels_of(const Tensor& weight, int slot) {
   return place;
 }
 
-// Rows that are worked on at a time: their panels would take as much memory as they do. A multiple
-// of the rows that are summed up at a time, so that cutting hardly reaches the result.
+// Rows that are worked on at a time: their panels take as much memory as they do, or, where
+// products are of fp32, twice as much. A multiple of the rows that are summed up at a time, so that
+// cutting hardly reaches the result.
 int64_t part_rows(int64_t columns) {
   constexpr int64_t kElements = int64_t{8} << 20, kMultiple = 512;
   return std::max(kMultiple, kElements / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
@@ -211,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   products.n = k;
   products.activation = static_cast<int>(activation);
   products.dropout = make_dropout(op, dropout_p, seed);
-  products.packed1 = column_panels_of(weight2, 0);
+  if (through || wants[3]) products.packed1 = column_panels_of(weight2, 0);
   if (wants[0]) products.packed2 = column_panels_of(weight1, 1);
   back.grad_z = first ? bytes_of(shared_scratch(2), 2 * rows * f) : nullptr;
   back.hidden = wants[3] ? column_panels(type, rows, f, 3) : nullptr;

@@ -1,5 +1,5 @@
-// The operators for bfloat16 and float16 (register_half.cpp). They take what the operators of the
-// same names in register.cpp take, and are called by those.
+// The operators for bfloat16 and float16 (register_half.cpp, half_backward.cpp). They take what the
+// operators of the same names in register.cpp take, and are called by those.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -8,7 +8,7 @@
 //   block_size, fill      a block of rows of A from a tensor
 //   chunk, put            the same, computed, kPanel values at once
 //   turn                  16 rows of a block from columns of a tensor
-//   depth                 rows of B that a panel has for k: the last ones are 0
+//   depth                 rows of B that a panel has room for; those from k on count for nothing
 //   panel_size, pack_*    a panel of kPanel columns of B, from rows of W = B^T or of B
 //   put_pair              two rows of a panel, computed: the first's number is twice `pair`
 //   multiply              a block times a panel, row by row into a sink

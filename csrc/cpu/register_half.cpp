@@ -11,6 +11,7 @@
 #include "cpu/layer_norm_half_kernel.h"
 
 namespace tf::half {
+
 Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
                       const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                       int64_t normalized, double eps, double dropout_p,
@@ -190,7 +191,7 @@ void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t co
 }
 
 void run_attention(TypedAttentionArgs args) {
-  args.together = torch::stable::get_num_threads();
+  args.next_head = next_head(args);
   if (run_few_attention(args)) return;
   const int64_t scratch = TF_DISPATCH(half_attention_scratch, args);
   each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
@@ -236,7 +237,10 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   check_weight(op, "weight2", weight2, weight1.size(0), bias2, input);
   Tensor output = fresh_rows(input, weight2.size(0));
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
-  if (m * n == 0) return output;
+  if (m * n == 0) {
+    if (preactivation != nullptr) torch::stable::zero_(*preactivation);
+    return output;
+  }
   const HalfRows x = half_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   const void* panels1 = panels_of(weight1, packed1, 0);

@@ -64,9 +64,9 @@ def _multiplies(dtype: torch.dtype) -> bool:
 #: Rows of float32 that PyTorch's products serve better. A dozen are not among them: the kernels
 #: read weights for those as they are, too.
 _FEW_ROWS = range(16, 129)
-#: The same for half types, forward and backward of a linear map, and for the feed-forward network.
-_FEW_HALF_ROWS, _FEW_HALF_GRADIENTS, _FEW_HALF_HIDDEN = range(257), range(24), range(32)
-#: Rows of a weight whose sums are so deep that PyTorch's product gives an input's gradient faster.
+#: The same where `_multiplies`: forward and backward of a linear map, and the feed-forward network.
+_FEW_HALF_ROWS, _FEW_HALF_GRADIENTS, _FEW_HALF_HIDDEN = range(1, 257), range(1, 24), range(1, 32)
+#: More outputs make so deep sums that PyTorch's product gives an input's gradient faster.
 _DEEP = 8192
 
 
@@ -89,7 +89,8 @@ def _products(
     grad: Tensor, input: Tensor, weight: Tensor, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias of a linear map, by PyTorch's products."""
-    rows, columns = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+    # reshape(-1, 0) would not know how many rows.
+    rows, columns = torch.atleast_2d(grad).flatten(0, -2), torch.atleast_2d(input).flatten(0, -2)
     none = input.new_empty((0,))
     return (
         grad @ weight if wants[0] else none,

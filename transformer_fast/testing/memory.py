@@ -10,18 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
+from .. import _native
+
 
 @contextmanager
 def nan_memory() -> Iterator[None]:
-    """Within the block fresh tensors start as NaN, also those that C++ operators allocate."""
+    """Within the block fresh tensors start as NaN, also those that C++ operators allocate.
+
+    Of a type of integers they start as -1.
+    """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    if _native.module is not None:
+        _native.module.fill_fresh(True)
     try:
         yield
     finally:
+        if _native.module is not None:
+            _native.module.fill_fresh(False)
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
