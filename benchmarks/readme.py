@@ -17,6 +17,7 @@ from transformer_fast.cli import form
 from transformer_fast.cli.limits import dtype_names
 from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
+from transformer_fast.measure.contest import Row
 from transformer_fast.specs import OPS
 
 from . import store
@@ -74,15 +75,23 @@ def _shown(suite: str, found: Sequence[Finding]) -> list[Finding]:
     kind = suite.partition(", ")[0]
     if kind in ("layers", "models", "training", "hand-written", "decode"):
         return list(found)
-    if kind != "ops":
+    if kind not in ("ops", "backward"):
         return []
     first = {finding.chosen.op: finding for finding in reversed(found)}
     return [
         finding
         for finding in found
         if finding is first[finding.chosen.op]
-        or _SHOWN.match(f"{finding.chosen.op} {finding.chosen.case}")
+        or (kind == "ops" and _SHOWN.match(f"{finding.chosen.op} {finding.chosen.case}"))
     ]
+
+
+def _work(suite: str, chosen: Row) -> str:
+    kind, _, dtype = suite.partition(", ")
+    parts = [f"{chosen.op} {chosen.case}"]
+    if kind == "backward":
+        parts.append("and its gradients")
+    return ", ".join([*parts, dtype] if dtype else parts)
 
 
 def _figures_of(one: Machine) -> str:
@@ -90,12 +99,11 @@ def _figures_of(one: Machine) -> str:
     for name, suite in one.suites.items():
         found = [] if is_scaling(name) else findings(suite["rows"])
         every += found if name != "overhead" else []
-        dtype = name.partition(", ")[2]
         for chosen, rival, against, _ in _shown(name, found):
             assert chosen.time is not None
             rows.append(
                 (
-                    f"{chosen.op} {chosen.case}" + (f", {dtype}" if dtype else ""),
+                    _work(name, chosen),
                     chosen.contender,
                     form.seconds(chosen.time.median),
                     interval(chosen.vs_torch),
