@@ -79,7 +79,7 @@ PYBIND11_MODULE(_C, m) {
       "Chooses the instruction set for the whole process. Raises ValueError.");
 
   m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
-        "Whether results of operators start as NaN, for tests.");
+        "Whether results of operators start as NaN, for tests; returns whether they did.");
   m.def("packs_pieces", &tf::packs_pieces, py::arg("rows"),
         "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),

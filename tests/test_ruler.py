@@ -192,6 +192,16 @@ def test_fresh_memory_is_nan_and_is_ordinary_again():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.skipif(_native.module is None, reason=_native.why_not or "needs the native module")
+def test_operators_memory_is_nan_until_the_outermost_block_ends():
+    assert _native.module is not None
+    with testing.nan_memory():
+        with testing.nan_memory():
+            pass
+        assert torch.ops.transformer_fast.cpu_fresh(torch.zeros(5)).isnan().all()
+    assert not _native.module.fill_fresh(False)
+
+
 def test_memory_is_ordinary_again_after_an_error():
     with pytest.raises(KeyError), testing.nan_memory():
         raise KeyError

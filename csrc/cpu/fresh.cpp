@@ -50,7 +50,7 @@ Tensor filled(AtenTensorHandle handle, size_t bytes) {
 
 }  // namespace
 
-void fill_fresh(bool fill) { filling.store(fill, std::memory_order_relaxed); }
+bool fill_fresh(bool fill) { return filling.exchange(fill, std::memory_order_relaxed); }
 
 Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
   const auto dims = static_cast<int64_t>(sizes.size());

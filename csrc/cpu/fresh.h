@@ -16,8 +16,9 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// From now on whether fresh tensors start as NaN (integers as -1), for tests.
-void fill_fresh(bool fill);
+// From now on whether fresh tensors start as NaN (integers as -1), for tests; tells whether they
+// did.
+bool fill_fresh(bool fill);
 
 // Contiguous, of like's dtype or float32; large ones in kept memory.
 Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float = false);

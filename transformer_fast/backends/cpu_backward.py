@@ -253,9 +253,8 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if activation is None and _by_products(input, _FEW_HALF_GRADIENTS):
         return _products(grad, input, weight, wants)
-    product = (
-        wants[0] and activation is None and weight.shape[0] > _DEEP and _multiplies(grad.dtype)
-    )
+    deep = weight.shape[0] > _DEEP and activation is None and not torch.compiler.is_compiling()
+    product = wants[0] and deep and _multiplies(grad.dtype)
     dinput, dweight, dbias = _ops.cpu_linear_backward(
         grad, input, weight, preactivation, ACTIVATIONS[activation],
         wants[0] and not product, wants[1], wants[2],

@@ -24,13 +24,12 @@ def nan_memory() -> Iterator[None]:
     fill = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    if _native.module is not None:
-        _native.module.fill_fresh(True)
+    filled = _native.module is not None and _native.module.fill_fresh(True)
     try:
         yield
     finally:
         if _native.module is not None:
-            _native.module.fill_fresh(False)
+            _native.module.fill_fresh(filled)
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
