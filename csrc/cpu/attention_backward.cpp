@@ -62,6 +62,18 @@ int64_t key_parts(const AttentionBackwardArgs& args, int64_t tiles) {
   return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMost));
 }
 
+// Calls f(item) for each item as for_each_item() does; false as soon as one returns false.
+template <class F>
+bool all_items(int64_t items, const F& f) {
+  std::atomic<bool> did{true};
+  for_each_item(items, [&](int64_t item) {
+    if (!did.load(std::memory_order_relaxed)) return;
+    if (!f(item)) did.store(false, std::memory_order_relaxed);
+    kernel_scratch().trim();
+  });
+  return did;
+}
+
 // kernel(b, key_head, begin, end, part) for all keys, tiles of `step` at a time; false as soon as
 // one returns false.
 template <class Kernel>
@@ -72,16 +84,12 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
   // Sums are in fp32: of half types there is always a part.
   const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
   float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
-  std::atomic<bool> did{true};
-  for_each_item(groups * parts, [&](int64_t item) {
-    if (!did.load(std::memory_order_relaxed)) return;
+  const bool did = all_items(groups * parts, [&](int64_t item) {
     // The first keys of a causal group have the most queries; they go first.
     const int64_t part = item / groups, group = item % groups;
-    if (!kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
-                tiles * (part + 1) / parts * step,
-                split ? sums + (group * parts + part) * part_size : nullptr))
-      did.store(false, std::memory_order_relaxed);
-    kernel_scratch().trim();
+    return kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
+                  tiles * (part + 1) / parts * step,
+                  split ? sums + (group * parts + part) * part_size : nullptr);
   });
   if (!did || !split) return did;
   const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
@@ -140,17 +148,12 @@ bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
   const int64_t blocks = (args.queries + block - 1) / block;
   const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
   const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
-  std::atomic<bool> did{true};
-  for_each_item(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
-    if (!did.load(std::memory_order_relaxed)) return;
+  return all_items(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
     const int64_t chunk = item % chunks, tile = item / chunks % tiles;
     const int64_t head = item / chunks / tiles;
-    if (!kernel(head / args.mask_size[1], head % args.mask_size[1], tile, chunk * per_chunk,
-                (chunk + 1) * per_chunk))
-      did.store(false, std::memory_order_relaxed);
-    kernel_scratch().trim();
+    return kernel(head / args.mask_size[1], head % args.mask_size[1], tile, chunk * per_chunk,
+                  (chunk + 1) * per_chunk);
   });
-  return did;
 }
 
 // Into grad_mask; false if bfloat16 is to be taken as float32.
@@ -192,8 +195,7 @@ Tensor widened(const Tensor& tensor) {
 
 std::optional<Tensor> mask_in_float(const std::optional<Tensor>& mask) {
   if (!mask || !is_half(*mask)) return mask;
-  Tensor copy = fresh(*mask, mask->sizes(), true);
-  return torch::stable::copy_(copy, *mask);
+  return widened(*mask);
 }
 
 // A gradient of `like`'s type.

@@ -261,8 +261,8 @@ class BackwardRows : protected Scores {
     return true;
   }
 
-  // Rows of n values, times factors if given, as left factors; and turned if asked
-  // for; false if products cannot take them.
+  // Rows of n values, times factors if given, as left factors, and turned if asked for; false if
+  // products cannot take them.
   bool fill(const T* from, long stride, long n, const float* factors, typename P::Operand* block,
             typename P::Operand* turned) const {
     typename P::Lost lost;
@@ -305,9 +305,7 @@ class BackwardRows : protected Scores {
     const long begin = least(next, rows + rows * panel / panels);
     const long end = least(next, rows + rows * (panel + 1) / panels);
     const auto fetch = [&](const T* from, long stride, long n) {
-      for (long i = begin; i < end; ++i)
-        for (long j = 0; j < n; j += 64 / static_cast<long>(sizeof(T)))
-          _mm_prefetch(reinterpret_cast<const char*>(from + i * stride + j), _MM_HINT_T1);
+      for (long i = begin; i < end; ++i) fetch_row(from + i * stride, n);
     };
     fetch(at(args.query, args.query_stride), args.query_stride[2], args.size);
     fetch(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size);

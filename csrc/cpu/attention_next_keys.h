@@ -3,6 +3,7 @@
 
 #include "cpu/attention_mask.h"
 #include "cpu/attention_typed.h"
+#include "cpu/spread.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -32,17 +33,12 @@ class NextKeys {
 
   void some() {
     for (const long until = least(rows_, at_ + share_); at_ < until; ++at_) {
-      fetch(k_ + at_ * args_.key_stride[2], args_.size);
-      fetch(v_ + at_ * args_.value_stride[2], args_.value_size);
+      fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
+      fetch_row(v_ + at_ * args_.value_stride[2], args_.value_size);
     }
   }
 
  private:
-  static void fetch(const T* row, long n) {
-    for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
-      _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
-  }
-
   const TypedAttentionArgs& args_;
   const T *k_ = nullptr, *v_ = nullptr;
   long rows_ = 0, share_ = 0, at_ = 0;

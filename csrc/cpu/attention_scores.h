@@ -103,9 +103,9 @@ class Scores {
     hide(panel, i, x);
   }
 
-  // The mask of a panel where it is alike for all rows.
+  // The mask of a panel where it is alike for all rows and not read where it lies.
   const float* shared_mask(const Panel& panel) const {
-    return shape.mask != nullptr && shape.mask_stride[2] == 0
+    return shape.mask != nullptr && shape.mask_stride[2] == 0 && !panel.direct
                ? sight.mask_row(0, panel.start, panel.count)
                : nullptr;
   }

@@ -107,7 +107,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Ten
   check_like(op, "grad", grad, input);
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
                   ": grad and input must have the same number of dimensions, at least one");
-  check_weight(op, "weight", weight, input.size(input.dim() - 1), std::nullopt, input);
+  check_weight(op, "weight", weight, input.size(input.dim() - 1), std::nullopt,
+               input.scalar_type());
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");
@@ -177,8 +178,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   check_like(op, "preactivation", preactivation, input);
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
                   ": grad and input must have the same number of dimensions, at least one");
-  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt, input);
-  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt, input);
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt,
+               input.scalar_type());
+  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt, input.scalar_type());
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");

@@ -37,18 +37,6 @@ inline void* bytes_of(Scratch& scratch, int64_t bytes) {
   return scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float)));
 }
 
-inline void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
-                         const std::optional<Tensor>& bias, const Tensor& input) {
-  check_like(op, name, weight, input);
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
-                  columns, ")");
-  if (bias) {
-    check_like(op, "bias", *bias, input);
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
-                    ": bias must have one value per row of ", name);
-  }
-}
-
 inline int64_t packed_bytes(const Tensor& weight) {
   return TF_DISPATCH(half_packed_bytes, element_of(weight), weight.size(0), weight.size(1));
 }

@@ -20,9 +20,7 @@ Rows rows_of(const Tensor& tensor, int64_t columns) {
 }
 
 Tensor wanted_like(const Tensor& like, bool wanted) {
-  if (!wanted) return fresh(like, {0});
-  Tensor result = fresh_like(like);
-  return result;
+  return wanted ? fresh_like(like) : fresh(like, {0});
 }
 
 void* data_if(bool wanted, Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }

@@ -11,12 +11,12 @@
 namespace tf {
 
 inline void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
-                         const std::optional<Tensor>& bias) {
-  check_float(op, name, weight);
+                         const std::optional<Tensor>& bias, ScalarType type = ScalarType::Float) {
+  check_type(op, name, weight, type, "input");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
                   columns, ")");
   if (bias) {
-    check_float(op, "bias", *bias);
+    check_type(op, "bias", *bias, type, "input");
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
                     ": bias must have one value per row of ", name);
   }

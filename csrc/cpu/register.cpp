@@ -215,7 +215,7 @@ std::tuple<Tensor, Tensor> linear_with_preactivation(Tensor input, Tensor weight
                                                      int64_t activation) {
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   Tensor preactivation = fresh_rows(input, weight.size(0));
-  const auto& run = is_half(input) ? half::linear : linear_keeping;
+  const auto run = is_half(input) ? half::linear : linear_keeping;
   Tensor output = run(input, weight, std::nullopt, bias, residual, activation, &preactivation);
   return {output, preactivation};
 }

@@ -206,7 +206,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   const char* op = "linear";
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
-  check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, input);
+  check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, input.scalar_type());
   Tensor output = fresh_rows(input, weight.size(0));
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   if (residual) {
@@ -233,8 +233,8 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   const char* op = "feed_forward";
   check_like(op, "input", input, input);
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
-  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, input);
-  check_weight(op, "weight2", weight2, weight1.size(0), bias2, input);
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, input.scalar_type());
+  check_weight(op, "weight2", weight2, weight1.size(0), bias2, input.scalar_type());
   Tensor output = fresh_rows(input, weight2.size(0));
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   if (m * n == 0) {

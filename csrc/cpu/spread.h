@@ -39,6 +39,13 @@ class Spread {
   long total_, between_, some_, wait_, done_ = 0;
 };
 
+// Fetches a row of n values into the second-level cache.
+template <class T>
+void fetch_row(const T* row, long n) {
+  for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
+    _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
+}
+
 // Fetches what comes next into the second-level cache, shared out over `calls` calls.
 class FetchAhead {
  public:
