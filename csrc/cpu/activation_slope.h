@@ -7,6 +7,11 @@
 namespace tf::TF_ISA {
 namespace {
 
+// An activation's value at x, and its slope there.
+struct Activated {
+  Vec value, slope;
+};
+
 // s = sigmoid(x) and its slope s (1 - s), where 1 - s would lose its digits to cancellation.
 struct Sigmoid {
   Vec value, slope;
@@ -19,39 +24,49 @@ struct Sigmoid {
 };
 
 // d(x Phi(x))/dx = Phi(x) + x phi(x); below -11 less than 1e-25.
-TF_INLINE Vec gelu_slope(Vec x) {
-  const Vec bounded = min(set1(12.0f), absolute(x));
-  const Vec density = set1(0.3989422804014327f) * exp(set1(-0.5f) * bounded * bounded);
-  return zero_below(-11.0f, x, fma(x, density, normal_cdf(x)));
+TF_INLINE Activated gelu_with_slope(Vec x) {
+  const Normal normal(x);
+  // phi is that of a bounded x, which far to the right must not grow with it.
+  const Vec product = min(set1(12.75f), x) * normal.density;
+  return {x * normal.integral, zero_below(-11.0f, x, normal.integral + product)};
 }
 
 // With s = sigmoid(2 u(x)): s + x s (1 - s) 2 u'(x); below -9 less than 1e-25.
-TF_INLINE Vec gelu_tanh_slope(Vec x) {
+TF_INLINE Activated gelu_tanh_with_slope(Vec x) {
   const Vec square = x * x;
   const Vec twice = set1(1.5957691216057308f) * fma(set1(0.044715f) * square, x, x);
   const Vec slope = set1(1.5957691216057308f) * fma(set1(0.134145f), square, set1(1.0f));
   const Sigmoid s(twice);
-  return zero_below(-9.0f, x, fma(x * slope, s.slope, s.value));
+  return {x * zero_below(-87.0f, twice, s.value),
+          zero_below(-9.0f, x, fma(x * slope, s.slope, s.value))};
 }
 
 // s + x s (1 - s); below -70 less than 1e-28.
-TF_INLINE Vec silu_slope(Vec x) {
+TF_INLINE Activated silu_with_slope(Vec x) {
   const Sigmoid s(x);
-  return zero_below(-70.0f, x, fma(x, s.slope, s.value));
+  return {x * zero_below(-87.0f, x, s.value), zero_below(-70.0f, x, fma(x, s.slope, s.value))};
 }
 
-// The gradient before the activation from that behind it; x is what the activation was applied to.
-TF_INLINE Vec through_activation(Vec grad, Vec x, int activation) {
+// The gradient before the activation from that behind it. x is what the activation was applied to,
+// and becomes what it made of that: the two share most of their work.
+TF_INLINE Vec through_activation(Vec grad, Vec& x, int activation) {
+  const auto through = [&](const Activated& made) __attribute__((always_inline)) {
+    x = made.value;
+    return grad * made.slope;
+  };
   switch (activation) {
-    case kRelu:
+    case kRelu: {
       // NaN lets the gradient through, as it does in torch.
-      return select(less(zero(), x), grad, select(not_a_number(x), grad, zero()));
+      const Vec passed = select(less(zero(), x), grad, select(not_a_number(x), grad, zero()));
+      x = max(zero(), x);
+      return passed;
+    }
     case kGelu:
-      return grad * gelu_slope(x);
+      return through(gelu_with_slope(x));
     case kGeluTanh:
-      return grad * gelu_tanh_slope(x);
+      return through(gelu_tanh_with_slope(x));
     case kSilu:
-      return grad * silu_slope(x);
+      return through(silu_with_slope(x));
     default:
       return grad;
   }
@@ -64,11 +79,11 @@ void slope_rows(const T* grad, long grad_stride, const T* z, T* to, long n, int 
   for (long i = begin; i < end; ++i) {
     const T* from = grad + i * grad_stride;
     const long row = i * n;
-    for (long j = 0; j < n; j += kLanes)
-      store_some(
-          to + row + j,
-          through_activation(load_some(from + j, n - j), load_some(z + row + j, n - j), activation),
-          n - j);
+    for (long j = 0; j < n; j += kLanes) {
+      Vec x = load_some(z + row + j, n - j);
+      const Vec y = through_activation(load_some(from + j, n - j), x, activation);
+      store_some(to + row + j, y, n - j);
+    }
   }
 }
 

@@ -60,20 +60,18 @@ void block(const HalfFeedForwardBackwardArgs& call, long begin, long end, void* 
         const long have = args.f - j;
         return [=](long i, Vec& low, Vec& high) __attribute__((always_inline)) {
           const T* from = z + i * args.f + j;
-          const Vec z_low = load_some(from, have);
-          const Vec z_high = have > kLanes ? load_some(from + kLanes, have - kLanes) : zero();
+          Vec h_low = load_some(from, have);
+          Vec h_high = have > kLanes ? load_some(from + kLanes, have - kLanes) : zero();
           Vec factors[2];
           if (args.dropout.on) {
             hidden_factors(args.dropout, args.row + begin + i, j, factors[0], factors[1]);
             low = drop(low, factors[0]);
             high = drop(high, factors[1]);
           }
-          low = through_activation(low, z_low, args.activation);
-          high = through_activation(high, z_high, args.activation);
+          low = through_activation(low, h_low, args.activation);
+          high = through_activation(high, h_high, args.activation);
           if (grad_z != nullptr) ends.write(grad_z + i * args.f + j, low, high);
           if (panels == nullptr) return;
-          Vec h_low = z_low, h_high = z_high;
-          ends.activate(h_low, h_high);
           if (args.dropout.on) {
             h_low = drop(h_low, factors[0]);
             h_high = drop(h_high, factors[1]);

@@ -42,13 +42,11 @@ void between(const FeedForwardArgs& args, long row, long unit, long columns, flo
     if (args.dropout.on) x = drop(x, load(factors + j));
     if (args.slope_at != nullptr) {
       const float* at = args.slope_at + place + j;
-      const Vec z = columns - j >= kLanes ? load(at) : load_n(at, columns - j);
-      x = through_activation(x, z, args.activation);
-      if (args.panels != nullptr) {
-        const Vec h = activate(z, args.activation);
+      Vec h = columns - j >= kLanes ? load(at) : load_n(at, columns - j);
+      x = through_activation(x, h, args.activation);
+      if (args.panels != nullptr)
         store(args.panels + weight_gradient_place(args.m, row, unit + j),
               args.dropout.on ? drop(h, load(factors + j)) : h);
-      }
     }
     store(hidden + j, x);
   }

@@ -68,14 +68,14 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     const float* at = args.slope_at + place;
     _mm_prefetch(reinterpret_cast<const char*>(at + kPanel), _MM_HINT_T1);
     _mm_prefetch(reinterpret_cast<const char*>(at + kPanel + kLanes), _MM_HINT_T1);
-    const Vec z[2] = {load_some(at, count),
-                      count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
-    low = through_activation(dropped(low, 0), z[0], args.activation);
-    high = through_activation(dropped(high, kLanes), z[1], args.activation);
+    Vec h[2] = {load_some(at, count),
+                count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
+    low = through_activation(dropped(low, 0), h[0], args.activation);
+    high = through_activation(dropped(high, kLanes), h[1], args.activation);
     if (args.panels != nullptr) {
       float* to = args.panels + weight_gradient_place(args.m, row, unit);
-      store(to, dropped(activate(z[0], args.activation), 0));
-      store(to + kLanes, dropped(activate(z[1], args.activation), kLanes));
+      store(to, dropped(h[0], 0));
+      store(to + kLanes, dropped(h[1], kLanes));
     }
   }
   if (args.hidden != nullptr) keep(args.hidden);

@@ -147,11 +147,10 @@ void few_middle(const FewMiddleArgs& args, long begin, long end, float* scratch)
     for (long j = 0; j < args.f; j += kLanes) {
       const long place = row * args.f + j, left = args.f - j;
       const auto dropped = [&](Vec x) { return args.dropout.on ? drop(x, load(scratch + j)) : x; };
-      const Vec z = load_some(args.z + place, left);
+      Vec h = load_some(args.z + place, left);
       const Vec grad = dropped(load_some(args.grad + place, left));
-      store_some(args.grad + place, through_activation(grad, z, args.activation), left);
-      if (args.hidden != nullptr)
-        store_some(args.hidden + place, dropped(activate(z, args.activation)), left);
+      store_some(args.grad + place, through_activation(grad, h, args.activation), left);
+      if (args.hidden != nullptr) store_some(args.hidden + place, dropped(h), left);
     }
   }
 }
