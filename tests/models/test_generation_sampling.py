@@ -7,22 +7,42 @@ import torch
 from models_ruler import lively, small, tokens
 from torch import Tensor
 
-from transformer_fast import models
+from transformer_fast import _native, models
 from transformer_fast.models.generation.choose import best, sampler, top
 
 SIZES = [1, 7, 1023, 1024, 1025, 1087, 2048, 5003]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", SIZES)
-def test_best_is_argmax(size: int) -> None:
-    logits = torch.randn(9, size)
+def test_best_is_argmax(size: int, dtype: torch.dtype, float_isa: str) -> None:
+    logits = torch.randn(9, size).to(dtype)
     logits[0, -1] = logits[1, 0] = 100.0
     logits[2] = 1.0  # of equals the first
     logits[3, size // 2 :] = logits[3].max() + 1
     logits[4] = -torch.inf
     logits[5, -1] = torch.inf
-    assert torch.equal(best(logits), logits.argmax(-1))
-    assert torch.equal(best(logits[:0]), logits[:0].argmax(-1))
+    logits[6, size // 3 :: 5] = torch.nan
+    logits[7] = -torch.inf
+    logits[7, -1] = torch.nan
+    for rows in (
+        logits,
+        logits[:0],
+        logits[::2],
+        logits[:, size // 2 :],
+        logits.t().contiguous().t(),
+    ):
+        assert torch.equal(best(rows), rows.argmax(-1))
+
+
+def test_best_opcheck_and_errors() -> None:
+    if _native.module is None:
+        pytest.skip(_native.why_not or "needs the native module")
+    op = torch.ops.transformer_fast.cpu_argmax
+    torch.library.opcheck(op.default, (torch.randn(3, 70),))
+    for wrong in (torch.ones(3), torch.ones(3, 0), torch.ones(3, 4, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="argmax: input must be"):
+            op(wrong)
 
 
 @pytest.mark.parametrize(("size", "k"), [(n, k) for n in SIZES for k in (1, 2, 4, 8) if k <= n])

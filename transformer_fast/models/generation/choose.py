@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ... import _native
 from .methods import Sampling
 
 _BLOCK = 64
@@ -14,25 +15,29 @@ _BLOCK = 64
 _FIRST = 256
 
 
+if _native.module is not None:
+
+    @torch.library.register_fake("transformer_fast::cpu_argmax")
+    def _fake_argmax(input: Tensor) -> Tensor:
+        return torch.empty(input.shape[:1], dtype=torch.int64, device=input.device)
+
+
 def _in_blocks(logits: Tensor) -> bool:
-    # torch's argmax and topk over long CPU rows are not vectorised; maxima of blocks are.
+    # torch's topk over long CPU rows is not vectorised; maxima of blocks are.
     return logits.device.type == "cpu" and logits.shape[-1] >= 16 * _BLOCK
 
 
 def best(logits: Tensor) -> Tensor:
     """The index (R,) of each row's highest logit (R, V), the first of equals."""
-    if not _in_blocks(logits):
-        return logits.argmax(dim=-1)
-    rows, size = logits.shape
-    blocks = size // _BLOCK
-    body = logits[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK)
-    highest, block = body.amax(dim=-1).max(dim=-1)
-    inside = body[torch.arange(rows), block].argmax(dim=-1)
-    index = block * _BLOCK + inside
-    if blocks * _BLOCK == size:
-        return index
-    rest, place = logits[:, blocks * _BLOCK :].max(dim=-1)
-    return torch.where(rest > highest, place + blocks * _BLOCK, index)
+    if (
+        _native.module is not None
+        and type(logits) is Tensor
+        and logits.is_cpu
+        and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not torch.compiler.is_compiling()
+    ):
+        return torch.ops.transformer_fast.cpu_argmax(logits)
+    return logits.argmax(dim=-1)
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
