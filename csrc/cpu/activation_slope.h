@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cpu/activation.h"
-#include "cpu/half.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -69,21 +68,6 @@ TF_INLINE Vec through_activation(Vec grad, Vec& x, int activation) {
       return through(silu_with_slope(x));
     default:
       return grad;
-  }
-}
-
-// to[i][j] = grad[i][j] * act'(z[i][j]) for i from begin to end and j < n; z and to are contiguous.
-template <class T>
-void slope_rows(const T* grad, long grad_stride, const T* z, T* to, long n, int activation,
-                long begin, long end) {
-  for (long i = begin; i < end; ++i) {
-    const T* from = grad + i * grad_stride;
-    const long row = i * n;
-    for (long j = 0; j < n; j += kLanes) {
-      Vec x = load_some(z + row + j, n - j);
-      const Vec y = through_activation(load_some(from + j, n - j), x, activation);
-      store_some(to + row + j, y, n - j);
-    }
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "cpu/backward_calls.h"
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_host.h"
 #include "cpu/half_ops.h"
@@ -11,10 +12,6 @@
 
 namespace tf {
 namespace {
-
-float* data_if(bool wanted, Tensor& tensor) {
-  return wanted ? static_cast<float*>(tensor.mutable_data_ptr()) : nullptr;
-}
 
 // preactivation, x W1^T + b1, comes back empty if it is not to be kept.
 std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
@@ -44,7 +41,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.x = x.data;
   args.bias1 = optional_data(b1);
   args.bias2 = optional_data(b2);
-  args.y = data_if(n > 0, output);
+  args.y = floats_if(n > 0, output);
   args.m = m;
   args.k = k;
   args.f = f;
@@ -52,7 +49,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.x_stride = x.stride;
   args.activation = static_cast<int>(activation);
   args.dropout = make_dropout(op, dropout_p, seed);
-  args.preactivation = data_if(keep, preactivation);
+  args.preactivation = floats_if(keep, preactivation);
   const bool direct =
       args.y != nullptr && run_direct_feed_forward(args, weight1, {}, weight2, {}, 2);
   if (!direct)
@@ -61,14 +58,10 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   return {output, preactivation};
 }
 
-struct Gradients {
-  Tensor input, weight1, bias1, weight2, bias2;
-};
-
 // Rows [begin, begin + rows), and what earlier rows gave to the sums is there already.
-void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const float* z,
-                   const Panels& panels_w2, const Panels& panels_w1, int64_t begin, int64_t rows,
-                   const bool (&wants)[5], Gradients& result) {
+void backward_part(FeedForwardArgs args, FeedForwardGradients& call, const Rows& dy, const Rows& x,
+                   const float* z, const Panels& panels_w2, const Panels& panels_w1, int64_t begin,
+                   int64_t rows) {
   const int64_t k = args.k, f = args.f, n = args.n;
   const float* grad = dy.data + begin * dy.stride;
   FeedForwardArgs back = args;
@@ -76,18 +69,18 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
   sums.m = rows;
   sums.row = begin;
   sums.accumulate = begin > 0;
-  if (wants[0] || wants[1] || wants[2]) {
+  if (call.through()) {
     back.x = grad;
     back.x_stride = dy.stride;
-    back.y = wants[0] ? static_cast<float*>(result.input.mutable_data_ptr()) + begin * k : nullptr;
+    back.y = call.wants[0] ? call.floats(0) + begin * k : nullptr;
     back.m = rows;
     back.k = n;
     back.n = k;
     back.row = begin;
     back.slope_at = z + begin * f;
-    const bool sums_wanted = wants[1] || wants[2];
+    const bool sums_wanted = call.wants[1] || call.wants[2];
     back.hidden = sums_wanted ? shared_scratch(2).floats(rows * f) : nullptr;
-    if (wants[3])
+    if (call.wants[3])
       back.panels = shared_scratch(4).floats(TF_DISPATCH(weight_gradient_panels, rows, f));
     run_feed_forward(back, panels_w2, panels_w1, 3);
     if (sums_wanted) {
@@ -97,20 +90,20 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
       sums.x_stride = x.stride;
       sums.n = f;
       sums.k = k;
-      sums.grad_weight = data_if(wants[1], result.weight1);
-      sums.grad_bias = data_if(wants[2], result.bias1);
+      sums.grad_weight = call.floats(1);
+      sums.grad_bias = call.floats(2);
       run_weight_gradient_part(sums, 3);
     }
   }
-  if (wants[3] || wants[4]) {
+  if (call.wants[3] || call.wants[4]) {
     sums.grad = grad;
     sums.grad_stride = dy.stride;
     sums.x = z + begin * f;
     sums.x_stride = f;
     sums.n = n;
     sums.k = f;
-    sums.grad_weight = data_if(wants[3], result.weight2);
-    sums.grad_bias = data_if(wants[4], result.bias2);
+    sums.grad_weight = call.floats(3);
+    sums.grad_bias = call.floats(4);
     sums.activation = args.activation;
     sums.dropout = args.dropout;
     sums.panels = back.panels;
@@ -119,26 +112,21 @@ void backward_part(FeedForwardArgs args, const Rows& dy, const Rows& x, const fl
 }
 
 // The same for few rows, product by product.
-void backward_few(const FeedForwardArgs& args, const Rows& dy, const Rows& x, const float* z,
-                  const Tensor& weight1, const Tensor& weight2, const bool (&wants)[5],
-                  Gradients& result) {
-  const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
+void backward_few(FeedForwardGradients& call, const Rows& dy, const Rows& x, const float* z) {
+  const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
   float* grad = shared_scratch(2).floats(m * f);  // of hidden units, then of z
   float* hidden = shared_scratch(3).floats(m * f);
-  const bool through = wants[0] || wants[1] || wants[2];
-  if (through) run_input_gradient(dy.data, dy.stride, weight2, m, grad, 0);
+  if (call.through()) run_input_gradient(dy.data, dy.stride, call.weight2, m, grad, 0);
   // What nobody wants of the two is worked out from what the scratch holds; it is not looked at.
-  const FewMiddleArgs middle{z,           grad, wants[3] ? hidden : nullptr, f, args.activation,
-                             args.dropout};
-  if (through || wants[3])
+  const FewMiddleArgs middle{
+      z, grad, call.wants[3] ? hidden : nullptr, f, call.activation, call.dropout};
+  if (call.through() || call.wants[3])
     torch::stable::parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
                                 [&](int64_t begin, int64_t end) {
                                   TF_DISPATCH(few_middle, middle, begin, end,
                                               kernel_scratch().floats(f + 64));
                                 });
-  if (wants[0])
-    run_input_gradient(grad, f, weight1, m, static_cast<float*>(result.input.mutable_data_ptr()),
-                       0);
+  if (call.wants[0]) run_input_gradient(grad, f, call.weight1, m, call.floats(0), 0);
   WeightGradientArgs sums{};
   sums.m = m;
   sums.grad = grad;
@@ -147,8 +135,8 @@ void backward_few(const FeedForwardArgs& args, const Rows& dy, const Rows& x, co
   sums.x_stride = x.stride;
   sums.n = f;
   sums.k = k;
-  sums.grad_weight = data_if(wants[1], result.weight1);
-  sums.grad_bias = data_if(wants[2], result.bias1);
+  sums.grad_weight = call.floats(1);
+  sums.grad_bias = call.floats(2);
   run_weight_gradient_part(sums, 0);
   sums.grad = dy.data;
   sums.grad_stride = dy.stride;
@@ -156,9 +144,29 @@ void backward_few(const FeedForwardArgs& args, const Rows& dy, const Rows& x, co
   sums.x_stride = f;
   sums.n = n;
   sums.k = f;
-  sums.grad_weight = data_if(wants[3], result.weight2);
-  sums.grad_bias = data_if(wants[4], result.bias2);
+  sums.grad_weight = call.floats(3);
+  sums.grad_bias = call.floats(4);
   run_weight_gradient_part(sums, 0);
+}
+
+void feed_forward_gradients(FeedForwardGradients& call) {
+  const Rows dy = as_rows(call.grad), x = as_rows(call.input);
+  const auto* z = static_cast<const float*>(call.preactivation.const_data_ptr());
+  if (call.f > 0 && is_few_backward(call.weight1, call.m) && is_few_backward(call.weight2, call.m))
+    return backward_few(call, dy, x, z);
+  FeedForwardArgs args{};
+  args.k = call.k;
+  args.f = call.f;
+  args.n = call.n;
+  args.activation = call.activation;
+  args.dropout = call.dropout;
+  Panels panels_w2, panels_w1;
+  if (call.through()) panels_w2 = column_panels_of(call.weight2, 0, call.m);
+  if (call.wants[0]) panels_w1 = column_panels_of(call.weight1, 1, call.m);
+  const int64_t most = weight_gradient_part_rows(std::max(call.k, call.f));
+  for (int64_t begin = 0; begin < call.m; begin += most)
+    backward_part(args, call, dy, x, z, panels_w2, panels_w1, begin,
+                  std::min(most, call.m - begin));
 }
 
 // Gradients of input, weight1, bias1, weight2 and bias2; what is not wanted comes back empty.
@@ -166,61 +174,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor preactivation,
     int64_t activation, double dropout_p, std::optional<Tensor> seed, bool want_input,
     bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) {
-  const bool wants[5] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
-  if (is_half(input))
-    return half::feed_forward_backward(grad, input, weight1, weight2, preactivation, activation,
-                                       dropout_p, seed, wants);
   const char* op = "feed_forward_backward";
-  check_float(op, "grad", grad);
-  check_float(op, "input", input);
-  check_float(op, "preactivation", preactivation);
+  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  check_type(op, "input", input, type, "input");
+  check_type(op, "grad", grad, type, "input");
+  check_type(op, "preactivation", preactivation, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
                   ": grad and input must have the same number of dimensions, at least one");
-  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt);
-  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt);
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt, type);
+  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt, type);
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");
   STD_TORCH_CHECK(preactivation.numel() == m * f, op,
                   ": preactivation must have one value per row and hidden unit");
-  Gradients result{want_input ? fresh_rows(input, k) : fresh(input, {0}),
-                   want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
-                   fresh(weight1, {want_bias1 ? f : 0}),
-                   want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),
-                   fresh(weight2, {want_bias2 ? n : 0})};
-  const auto all = [&] {
-    return std::tuple{result.input, result.weight1, result.bias1, result.weight2, result.bias2};
-  };
+  FeedForwardGradients call{m,
+                            k,
+                            f,
+                            n,
+                            grad,
+                            input,
+                            weight1,
+                            weight2,
+                            as_contiguous(preactivation),
+                            static_cast<int>(activation),
+                            make_dropout(op, dropout_p, seed),
+                            {want_input, want_weight1, want_bias1, want_weight2, want_bias2},
+                            {want_input ? fresh_rows(input, k) : fresh(input, {0}),
+                             want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
+                             fresh(weight1, {want_bias1 ? f : 0}),
+                             want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),
+                             fresh(weight2, {want_bias2 ? n : 0})}};
+  auto& [grad_input, grad_weight1, grad_bias1, grad_weight2, grad_bias2] = call.results;
   if (m == 0 || n == 0) {
-    for (Tensor* tensor :
-         {&result.input, &result.weight1, &result.bias1, &result.weight2, &result.bias2})
-      torch::stable::zero_(*tensor);
-    return all();
-  }
-  const Rows dy = as_rows(grad), x = as_rows(input);
-  Tensor kept = as_contiguous(preactivation);
-  const float* z = static_cast<const float*>(kept.const_data_ptr());
-  FeedForwardArgs args{};
-  args.k = k;
-  args.f = f;
-  args.n = n;
-  args.activation = static_cast<int>(activation);
-  args.dropout = make_dropout(op, dropout_p, seed);
-  if (f > 0 && is_few_backward(weight1, m) && is_few_backward(weight2, m)) {
-    args.m = m;
-    backward_few(args, dy, x, z, weight1, weight2, wants, result);
+    for (Tensor& tensor : call.results) torch::stable::zero_(tensor);
+  } else {
+    is_half(input) ? half::feed_forward_gradients(call) : feed_forward_gradients(call);
     trim_shared_scratch();
-    return all();
   }
-  Panels panels_w2, panels_w1;
-  if (want_input || want_weight1 || want_bias1) panels_w2 = column_panels_of(weight2, 0, m);
-  if (want_input) panels_w1 = column_panels_of(weight1, 1, m);
-  const int64_t most = weight_gradient_part_rows(std::max(k, f));
-  for (int64_t begin = 0; begin < m; begin += most)
-    backward_part(args, dy, x, z, panels_w2, panels_w1, begin, std::min(most, m - begin), wants,
-                  result);
-  trim_shared_scratch();
-  return all();
+  return {grad_input, grad_weight1, grad_bias1, grad_weight2, grad_bias2};
 }
 
 }  // namespace

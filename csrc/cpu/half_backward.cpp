@@ -1,14 +1,12 @@
 // Gradients of linear maps and of the feed-forward network for bfloat16 and float16: what the
 // operators in linear_backward.cpp and feed_forward_backward.cpp call for these types.
-#include "cpu/dropout_host.h"
+#include "cpu/backward_calls.h"
 #include "cpu/feed_forward_backward_half_kernel.h"
 #include "cpu/half_host.h"
 #include "cpu/linear_backward_half_kernel.h"
 
 namespace tf::half {
 namespace {
-
-void* data_if(bool wanted, Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
 
 const void* at(const void* rows, int64_t elements) {
   return static_cast<const uint16_t*>(rows) + elements;
@@ -91,117 +89,46 @@ void run_weight_gradient(const HalfWeightGradientArgs& args) {
   });
 }
 
-void clear(std::initializer_list<Tensor*> tensors) {
-  for (Tensor* tensor : tensors) torch::stable::zero_(*tensor);
-}
-
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input,
-                                                   const Tensor& weight,
-                                                   const std::optional<Tensor>& preactivation,
-                                                   int64_t activation, bool want_input,
-                                                   bool want_weight, bool want_bias) {
-  const char* op = "linear_backward";
-  check_like(op, "input", input, input);
-  check_like(op, "grad", grad, input);
-  STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
-                  ": grad and input must have the same number of dimensions, at least one");
-  check_weight(op, "weight", weight, input.size(input.dim() - 1), std::nullopt,
-               input.scalar_type());
-  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
-  STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
-                  ": grad must have the shape of the result");
-  Tensor grad_input = want_input ? fresh_rows(input, k) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
-  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
-  if (m == 0 || n == 0) {
-    clear({&grad_input, &grad_weight, &grad_bias});
-    return {grad_input, grad_weight, grad_bias};
-  }
-  const Element type = element_of(input);
-  HalfRows dy = half_rows(grad);
-  if (activation != 0) {
-    STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
-    check_like(op, "preactivation", *preactivation, input);
-    STD_TORCH_CHECK(preactivation->sizes().equals(grad.sizes()), op,
-                    ": preactivation must have the shape of grad");
-    const Tensor z = as_contiguous(*preactivation);
-    void* to = bytes_of(shared_scratch(1), 2 * m * n);
-    const HalfSlopeArgs args{type, dy.data,   z.const_data_ptr(),          to,
-                             n,    dy.stride, static_cast<int>(activation)};
-    torch::stable::parallel_for(
-        0, m, std::max<int64_t>(1, 16384 / n),
-        [&](int64_t begin, int64_t end) { TF_DISPATCH(half_multiply_by_slope, args, begin, end); });
-    dy.data = to;
-    dy.stride = n;
-  }
-  if (want_input && k > 0)
-    run_linear({type, dy.data, column_panels_of(weight, 0), nullptr, nullptr,
-                grad_input.mutable_data_ptr(), m, n, k, dy.stride, k, k, 0});
-  if (want_weight || want_bias) {
-    const HalfRows x = half_rows(input);
-    const int64_t most = part_rows(k);
-    const Sums sums(shared_scratch(3).floats(Sums::floats(n, k, most < m)), n, k, most < m);
-    HalfWeightGradientArgs args{};
-    sums.give_to(args);
-    args.type = type;
-    args.grad_weight = data_if(want_weight, grad_weight);
-    args.grad_bias = data_if(want_bias, grad_bias);
-    args.n = n;
-    args.k = k;
-    args.grad_stride = dy.stride;
-    for (int64_t begin = 0; begin < m; begin += most) {
-      args.m = std::min(most, m - begin);
-      args.grad = at(dy.data, begin * dy.stride);
-      args.first = begin == 0;
-      args.last = begin + args.m == m;
-      if (want_weight && k > 0) {
-        void* panels = column_panels(type, args.m, k, 2);
-        pack_columns(type, at(x.data, begin * x.stride), x.stride, args.m, k, panels);
-        args.panels = panels;
-      }
-      run_weight_gradient(args);
+void linear_gradients(LinearGradients& call) {
+  const int64_t m = call.m, n = call.n, k = call.k;
+  const Element type = element_of(call.input);
+  if (call.want_input && k > 0)
+    run_linear({type, call.dy, column_panels_of(call.weight, 0), nullptr, nullptr,
+                call.grad_input.mutable_data_ptr(), m, n, k, call.dy_stride, k, k, 0});
+  if (!call.want_weight && !call.want_bias) return;
+  const HalfRows x = half_rows(call.input);
+  const int64_t most = part_rows(k);
+  const Sums sums(shared_scratch(3).floats(Sums::floats(n, k, most < m)), n, k, most < m);
+  HalfWeightGradientArgs args{};
+  sums.give_to(args);
+  args.type = type;
+  args.grad_weight = data_if(call.want_weight, call.grad_weight);
+  args.grad_bias = data_if(call.want_bias, call.grad_bias);
+  args.n = n;
+  args.k = k;
+  args.grad_stride = call.dy_stride;
+  for (int64_t begin = 0; begin < m; begin += most) {
+    args.m = std::min(most, m - begin);
+    args.grad = at(call.dy, begin * call.dy_stride);
+    args.first = begin == 0;
+    args.last = begin + args.m == m;
+    if (call.want_weight && k > 0) {
+      void* panels = column_panels(type, args.m, k, 2);
+      pack_columns(type, at(x.data, begin * x.stride), x.stride, args.m, k, panels);
+      args.panels = panels;
     }
+    run_weight_gradient(args);
   }
-  trim_shared_scratch();
-  return {grad_input, grad_weight, grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
-    const Tensor& preactivation, int64_t activation, double dropout_p,
-    const std::optional<Tensor>& seed, const bool (&wants)[5]) {
-  const char* op = "feed_forward_backward";
-  check_like(op, "input", input, input);
-  check_like(op, "grad", grad, input);
-  check_like(op, "preactivation", preactivation, input);
-  STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
-                  ": grad and input must have the same number of dimensions, at least one");
-  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), std::nullopt,
-               input.scalar_type());
-  check_weight(op, "weight2", weight2, weight1.size(0), std::nullopt, input.scalar_type());
-  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
-  STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
-                  ": grad must have the shape of the result");
-  STD_TORCH_CHECK(preactivation.numel() == m * f, op,
-                  ": preactivation must have one value per row and hidden unit");
-  Tensor grad_input = wants[0] ? fresh_rows(input, k) : fresh(input, {0});
-  Tensor grad_weight1 = wants[1] ? fresh(weight1, {f, k}) : fresh(weight1, {0});
-  Tensor grad_bias1 = fresh(weight1, {wants[2] ? f : 0});
-  Tensor grad_weight2 = wants[3] ? fresh(weight2, {n, f}) : fresh(weight2, {0});
-  Tensor grad_bias2 = fresh(weight2, {wants[4] ? n : 0});
-  const auto all = [&] {
-    return std::tuple{grad_input, grad_weight1, grad_bias1, grad_weight2, grad_bias2};
-  };
-  if (m == 0 || n == 0) {
-    clear({&grad_input, &grad_weight1, &grad_bias1, &grad_weight2, &grad_bias2});
-    return all();
-  }
-  const Element type = element_of(input);
-  const HalfRows dy = half_rows(grad), x = half_rows(input);
-  const Tensor kept = as_contiguous(preactivation);
-  const bool through = wants[0] || wants[1] || wants[2], first = wants[1] || wants[2];
+void feed_forward_gradients(FeedForwardGradients& call) {
+  const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
+  const bool (&wants)[5] = call.wants;
+  const Element type = element_of(call.input);
+  const HalfRows dy = half_rows(call.grad), x = half_rows(call.input);
+  const bool through = call.through(), first = wants[1] || wants[2];
   const int64_t most = part_rows(std::max(k, f)), rows = std::min(m, most);
   const bool parts = most < m;
 
@@ -212,10 +139,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   products.k = n;
   products.f = f;
   products.n = k;
-  products.activation = static_cast<int>(activation);
-  products.dropout = make_dropout(op, dropout_p, seed);
-  if (through || wants[3]) products.packed1 = column_panels_of(weight2, 0);
-  if (wants[0]) products.packed2 = column_panels_of(weight1, 1);
+  products.activation = call.activation;
+  products.dropout = call.dropout;
+  if (through || wants[3]) products.packed1 = column_panels_of(call.weight2, 0);
+  if (wants[0]) products.packed2 = column_panels_of(call.weight1, 1);
   back.grad_z = first ? bytes_of(shared_scratch(2), 2 * rows * f) : nullptr;
   back.hidden = wants[3] ? column_panels(type, rows, f, 3) : nullptr;
 
@@ -225,12 +152,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   kept1.give_to(sums1);
   kept2.give_to(sums2);
   sums1.type = sums2.type = type;
-  sums1.grad_weight = data_if(wants[1], grad_weight1);
-  sums1.grad_bias = data_if(wants[2], grad_bias1);
+  sums1.grad_weight = call.place(1);
+  sums1.grad_bias = call.place(2);
   sums1.n = sums1.grad_stride = f;
   sums1.k = k;
-  sums2.grad_weight = data_if(wants[3], grad_weight2);
-  sums2.grad_bias = data_if(wants[4], grad_bias2);
+  sums2.grad_weight = call.place(3);
+  sums2.grad_bias = call.place(4);
   sums2.n = n;
   sums2.k = f;
   sums2.grad_stride = dy.stride;
@@ -243,9 +170,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     sums1.grad = back.grad_z;
     sums2.grad = products.x = at(dy.data, begin * dy.stride);
     sums2.panels = back.hidden;
-    back.z = at(kept.const_data_ptr(), begin * f);
+    back.z = at(call.preactivation.const_data_ptr(), begin * f);
     products.row = begin;
-    products.y = wants[0] ? at(grad_input.mutable_data_ptr(), begin * k) : nullptr;
+    products.y = wants[0] ? at(call.place(0), begin * k) : nullptr;
     if (through || wants[3]) {
       const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, products);
       for_each_row_block(count, tall, [&](int64_t from, int64_t to) {
@@ -264,8 +191,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     }
     if (wants[3] || wants[4]) run_weight_gradient(sums2);
   }
-  trim_shared_scratch();
-  return all();
 }
 
 }  // namespace tf::half

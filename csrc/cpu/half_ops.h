@@ -1,5 +1,6 @@
 // The operators for bfloat16 and float16 (register_half.cpp, half_backward.cpp). They take what the
-// operators of the same names in register.cpp take, and are called by those.
+// operators of the same names in register.cpp take, or what these have checked (backward_calls.h),
+// and are called by those.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -30,6 +31,9 @@ inline Element element_of(const torch::stable::Tensor& tensor) {
   }
 }
 
+struct LinearGradients;
+struct FeedForwardGradients;
+
 // What LayerNorm gives: the sum where there is a residual, statistics where they are kept.
 struct Normalized {
   torch::stable::Tensor output;
@@ -56,11 +60,7 @@ Tensor pack_weight(const Tensor& weight);
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
               int64_t activation, Tensor* preactivation = nullptr);
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input,
-                                                   const Tensor& weight,
-                                                   const std::optional<Tensor>& preactivation,
-                                                   int64_t activation, bool want_input,
-                                                   bool want_weight, bool want_bias);
+void linear_gradients(LinearGradients& call);
 
 Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
@@ -68,10 +68,7 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& bias2, int64_t activation, double dropout_p = 0.0,
                     const std::optional<Tensor>& seed = std::nullopt,
                     Tensor* preactivation = nullptr);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
-    const Tensor& preactivation, int64_t activation, double dropout_p,
-    const std::optional<Tensor>& seed, const bool (&wants)[5]);
+void feed_forward_gradients(FeedForwardGradients& call);
 
 // The parts without checks and allocation, for operators made of several. Parameters are
 // contiguous; x and y are (m, columns); a weight that has no packed copy is packed into shared

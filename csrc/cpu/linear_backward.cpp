@@ -3,73 +3,91 @@
 
 #include <tuple>
 
+#include "cpu/backward_calls.h"
 #include "cpu/half_ops.h"
 #include "cpu/linear_backward_host.h"
 
 namespace tf {
 namespace {
 
+// dy before the activation, in shared scratch.
+void go_through_activation(LinearGradients& call, const std::optional<Tensor>& preactivation,
+                           int activation) {
+  const char* op = "linear_backward";
+  STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
+  check_type(op, "preactivation", *preactivation, call.input.scalar_type(), "input");
+  STD_TORCH_CHECK(preactivation->sizes().equals(call.grad.sizes()), op,
+                  ": preactivation must have the shape of grad");
+  const Tensor z = as_contiguous(*preactivation);
+  void* to = shared_scratch(1).floats(call.m * call.n);
+  const SlopeArgs args{element_of(z), call.dy,        z.const_data_ptr(), to,
+                       call.n,        call.dy_stride, activation};
+  torch::stable::parallel_for(
+      0, call.m, std::max<int64_t>(1, 16384 / call.n),
+      [&](int64_t begin, int64_t end) { TF_DISPATCH(multiply_by_slope, args, begin, end); });
+  call.dy = to;
+  call.dy_stride = call.n;
+}
+
+void linear_gradients(LinearGradients& call) {
+  const auto* dy = static_cast<const float*>(call.dy);
+  if (call.want_input && call.k > 0)
+    run_input_gradient(dy, call.dy_stride, call.weight, call.m, floats_if(true, call.grad_input),
+                       0);
+  if (!call.want_weight && !call.want_bias) return;
+  const Rows x = as_rows(call.input);
+  WeightGradientArgs args{};
+  args.grad = dy;
+  args.x = x.data;
+  args.grad_weight = floats_if(call.want_weight, call.grad_weight);
+  args.grad_bias = floats_if(call.want_bias, call.grad_bias);
+  args.m = call.m;
+  args.n = call.n;
+  args.k = call.k;
+  args.grad_stride = call.dy_stride;
+  args.x_stride = x.stride;
+  run_weight_gradient(args, 0);
+}
+
 // Gradients of input, weight and bias; what is not wanted comes back empty.
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Tensor weight,
                                                    std::optional<Tensor> preactivation,
                                                    int64_t activation, bool want_input,
                                                    bool want_weight, bool want_bias) {
-  if (is_half(input))
-    return half::linear_backward(grad, input, weight, preactivation, activation, want_input,
-                                 want_weight, want_bias);
   const char* op = "linear_backward";
-  check_float(op, "grad", grad);
-  check_float(op, "input", input);
+  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  check_type(op, "input", input, type, "input");
+  check_type(op, "grad", grad, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
                   ": grad and input must have the same number of dimensions, at least one");
-  check_weight(op, "weight", weight, input.size(input.dim() - 1), std::nullopt);
+  check_weight(op, "weight", weight, input.size(input.dim() - 1), std::nullopt, type);
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");
-  Tensor grad_input = want_input ? fresh_rows(input, k) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
-  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
+  const Rows dy = as_rows(grad);
+  LinearGradients call{m,
+                       n,
+                       k,
+                       input,
+                       weight,
+                       dy.owner,
+                       dy.data,
+                       dy.stride,
+                       want_input,
+                       want_weight,
+                       want_bias,
+                       want_input ? fresh_rows(input, k) : fresh(input, {0}),
+                       want_weight ? fresh(weight, {n, k}) : fresh(weight, {0}),
+                       fresh(weight, {want_bias ? n : 0})};
   if (m == 0 || n == 0) {
-    for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
-    return {grad_input, grad_weight, grad_bias};
+    for (Tensor* tensor : {&call.grad_input, &call.grad_weight, &call.grad_bias})
+      torch::stable::zero_(*tensor);
+  } else {
+    if (activation != 0) go_through_activation(call, preactivation, static_cast<int>(activation));
+    is_half(input) ? half::linear_gradients(call) : linear_gradients(call);
+    trim_shared_scratch();
   }
-  Rows dy = as_rows(grad);
-  if (activation != 0) {
-    STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
-    check_float(op, "preactivation", *preactivation);
-    STD_TORCH_CHECK(preactivation->sizes().equals(grad.sizes()), op,
-                    ": preactivation must have the shape of grad");
-    preactivation = as_contiguous(*preactivation);
-    float* to = shared_scratch(1).floats(m * n);
-    const SlopeArgs args{dy.data,   static_cast<const float*>(preactivation->const_data_ptr()),
-                         to,        n,
-                         dy.stride, static_cast<int>(activation)};
-    torch::stable::parallel_for(
-        0, m, std::max<int64_t>(1, 16384 / n),
-        [&](int64_t begin, int64_t end) { TF_DISPATCH(multiply_by_slope, args, begin, end); });
-    dy.data = to;
-    dy.stride = n;
-  }
-  if (want_input && k > 0) {
-    run_input_gradient(dy.data, dy.stride, weight, m,
-                       static_cast<float*>(grad_input.mutable_data_ptr()), 0);
-  }
-  if (want_weight || want_bias) {
-    const Rows x = as_rows(input);
-    WeightGradientArgs args{};
-    args.grad = dy.data;
-    args.x = x.data;
-    args.grad_weight = want_weight ? static_cast<float*>(grad_weight.mutable_data_ptr()) : nullptr;
-    args.grad_bias = want_bias ? static_cast<float*>(grad_bias.mutable_data_ptr()) : nullptr;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.grad_stride = dy.stride;
-    args.x_stride = x.stride;
-    run_weight_gradient(args, 0);
-  }
-  trim_shared_scratch();
-  return {grad_input, grad_weight, grad_bias};
+  return {call.grad_input, call.grad_weight, call.grad_bias};
 }
 
 }  // namespace

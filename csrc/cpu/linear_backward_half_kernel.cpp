@@ -1,7 +1,6 @@
 // Gradients of a linear map for half types.
 #include "cpu/linear_backward_half_kernel.h"
 
-#include "cpu/activation_slope.h"
 #include "cpu/column_sums.h"
 #include "cpu/weight_gradient_product.h"
 
@@ -27,12 +26,6 @@ void pack_columns(const void* matrix, long stride, long m, long k, void* panels,
     for (long j = 0; j < k; j += kPanel, panel += P::panel_size(m))
       P::pack_columns(rows + j, stride, least(kPanel, k - j), depth, panel);
   }
-}
-
-template <class T>
-void multiply_by_slope(const HalfSlopeArgs& args, long begin, long end) {
-  slope_rows(static_cast<const T*>(args.grad), args.grad_stride, static_cast<const T*>(args.z),
-             static_cast<T*>(args.to), args.n, args.activation, begin, end);
 }
 
 template <class T>
@@ -71,11 +64,6 @@ void half_pack_columns(Element type, const void* matrix, long stride, long m, lo
                        long begin, long end) {
   (type == Element::bfloat16 ? pack_columns<BFloat16> : pack_columns<Float16>)(matrix, stride, m, k,
                                                                                panels, begin, end);
-}
-
-void half_multiply_by_slope(const HalfSlopeArgs& args, long begin, long end) {
-  (args.type == Element::bfloat16 ? multiply_by_slope<BFloat16>
-                                  : multiply_by_slope<Float16>)(args, begin, end);
 }
 
 long half_weight_gradient_rows() { return WeightGradientBlock<BFloat16>::kRows; }

@@ -14,18 +14,6 @@ TF_KERNEL_AMX(long half_pack_rows())
 TF_KERNEL_AMX(void half_pack_columns(Element type, const void* matrix, long stride, long m, long k,
                                      void* panels, long begin, long end))
 
-// to = grad * act'(z).
-struct HalfSlopeArgs {
-  Element type;
-  const void* grad;  // (m, n), rows grad_stride apart
-  const void* z;     // (m, n), contiguous: what the activation was applied to
-  void* to;          // (m, n), contiguous
-  long n, grad_stride;
-  int activation;
-};
-// Rows [begin, end).
-TF_KERNEL_AMX(void half_multiply_by_slope(const HalfSlopeArgs& args, long begin, long end))
-
 // Some rows' part of dW = dY^T X and db = sum over rows of dY.
 struct HalfWeightGradientArgs {
   Element type;

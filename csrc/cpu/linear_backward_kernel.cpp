@@ -6,6 +6,7 @@
 #include "cpu/activation_slope.h"
 #include "cpu/column_sums.h"
 #include "cpu/gemm.h"
+#include "cpu/half.h"
 #include "cpu/philox.h"
 #include "cpu/weight_gradient_panels.h"
 
@@ -117,6 +118,21 @@ struct Block {
   }
 };
 
+template <class T>
+void slope_rows(const SlopeArgs& args, long begin, long end) {
+  const long n = args.n;
+  for (long i = begin; i < end; ++i) {
+    const T* grad = static_cast<const T*>(args.grad) + i * args.grad_stride;
+    const T* z = static_cast<const T*>(args.z) + i * n;
+    T* to = static_cast<T*>(args.to) + i * n;
+    for (long j = 0; j < n; j += kLanes) {
+      Vec x = load_some(z + j, n - j);
+      const Vec y = through_activation(load_some(grad + j, n - j), x, args.activation);
+      store_some(to + j, y, n - j);
+    }
+  }
+}
+
 }  // namespace
 
 void pack_column_panels(const float* weight, long stride, long n, long k, float* packed, long begin,
@@ -135,7 +151,14 @@ void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
 }
 
 void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
-  slope_rows(args.grad, args.grad_stride, args.z, args.to, args.n, args.activation, begin, end);
+  switch (args.type) {
+    case Element::bfloat16:
+      return slope_rows<BFloat16>(args, begin, end);
+    case Element::float16:
+      return slope_rows<Float16>(args, begin, end);
+    default:
+      return slope_rows<float>(args, begin, end);
+  }
 }
 
 long weight_gradient_panels(long m, long k) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/dropout.h"
+#include "cpu/element.h"
 #include "cpu/isa.h"
 
 namespace tf {
@@ -18,9 +19,10 @@ TF_KERNEL(long column_packed_size(long n, long k))
 
 // to[j] = grad[j] * act'(z[j]) for rows [begin, end) of n columns.
 struct SlopeArgs {
-  const float* grad;  // (m, n), rows grad_stride apart
-  const float* z;     // (m, n), contiguous: what the activation was applied to
-  float* to;          // (m, n), contiguous
+  Element type;
+  const void* grad;  // (m, n), rows grad_stride apart
+  const void* z;     // (m, n), contiguous: what the activation was applied to
+  void* to;          // (m, n), contiguous
   long n, grad_stride;
   int activation;
 };
