@@ -4,6 +4,7 @@
 #include "cpu/feed_forward_backward_half_kernel.h"
 #include "cpu/half_host.h"
 #include "cpu/linear_backward_half_kernel.h"
+#include "cpu/weight_gradient_host.h"
 
 namespace tf::half {
 namespace {
@@ -37,13 +38,8 @@ const void* column_panels_of(const Tensor& weight, int slot) {
   return place;
 }
 
-// Rows that are worked on at a time: their panels take as much memory as they do, or, where
-// products are of fp32, twice as much. A multiple of the rows that are summed up at a time, so that
-// cutting hardly reaches the result.
-int64_t part_rows(int64_t columns) {
-  constexpr int64_t kElements = int64_t{8} << 20, kMultiple = 512;
-  return std::max(kMultiple, kElements / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
-}
+// Panels take as much memory as their rows do, or, where products are of fp32, twice as much.
+int64_t part_rows(int64_t columns) { return weight_gradient_part(int64_t{8} << 20, columns); }
 
 // Sums of a part of the rows, if there are several parts; those of the bias are always needed.
 class Sums {
@@ -70,23 +66,14 @@ void run_weight_gradient(const HalfWeightGradientArgs& args) {
     });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t width = TF_DISPATCH(half_panel_columns, );
-  const int64_t panels = (args.k + width - 1) / width;
-  const int64_t most_rows = TF_DISPATCH(half_weight_gradient_rows, );
-  const int64_t most_columns = TF_DISPATCH(half_weight_gradient_columns, );
-  const int64_t columns = (args.k + most_columns - 1) / most_columns;
-  int64_t rows = (args.n + most_rows - 1) / most_rows;
-  // As many items as threads, or a multiple.
-  while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
   const int64_t scratch = TF_DISPATCH(half_weight_gradient_scratch, args.type);
-  for_each_item(rows * columns, [&](int64_t item) {
-    const int64_t row = item / columns, column = item % columns;
-    TF_DISPATCH(half_weight_gradient, args, args.n * row / rows, args.n * (row + 1) / rows,
-                panels * column / columns * width,
-                std::min<int64_t>(args.k, panels * (column + 1) / columns * width),
-                bytes_of(kernel_scratch(), scratch));
-  });
+  for_each_weight_block(args.n, args.k, TF_DISPATCH(half_panel_columns, ),
+                        TF_DISPATCH(half_weight_gradient_rows, ),
+                        TF_DISPATCH(half_weight_gradient_columns, ),
+                        [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
+                          TF_DISPATCH(half_weight_gradient, args, begin, end, from, to,
+                                      bytes_of(kernel_scratch(), scratch));
+                        });
 }
 
 }  // namespace

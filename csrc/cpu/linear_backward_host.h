@@ -5,6 +5,7 @@
 #include "cpu/linear_backward_kernel.h"
 #include "cpu/linear_backward_split_kernel.h"
 #include "cpu/linear_host.h"
+#include "cpu/weight_gradient_host.h"
 
 namespace tf {
 
@@ -74,21 +75,16 @@ inline void run_input_gradient(const float* grad, int64_t grad_stride, const Ten
   }
 }
 
-// Rows whose X is put into panels at a time: panels of many rows would take as much memory as X. A
-// multiple of the rows that are summed up at a time, so that cutting does not reach the result.
 inline int64_t weight_gradient_part_rows(int64_t columns) {
-  constexpr int64_t kFloats = int64_t{4} << 20, kMultiple = 512;
-  return std::max(kMultiple, kFloats / std::max<int64_t>(1, columns) / kMultiple * kMultiple);
+  return weight_gradient_part(int64_t{4} << 20, columns);
 }
 
 // Shared scratch of X in pieces, which callers use for nothing else.
 constexpr int kPiecesSlot = 5;
 
 // One part of the rows: X into panels, in the shared scratch `slot`, unless it is there already
-// (args.panels); then dW in blocks. How it is cut does not reach the result.
+// (args.panels); then dW in blocks.
 inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t width = TF_DISPATCH(panel_columns, );
   if (args.grad_bias != nullptr) {
     const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
     torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
@@ -132,16 +128,8 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
     args.pieces = place;
   }
 #endif
-  const int64_t panels = (args.k + width - 1) / width;
-  const int64_t columns = (args.k + most_columns - 1) / most_columns;
-  int64_t rows = (args.n + most_rows - 1) / most_rows;
-  // As many items as threads, or a multiple.
-  while (rows * columns % threads != 0 && args.n / (rows + 1) >= 32) ++rows;
-  for_each_item(rows * columns, [&](int64_t item) {
-    const int64_t row = item / columns, column = item % columns;
-    const int64_t begin = args.n * row / rows, end = args.n * (row + 1) / rows;
-    const int64_t from = panels * column / columns * width;
-    const int64_t to = std::min(args.k, panels * (column + 1) / columns * width);
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const auto block = [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
 #ifdef TF_HAVE_AMX
     if (by_pieces) {
       amx::split_weight_gradient(args, begin, end, from, to, kernel_scratch().floats(scratch));
@@ -150,7 +138,8 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
 #endif
     TF_DISPATCH(weight_gradient_block, args, begin, end, from, to,
                 kernel_scratch().floats(scratch));
-  });
+  };
+  for_each_weight_block(args.n, args.k, width, most_rows, most_columns, block);
 }
 
 // `slot`: the shared scratch for the panels.
