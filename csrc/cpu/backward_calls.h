@@ -8,26 +8,20 @@
 
 namespace tf {
 
-inline void* data_if(bool wanted, Tensor& tensor) {
-  return wanted ? tensor.mutable_data_ptr() : nullptr;
-}
-inline float* floats_if(bool wanted, Tensor& tensor) {
-  return static_cast<float*>(data_if(wanted, tensor));
-}
-
-// Of y = act(x W^T + b). m and n are positive.
+// Of y = act(x W^T + b). Where it is worked out, m and n are positive, and dy is the gradient
+// before the activation.
 struct LinearGradients {
   int64_t m, n, k;
   Tensor input, weight;  // (m, k), (n, k)
   Tensor grad;           // keeps dy's memory
-  const void* dy;        // (m, n), rows dy_stride apart, before the activation
+  const void* dy;        // (m, n), rows dy_stride apart
   int64_t dy_stride;
   // Results, empty where they are not wanted.
   bool want_input, want_weight, want_bias;
   Tensor grad_input, grad_weight, grad_bias;
 };
 
-// Of y = dropout(act(x W1^T + b1)) W2^T + b2. m and n are positive.
+// Of y = dropout(act(x W1^T + b1)) W2^T + b2. Where it is worked out, m and n are positive.
 struct FeedForwardGradients {
   int64_t m, k, f, n;
   Tensor grad, input, weight1, weight2;  // (m, n), (m, k), (f, k), (n, f)

@@ -121,6 +121,14 @@ inline Rows as_rows(const Tensor& tensor) {
   return {copy, static_cast<const float*>(copy.const_data_ptr()), rows, columns, columns};
 }
 
+// Where the elements of a result are, if it is wanted.
+inline void* data_if(bool wanted, Tensor& tensor) {
+  return wanted ? tensor.mutable_data_ptr() : nullptr;
+}
+inline float* floats_if(bool wanted, Tensor& tensor) {
+  return static_cast<float*>(data_if(wanted, tensor));
+}
+
 inline float* mutable_floats(std::optional<Tensor>& tensor) {
   return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
 }

@@ -23,8 +23,6 @@ Tensor wanted_like(const Tensor& like, bool wanted) {
   return wanted ? fresh_like(like) : fresh(like, {0});
 }
 
-void* data_if(bool wanted, Tensor& tensor) { return wanted ? tensor.mutable_data_ptr() : nullptr; }
-
 // source, grad, grad_sum and what becomes of them are of one type; statistics, weight and the
 // gradients of weight and bias are float32. What is not wanted comes back empty. grad_input: behind
 // the dropout, else it is grad_source.

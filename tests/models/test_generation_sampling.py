@@ -13,9 +13,22 @@ from transformer_fast.models.generation.choose import best, sampler, top
 SIZES = [1, 7, 1023, 1024, 1025, 1087, 2048, 5003]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
 @pytest.mark.parametrize("size", SIZES)
-def test_best_is_argmax(size: int, dtype: torch.dtype, float_isa: str) -> None:
+def test_best_is_argmax(size: int, dtype: torch.dtype) -> None:
+    check_best(size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("size", [7, 1087])
+def test_best_by_every_kernel(size: int, dtype: torch.dtype, float_isa: str) -> None:
+    check_best(size, dtype)
+
+
+def check_best(size: int, dtype: torch.dtype) -> None:
     logits = torch.randn(9, size).to(dtype)
     logits[0, -1] = logits[1, 0] = 100.0
     logits[2] = 1.0  # of equals the first

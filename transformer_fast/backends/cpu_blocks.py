@@ -160,6 +160,10 @@ if _native.module is not None:
     def _fake_feed_forward(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
+    @torch.library.register_fake("transformer_fast::cpu_argmax")
+    def _fake_argmax(input: Tensor) -> Tensor:
+        return torch.empty(input.shape[:1], dtype=torch.int64, device=input.device)
+
     @torch.library.register_fake("transformer_fast::cpu_decode_attention")
     def _fake_decode_attention(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)

@@ -15,13 +15,6 @@ _BLOCK = 64
 _FIRST = 256
 
 
-if _native.module is not None:
-
-    @torch.library.register_fake("transformer_fast::cpu_argmax")
-    def _fake_argmax(input: Tensor) -> Tensor:
-        return torch.empty(input.shape[:1], dtype=torch.int64, device=input.device)
-
-
 def _in_blocks(logits: Tensor) -> bool:
     # torch's topk over long CPU rows is not vectorised; maxima of blocks are.
     return logits.device.type == "cpu" and logits.shape[-1] >= 16 * _BLOCK
