@@ -73,6 +73,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "Compiler, flags and torch that this module was built with.");
   m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");
   m.def("isa", [] { return tf::isa_name(tf::current_isa()); }, "The instruction set in use.");
+  m.def(
+      "is_intel", [] { return __builtin_cpu_is("intel") != 0; },
+      "Whether Intel made this CPU: on others MKL, behind PyTorch's products, does without "
+      "AVX-512.");
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
   m.def(
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),

@@ -11,6 +11,8 @@ import torch
 from harness import kernels
 
 from transformer_fast import _native
+from transformer_fast.backends import cpu_backward
+from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check_gradients
 
@@ -18,6 +20,12 @@ ROWS = (1, 2, 5, 6, 7, 47, 48, 49, 64)
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+@pytest.fixture(params=[range(0), range(16, 129)], ids=["kernels", "products"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether PyTorch's products serve some numbers of rows depends on the machine."""
+    monkeypatch.setattr(cpu_backward, "_FEW_ROWS", request.param)
 
 
 def check(op: str, *arguments: Any) -> None:
@@ -31,7 +39,7 @@ def draw() -> Draw:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
 @pytest.mark.parametrize("rows", ROWS)
-def test_linear(rows: int, inputs: int, outputs: int, float_isa: str) -> None:
+def test_linear(rows: int, inputs: int, outputs: int, float_isa: str, way: None) -> None:
     d = draw()
     x, weight, bias = d.normal(rows, inputs), d.weight(outputs, inputs), d.normal(outputs)
     check("linear", x, weight, bias, ACTIVATIONS[rows % 4], None)
@@ -42,7 +50,7 @@ def test_linear(rows: int, inputs: int, outputs: int, float_isa: str) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_feed_forward(rows: int, activation: str, float_isa: str) -> None:
+def test_feed_forward(rows: int, activation: str, float_isa: str, way: None) -> None:
     d = draw()
     x, weight1, bias1 = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
     weight2, bias2 = d.weight(33, 130), d.normal(33)
@@ -51,18 +59,42 @@ def test_feed_forward(rows: int, activation: str, float_isa: str) -> None:
         check("feed_forward", x, weight1, bias1, weight2, bias2, activation, p, seed)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [7, 300])
 @pytest.mark.parametrize("wanted", range(5))
-def test_each_gradient_alone(wanted: int) -> None:
+def test_each_gradient_alone(wanted: int, rows: int, activation: str) -> None:
     """Asking for one gradient only gives the same one."""
     if _native.module is None:
         pytest.skip(_native.why_not or "needs the native module")
     d = draw()
-    tensors = [d.normal(7, 70), d.weight(130, 70), d.normal(130), d.weight(33, 130), d.normal(33)]
+    tensors = [
+        d.normal(rows, 70),
+        d.weight(130, 70),
+        d.normal(130),
+        d.weight(33, 130),
+        d.normal(33),
+    ]
     (kernel,) = (k for k in kernels("feed_forward") if k.backend == "cpu")
 
     def found(*which: int) -> list[torch.Tensor]:
         inputs = [t.clone().requires_grad_(i in which) for i, t in enumerate(tensors)]
-        result = kernel.run(*inputs, "gelu", 0.0, None)
+        result = kernel.run(*inputs, activation, 0.0, None)
         return list(torch.autograd.grad(result.sum(), [inputs[i] for i in which]))
 
     assert torch.equal(found(wanted)[0], found(*range(5))[wanted])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_far_out(activation: str, float_isa: str) -> None:
+    """1 to the right and 0 to the left, however far, and in between torch's in fp64."""
+    (kernel,) = (k for k in kernels("linear") if k.backend == "cpu")
+    far = torch.tensor([100.0, 1e4, 1e10, 7e12, 1e20, 1e38])
+    x = torch.cat([far, -far, torch.linspace(-14, 14, 2001)])[:, None].requires_grad_()
+    y = kernel.run(x, torch.ones(1, 1), None, activation, None)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(slope[:6], torch.ones(6, 1))
+    assert torch.equal(slope[6:12], torch.zeros(6, 1))
+    true = x.detach().double().requires_grad_()
+    exact = OPS["linear"].reference(true, torch.ones(1, 1).double(), None, activation, None)
+    (wanted,) = torch.autograd.grad(exact.sum(), true)
+    torch.testing.assert_close(slope[12:], wanted[12:].float(), rtol=0.0, atol=3e-7)

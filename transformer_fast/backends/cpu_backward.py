@@ -62,8 +62,9 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 #: Rows of float32 that PyTorch's products serve better. A dozen are not among them: the kernels
-#: read weights for those as they are, too.
-_FEW_ROWS = range(16, 129)
+#: read weights for those as they are, too. On CPUs that are not Intel's MKL does without AVX-512,
+#: and takes two to four times as long as the kernels.
+_FEW_ROWS = range(16, 129) if _native.module is not None and _native.module.is_intel() else range(0)
 #: The same where `_multiplies`: forward and backward of a linear map, and the feed-forward network.
 _FEW_HALF_ROWS, _FEW_HALF_GRADIENTS, _FEW_HALF_HIDDEN = range(1, 257), range(1, 24), range(1, 32)
 #: More outputs make so deep sums that PyTorch's product gives an input's gradient faster.
