@@ -94,6 +94,10 @@ def _work(suite: str, chosen: Row) -> str:
     return ", ".join([*parts, dtype] if dtype else parts)
 
 
+def _title(one: Machine) -> str:
+    return f"**{one.line}**"
+
+
 def _figures_of(one: Machine) -> str:
     rows, every = [], []
     for name, suite in one.suites.items():
@@ -118,12 +122,12 @@ def _figures_of(one: Machine) -> str:
         f"{form.count(len(every), 'case')} in all; in {len(lost)} of them another is faster. All "
         "of them, losses first: [benchmarks/results/report.md](benchmarks/results/report.md)."
     )
-    parts = [one.line, Grid(head, rows, words=2).markdown(), *([_SPLIT] if split else []), tail]
+    parts = [_title(one), Grid(head, rows, words=2).markdown(), *([_SPLIT] if split else []), tail]
     return "\n\n".join(parts)
 
 
 def _held_back(one: Machine) -> str:
-    return f"{one.line}\n\n{headline(one)}"
+    return f"{_title(one)}\n\n{headline(one)}"
 
 
 def figures(folder: Path = store.FOLDER) -> str:
