@@ -1,8 +1,9 @@
-"""Gradients of attention on AMX tiles: of bfloat16, and of fp32 in bfloat16 pieces."""
+"""Gradients of attention on bfloat16 units: of bfloat16, and, on AMX tiles, of fp32 in pieces."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +16,25 @@ from transformer_fast.backends import cpu
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.testing import check_gradients, nan_memory
 
-pytestmark = [
-    pytest.mark.skipif("amx" not in ISAS, reason=_native.why_not or "this CPU has no AMX"),
-    pytest.mark.usefixtures("two_threads", "amx"),
-]
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+WAYS = {
+    "amx-fp32": ("amx", torch.float32),
+    "amx-bf16": ("amx", torch.bfloat16),
+    "avx512-bf16": ("avx512_bf16", torch.bfloat16),
+}
 
 
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(params=WAYS)
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A type of calls that have such units, and their instruction set in use."""
+    isa, found = WAYS[request.param]
+    if _native.module is None or isa not in ISAS:
+        pytest.skip(_native.why_not or f"this CPU has no {isa}")
+    before = _native.module.isa()
+    use(isa)
+    yield found
+    use(before)
 
 
 def checked(arguments: tuple[Any, ...]) -> None:
@@ -43,7 +56,6 @@ SIZES = [
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", options(1, 1))
-@BOTH
 def test_sizes(sizes, name, dtype):
     queries, keys, *_ = sizes
     checked(arrange(*tensors(*sizes, dtype=dtype), **options(queries, keys, dtype)[name]))
@@ -51,7 +63,6 @@ def test_sizes(sizes, name, dtype):
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 @pytest.mark.parametrize("causal", [False, True])
-@BOTH
 def test_grouped_heads(heads, causal, dtype):
     query = draw(dtype).normal(2, 6, 50, 24)
     _, key, value = tensors(50, 140, 24, heads=heads, dtype=dtype)
@@ -60,7 +71,6 @@ def test_grouped_heads(heads, causal, dtype):
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 64), (33, 95), (64, 300), (512, 600)])
-@BOTH
 def test_hidden_in_the_middle(begin, end, dtype):
     """Panels of keys that no query of a block sees, in the first, the last and every place."""
     qkv = tensors(100, 610, 16, dtype=dtype)
@@ -74,7 +84,6 @@ def test_hidden_in_the_middle(begin, end, dtype):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("alike", ["", "queries", "keys", "both"])
-@BOTH
 def test_masks_that_are_added(shape, alike, dtype):
     """Sums over all that a mask is broadcast over, with more keys than a tile has."""
     queries = 1 if alike in ("queries", "both") else 200
@@ -86,8 +95,10 @@ def test_masks_that_are_added(shape, alike, dtype):
     checked(arrange(*qkv, mask=mask, dropout_p=0.3, seed=draw().seed()))
 
 
-def test_an_fp32_mask_of_bfloat16_calls():
+def test_an_fp32_mask_of_bfloat16_calls(dtype):
     """Its gradient is of its own type and not rounded to bfloat16."""
+    if dtype != torch.bfloat16:
+        pytest.skip("a call of bfloat16")
     mask = draw().normal(1, 2, 50, 70).requires_grad_()
     query, key, value = tensors(50, 70, 16, dtype=torch.bfloat16)
     output, _ = cpu.attention(*arrange(query, key, value, mask=mask))
@@ -104,13 +115,18 @@ def with_gradient(arguments: tuple[Any, ...], upstream: torch.Tensor) -> list[to
 
 
 def both_ways(arguments: tuple[Any, ...], upstream: torch.Tensor) -> list[list[torch.Tensor]]:
-    """In pieces and by fp32 multiply-adds."""
-    found = []
-    for isa in ("amx", "avx512"):
-        use(isa)
-        found.append(with_gradient(arguments, upstream))
-    use("amx")
-    return found
+    """On the units in use and by fp32 multiply-adds."""
+    return [with_gradient(arguments, upstream) for _ in units_and_fma()]
+
+
+def units_and_fma() -> Iterator[str]:
+    """The instruction set in use, then one without such units."""
+    assert _native.module is not None
+    units = _native.module.isa()
+    yield units
+    use("avx512")
+    yield "avx512"
+    use(units)
 
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, 1e-36, 1e-42]
@@ -118,7 +134,6 @@ GARBAGE = [math.nan, math.inf, -math.inf, 3e38, 1e-36, 1e-42]
 
 @pytest.mark.parametrize("value", GARBAGE)
 @pytest.mark.parametrize("tensor", ["query", "key", "value", "upstream"])
-@BOTH
 def test_numbers_without_pieces(tensor, value, dtype):
     """One of them sends the call to the other kernel: what is finite there is finite here."""
     names = ("query", "key", "value")
@@ -140,7 +155,6 @@ def test_numbers_without_pieces(tensor, value, dtype):
 
 @pytest.mark.parametrize("value", GARBAGE)
 @pytest.mark.parametrize("tensor", ["query", "key", "value"])
-@BOTH
 def test_numbers_without_pieces_and_a_mask(tensor, value, dtype):
     """Its gradient begins anew by the other kernel."""
     if value == 3e38 and tensor != "value":
@@ -149,12 +163,10 @@ def test_numbers_without_pieces_and_a_mask(tensor, value, dtype):
     given[tensor][1, 1, 150, 5] = value
     mask, upstream = draw(dtype).normal(1, 2, 200, 600), draw(dtype).normal(2, 2, 200, 16)
     found = []
-    for isa in ("amx", "avx512"):
-        use(isa)
+    for _ in units_and_fma():
         added = mask.clone().requires_grad_()
         output, _ = cpu.attention(*arrange(*given.values(), mask=added))
         found.append(torch.autograd.grad(output, added, upstream)[0])
-    use("amx")
     assert torch.equal(found[0].isfinite(), found[1].isfinite())
     eps = torch.finfo(dtype).eps
     size = found[1][found[1].isfinite()].abs().max()
@@ -164,7 +176,6 @@ def test_numbers_without_pieces_and_a_mask(tensor, value, dtype):
 
 
 @pytest.mark.parametrize("value", GARBAGE)
-@BOTH
 def test_hidden_garbage_changes_nothing_else(value, dtype):
     query, key, values = tensors(50, 300, 16, dtype=dtype)
     upstream = draw(dtype).normal(2, 2, 50, 16)
@@ -219,7 +230,6 @@ def test_scores_that_grow(far):
         checked(arrange(query, key, value, causal=causal))
 
 
-@BOTH
 def test_the_same_bits_with_any_threads(threads, dtype):
     arguments = arrange(*tensors(200, 1100, dtype=dtype), causal=True)
     upstream = draw(dtype).normal(2, 2, 200, 40)
@@ -232,7 +242,6 @@ def test_the_same_bits_with_any_threads(threads, dtype):
             assert torch.equal(one, two)
 
 
-@BOTH
 def test_the_same_bits_of_a_mask_with_any_threads(threads, dtype):
     mask = draw(dtype).normal(1, 2, 200, 600).requires_grad_()
     arguments = arrange(*tensors(200, 600, dtype=dtype), mask=mask)

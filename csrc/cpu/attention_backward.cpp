@@ -104,10 +104,11 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
 
 // Whether there is a kernel for the type as it is.
 bool takes(const Tensor& query) {
-#ifdef TF_HAVE_AMX
+#ifdef TF_HAVE_AVX512_BF16
   constexpr int64_t kFew = 16;
-  return query.scalar_type() == ScalarType::BFloat16 && current_isa() == Isa::amx &&
-         query.size(2) >= kFew;
+  const Isa isa = current_isa();
+  return query.scalar_type() == ScalarType::BFloat16 &&
+         (isa == Isa::amx || isa == Isa::avx512_bf16) && query.size(2) >= kFew;
 #else
   return false;
 #endif
@@ -115,15 +116,15 @@ bool takes(const Tensor& query) {
 
 // False if bfloat16 is to be taken as float32.
 bool run_keys(const AttentionBackwardArgs& args) {
-#ifdef TF_HAVE_AMX
+#ifdef TF_HAVE_AVX512_BF16
   const bool half = args.type != Element::float32;
   if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
-    const int64_t bytes = amx::tiles_attention_backward_scratch(args);
+    const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
     const bool did =
-        run_keys(args, amx::tiles_attention_backward_keys(args),
+        run_keys(args, TF_DISPATCH_UNITS(tiles_attention_backward_keys, args),
                  [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-                   return amx::tiles_attention_backward(args, b, key_head, begin, end, part,
-                                                        kernel_scratch().floats(bytes / 4));
+                   return TF_DISPATCH_UNITS(tiles_attention_backward, args, b, key_head, begin, end,
+                                            part, kernel_scratch().floats(bytes / 4));
                  });
     if (did || half) return did;
   }
@@ -160,16 +161,17 @@ bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
 bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
   args.grad_query = args.grad_key = args.grad_value = nullptr;
   torch::stable::zero_(grad_mask);
-#ifdef TF_HAVE_AMX
+#ifdef TF_HAVE_AVX512_BF16
   const bool half = args.type != Element::float32;
   if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
-    const int64_t bytes = amx::tiles_attention_backward_scratch(args);
-    const bool did = run_mask(
-        args, amx::tiles_attention_backward_keys(args), amx::tiles_attention_backward_queries(),
-        [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
-          return amx::tiles_attention_mask_backward(args, b, h, tile, begin, end,
-                                                    kernel_scratch().floats(bytes / 4));
-        });
+    const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
+    const bool did =
+        run_mask(args, TF_DISPATCH_UNITS(tiles_attention_backward_keys, args),
+                 TF_DISPATCH_UNITS(tiles_attention_backward_queries, ),
+                 [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
+                   return TF_DISPATCH_UNITS(tiles_attention_mask_backward, args, b, h, tile, begin,
+                                            end, kernel_scratch().floats(bytes / 4));
+                 });
     if (did || half) return did;
     torch::stable::zero_(grad_mask);
   }

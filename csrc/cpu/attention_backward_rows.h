@@ -8,6 +8,7 @@
 #include "cpu/attention_scores.h"
 #include "cpu/half_product.h"
 #include "cpu/philox.h"
+#include "cpu/spread.h"
 
 namespace tf::TF_ISA {
 namespace {

@@ -21,6 +21,15 @@ bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long beg
   });
 }
 
+// f(T{}) for the type of the call, T being float only where there are pieces.
+template <class F>
+auto by_type(const AttentionBackwardArgs& args, const F& f) {
+#if defined(__AMX_BF16__)
+  if (args.type == Element::float32) return f(float{});
+#endif
+  return f(BFloat16{});
+}
+
 }  // namespace
 
 long tiles_attention_backward_keys(const AttentionBackwardArgs& args) {
@@ -30,20 +39,21 @@ long tiles_attention_backward_keys(const AttentionBackwardArgs& args) {
 long tiles_attention_backward_queries() { return kRows; }
 
 long tiles_attention_backward_scratch(const AttentionBackwardArgs& args) {
-  return args.type == Element::float32 ? BackwardWorkspace<float>(args, nullptr).bytes
-                                       : BackwardWorkspace<BFloat16>(args, nullptr).bytes;
+  return by_type(args,
+                 [&](auto type) { return BackwardWorkspace<decltype(type)>(args, nullptr).bytes; });
 }
 
 bool tiles_attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
                               long end, float* part, void* scratch) {
-  return (args.type == Element::float32 ? keys<float> : keys<BFloat16>)(args, b, key_head, begin,
-                                                                        end, part, scratch);
+  return by_type(args, [&](auto type) {
+    return keys<decltype(type)>(args, b, key_head, begin, end, part, scratch);
+  });
 }
 
 bool tiles_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
                                    long begin, long end, void* scratch) {
-  return (args.type == Element::float32 ? mask<float> : mask<BFloat16>)(args, b, h, tile, begin,
-                                                                        end, scratch);
+  return by_type(
+      args, [&](auto type) { return mask<decltype(type)>(args, b, h, tile, begin, end, scratch); });
 }
 
 }  // namespace tf::TF_ISA

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/bf16_pairs.h"
+#include "cpu/bf16_pieces.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -72,6 +73,17 @@ class DotProduct {
     TF_UNROLL for (int u = 0; u < 2; ++u)
         store_interleaved(panel + (2 * pair + u) * kPanel, first[u], second[u]);
   }
+
+  // The rows of B that are its row `pair` of pairs.
+  static long pair_row(long pair, int which) { return 2 * pair + which; }
+  // Two such rows, and as rows of A as well.
+  static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
+                       const Vec (&first)[2], const Vec (&second)[2]) {
+    put(first_chunk, first[0], first[1]);
+    put(second_chunk, second[0], second[1]);
+    put_pair(panel, pair, first, second);
+  }
+  using Lost = WithoutPieces;
 
   static void pack_rows(const BFloat16* rows, long stride, long count, long k, Operand* panel) {
     pack_pair_rows(rows, stride, count, k, panel);

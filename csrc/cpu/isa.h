@@ -73,6 +73,15 @@ const CpuFeatures& cpu_features();
 #define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__)
 #endif
 
+// On bfloat16 units only, of whichever kind.
+#ifdef TF_HAVE_AVX512_BF16
+#ifdef TF_HAVE_AMX
+#define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
+#else
+#define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__)
+#endif
+#endif
+
 // fp32 in pieces on bfloat16 units: only where those are so fast that it pays.
 #ifdef TF_HAVE_AMX
 #define TF_KERNEL_SPLIT(...) TF_DECLARE_IN(amx, __VA_ARGS__)
@@ -101,6 +110,11 @@ using namespace avx512_bf16;
 
 // Calls function(args...) in its best build for the instruction set in use; has its value.
 #define TF_DISPATCH(function, ...) TF_DISPATCH_TO(::tf::current_isa(), function, __VA_ARGS__)
+
+// The same for what is declared by TF_KERNEL_UNITS; one of these instruction sets is in use.
+#define TF_DISPATCH_UNITS(function, ...)                                    \
+  (::tf::current_isa() == ::tf::Isa::amx ? ::tf::amx::function(__VA_ARGS__) \
+                                         : ::tf::avx512_bf16::function(__VA_ARGS__))
 
 // The same for an instruction set named by the caller.
 #define TF_DISPATCH_TO(isa, function, ...)               \
