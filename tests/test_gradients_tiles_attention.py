@@ -25,6 +25,12 @@ WAYS = {
 }
 
 
+def on_amx(test: Any) -> Any:
+    """A test of what is of AMX alone."""
+    skip = pytest.mark.skipif("amx" not in ISAS, reason=_native.why_not or "this CPU has no AMX")
+    return skip(pytest.mark.usefixtures("amx")(test))
+
+
 @pytest.fixture(params=WAYS)
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """A type of calls that have such units, and their instruction set in use."""
@@ -193,6 +199,7 @@ def test_hidden_garbage_changes_nothing_else(value, dtype):
         torch.testing.assert_close(one, two, rtol=10 * eps, atol=10 * eps)
 
 
+@on_amx
 @pytest.mark.parametrize("size", [1e-20, 1e-33, 1e-37])
 def test_tiny_gradients(size):
     """They are not lost where pieces would be."""
@@ -204,6 +211,7 @@ def test_tiny_gradients(size):
         assert one.abs().max() > 0
 
 
+@on_amx
 @pytest.mark.parametrize("size", [1e2, 1e4, -1e4, 1e7, 1e9])
 def test_saturated_scores(size):
     """Probabilities are those of the forward, so the largest is 1 and gradients stay finite."""
@@ -218,6 +226,7 @@ def test_saturated_scores(size):
             torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4)
 
 
+@on_amx
 @pytest.mark.parametrize("far", [14.0, 100.0, 2000.0])
 def test_scores_that_grow(far):
     """The first keys' scores are what the forward's probabilities refer to at first."""
@@ -254,6 +263,7 @@ def test_the_same_bits_of_a_mask_with_any_threads(threads, dtype):
         assert torch.equal(found[0], other)
 
 
+@on_amx
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("queries", [5, 60])
 @pytest.mark.parametrize("masked", [False, True])

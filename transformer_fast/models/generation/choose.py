@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ... import _native
+from ...backends import cpu_blocks
 from .methods import Sampling
 
 _BLOCK = 64
@@ -22,13 +22,7 @@ def _in_blocks(logits: Tensor) -> bool:
 
 def best(logits: Tensor) -> Tensor:
     """The index (R,) of each row's highest logit (R, V), the first of equals."""
-    if (
-        _native.module is not None
-        and type(logits) is Tensor
-        and logits.is_cpu
-        and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and not torch.compiler.is_compiling()
-    ):
+    if cpu_blocks.fits_decoding(logits):
         return torch.ops.transformer_fast.cpu_argmax(logits)
     return logits.argmax(dim=-1)
 
