@@ -18,15 +18,21 @@ TF_INLINE Vec zero_below(float bound, Vec x, Vec y) {
   return select(less(x, set1(bound)), zero(), y);
 }
 
-// 1 / (1 + e^-x)
-TF_INLINE Vec sigmoid(Vec x) {
-  // min's order lets NaN through; e^-87 is a normal number.
-  const Vec e = exp(min(set1(87.0f), zero() - x));
-  return zero_below(-87.0f, x, set1(1.0f) / (set1(1.0f) + e));
-}
+// s(x) = 1 / (1 + e^-x) and its slope s (1 - s), where 1 - s would lose its digits to cancellation.
+struct Sigmoid {
+  Vec value, slope;
+
+  TF_INLINE explicit Sigmoid(Vec x) {
+    // min's order lets NaN through; e^-87 is a normal number.
+    const Vec e = exp(min(set1(87.0f), zero() - x));
+    const Vec s = set1(1.0f) / (set1(1.0f) + e);
+    value = zero_below(-87.0f, x, s);
+    slope = e * s * s;
+  }
+};
 
 // tanh(x) = 2 sigmoid(2x) - 1
-TF_INLINE Vec tanh(Vec x) { return fma(set1(2.0f), sigmoid(x + x), set1(-1.0f)); }
+TF_INLINE Vec tanh(Vec x) { return fma(set1(2.0f), Sigmoid(x + x).value, set1(-1.0f)); }
 
 TF_INLINE Vec absolute(Vec x) { return max(x, zero() - x); }
 
@@ -60,9 +66,10 @@ struct Normal {
   }
 };
 
-TF_INLINE Vec gelu_tanh(Vec x) {
+// What x is multiplied by.
+TF_INLINE Sigmoid gelu_tanh_sigmoid(Vec x) {
   const Vec inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
-  return x * sigmoid(inner + inner);
+  return Sigmoid(inner + inner);
 }
 
 TF_INLINE Vec activate(Vec x, int activation) {
@@ -72,9 +79,9 @@ TF_INLINE Vec activate(Vec x, int activation) {
     case kGelu:
       return x * Normal(x).integral;
     case kGeluTanh:
-      return gelu_tanh(x);
+      return x * gelu_tanh_sigmoid(x).value;
     case kSilu:
-      return x * sigmoid(x);
+      return x * Sigmoid(x).value;
     default:
       return x;
   }

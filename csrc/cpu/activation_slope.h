@@ -11,17 +11,6 @@ struct Activated {
   Vec value, slope;
 };
 
-// s = sigmoid(x) and its slope s (1 - s), where 1 - s would lose its digits to cancellation.
-struct Sigmoid {
-  Vec value, slope;
-
-  TF_INLINE explicit Sigmoid(Vec x) {
-    const Vec e = exp(min(set1(87.0f), zero() - x));
-    value = set1(1.0f) / (set1(1.0f) + e);
-    slope = e * value * value;
-  }
-};
-
 // d(x Phi(x))/dx = Phi(x) + x phi(x); below -11 less than 1e-25.
 TF_INLINE Activated gelu_with_slope(Vec x) {
   const Normal normal(x);
@@ -32,22 +21,17 @@ TF_INLINE Activated gelu_with_slope(Vec x) {
 
 // With s = sigmoid(2 u(x)): s + x s (1 - s) 2 u'(x); below -9 less than 1e-25.
 TF_INLINE Activated gelu_tanh_with_slope(Vec x) {
-  // In the steps of gelu_tanh(), for the same value to the bit.
-  const Vec inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
-  const Vec twice = inner + inner;
+  const Sigmoid s = gelu_tanh_sigmoid(x);
   // Far to the right 1 - s is not quite 0, which must not grow with x.
   const Vec near = min(set1(10.0f), x);
   const Vec slope = set1(1.5957691216057308f) * fma(set1(0.134145f) * near, near, set1(1.0f));
-  const Sigmoid s(twice);
-  return {x * zero_below(-87.0f, twice, s.value),
-          zero_below(-9.0f, x, fma(near * slope, s.slope, s.value))};
+  return {x * s.value, zero_below(-9.0f, x, fma(near * slope, s.slope, s.value))};
 }
 
 // s + x s (1 - s); below -70 less than 1e-28.
 TF_INLINE Activated silu_with_slope(Vec x) {
   const Sigmoid s(x);
-  return {x * zero_below(-87.0f, x, s.value),
-          zero_below(-70.0f, x, fma(min(set1(88.0f), x), s.slope, s.value))};
+  return {x * s.value, zero_below(-70.0f, x, fma(min(set1(88.0f), x), s.slope, s.value))};
 }
 
 // The gradient before the activation from that behind it. x is what the activation was applied to,
