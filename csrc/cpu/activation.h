@@ -31,9 +31,6 @@ struct Sigmoid {
   }
 };
 
-// tanh(x) = 2 sigmoid(2x) - 1
-TF_INLINE Vec tanh(Vec x) { return fma(set1(2.0f), Sigmoid(x + x).value, set1(-1.0f)); }
-
 TF_INLINE Vec absolute(Vec x) { return max(x, zero() - x); }
 
 // The normal distribution: phi(x) = e^(-x^2 / 2) / sqrt(2 pi) and its integral Phi(x). With u =

@@ -47,14 +47,7 @@ void rows_of(const ArgmaxArgs& args, long begin, long end) {
 }  // namespace
 
 void argmax_rows(const ArgmaxArgs& args, long begin, long end) {
-  switch (args.type) {
-    case Element::bfloat16:
-      return rows_of<BFloat16>(args, begin, end);
-    case Element::float16:
-      return rows_of<Float16>(args, begin, end);
-    default:
-      return rows_of<float>(args, begin, end);
-  }
+  by_element(args.type, [&](auto type) { rows_of<decltype(type)>(args, begin, end); });
 }
 
 }  // namespace tf::TF_ISA

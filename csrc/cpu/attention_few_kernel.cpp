@@ -213,14 +213,7 @@ long few_attention_scratch(const TypedAttentionArgs& args) {
 }
 
 void few_attention_queries(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
-  switch (args.type) {
-    case Element::bfloat16:
-      return few<BFloat16>(args, b, key_head, scratch);
-    case Element::float16:
-      return few<Float16>(args, b, key_head, scratch);
-    default:
-      return few<float>(args, b, key_head, scratch);
-  }
+  by_element(args.type, [&](auto type) { few<decltype(type)>(args, b, key_head, scratch); });
 }
 
 }  // namespace tf::TF_ISA

@@ -110,31 +110,13 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
 void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end) {
   for (long row = begin; row < end; ++row) {
     if (args.target[row] == args.ignored) continue;
-    switch (args.type) {
-      case Element::bfloat16:
-        look_at_row<BFloat16>(args, row);
-        break;
-      case Element::float16:
-        look_at_row<Float16>(args, row);
-        break;
-      default:
-        look_at_row<float>(args, row);
-    }
+    by_element(args.type, [&](auto type) { look_at_row<decltype(type)>(args, row); });
   }
 }
 
 void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin, long end) {
   for (long row = begin; row < end; ++row) {
-    switch (args.call.type) {
-      case Element::bfloat16:
-        gradient_of_row<BFloat16>(args, row);
-        break;
-      case Element::float16:
-        gradient_of_row<Float16>(args, row);
-        break;
-      default:
-        gradient_of_row<float>(args, row);
-    }
+    by_element(args.call.type, [&](auto type) { gradient_of_row<decltype(type)>(args, row); });
   }
 }
 

@@ -24,14 +24,7 @@ long dropout_scratch(const DropoutArgs& args) {
 }
 
 void dropout_rows(const DropoutArgs& args, long begin, long end, float* scratch) {
-  switch (args.type) {
-    case Element::bfloat16:
-      return rows_of<BFloat16>(args, begin, end, scratch);
-    case Element::float16:
-      return rows_of<Float16>(args, begin, end, scratch);
-    default:
-      return rows_of<float>(args, begin, end, scratch);
-  }
+  by_element(args.type, [&](auto type) { rows_of<decltype(type)>(args, begin, end, scratch); });
 }
 
 }  // namespace tf::TF_ISA

@@ -165,6 +165,19 @@ TF_INLINE void store_some(T* p, Vec x, long n) {
   n >= kLanes ? store(p, x) : store_n(p, x, n);
 }
 
+// f(T{}) for the type of elements: float, BFloat16 or Float16.
+template <class F>
+TF_INLINE auto by_element(Element type, const F& f) {
+  switch (type) {
+    case Element::bfloat16:
+      return f(BFloat16{});
+    case Element::float16:
+      return f(Float16{});
+    default:
+      return f(float{});
+  }
+}
+
 // One element as a float.
 template <class T>
 TF_INLINE float load_one(const T* p) {

@@ -155,14 +155,7 @@ void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
 long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
 
 void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
-  switch (args.type) {
-    case Element::bfloat16:
-      return run_block<BFloat16>(args, block, scratch);
-    case Element::float16:
-      return run_block<Float16>(args, block, scratch);
-    default:
-      return run_block<float>(args, block, scratch);
-  }
+  by_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
 }
 
 void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total, long begin,

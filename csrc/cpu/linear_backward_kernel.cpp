@@ -151,14 +151,7 @@ void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
 }
 
 void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
-  switch (args.type) {
-    case Element::bfloat16:
-      return slope_rows<BFloat16>(args, begin, end);
-    case Element::float16:
-      return slope_rows<Float16>(args, begin, end);
-    default:
-      return slope_rows<float>(args, begin, end);
-  }
+  by_element(args.type, [&](auto type) { slope_rows<decltype(type)>(args, begin, end); });
 }
 
 long weight_gradient_panels(long m, long k) {
