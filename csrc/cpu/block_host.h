@@ -9,7 +9,13 @@
 namespace tf {
 
 // Slots of the shared scratch; 0 and 1 hold weights packed in the call.
-enum Slot { kHiddenSlot = 2, kProjectedSlot = 3, kAttendedSlot = 4, kNormedSlot = 5 };
+enum Slot {
+  kHiddenSlot = 2,
+  kProjectedSlot = 3,
+  kAttendedSlot = 4,
+  kNormedSlot = 5,
+  kStreamSlot = 6
+};
 
 struct Norm {
   std::optional<Tensor> weight, bias;

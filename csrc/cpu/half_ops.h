@@ -75,7 +75,7 @@ void feed_forward_gradients(FeedForwardGradients& call);
 // scratch `slot`.
 void linear_into(const void* x, int64_t m, const Tensor& weight,
                  const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
-                 const void* residual, void* y, int slot);
+                 const void* residual, void* y, int activation, int slot);
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                      double eps, void* y);

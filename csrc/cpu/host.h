@@ -56,7 +56,7 @@ inline Scratch& kernel_scratch() {
   thread_local Scratch scratch;
   return scratch;
 }
-constexpr int kSharedSlots = 6;
+constexpr int kSharedSlots = 7;
 inline Scratch& shared_scratch(int slot) {
   thread_local Scratch scratch[kSharedSlots];
   return scratch[slot];

@@ -1,5 +1,6 @@
-// One step of decoding through an attention sub-layer: the newest tokens attend to cached keys and
-// values, with projections, residual connection and norm, in one call.
+// One step of decoding through a whole stack of layers in one call: the newest tokens attend to
+// themselves and to all before them, whose keys and values are cached, and to the memory, if any;
+// then comes the feed-forward network. What lies between is kept in this thread's scratch.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -12,31 +13,34 @@ namespace tf {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
+constexpr const char* kOp = "decode_stack";
 
 // A linear map's parameters, and what of it is kept.
 struct Projection {
   Tensor weight;
   MaybeTensor packed, bias;
 
-  Projection(const char* name, Tensor w, MaybeTensor p, MaybeTensor b, const Tensor& input,
-             int64_t n, int64_t k)
-      : weight(w), packed(p), bias(as_contiguous(b)) {
-    STD_TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == input.scalar_type() &&
+  Projection(const char* name, const MaybeTensor& w, const MaybeTensor& p, const MaybeTensor& b,
+             const Tensor& input, int64_t n, int64_t k)
+      : weight(w ? *w : input), packed(p), bias(as_contiguous(b)) {
+    STD_TORCH_CHECK(w && weight.is_cpu() && weight.scalar_type() == input.scalar_type() &&
                         weight.dim() == 2 && weight.size(0) == n && weight.size(1) == k,
-                    "decode_attention: ", name, " must be (", n, ", ", k, ") of input's dtype");
-    STD_TORCH_CHECK(
-        !bias ||
-            (bias->is_cpu() && bias->scalar_type() == input.scalar_type() && bias->numel() == n),
-        "decode_attention: the bias of ", name, " must have ", n, " elements of input's dtype");
+                    kOp, ": ", name, " must be (", n, ", ", k, ") of input's dtype");
+    STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == input.scalar_type() &&
+                              bias->numel() == n),
+                    kOp, ": the bias of ", name, " must have ", n, " elements of input's dtype");
   }
 
-  // y = x W^T + bias + residual, x (m, k)
-  void run(const void* x, int64_t m, const void* residual, void* y, int slot) const {
-    if (is_half(weight)) return half::linear_into(x, m, weight, packed, bias, residual, y, slot);
+  // y = activation(x W^T + bias) + residual, x (m, k)
+  void run(const void* x, int64_t m, const void* residual, void* y, int slot,
+           int activation = 0) const {
+    if (is_half(weight))
+      return half::linear_into(x, m, weight, packed, bias, residual, y, activation, slot);
     const int64_t n = weight.size(0), k = weight.size(1);
-    run_linear({static_cast<const float*>(x), nullptr, optional_data(bias),
-                static_cast<const float*>(residual), static_cast<float*>(y), m, k, n, k, n, n, 0},
-               weight, packed, slot);
+    run_linear(
+        {static_cast<const float*>(x), nullptr, optional_data(bias),
+         static_cast<const float*>(residual), static_cast<float*>(y), m, k, n, k, n, n, activation},
+        weight, packed, slot);
   }
 };
 
@@ -44,6 +48,19 @@ struct Projection {
 struct AnyNorm {
   MaybeTensor weight, bias;
   double eps;
+
+  AnyNorm(const MaybeTensor& w, const MaybeTensor& b, double e, const Tensor& input)
+      : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e) {
+    const int64_t columns = input.size(1);
+    for (const MaybeTensor* parameter : {&w, &b})
+      STD_TORCH_CHECK(
+          !*parameter || ((*parameter)->is_cpu() && (*parameter)->numel() == columns &&
+                          ((*parameter)->scalar_type() == input.scalar_type() ||
+                           (is_half(input) && (*parameter)->scalar_type() == ScalarType::Float))),
+          kOp, ": the norm must have ", columns, " elements of input's dtype");
+    STD_TORCH_CHECK(!w || !b || w->scalar_type() == b->scalar_type(), kOp,
+                    ": the norm's weight and bias must have the same dtype");
+  }
 
   void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
     if (is_half(like)) {
@@ -55,13 +72,11 @@ struct AnyNorm {
   }
 };
 
-void check_norm(const MaybeTensor& parameter, const Tensor& input, int64_t columns) {
-  STD_TORCH_CHECK(
-      !parameter || (parameter->is_cpu() && parameter->numel() == columns &&
-                     (parameter->scalar_type() == input.scalar_type() ||
-                      (is_half(input) && parameter->scalar_type() == ScalarType::Float))),
-      "decode_attention: the norm must have ", columns, " elements of input's dtype");
-}
+// Two linear maps with something between them, and the norm around it all.
+struct Sublayer {
+  Projection first, second;
+  AnyNorm norm;
+};
 
 char* bytes_of(Scratch& scratch, int64_t bytes) {
   return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
@@ -84,125 +99,237 @@ void set_places(TypedAttentionArgs& args, const void* q, const void* k, const vo
   args.output = o;
 }
 
-struct Sizes {
-  int64_t rows, length, heads, size, width;  // rows: of the cache; length: queries each
+// Keys and values (R, H, places, D) side by side, each with strides of its own.
+struct KeysAndValues {
+  char *keys, *values;
+  int64_t rows, heads, places, size, stride[3];  // strides in elements; D is adjacent
+
+  // Of a tensor (2, R, H, places, D), or of item `layer` of (layers, 2, R, H, places, D).
+  KeysAndValues(const Tensor& both, void* data, int64_t layer) : keys(static_cast<char*>(data)) {
+    const int64_t first = both.dim() - 5, element = static_cast<int64_t>(both.element_size());
+    if (first > 0) keys += layer * both.stride(0) * element;
+    values = keys + both.stride(first) * element;
+    rows = both.size(first + 1);
+    heads = both.size(first + 2);
+    places = both.size(first + 3);
+    size = both.size(first + 4);
+    for (int d = 0; d < 3; ++d) stride[d] = both.stride(first + 1 + d);
+  }
 };
 
-// Attention of (rows * length, query_row) queries to `places` keys of the cache.
-template <class Args>
-void attend(const Sizes& is, const Tensor& keys, const Tensor& values, int64_t places,
-            const void* query, int64_t query_row, void* attended, bool causal_tail,
-            const MaybeTensor& mask, const MaybeTensor& key_lengths) {
-  Args args{};
-  set_places(args, query, keys.const_data_ptr(), values.const_data_ptr(), attended,
-             element_of(keys));
-  args.batch = is.rows;
-  args.heads = args.key_heads = is.heads;
-  args.queries = is.length;
-  args.keys = places;
-  args.size = args.value_size = is.size;
-  args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(is.size));
-  args.causal = causal_tail;
-  const int64_t strides[] = {is.length * query_row, is.size, query_row, 1};
-  const int64_t out[] = {is.length * is.width, is.size, is.width};
-  for (int d = 0; d < 4; ++d) {
-    args.query_stride[d] = strides[d];
-    args.key_stride[d] = d == 3 ? 1 : keys.stride(d);
-    args.value_stride[d] = d == 3 ? 1 : values.stride(d);
-    if (d < 3) args.output_stride[d] = out[d];
+class Step {
+ public:
+  Step(const Tensor& input, bool norm_first, int activation)
+      : x_(input),
+        rows_(input.size(0)),
+        width_(input.size(1)),
+        element_(static_cast<int64_t>(input.element_size())),
+        norm_first_(norm_first),
+        activation_(activation) {}
+
+  // The new tokens' keys and values join those of `start` tokens before them.
+  void self_attention(const Sublayer& layer, const KeysAndValues& cache, int64_t start,
+                      const void* x, void* y) const {
+    run(layer.norm, x, y, [&](const void* from, const void* residual) {
+      char* projected = bytes_of(shared_scratch(kProjectedSlot), rows_ * 3 * width_ * element_);
+      layer.first.run(from, rows_, nullptr, projected, 0);
+      append(projected, cache, start);
+      const int64_t length = rows_ / cache.rows;
+      void* attended =
+          attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr);
+      layer.second.run(attended, rows_, residual, y, 1);
+    });
   }
-  set_mask(args, mask, {is.rows, is.heads, is.length, places}, keys.scalar_type());
-  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, is.rows);
-  if (key_lengths) args.key_lengths = lengths.data();
-  if constexpr (std::is_same_v<Args, AttentionArgs>) {
-    run_attention(args);
-  } else {
-    half::run_attention(args);
+
+  void cross_attention(const Sublayer& layer, const KeysAndValues& memory, const MaybeTensor& mask,
+                       const int64_t* lengths, const void* x, void* y) const {
+    run(layer.norm, x, y, [&](const void* from, const void* residual) {
+      char* projected = bytes_of(shared_scratch(kProjectedSlot), rows_ * width_ * element_);
+      layer.first.run(from, rows_, nullptr, projected, 0);
+      void* attended = attend(memory, memory.places, projected, width_, false, mask, lengths);
+      layer.second.run(attended, rows_, residual, y, 1);
+    });
   }
+
+  void feed_forward(const Sublayer& layer, const void* x, void* y) const {
+    run(layer.norm, x, y, [&](const void* from, const void* residual) {
+      // So many rows at once that their hidden units stay in cache.
+      constexpr int64_t kMost = 512;
+      const int64_t row = width_ * element_, hidden_row = layer.first.weight.size(0) * element_;
+      char* hidden = bytes_of(shared_scratch(kHiddenSlot), std::min(rows_, kMost) * hidden_row);
+      for (int64_t begin = 0; begin < rows_; begin += kMost) {
+        const int64_t some = std::min(kMost, rows_ - begin);
+        const auto at = [&](const void* p) { return static_cast<const char*>(p) + begin * row; };
+        layer.first.run(at(from), some, nullptr, hidden, 0, activation_);
+        layer.second.run(hidden, some, at(residual), static_cast<char*>(y) + begin * row, 1);
+      }
+    });
+  }
+
+ private:
+  // y = norm(x + f(x)), or x + f(norm(x)): f(from, residual) writes y.
+  template <class F>
+  void run(const AnyNorm& norm, const void* x, void* y, const F& f) const {
+    const void* from = x;
+    if (norm_first_) {
+      void* normed = bytes_of(shared_scratch(kNormedSlot), rows_ * width_ * element_);
+      norm.run(x_, x, normed, rows_, width_);
+      from = normed;
+    }
+    f(from, x);
+    if (!norm_first_) norm.run(x_, y, y, rows_, width_);
+  }
+
+  // `projected` has queries, keys and values of each token side by side.
+  void append(const char* projected, const KeysAndValues& cache, int64_t start) const {
+    const int64_t length = rows_ / cache.rows, each = length * cache.size;
+    const size_t bytes = static_cast<size_t>(cache.size * element_);
+    torch::stable::parallel_for(
+        0, cache.rows * cache.heads, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, each)),
+        [&](int64_t begin, int64_t end) {
+          for (int64_t item = begin; item < end; ++item) {
+            const int64_t r = item / cache.heads, head = item % cache.heads;
+            const char* from =
+                projected + (r * length * 3 * width_ + width_ + head * cache.size) * element_;
+            for (int64_t t = 0; t < length; ++t, from += 3 * width_ * element_) {
+              const int64_t place =
+                  (r * cache.stride[0] + head * cache.stride[1] + (start + t) * cache.stride[2]) *
+                  element_;
+              std::memcpy(cache.keys + place, from, bytes);
+              std::memcpy(cache.values + place, from + width_ * element_, bytes);
+            }
+          }
+        });
+  }
+
+  // Attention of the queries, query_row apart, to the first `places` places.
+  void* attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
+               bool causal, const MaybeTensor& mask, const int64_t* lengths) const {
+    void* attended = bytes_of(shared_scratch(kAttendedSlot), rows_ * width_ * element_);
+    if (is_half(x_)) {
+      half::run_attention(
+          args<TypedAttentionArgs>(at, places, query, query_row, causal, mask, lengths, attended));
+    } else {
+      run_attention(
+          args<AttentionArgs>(at, places, query, query_row, causal, mask, lengths, attended));
+    }
+    return attended;
+  }
+
+  template <class Args>
+  Args args(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
+            bool causal, const MaybeTensor& mask, const int64_t* lengths, void* attended) const {
+    Args args{};
+    set_places(args, query, at.keys, at.values, attended, element_of(x_));
+    args.batch = at.rows;
+    args.heads = args.key_heads = at.heads;
+    args.queries = rows_ / at.rows;
+    args.keys = places;
+    args.size = args.value_size = at.size;
+    args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(at.size));
+    args.causal = causal;
+    args.key_lengths = lengths;
+    const int64_t query_stride[] = {args.queries * query_row, at.size, query_row, 1};
+    const int64_t output_stride[] = {args.queries * width_, at.size, width_};
+    for (int d = 0; d < 4; ++d) {
+      args.query_stride[d] = query_stride[d];
+      args.key_stride[d] = args.value_stride[d] = d == 3 ? 1 : at.stride[d];
+      if (d < 3) args.output_stride[d] = output_stride[d];
+    }
+    set_mask(args, mask, {at.rows, at.heads, args.queries, places}, x_.scalar_type());
+    return args;
+  }
+
+  const Tensor& x_;
+  int64_t rows_, width_, element_;
+  bool norm_first_;
+  int activation_;
+};
+
+void check_places(const char* name, const Tensor& tensor, const Tensor& input, int64_t dims) {
+  const bool fits = tensor.is_cpu() && tensor.scalar_type() == input.scalar_type() &&
+                    tensor.dim() == dims && tensor.size(dims - 5) == 2 &&
+                    tensor.size(dims - 4) > 0 && tensor.stride(dims - 1) == 1;
+  STD_TORCH_CHECK(fits, kOp, ": ", name, " must be (", dims == 6 ? "layers, " : "",
+                  "2, R, H, places, D) of input's dtype, D adjacent");
+  STD_TORCH_CHECK(tensor.size(dims - 3) * tensor.size(dims - 1) == input.size(1) &&
+                      input.size(0) % tensor.size(dims - 4) == 0,
+                  kOp, ": input does not fit ", name);
 }
 
-// Writes the new keys or values, in rows of `row` bytes, into the cache from place `start` on.
-void append(const Sizes& is, const char* from, int64_t row, Tensor& cache, int64_t start) {
-  const int64_t element = static_cast<int64_t>(cache.element_size());
-  char* to = static_cast<char*>(cache.mutable_data_ptr());
-  const int64_t each = is.length * is.size;
-  torch::stable::parallel_for(
-      0, is.rows * is.heads, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, each)),
-      [&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item) {
-          const int64_t r = item / is.heads, head = item % is.heads;
-          for (int64_t t = 0; t < is.length; ++t)
-            std::memcpy(to + (r * cache.stride(0) + head * cache.stride(1) +
-                              (start + t) * cache.stride(2)) *
-                                 element,
-                        from + (r * is.length + t) * row + head * is.size * element,
-                        static_cast<size_t>(is.size * element));
-        }
-      });
-}
-
-Tensor decode_attention(Tensor input, Tensor keys, Tensor values, std::optional<int64_t> start,
-                        Tensor in_weight, MaybeTensor in_packed, MaybeTensor in_bias,
-                        Tensor out_weight, MaybeTensor out_packed, MaybeTensor out_bias,
-                        MaybeTensor norm_weight, MaybeTensor norm_bias, double eps, bool norm_first,
-                        MaybeTensor mask, MaybeTensor key_lengths) {
-  const char* op = "decode_attention";
+Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tensor> memories,
+                    std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
+                    std::vector<double> eps, bool norm_first, int64_t activation, MaybeTensor mask,
+                    MaybeTensor key_lengths) {
   const ScalarType type = input.scalar_type();
-  STD_TORCH_CHECK(input.is_cpu() && (type == ScalarType::Float || is_half(input)), op,
+  STD_TORCH_CHECK(input.is_cpu() && (type == ScalarType::Float || is_half(input)), kOp,
                   ": input must be float32, bfloat16 or float16, and on the CPU");
-  STD_TORCH_CHECK(input.dim() == 2, op, ": input must be (rows, width)");
-  for (const Tensor* cache : {&keys, &values})
-    STD_TORCH_CHECK(cache->is_cpu() && cache->scalar_type() == type && cache->dim() == 4 &&
-                        cache->stride(3) == 1 && cache->size(0) > 0 &&
-                        cache->sizes().equals(keys.sizes()),
-                    op, ": keys and values must be (R, H, places, D) of input's dtype");
-  const Tensor x = as_contiguous(input);
-  Sizes is{keys.size(0), 0, keys.size(1), keys.size(3), x.size(1)};
-  is.length = x.size(0) / is.rows;
-  STD_TORCH_CHECK(is.length * is.rows == x.size(0) && is.heads * is.size == is.width, op,
-                  ": input does not fit the keys");
-  const int64_t parts = start ? 3 : 1, width = is.width, rows = x.size(0);
-  const Projection in("in_weight", in_weight, in_packed, in_bias, x, parts * width, width);
-  const Projection out("out_weight", out_weight, out_packed, out_bias, x, width, width);
-  check_norm(norm_weight, x, width);
-  check_norm(norm_bias, x, width);
+  STD_TORCH_CHECK(input.dim() == 2, kOp, ": input must be (rows, width)");
+  check_places("cache", cache, input, 6);
+  const int64_t layers = cache.size(0), width = input.size(1), rows = input.size(0);
+  const bool crossed = !memories.empty();
+  STD_TORCH_CHECK(!crossed || static_cast<int64_t>(memories.size()) == layers, kOp,
+                  ": there must be a memory for each of ", layers, " layers, or none");
+  const int64_t length = rows / cache.size(2);
+  STD_TORCH_CHECK(start >= 0 && start + length <= cache.size(4), kOp, ": the cache has ",
+                  cache.size(4), " places");
+  STD_TORCH_CHECK(length <= 1 || start == 0, kOp, ": several tokens at once must be the first");
+  const size_t each = crossed ? 3 : 2, count = each * static_cast<size_t>(layers);
   STD_TORCH_CHECK(
-      !norm_weight || !norm_bias || norm_weight->scalar_type() == norm_bias->scalar_type(), op,
-      ": the norm's weight and bias must have the same dtype");
-  const AnyNorm norm{as_contiguous(norm_weight), as_contiguous(norm_bias), eps};
-  const int64_t places = start ? *start + is.length : keys.size(2);
-  STD_TORCH_CHECK(!start || (*start >= 0 && places <= keys.size(2)), op, ": the cache has ",
-                  keys.size(2), " places");
-  STD_TORCH_CHECK(!start || is.length == 1 || *start == 0, op,
-                  ": several tokens at once must be the first");
+      parameters.size() == 6 * count && packed.size() == 2 * count && eps.size() == count, kOp,
+      ": there must be 6 parameters, 2 packed weights and an eps for each of ", count,
+      " sub-layers");
+  std::vector<Sublayer> sublayers;
+  for (size_t i = 0; i < count; ++i) {
+    const MaybeTensor* p = &parameters[6 * i];
+    const MaybeTensor* kept = &packed[2 * i];
+    const AnyNorm norm(p[4], p[5], eps[i], input);
+    if (i % each + 1 < each) {
+      const int64_t parts = i % each == 0 ? 3 : 1;
+      sublayers.push_back({{"in_weight", p[0], kept[0], p[1], input, parts * width, width},
+                           {"out_weight", p[2], kept[1], p[3], input, width, width},
+                           norm});
+    } else {
+      const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
+      sublayers.push_back({{"weight1", p[0], kept[0], p[1], input, hidden, width},
+                           {"weight2", p[2], kept[1], p[3], input, width, hidden},
+                           norm});
+    }
+  }
+  for (const Tensor& memory : memories) {
+    check_places("memory", memory, input, 5);
+    STD_TORCH_CHECK(memory.sizes().equals(memories[0].sizes()), kOp,
+                    ": the memories differ in shape");
+  }
+  std::vector<int64_t> lengths;
+  if (crossed) lengths = to_int64("key_lengths", key_lengths, memories[0].size(1));
+  const Tensor x = as_contiguous(input);
   Tensor output = fresh_like(x);
-  if (rows == 0) return output;
+  if (rows * width == 0) return output;
 
-  const int64_t element = static_cast<int64_t>(x.element_size());
+  const Step step(x, norm_first, static_cast<int>(activation));
+  void* cached = cache.mutable_data_ptr();
+  void* result = output.mutable_data_ptr();
+  void* other =
+      bytes_of(shared_scratch(kStreamSlot), rows * width * static_cast<int64_t>(x.element_size()));
   const void* from = x.const_data_ptr();
-  if (norm_first) {
-    void* normed = bytes_of(shared_scratch(kNormedSlot), rows * width * element);
-    norm.run(x, from, normed, rows, width);
-    from = normed;
+  for (size_t i = 0; i < count; ++i) {
+    // In turns, so that the last one writes the result.
+    void* to = (count - i) % 2 == 1 ? result : other;
+    const size_t layer = i / each;
+    if (i % each == 0) {
+      const KeysAndValues at(cache, cached, static_cast<int64_t>(layer));
+      step.self_attention(sublayers[i], at, start, from, to);
+    } else if (i % each + 1 < each) {
+      const Tensor& memory = memories[layer];
+      const KeysAndValues at(memory, const_cast<void*>(memory.const_data_ptr()), 0);
+      step.cross_attention(sublayers[i], at, mask, key_lengths ? lengths.data() : nullptr, from,
+                           to);
+    } else {
+      step.feed_forward(sublayers[i], from, to);
+    }
+    from = to;
   }
-  char* projected = bytes_of(shared_scratch(kProjectedSlot), rows * parts * width * element);
-  in.run(from, rows, nullptr, projected, 0);
-  if (start) {
-    append(is, projected + width * element, parts * width * element, keys, *start);
-    append(is, projected + 2 * width * element, parts * width * element, values, *start);
-  }
-  void* attended = bytes_of(shared_scratch(kAttendedSlot), rows * width * element);
-  const bool causal = start && is.length > 1;
-  if (is_half(x)) {
-    attend<TypedAttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,
-                               mask, key_lengths);
-  } else {
-    attend<AttentionArgs>(is, keys, values, places, projected, parts * width, attended, causal,
-                          mask, key_lengths);
-  }
-  void* y = output.mutable_data_ptr();
-  out.run(attended, rows, x.const_data_ptr(), y, 1);
-  if (!norm_first) norm.run(x, y, y, rows, width);
   trim_shared_scratch();
   return output;
 }
@@ -218,14 +345,13 @@ Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
-      "cpu_decode_attention(Tensor input, Tensor(a!) keys, Tensor(b!) values, int? start, "
-      "Tensor in_weight, Tensor? in_packed, Tensor? in_bias, Tensor out_weight, "
-      "Tensor? out_packed, Tensor? out_bias, Tensor? norm_weight, Tensor? norm_bias, float eps, "
-      "bool norm_first, Tensor? mask, Tensor? key_lengths) -> Tensor");
+      "cpu_decode_stack(Tensor input, Tensor(a!) cache, int start, Tensor[] memories, "
+      "Tensor?[] parameters, Tensor?[] packed, float[] eps, bool norm_first, int activation, "
+      "Tensor? mask, Tensor? key_lengths) -> Tensor");
   m.def("cpu_uninitialized(Tensor like, int[] sizes) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_decode_attention", TORCH_BOX(&tf::decode_attention));
+  m.impl("cpu_decode_stack", TORCH_BOX(&tf::decode_stack));
   m.impl("cpu_uninitialized", TORCH_BOX(&tf::uninitialized));
 }

@@ -157,10 +157,10 @@ Tensor pack_weight(const Tensor& weight) {
 
 void linear_into(const void* x, int64_t m, const Tensor& weight,
                  const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
-                 const void* residual, void* y, int slot) {
+                 const void* residual, void* y, int activation, int slot) {
   const int64_t n = weight.size(0), k = weight.size(1);
   run_linear({element_of(weight), x, panels_of(weight, packed, slot), data_of(bias), residual, y, m,
-              k, n, k, n, n, 0});
+              k, n, k, n, n, activation});
 }
 
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,

@@ -7,12 +7,14 @@ the CPU kernels; where it does not, callers compose the public ops.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .. import _native, dispatch
 from .cpu_backward import ACTIVATIONS
-from .cpu_packing import packed_weight
+from .cpu_packing import PackedWeights, packed_weight
 
 _FLOAT = frozenset({torch.float32})
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -100,43 +102,57 @@ def feed_forward(
 
 
 def fits_decoding(input: Tensor, *others: Tensor | None) -> bool:
-    """Whether `decode_attention` takes these tensors: all of input's dtype, float32 or half."""
+    """Whether a step of decoding on these tensors can run: all of input's dtype, float32 or half."""
     dtypes = _FLOAT if input.dtype == torch.float32 else _HALF & {input.dtype}
     return fits(input, *others, dtypes=dtypes)
 
 
-def decode_attention(
-    input: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: int | None,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    norm_first: bool,
-    mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-) -> Tensor:
-    """The same sub-layer for the newest tokens, whose keys and values join a cache.
+class DecodeStack:
+    """A step of decoding through all layers of a stack, in one call.
 
     Args:
-        input: (R * T, M), T new tokens of each of R sequences.
-        keys, values: (R, H, places, D). With ``start``, the new tokens' are written to the places
-            from there on and everything before them is seen, causally; in_weight is then (3 M, M).
-            Without, all places are seen and nothing is written; in_weight is (M, M), and R counts
-            sources, each with T queries.
-        mask: broadcast to (R, H, T, places seen), SDPA polarity; key_lengths: (R,).
+        sublayers: of each layer self-attention, attention to the memory (in all layers or in none)
+            and feed-forward network, each as (first weight, bias, second weight, bias, norm's
+            weight, bias). Weights are those of self-attention (3 M, M) and (M, M), of attention to
+            the memory (M, M) both, and of the network (F, M) and (M, F).
+        eps: of each sub-layer's norm.
+        norm_first: ``x + f(norm(x))`` instead of ``norm(x + f(x))``.
+        activation: the network's.
+        rows: of the inputs to come.
+        memories: each layer's keys and values of the memory, (2, B, H, S, D); none: no such
+            sub-layers.
+        mask: of the memory, broadcast to (B, H, T, S), SDPA polarity; key_lengths: (B,).
     """
-    rows = input.shape[0]
-    return torch.ops.transformer_fast.cpu_decode_attention(
-        input, keys, values, start, in_weight, packed_weight(in_weight, rows), in_bias, out_weight,
-        packed_weight(out_weight, rows), out_bias, norm_weight, norm_bias, eps, norm_first, mask,
-        key_lengths,
-    )  # fmt: skip
+
+    def __init__(
+        self,
+        sublayers: Sequence[Sequence[Tensor | None]],
+        eps: Sequence[float],
+        norm_first: bool,
+        activation: str,
+        rows: int,
+        memories: Sequence[Tensor],
+        mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+    ) -> None:
+        self.parameters = [parameter for sublayer in sublayers for parameter in sublayer]
+        weights = [w for sublayer in sublayers for w in (sublayer[0], sublayer[2])]
+        self.packed = PackedWeights([w for w in weights if w is not None], rows)
+        self.eps, self.norm_first = list(eps), norm_first
+        self.activation = ACTIVATIONS[activation]
+        self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
+
+    def __call__(self, input: Tensor, cache: Tensor, start: int) -> Tensor:
+        """(R * T, M) -> (R * T, M): T new tokens of each of R sequences.
+
+        Their keys and values are written to ``cache`` (layers, 2, R, H, places, D) from ``start``
+        on, and everything before them is seen, causally. Several tokens of a sequence must be its
+        first ones.
+        """
+        return torch.ops.transformer_fast.cpu_decode_stack(
+            input, cache, start, self.memories, self.parameters, self.packed(), self.eps,
+            self.norm_first, self.activation, self.mask, self.key_lengths,
+        )  # fmt: skip
 
 
 def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -164,6 +180,6 @@ if _native.module is not None:
     def _fake_argmax(input: Tensor) -> Tensor:
         return torch.empty(input.shape[:1], dtype=torch.int64, device=input.device)
 
-    @torch.library.register_fake("transformer_fast::cpu_decode_attention")
-    def _fake_decode_attention(input: Tensor, *_: object) -> Tensor:
+    @torch.library.register_fake("transformer_fast::cpu_decode_stack")
+    def _fake_decode_stack(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)

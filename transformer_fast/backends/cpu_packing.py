@@ -20,6 +20,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ _entries: OrderedDict[tuple[Any, ...], _Entry] = OrderedDict()
 _lock = threading.Lock()
 _limit = int(os.environ.get("TRANSFORMER_FAST_PACKED_MB", "4096")) << 20
 _held = 0
+#: How often copies were dropped: who remembers some has to ask again.
+_drops = 0
 
 
 #: Products of so few rows read the weight as it is just as fast.
@@ -93,11 +96,42 @@ def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Ten
     return packed
 
 
+class PackedWeights:
+    """`packed_weight` of the same weights again and again, at a tenth of its time.
+
+    Call it for the list of packed copies.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], rows: int) -> None:
+        self.weights, self.rows = weights, rows
+        self.owners = [w if w._base is None else w._base for w in weights]
+        self.seen: list[Any] = []
+        self.packed: list[Tensor | None] = []
+
+    def _look(self) -> list[Any]:
+        # Whatever `packed_weight` decides by, for all of them.
+        states: list[Any] = [_drops]
+        for weight, owner in zip(self.weights, self.owners, strict=True):
+            states.append(-1 if owner.is_inference() else owner._version)
+            states.append(weight.data_ptr())
+        return states
+
+    def __call__(self) -> list[Tensor | None]:
+        seen = self._look()
+        if seen != self.seen:
+            self.packed = [packed_weight(weight, self.rows) for weight in self.weights]
+            kept = all(p is not None for p in self.packed)
+            # Packing may have dropped older copies, some of these among them.
+            self.seen = self._look() if kept and _drops == seen[0] else []
+        return self.packed
+
+
 def _drop(key: tuple[Any, ...]) -> None:
-    global _held
+    global _held, _drops
     entry = _entries.pop(key, None)
     if entry is not None:
         _held -= entry.packed.nbytes
+        _drops += 1
 
 
 def forget_key(key: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...backends.cpu_blocks import empty_cache
 from ...nn import bypass
 from ..embedding import OutputProjection
-from .kernels import Linear, bind_layer_norm, bind_linear, product_dtype
+from .kernels import Linear, bind_layer_norm, bind_linear, bind_stack, product_dtype
 from .layers import StackWeights
 from .reordering import Reordering, select_rows
 from .sublayers import CrossAttention, FeedForward, MemoryPlaces, SelfAttention
@@ -100,12 +100,14 @@ class CachedDecoder:
         if self._bound != (rows, length):
             self._bind(x, rows, length)
         start, self.length = self.length, self.length + length
-        caches = self.cache.unbind(0)
-        for i, (own, cross, feed_forward) in enumerate(self.layers):
-            x = own.step(x, caches[i], start)
-            if cross is not None:
-                x = cross.step(x)
-            x = feed_forward.step(x)
+        if self.whole is not None:
+            x = self.whole(x, self.cache, start)
+        else:
+            for cache, (own, cross, feed_forward) in zip(self.cache, self.layers, strict=True):
+                x = own.step(x, cache, start)
+                if cross is not None:
+                    x = cross.step(x)
+                x = feed_forward.step(x)
         if length > 1:
             x = x.view(rows, length, -1)[:, -1]
         if self.final_norm is not None:
@@ -115,7 +117,11 @@ class CachedDecoder:
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
         keys = self.cache[0, 0]
-        for own, cross, feed_forward in self.layers:
+        memories = [cross.memory for _, cross, _ in self.layers if cross is not None]
+        self.whole = bind_stack(
+            x, self.cache, self.stack, memories, self.places.mask, self.places.lengths
+        )
+        for own, cross, feed_forward in self.layers if self.whole is None else ():
             own.bind(x, keys, rows, length)
             if cross is not None:
                 cross.bind(x, self.places)

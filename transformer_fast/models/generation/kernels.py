@@ -7,7 +7,7 @@ public functions do it; the weights are then cast once, where they are bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...backends import cpu_blocks
 from ...dispatch import Call, select
-from .layers import AttentionWeights, FeedForwardWeights, NormWeights
+from .layers import FeedForwardWeights, NormWeights, StackWeights
 
 #: (input (N, M)) -> (N, Mout)
 Linear = Callable[[Tensor], Tensor]
@@ -100,64 +100,53 @@ def bind_join(sample: Tensor, norm: NormWeights, norm_first: bool) -> Join:
     return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
 
 
-def bind_attention_block(
-    sample: Tensor,
-    keys: Tensor,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    weights: AttentionWeights,
-    norm: NormWeights,
-    norm_first: bool,
-) -> Callable[..., Tensor] | None:
-    """The whole sub-layer, or None where it has to be composed.
-
-    (x, keys, values, start, mask, key_lengths) -> x; see `cpu_blocks.decode_attention`.
-    """
-    out_weight, out_bias = weights.out_weight, weights.out_bias
-    if (
-        norm.module is not None
-        or sample.shape[0] == 0
-        or not cpu_blocks.fits_decoding(
-            sample, keys, in_weight, in_bias, out_weight, out_bias, norm.weight, norm.bias
-        )
-    ):
-        return None
-    block = cpu_blocks.decode_attention
-
-    def run(
-        x: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: int | None,
-        mask: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        return block(
-            x, keys, values, start, in_weight, in_bias, out_weight, out_bias,
-            norm.weight, norm.bias, norm.eps, norm_first, mask, lengths,
-        )  # fmt: skip
-
-    return run
-
-
 def bind_feed_forward_block(
     sample: Tensor, weights: FeedForwardWeights, norm: NormWeights, norm_first: bool
 ) -> Linear:
     """The whole sub-layer, residual and norm included."""
-    f, n = weights, norm
-    name = f.activation
-    if (
-        n.module is None
-        and isinstance(name, str)
-        and cpu_blocks.fits(sample, f.weight1, f.bias1, f.weight2, f.bias2, n.weight, n.bias)
-    ):
-        block = cpu_blocks.feed_forward
-        return lambda x: block(
-            x, f.weight1, f.bias1, f.weight2, f.bias2, n.weight, n.bias, n.eps, norm_first, name
-        )
     enter = bind_enter(sample, norm, norm_first)
     network = bind_feed_forward(sample.shape[0], weights)
     join = bind_join(sample, norm, norm_first)
     if enter is None:
         return lambda x: join(network(x), x)
     return lambda x: join(network(enter(x)), x)
+
+
+def bind_stack(
+    sample: Tensor,
+    cache: Tensor,
+    stack: StackWeights,
+    memories: Sequence[Tensor],
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+) -> cpu_blocks.DecodeStack | None:
+    """All layers in one call, or None where they have to be composed of single kernels."""
+    sublayers: list[tuple[Tensor | None, ...]] = []
+    norms: list[NormWeights] = []
+    activations = {layer.feed_forward.activation for layer in stack.layers}
+    for layer in stack.layers:
+        own, cross, last = layer.self_attention, layer.cross_attention, layer.feed_forward
+        sublayers.append((own.in_weight, own.in_bias, own.out_weight, own.out_bias))
+        norms.append(layer.self_norm)
+        if cross is not None and layer.cross_norm is not None:
+            first, width = cross.in_weight, stack.d_model
+            bias = None if cross.in_bias is None else cross.in_bias[:width]
+            sublayers.append((first[:width], bias, cross.out_weight, cross.out_bias))
+            norms.append(layer.cross_norm)
+        sublayers.append((last.weight1, last.bias1, last.weight2, last.bias2))
+        norms.append(layer.feed_forward_norm)
+    whole = [(*s, n.weight, n.bias) for s, n in zip(sublayers, norms, strict=True)]
+    tensors = [t for sublayer in whole for t in sublayer]
+    activation = activations.pop()
+    if (
+        activations
+        or not isinstance(activation, str)
+        or any(norm.module is not None for norm in norms)
+        or sample.shape[0] == 0
+        or not cpu_blocks.fits_decoding(sample, cache, *memories, *tensors)
+    ):
+        return None
+    eps = [norm.eps for norm in norms]
+    return cpu_blocks.DecodeStack(
+        whole, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
+    )

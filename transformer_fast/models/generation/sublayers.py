@@ -15,7 +15,6 @@ from torch import Tensor
 from ...backends.cpu_blocks import empty_cache
 from .kernels import (
     bind_attention,
-    bind_attention_block,
     bind_enter,
     bind_feed_forward_block,
     bind_join,
@@ -37,11 +36,6 @@ class SelfAttention:
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
         """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
         w = self.weights
-        self.block = bind_attention_block(
-            sample, keys, w.in_weight, w.in_bias, w, self.norm_weights, self.norm_first
-        )
-        if self.block is not None:
-            return
         self.project_in = bind_linear(rows * length, w.in_weight, w.in_bias)
         self.project_out = bind_linear(rows * length, w.out_weight, w.out_bias)
         self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
@@ -54,8 +48,6 @@ class SelfAttention:
 
     def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
         """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far."""
-        if self.block is not None:
-            return self.block(x, *cache.unbind(0), start)
         length = self.shape[1]
         qkv = self.project_in(x if self.enter is None else self.enter(x))
         qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
@@ -134,12 +126,6 @@ class CrossAttention:
         self.keys, self.values = self.memory.unbind(0)
         sources = self.keys.shape[0]
         self.mask, self.lengths = places.mask, places.lengths
-        self.block = bind_attention_block(
-            sample, self.keys, self.in_weight, self.in_bias, self.weights, self.norm_weights,
-            self.norm_first,
-        )  # fmt: skip
-        if self.block is not None:
-            return
         self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
         self.project_in = bind_linear(rows, self.in_weight, self.in_bias)
         self.project_out = bind_linear(rows, self.out_weight, self.out_bias)
@@ -149,8 +135,6 @@ class CrossAttention:
         self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
 
     def step(self, x: Tensor) -> Tensor:
-        if self.block is not None:
-            return self.block(x, self.keys, self.values, None, self.mask, self.lengths)
         query = self.project_in(x if self.enter is None else self.enter(x))
         query = query.view(self.shape).transpose(1, 2)
         y = self.attention(
