@@ -18,9 +18,11 @@ struct HalfFeedForwardArgs {
   void* y;              // (m, n), contiguous, or nullptr: only the hidden units are wanted
   long m, k, f, n, x_stride;
   int activation;
-  Dropout dropout;                // of the hidden block
-  long row = 0;                   // of the first row among those that dropout counts
-  void* preactivation = nullptr;  // (m, f), contiguous: x W1^T + b1 is kept here, or nullptr
+  Dropout dropout;                 // of the hidden block
+  long row = 0;                    // of the first row among those that dropout counts
+  void* preactivation = nullptr;   // (m, f), contiguous: x W1^T + b1 is kept here, or nullptr
+  const void* residual = nullptr;  // (m, n), rows residual_stride apart, is added to y, or nullptr
+  long residual_stride = 0;
 };
 
 // Rows that one call of half_feed_forward_rows should be given, at most.

@@ -58,11 +58,15 @@ void two_products(const HalfFeedForwardArgs& args, long begin, long end, void* s
     after(j);
   }
   T* y = args.y == nullptr ? nullptr : static_cast<T*>(args.y) + begin * args.n;
+  const T* residual = static_cast<const T*>(args.residual);
+  if (residual != nullptr) residual += begin * args.residual_stride;
   for (long j = 0; y != nullptr && j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
     const Ends<T> ends(args.bias2, j, args.n, kIdentity);
     P::multiply(hidden, rows, args.f, w2, w2 + P::panel_size(args.f), sums,
-                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
                   ends.finish(low, high);
+                  if (residual != nullptr)
+                    ends.add(residual + i * args.residual_stride + j, low, high);
                   ends.write(y + i * args.n + j, low, high);
                 });
   }

@@ -14,6 +14,8 @@
 
 namespace tf {
 
+struct HalfFeedForwardArgs;
+
 inline bool is_half(const torch::stable::Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return type == torch::headeronly::ScalarType::BFloat16 ||
@@ -71,14 +73,13 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
 void feed_forward_gradients(FeedForwardGradients& call);
 
 // The parts without checks and allocation, for operators made of several. Parameters are
-// contiguous; x and y are (m, columns); a weight that has no packed copy is packed into shared
-// scratch `slot`.
-void linear_into(const void* x, int64_t m, const Tensor& weight,
-                 const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
-                 const void* residual, void* y, int activation, int slot);
+// contiguous; x and y are (rows, columns).
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                      double eps, void* y);
+// The hidden units of a call of few rows lie in shared scratch kHiddenSlot.
+constexpr int kHiddenSlot = 2;
+void run_feed_forward(const HalfFeedForwardArgs& args);
 void run_attention(TypedAttentionArgs args);
 
 }  // namespace half

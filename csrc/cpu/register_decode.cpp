@@ -5,99 +5,18 @@
 
 #include <cstring>
 
-#include "cpu/attention_host.h"
 #include "cpu/block_host.h"
-#include "cpu/half_ops.h"
 
 namespace tf {
 namespace {
 
-using MaybeTensor = std::optional<Tensor>;
 constexpr const char* kOp = "decode_stack";
-
-// A linear map's parameters, and what of it is kept.
-struct Projection {
-  Tensor weight;
-  MaybeTensor packed, bias;
-
-  Projection(const char* name, const MaybeTensor& w, const MaybeTensor& p, const MaybeTensor& b,
-             const Tensor& input, int64_t n, int64_t k)
-      : weight(w ? *w : input), packed(p), bias(as_contiguous(b)) {
-    STD_TORCH_CHECK(w && weight.is_cpu() && weight.scalar_type() == input.scalar_type() &&
-                        weight.dim() == 2 && weight.size(0) == n && weight.size(1) == k,
-                    kOp, ": ", name, " must be (", n, ", ", k, ") of input's dtype");
-    STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == input.scalar_type() &&
-                              bias->numel() == n),
-                    kOp, ": the bias of ", name, " must have ", n, " elements of input's dtype");
-  }
-
-  // y = activation(x W^T + bias) + residual, x (m, k)
-  void run(const void* x, int64_t m, const void* residual, void* y, int slot,
-           int activation = 0) const {
-    if (is_half(weight))
-      return half::linear_into(x, m, weight, packed, bias, residual, y, activation, slot);
-    const int64_t n = weight.size(0), k = weight.size(1);
-    run_linear(
-        {static_cast<const float*>(x), nullptr, optional_data(bias),
-         static_cast<const float*>(residual), static_cast<float*>(y), m, k, n, k, n, n, activation},
-        weight, packed, slot);
-  }
-};
-
-// Norm over the rows of x (rows, columns).
-struct AnyNorm {
-  MaybeTensor weight, bias;
-  double eps;
-
-  AnyNorm(const MaybeTensor& w, const MaybeTensor& b, double e, const Tensor& input)
-      : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e) {
-    const int64_t columns = input.size(1);
-    for (const MaybeTensor* parameter : {&w, &b})
-      STD_TORCH_CHECK(
-          !*parameter || ((*parameter)->is_cpu() && (*parameter)->numel() == columns &&
-                          ((*parameter)->scalar_type() == input.scalar_type() ||
-                           (is_half(input) && (*parameter)->scalar_type() == ScalarType::Float))),
-          kOp, ": the norm must have ", columns, " elements of input's dtype");
-    STD_TORCH_CHECK(!w || !b || w->scalar_type() == b->scalar_type(), kOp,
-                    ": the norm's weight and bias must have the same dtype");
-  }
-
-  void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
-    if (is_half(like)) {
-      half::layer_norm_into(like, x, rows, columns, weight, bias, eps, y);
-    } else {
-      Norm(weight, bias, eps, columns)
-          .run(static_cast<const float*>(x), static_cast<float*>(y), rows, columns);
-    }
-  }
-};
 
 // Two linear maps with something between them, and the norm around it all.
 struct Sublayer {
-  Projection first, second;
-  AnyNorm norm;
+  Map first, second;
+  Norm norm;
 };
-
-char* bytes_of(Scratch& scratch, int64_t bytes) {
-  return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
-}
-
-void set_places(AttentionArgs& args, const void* q, const void* k, const void* v, void* o,
-                Element) {
-  args.query = static_cast<const float*>(q);
-  args.key = static_cast<const float*>(k);
-  args.value = static_cast<const float*>(v);
-  args.output = static_cast<float*>(o);
-}
-
-void set_places(TypedAttentionArgs& args, const void* q, const void* k, const void* v, void* o,
-                Element type) {
-  args.type = type;
-  args.query = q;
-  args.key = k;
-  args.value = v;
-  args.output = o;
-}
 
 // Keys and values (R, H, places, D) side by side, each with strides of its own.
 struct KeysAndValues {
@@ -131,53 +50,36 @@ class Step {
   void self_attention(const Sublayer& layer, const KeysAndValues& cache, int64_t start,
                       const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
-      char* projected = bytes_of(shared_scratch(kProjectedSlot), rows_ * 3 * width_ * element_);
-      layer.first.run(from, rows_, nullptr, projected, 0);
+      char* projected = shared_bytes(kProjectedSlot, rows_ * 3 * width_ * element_);
+      ReadyMap(layer.first, rows_, 0).run(from, nullptr, projected);
       append(projected, cache, start);
       const int64_t length = rows_ / cache.rows;
       void* attended =
           attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr);
-      layer.second.run(attended, rows_, residual, y, 1);
+      ReadyMap(layer.second, rows_, 1).run(attended, residual, y);
     });
   }
 
   void cross_attention(const Sublayer& layer, const KeysAndValues& memory, const MaybeTensor& mask,
                        const int64_t* lengths, const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
-      char* projected = bytes_of(shared_scratch(kProjectedSlot), rows_ * width_ * element_);
-      layer.first.run(from, rows_, nullptr, projected, 0);
+      char* projected = shared_bytes(kProjectedSlot, rows_ * width_ * element_);
+      ReadyMap(layer.first, rows_, 0).run(from, nullptr, projected);
       void* attended = attend(memory, memory.places, projected, width_, false, mask, lengths);
-      layer.second.run(attended, rows_, residual, y, 1);
+      ReadyMap(layer.second, rows_, 1).run(attended, residual, y);
     });
   }
 
   void feed_forward(const Sublayer& layer, const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
-      // So many rows at once that their hidden units stay in cache.
-      constexpr int64_t kMost = 512;
-      const int64_t row = width_ * element_, hidden_row = layer.first.weight.size(0) * element_;
-      char* hidden = bytes_of(shared_scratch(kHiddenSlot), std::min(rows_, kMost) * hidden_row);
-      for (int64_t begin = 0; begin < rows_; begin += kMost) {
-        const int64_t some = std::min(kMost, rows_ - begin);
-        const auto at = [&](const void* p) { return static_cast<const char*>(p) + begin * row; };
-        layer.first.run(at(from), some, nullptr, hidden, 0, activation_);
-        layer.second.run(hidden, some, at(residual), static_cast<char*>(y) + begin * row, 1);
-      }
+      run_feed_forward(layer.first, layer.second, activation_, from, rows_, residual, y);
     });
   }
 
  private:
-  // y = norm(x + f(x)), or x + f(norm(x)): f(from, residual) writes y.
   template <class F>
-  void run(const AnyNorm& norm, const void* x, void* y, const F& f) const {
-    const void* from = x;
-    if (norm_first_) {
-      void* normed = bytes_of(shared_scratch(kNormedSlot), rows_ * width_ * element_);
-      norm.run(x_, x, normed, rows_, width_);
-      from = normed;
-    }
-    f(from, x);
-    if (!norm_first_) norm.run(x_, y, y, rows_, width_);
+  void run(const Norm& norm, const void* x, void* y, const F& f) const {
+    run_sublayer(x_, norm, norm_first_, x, y, rows_, width_, f);
   }
 
   // `projected` has queries, keys and values of each token side by side.
@@ -205,22 +107,13 @@ class Step {
   // Attention of the queries, query_row apart, to the first `places` places.
   void* attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
                bool causal, const MaybeTensor& mask, const int64_t* lengths) const {
-    void* attended = bytes_of(shared_scratch(kAttendedSlot), rows_ * width_ * element_);
-    if (is_half(x_)) {
-      half::run_attention(
-          args<TypedAttentionArgs>(at, places, query, query_row, causal, mask, lengths, attended));
-    } else {
-      run_attention(
-          args<AttentionArgs>(at, places, query, query_row, causal, mask, lengths, attended));
-    }
-    return attended;
-  }
-
-  template <class Args>
-  Args args(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
-            bool causal, const MaybeTensor& mask, const int64_t* lengths, void* attended) const {
-    Args args{};
-    set_places(args, query, at.keys, at.values, attended, element_of(x_));
+    void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);
+    TypedAttentionArgs args{};
+    args.type = element_of(x_);
+    args.query = query;
+    args.key = at.keys;
+    args.value = at.values;
+    args.output = attended;
     args.batch = at.rows;
     args.heads = args.key_heads = at.heads;
     args.queries = rows_ / at.rows;
@@ -237,7 +130,8 @@ class Step {
       if (d < 3) args.output_stride[d] = output_stride[d];
     }
     set_mask(args, mask, {at.rows, at.heads, args.queries, places}, x_.scalar_type());
-    return args;
+    run_any_attention(args);
+    return attended;
   }
 
   const Tensor& x_;
@@ -261,9 +155,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                     std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
                     std::vector<double> eps, bool norm_first, int64_t activation, MaybeTensor mask,
                     MaybeTensor key_lengths) {
-  const ScalarType type = input.scalar_type();
-  STD_TORCH_CHECK(input.is_cpu() && (type == ScalarType::Float || is_half(input)), kOp,
-                  ": input must be float32, bfloat16 or float16, and on the CPU");
+  check_block_input(kOp, "input", input);
   STD_TORCH_CHECK(input.dim() == 2, kOp, ": input must be (rows, width)");
   check_places("cache", cache, input, 6);
   const int64_t layers = cache.size(0), width = input.size(1), rows = input.size(0);
@@ -283,16 +175,16 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   for (size_t i = 0; i < count; ++i) {
     const MaybeTensor* p = &parameters[6 * i];
     const MaybeTensor* kept = &packed[2 * i];
-    const AnyNorm norm(p[4], p[5], eps[i], input);
+    const Norm norm(kOp, p[4], p[5], eps[i], input, width);
     if (i % each + 1 < each) {
       const int64_t parts = i % each == 0 ? 3 : 1;
-      sublayers.push_back({{"in_weight", p[0], kept[0], p[1], input, parts * width, width},
-                           {"out_weight", p[2], kept[1], p[3], input, width, width},
+      sublayers.push_back({{kOp, "in_weight", p[0], kept[0], p[1], input, parts * width, width},
+                           {kOp, "out_weight", p[2], kept[1], p[3], input, width, width},
                            norm});
     } else {
       const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
-      sublayers.push_back({{"weight1", p[0], kept[0], p[1], input, hidden, width},
-                           {"weight2", p[2], kept[1], p[3], input, width, hidden},
+      sublayers.push_back({{kOp, "weight1", p[0], kept[0], p[1], input, hidden, width},
+                           {kOp, "weight2", p[2], kept[1], p[3], input, width, hidden},
                            norm});
     }
   }
@@ -310,8 +202,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   const Step step(x, norm_first, static_cast<int>(activation));
   void* cached = cache.mutable_data_ptr();
   void* result = output.mutable_data_ptr();
-  void* other =
-      bytes_of(shared_scratch(kStreamSlot), rows * width * static_cast<int64_t>(x.element_size()));
+  void* other = shared_bytes(kStreamSlot, rows * width * static_cast<int64_t>(x.element_size()));
   const void* from = x.const_data_ptr();
   for (size_t i = 0; i < count; ++i) {
     // In turns, so that the last one writes the result.

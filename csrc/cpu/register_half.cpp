@@ -155,14 +155,6 @@ Tensor pack_weight(const Tensor& weight) {
   return packed;
 }
 
-void linear_into(const void* x, int64_t m, const Tensor& weight,
-                 const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
-                 const void* residual, void* y, int activation, int slot) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  run_linear({element_of(weight), x, panels_of(weight, packed, slot), data_of(bias), residual, y, m,
-              k, n, k, n, n, activation});
-}
-
 void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                      double eps, void* y) {
@@ -243,43 +235,30 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   }
   const HalfRows x = half_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
-  const void* panels1 = panels_of(weight1, packed1, 0);
-  const void* panels2 = panels_of(weight2, packed2, 1);
-  const Element type = element_of(input);
-  void* y = output.mutable_data_ptr();
-  const Dropout dropout = make_dropout(op, dropout_p, seed);
-  const int64_t threads = torch::stable::get_num_threads();
-  if (m < 64 * threads && !dropout.on) {
-    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
-    void* hidden = bytes_of(shared_scratch(2), 2 * m * f);
-    run_linear({type, x.data, panels1, data_of(b1), nullptr, hidden, m, k, f, x.stride, 0, f,
-                static_cast<int>(activation), data_of(preactivation)});
-    run_linear({type, hidden, panels2, data_of(b2), nullptr, y, m, f, n, f, 0, n, 0});
-  } else {
-    const HalfFeedForwardArgs args{type,
-                                   x.data,
-                                   panels1,
-                                   data_of(b1),
-                                   panels2,
-                                   data_of(b2),
-                                   y,
-                                   m,
-                                   k,
-                                   f,
-                                   n,
-                                   x.stride,
-                                   static_cast<int>(activation),
-                                   dropout,
-                                   0,
-                                   data_of(preactivation)};
-    const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, args);
-    for_each_row_block(m, tall, [&](int64_t begin, int64_t end) {
-      const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, end - begin);
-      TF_DISPATCH(half_feed_forward_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
-    });
-  }
+  run_feed_forward({element_of(input), x.data, panels_of(weight1, packed1, 0), data_of(b1),
+                    panels_of(weight2, packed2, 1), data_of(b2), output.mutable_data_ptr(), m, k, f,
+                    n, x.stride, static_cast<int>(activation), make_dropout(op, dropout_p, seed), 0,
+                    data_of(preactivation)});
   trim_shared_scratch();
   return output;
+}
+
+void run_feed_forward(const HalfFeedForwardArgs& args) {
+  const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
+  if (m < 64 * torch::stable::get_num_threads() && !args.dropout.on) {
+    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
+    void* hidden = bytes_of(shared_scratch(kHiddenSlot), 2 * m * f);
+    run_linear({args.type, args.x, args.packed1, args.bias1, nullptr, hidden, m, k, f,
+                args.x_stride, 0, f, args.activation, args.preactivation});
+    run_linear({args.type, hidden, args.packed2, args.bias2, args.residual, args.y, m, f, n, f,
+                args.residual_stride, n, 0});
+    return;
+  }
+  const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, args);
+  for_each_row_block(m, tall, [&](int64_t begin, int64_t end) {
+    const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, end - begin);
+    TF_DISPATCH(half_feed_forward_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
+  });
 }
 
 }  // namespace tf::half

@@ -16,14 +16,18 @@ from .. import _native, dispatch
 from .cpu_backward import ACTIVATIONS
 from .cpu_packing import PackedWeights, packed_weight
 
-_FLOAT = frozenset({torch.float32})
-_HALF = frozenset({torch.bfloat16, torch.float16})
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def fits(input: Tensor, *others: Tensor | None, dtypes: frozenset[torch.dtype] = _FLOAT) -> bool:
-    """Whether a call on these tensors needs no gradient and every op in it would run on 'cpu'."""
+def fits(input: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call on these tensors needs no gradient and every op in it would run on 'cpu'.
+
+    All must be of input's dtype, float32, bfloat16 or float16.
+    """
+    dtype = input.dtype
     if (
-        _native.module is None
+        dtype not in _DTYPES
+        or _native.module is None
         or torch.compiler.is_compiling()
         or dispatch.named_backend() not in (None, "cpu")
         or torch.is_autocast_enabled("cpu")
@@ -36,7 +40,7 @@ def fits(input: Tensor, *others: Tensor | None, dtypes: frozenset[torch.dtype] =
         kind = type(tensor)
         if (
             (kind is not Tensor and kind is not torch.nn.Parameter)
-            or tensor.dtype not in dtypes
+            or tensor.dtype != dtype
             or not tensor.is_cpu
             or (grad and tensor.requires_grad)
         ):
@@ -99,12 +103,6 @@ def feed_forward(
         input, weight1, packed_weight(weight1, rows), bias1, weight2, packed_weight(weight2, rows), bias2,
         norm_weight, norm_bias, eps, norm_first, ACTIVATIONS[activation],
     )  # fmt: skip
-
-
-def fits_decoding(input: Tensor, *others: Tensor | None) -> bool:
-    """Whether a step of decoding on these tensors can run: all of input's dtype, float32 or half."""
-    dtypes = _FLOAT if input.dtype == torch.float32 else _HALF & {input.dtype}
-    return fits(input, *others, dtypes=dtypes)
 
 
 class DecodeStack:

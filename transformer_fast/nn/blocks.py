@@ -94,7 +94,7 @@ def attention(
         combined = module._mask(
             None if is_causal else mask, key_padding_mask, x, source, sequence, 0
         )
-        if combined is not None and combined.dtype not in (torch.bool, torch.float32):
+        if combined is not None and combined.dtype not in (torch.bool, torch.float32, x.dtype):
             return None
     out = module.out_proj
     return cpu_blocks.attention(

@@ -22,7 +22,7 @@ def _in_blocks(logits: Tensor) -> bool:
 
 def best(logits: Tensor) -> Tensor:
     """The index (R,) of each row's highest logit (R, V), the first of equals."""
-    if cpu_blocks.fits_decoding(logits):
+    if cpu_blocks.fits(logits):
         return torch.ops.transformer_fast.cpu_argmax(logits)
     return logits.argmax(dim=-1)
 

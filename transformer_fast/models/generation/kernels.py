@@ -143,7 +143,7 @@ def bind_stack(
         or not isinstance(activation, str)
         or any(norm.module is not None for norm in norms)
         or sample.shape[0] == 0
-        or not cpu_blocks.fits_decoding(sample, cache, *memories, *tensors)
+        or not cpu_blocks.fits(sample, cache, *memories, *tensors)
     ):
         return None
     eps = [norm.eps for norm in norms]
