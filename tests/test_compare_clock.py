@@ -18,10 +18,18 @@ FAST = Plan(rounds=3, seconds=0.05, least=2, sample=1e-5)
 
 
 class FakeTime:
-    """A clock that moves only when a contender works."""
+    """A clock that moves only when a contender works, or when somebody sleeps."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.cpu = 0.0
+        self.spinning_until = 0.0  #: threads of some contender
+
+    def process_time(self) -> float:
+        return self.cpu
+
+    def sleep(self, seconds: float) -> None:
+        self.cpu += min(seconds, max(0.0, self.spinning_until - self.now))
+        self.now += seconds
 
     def perf_counter_ns(self) -> int:
         return round(self.now * 1e9)
@@ -83,6 +91,25 @@ def test_short_calls_settle_before_they_are_counted(fake):
     assert alternate({"a": fake.worker(6.0)}, 1, plan)["a"] == [6.0, 6.0]
 
 
+@pytest.mark.parametrize("rest", [0.1, 0.004, 0.0])
+def test_threads_that_spin_on_do_not_disturb_the_next_one(fake, rest):
+    disturbed = []
+
+    def spinner(index: int) -> None:
+        fake.now += 0.5
+        fake.spinning_until = fake.now + 0.010
+
+    def other(index: int) -> None:
+        disturbed.append(fake.now < fake.spinning_until)
+        fake.now += 0.5
+
+    plan = Plan(rounds=6, seconds=1e9, least=6, sample=0.5, settle=0.0, rest=rest)
+    samples = alternate({"spinner": spinner, "other": other}, 1, plan)
+    assert samples == {"spinner": [0.5] * 6, "other": [0.5] * 6}
+    # The first two calls tell how long one takes.
+    assert any(disturbed[2:]) == (rest < 0.010)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_garbage_collection_is_off_while_timing_and_on_again(broken):
     def call(index: int) -> None:
@@ -103,10 +130,17 @@ def test_garbage_collection_is_off_while_timing_and_on_again(broken):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"least": 0}, {"least": 9, "rounds": 8}, {"seconds": 0}, {"sample": -1.0}, {"settle": -1.0}],
+    [
+        {"least": 0},
+        {"least": 9, "rounds": 8},
+        {"seconds": 0},
+        {"sample": -1.0},
+        {"settle": -1.0},
+        {"rest": -1.0},
+    ],
 )
 def test_impossible_plans(bad):
-    with pytest.raises(ValueError, match=r"least must|must be positive|settle must"):
+    with pytest.raises(ValueError, match=r"least must|must be positive|must not be negative"):
         Plan(**bad)
 
 

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU, from the same ONNX graphs, in full fp32 precision."""
+"""OpenVINO on the CPU, from the same ONNX graphs: in full fp32 precision, or in bf16 for bf16."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from . import Offer
 NAME = "OpenVINO"
 PACKAGES = ("onnx", "openvino")
 
+_HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
 
 def available() -> str | None:
     for package in PACKAGES:
@@ -22,30 +24,48 @@ def available() -> str | None:
     return None
 
 
-def _request(model: bytes) -> Any:
-    import openvino
+class _Request:
+    """A compiled graph. Its first input and its output are of ``dtype``, as our tensors are."""
 
-    settings = {
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "NUM_STREAMS": 1,
-        "PERFORMANCE_HINT": "LATENCY",
-        # Without this it computes in bf16 on CPUs that have it, which is other work.
-        "INFERENCE_PRECISION_HINT": "f32",
-    }
-    core = openvino.Core()
-    compiled = core.compile_model(core.read_model(model=model), "CPU", settings)
-    return compiled.create_infer_request()
+    def __init__(self, graph: bytes, dtype: torch.dtype) -> None:
+        import openvino
+        from openvino.preprocess import PrePostProcessor
 
+        settings = {
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+            # Without this it computes in bf16 on CPUs that have it, whatever the graph says.
+            "INFERENCE_PRECISION_HINT": _HINTS[dtype],
+        }
+        core = openvino.Core()
+        model = core.read_model(model=graph)
+        self.half = dtype != torch.float32
+        if self.half:
+            ends = PrePostProcessor(model)
+            ends.input(0).tensor().set_element_type(openvino.Type.bf16)
+            ends.output(0).tensor().set_element_type(openvino.Type.bf16)
+            model = ends.build()
+        self.tensor, self.bf16 = openvino.Tensor, openvino.Type.bf16
+        self.request = core.compile_model(model, "CPU", settings).create_infer_request()
 
-def _run(request: Any, inputs: list[Any]) -> Tensor:
-    results = request.infer(inputs, share_inputs=True)
-    # A copy, as every contender's result is its own.
-    return torch.from_numpy(results[0].copy())
+    def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
+        # NumPy has no bf16: bits go in and come out.
+        if self.half:
+            bits = x.view(torch.int16).numpy()
+            first = self.tensor(bits, list(x.shape), self.bf16)
+        else:
+            first = x.numpy()
+        inputs = {0: first, **{i: other.numpy() for i, other in enumerate(others, start=1)}}
+        result = self.request.infer(inputs, share_inputs=True, share_outputs=True)[0]
+        # A copy, as every contender's result is its own.
+        found = torch.from_numpy(result.view("int16" if self.half else "float32").copy())
+        return found.view(torch.bfloat16) if self.half else found
 
 
 def _refuses(x: Tensor) -> str | None:
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return "the graph given to it is for float32 on the CPU"
+    if x.device.type != "cpu" or x.dtype not in _HINTS:
+        return "the graph given to it is for float32 or bfloat16 on the CPU"
     return None
 
 
@@ -57,17 +77,19 @@ def op(op: str, arguments: tuple[Any, ...]) -> Offer:
         return "the graph given to it has relu and no dropout"
     if (reason := _refuses(x)) is not None:
         return reason
-    request = _request(onnx_graph.feed_forward(list(x.shape), weight1, bias1, weight2, bias2))
-    return lambda x, *rest: _run(request, [x.numpy()])
+    graph = onnx_graph.feed_forward(list(x.shape), weight1, bias1, weight2, bias2)
+    request = _Request(graph, x.dtype)
+    return lambda x, *rest: request(x)
 
 
 def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any, ...]) -> Offer:
     x, _, padding = arguments
     if (reason := _refuses(x)) is not None:
         return reason
-    request = _request(onnx_graph.encoder_layer(layer, x.shape[0], x.shape[1], padding is not None))
+    graph = onnx_graph.encoder_layer(layer, x.shape[0], x.shape[1], padding is not None)
+    request = _Request(graph, x.dtype)
 
     def run(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
-        return _run(request, [x.numpy()] + ([] if padding is None else [padding.numpy()]))
+        return request(x) if padding is None else request(x, padding)
 
     return run

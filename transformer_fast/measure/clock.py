@@ -28,21 +28,26 @@ class Plan:
     least: int = 5
     #: Seconds a single sample takes at least; a shorter call is repeated within the sample.
     sample: float = 0.004
-    #: Seconds of calls before each sample that are not counted: threads of the contender before
-    #: may still be spinning, its data may still be in the caches. Long calls need none.
-    settle: float = 0.002
+    #: Seconds of calls before each sample that are not counted: the data of the contender before
+    #: is still in the caches, and this one's threads sleep. Long calls need none.
+    settle: float = 0.010
+    #: Seconds to wait at most, before that, for the threads of the contender before: OpenMP's spin
+    #: for some 10 ms after each call, and whoever has threads of his own would get half a core.
+    rest: float = 0.1
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.rounds:
             raise ValueError(f"least must be between 1 and rounds, {self.rounds}, not {self.least}")
         if self.seconds <= 0 or self.sample <= 0:
             raise ValueError("seconds and sample must be positive")
-        if self.settle < 0:
-            raise ValueError(f"settle must not be negative, like {self.settle}")
+        if self.settle < 0 or self.rest < 0:
+            raise ValueError(
+                f"settle and rest must not be negative, like {self.settle}, {self.rest}"
+            )
 
 
 #: For a look, for continuous integration, and for figures that are published.
-QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001, settle=0.0005)
+QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001, settle=0.0005, rest=0.02)
 ORDINARY = Plan()
 THOROUGH = Plan(rounds=60, seconds=10.0, least=11, sample=0.010)
 
@@ -53,6 +58,17 @@ Call = Callable[[int], object]
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _wait_for_threads(most: float) -> None:
+    """Sleep until no thread of this process is busy."""
+    step = 0.001
+    until = time.perf_counter() + most
+    while time.perf_counter() < until:
+        busy = time.process_time()
+        time.sleep(step)
+        if time.process_time() - busy < step / 4:
+            return
 
 
 def _sample(call: Call, inputs: int, first: int, repeats: int, device: torch.device) -> float:
@@ -75,8 +91,8 @@ def alternate(
     """Seconds per call of each contender, one sample per round; sample i of all is from round i.
 
     Within a round the order is shuffled anew, and all contenders get the same inputs, which change
-    from call to call. ``tick`` is called after each round. Contenders must have run before (they
-    have: parity comes first).
+    from call to call. Each waits until the threads of the one before have come to rest. ``tick`` is
+    called after each round. Contenders must have run before (they have: parity comes first).
     """
     device = torch.device(device)
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -86,7 +102,7 @@ def alternate(
     for name, call in calls.items():
         once = max(1e-7, min(_sample(call, inputs, i, 1, device) for i in range(2)))
         repeats[name] = max(1, round(plan.sample / once))
-        settling[name] = math.ceil(plan.settle / once) if once < 10 * plan.settle else 0
+        settling[name] = math.ceil(plan.settle / once) if once < 4 * plan.settle else 0
     order = list(calls)
     shuffle = random.Random(0).shuffle
     collecting = gc.isenabled()
@@ -99,6 +115,7 @@ def alternate(
                 break
             shuffle(order)
             for name in order:
+                _wait_for_threads(plan.rest)
                 if settling[name]:
                     _sample(calls[name], inputs, done, settling[name], device)
                 samples[name].append(_sample(calls[name], inputs, done, repeats[name], device))
