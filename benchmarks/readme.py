@@ -23,7 +23,7 @@ from transformer_fast.specs import OPS
 from . import store
 from .findings import Finding, findings, losses
 from .pages import Grid, interval, roof
-from .report import Machine, headline, is_scaling, machines
+from .report import Machine, headline, hurried, is_scaling, machines
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -122,8 +122,9 @@ def _figures_of(one: Machine) -> str:
         f"{form.count(len(every), 'case')} in all; in {len(lost)} of them another is faster. All "
         "of them, losses first: [benchmarks/results/report.md](benchmarks/results/report.md)."
     )
-    parts = [_title(one), Grid(head, rows, words=2).markdown(), *([_SPLIT] if split else []), tail]
-    return "\n\n".join(parts)
+    table = Grid(head, rows, words=2).markdown()
+    parts = [_title(one), table, _SPLIT if split else "", hurried(one), tail]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _held_back(one: Machine) -> str:

@@ -91,14 +91,34 @@ def headline(one: Machine) -> str:
     return ", ".join(parts) + "."
 
 
+#: Peers with threads of their own and calls of milliseconds.
+_OTHER_THREADS = ("OpenVINO", "ONNX Runtime")
+
+
+def hurried(one: Machine) -> str:
+    """A warning where figures are from before contenders waited for one another's threads."""
+    suites = [
+        name
+        for name, suite in one.suites.items()
+        if "rest" not in suite.get("plan", {})
+        and any(row.contender in _OTHER_THREADS and row.time for row in suite["rows"])
+    ]
+    if not suites:
+        return ""
+    return (
+        f"Taken before contenders waited for one another's threads ({', '.join(suites)}): "
+        f"{' and '.join(_OTHER_THREADS)} look up to 10 ms a call slower there than they are."
+    )
+
+
 def _beside(one: Machine) -> str:
-    """Below the headline: measured peaks, and the versions of peers that ever took part."""
+    """Below the headline: peaks, the versions of peers that ever took part, a warning."""
     versions: dict[str, str] = {}
     for suite in one.suites.values():
         versions |= suite["machine"].get("peers") or {}
     parts = [f"{name} {version}" for name, version in sorted(versions.items())]
     peers = f"Peers: {', '.join(parts)}." if parts else ""
-    return " ".join(text for text in (machine.peaks_line(one.about), peers) if text)
+    return " ".join(text for text in (machine.peaks_line(one.about), peers, hurried(one)) if text)
 
 
 def _wrong(one: Machine) -> list[str]:

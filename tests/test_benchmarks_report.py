@@ -143,3 +143,13 @@ def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
     picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
     assert ">roof of bf16 pieces<" in picture
     assert "six products of bfloat16 pieces" in readme.figures(tmp_path)
+
+
+@pytest.mark.parametrize("plan", [{}, {"rest": 0.1}])
+def test_figures_from_before_contenders_waited_say_so(tmp_path, plan):
+    folder = tmp_path / "results"
+    rows = row("cpu", *noisy(10.0)), row("OpenVINO", *noisy(20.0))
+    store.write(folder / "m.json", {k: v | {"plan": plan} for k, v in suites(*rows).items()})
+    assert main(["report", "--results", str(folder)]) == 0
+    for text in ((folder / "report.md").read_text(), readme.figures(folder)):
+        assert ("waited for one another's threads" in text) == (not plan)
