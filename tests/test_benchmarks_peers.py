@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.peers import contenders, liger, load, xformers
+from benchmarks.peers import contenders, liger, load, openvino, xformers
 from benchmarks.peers import flex_attention as flex
 from benchmarks.processes import Remote
 from transformer_fast.reference import attention
@@ -70,3 +70,23 @@ def test_a_contender_in_a_process_of_its_own():
     assert power(7) == 128
     with pytest.raises(ValueError, match="invalid literal"):
         Remote(int, "nothing to call")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_openvino_means_the_same(dtype: torch.dtype, masked: bool) -> None:
+    if (reason := openvino.available()) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).eval().to(dtype)
+    x = torch.randn(2, 9, 32).to(dtype)
+    padding = torch.arange(9) >= torch.tensor([[9], [4]]) if masked else None
+    run = openvino.encoder_layer(layer, (x, None, padding))
+    assert callable(run), run
+    with torch.no_grad():
+        expected = layer(x, None, padding)
+        found = run(x, None, padding)
+    assert found.dtype == dtype
+    limit = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    seen = slice(None) if padding is None else ~padding
+    torch.testing.assert_close(found[seen], expected[seen], **limit)

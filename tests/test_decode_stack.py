@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from harness import ISAS, use
 from torch import Tensor
 
-from transformer_fast import _native
+from transformer_fast import _native, models
+from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
+from transformer_fast.measure.calls import record
 from transformer_fast.reference import add_layer_norm, attention, feed_forward, layer_norm, linear
 
 pytestmark = [
@@ -158,29 +161,116 @@ def test_a_step_is_its_parts(
         assert (a - t).abs().max() <= limit
 
 
-def test_weights_that_change() -> None:
+@pytest.fixture
+def parameters() -> list[list[Any]]:
     sublayers = make_sublayers(crossed=False, layers=1)
-    weights = [[w if w is None else torch.nn.Parameter(w) for w in s] for s in sublayers]
-    x = torch.randn(8, WIDTH)
-    cache = torch.zeros(1, 2, 8, HEADS, PLACES, SIZE)
+    return [[w if w is None else torch.nn.Parameter(w) for w in s] for s in sublayers]
 
-    @torch.no_grad()
-    def check(step: DecodeStack) -> None:
-        found = step(x, cache.clone(), 0)
-        true = step_of_parts(x, cache.clone(), 0, weights, [], False, "relu", None, None)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
 
-    step = DecodeStack(weights, [1e-5, 1e-5], False, "relu", 8, [])
-    check(step)
-    for parameter in (weights[0][0], weights[1][2]):
-        assert parameter is not None
-        with torch.no_grad():
-            parameter.mul_(1.5)
-        check(step)
-        parameter.data = parameter.detach() * 0.5
-        check(step)
-        parameter.data.neg_()  # behind PyTorch's back
-        check(step)
+@torch.no_grad()
+def check_step(step: DecodeStack, parameters: list[list[Any]]) -> None:
+    x, cache = torch.randn(8, WIDTH), torch.zeros(1, 2, 8, HEADS, PLACES, SIZE)
+    found = step(x, cache.clone(), 0)
+    true = step_of_parts(x, cache.clone(), 0, parameters, [], False, "relu", None, None)
+    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
+
+
+def make_step(parameters: list[list[Any]]) -> DecodeStack:
+    return DecodeStack(parameters, [1e-5, 1e-5], False, "relu", 8, [])
+
+
+def test_weights_that_change(parameters: list[list[Any]]) -> None:
+    step = make_step(parameters)
+    check_step(step, parameters)
+    for parameter in (parameters[0][0], parameters[1][2]):
+        for change in (
+            # Single elements: comparing samples would miss them.
+            lambda p: p[3, 7].add_(9.0),
+            lambda p: setattr(p, "data", p.detach().clone().index_fill_(0, torch.tensor(5), 2.0)),
+            lambda p: p.data.neg_(),  # behind PyTorch's back
+        ):
+            with torch.no_grad():
+                change(parameter)
+            check_step(step, parameters)
+
+
+@torch.no_grad()
+def test_packed_copies_are_kept_until_they_are_dropped(parameters: list[list[Any]]) -> None:
+    step = make_step(parameters)
+    first = step.packed()
+    assert all(p is not None for p in first)
+    assert step.packed() is first
+    other = make_step(parameters).packed()
+    assert all(a is b for a, b in zip(first, other, strict=True))
+    parameters[0][0][0, 0] += 1.0
+    second = step.packed()
+    assert [a is b for a, b in zip(first, second, strict=True)] == [False, True, True, True]
+    cpu_packing.forget()
+    third = step.packed()
+    assert not any(a is b for a, b in zip(second, third, strict=True))
+    check_step(step, parameters)
+
+
+@torch.no_grad()
+def test_a_write_while_others_pack_is_seen(
+    parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step(parameters)
+    pack = cpu_packing.packed_weight
+
+    def written_to(weight: Tensor, rows: int) -> Tensor | None:
+        packed = pack(weight, rows)
+        if weight is parameters[1][0]:
+            parameters[0][0][3, 7] += 9.0  # the first one, which is packed already
+        return packed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_packing, "packed_weight", written_to)
+        step.packed()
+    check_step(step, parameters)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("limit", [0, 3000])
+def test_no_more_is_kept_than_may_be(
+    parameters: list[list[Any]], monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    cpu_packing.forget()
+    monkeypatch.setattr(cpu_packing, "_limit", limit)
+    step = make_step(parameters)
+    check_step(step, parameters)
+    assert step.packed() == [None] * 4
+    assert step.packed.seen == []
+    assert cpu_packing.held_bytes() <= limit
+    check_step(step, parameters)
+
+
+@torch.no_grad()
+def test_decoders_take_it_where_they_can() -> None:
+    @dataclasses.dataclass
+    class Swish:  # cannot be hashed
+        beta: float = 1.0
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(self.beta * x)
+
+    memory = torch.randn(2, 5, WIDTH)
+    embedding = torch.nn.Embedding(20, WIDTH)
+    for dtype in (torch.float32, torch.bfloat16):
+        for activation in ("gelu", Swish()):
+            layer = torch.nn.TransformerDecoderLayer(
+                WIDTH, HEADS, HIDDEN, activation=activation, batch_first=True
+            )
+            stack = torch.nn.TransformerDecoder(layer, 2).eval().to(dtype)
+            embedding.to(dtype)
+            with record() as found:
+                models.generate(
+                    stack, memory.to(dtype), prefix=1, max_new_tokens=4, end_token=-1,
+                    embed=lambda tokens, start: embedding(tokens),
+                    project=lambda x: x @ embedding.weight.t(),
+                )  # fmt: skip
+            steps = 4 if isinstance(activation, str) else 0
+            assert found.calls["decoding step", "cpu"] == steps
 
 
 def test_bad_steps_are_errors() -> None:
@@ -205,6 +295,8 @@ def test_bad_steps_are_errors() -> None:
     step()
     for wrong, arguments in {
         "the cache has 3 places": {"start": 3},
+        "cache has 3 places": {"start": 2**63 - 1},
+        "the cache has no layers": {"cache": cache[:0]},
         "several tokens at once must be the first": {"x": x.repeat(2, 1), "start": 1},
         "in_weight must be": {"change": (0, 0, good[1][0])},
         "out_weight must be": {"change": (1, 2, good[0][0])},

@@ -23,10 +23,7 @@ enum Slot {
   kStreamSlot
 };
 
-inline char* shared_bytes(int slot, int64_t bytes) {
-  return reinterpret_cast<char*>(
-      shared_scratch(slot).floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
-}
+inline char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
 
 inline void check_block_input(const char* op, const char* name, const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.is_cpu() && (tensor.scalar_type() == ScalarType::Float || is_half(tensor)),
@@ -52,11 +49,11 @@ struct Map {
   const float* float_bias() const { return optional_data(bias); }
 };
 
-// A map with its weight in the form for products of m rows; packed now into shared scratch `slot`
-// where no packed copy is given.
+// A map with its weight in the form for products of up to m rows; packed now into shared scratch
+// `slot` where no packed copy is given.
 class ReadyMap {
  public:
-  ReadyMap(const Map& map, int64_t m, int slot) : map_(map), m_(m) {
+  ReadyMap(const Map& map, int64_t m, int slot) : map_(map) {
     if (is_half(map.weight)) {
       half_ = half::panels_of(map.weight, map.packed, slot);
     } else if (!is_direct(map.weight, map.packed, m)) {
@@ -64,10 +61,13 @@ class ReadyMap {
     }
   }
 
-  // y = activation(x W^T + bias) + residual by the rows [from, from + n) of W; rows of x, residual
-  // and y follow each other. `from` begins a panel.
-  void run(const void* x, const void* residual, void* y, int activation, int64_t from,
-           int64_t n) const {
+  // y = x W^T + bias + residual, m rows, each behind the one before.
+  void run(const void* x, int64_t m, const void* residual, void* y) const {
+    run_part(x, m, residual, y, 0, map_.weight.size(0));
+  }
+  // By the rows [from, from + n) of W; `from` begins a panel.
+  void run_part(const void* x, int64_t m, const void* residual, void* y, int64_t from,
+                int64_t n) const {
     const Tensor& weight = map_.weight;
     const int64_t k = weight.size(1);
     if (is_half(weight)) {
@@ -76,7 +76,7 @@ class ReadyMap {
       const auto* bias = static_cast<const char*>(half::data_of(map_.bias));
       if (bias != nullptr) bias += from * static_cast<int64_t>(weight.element_size());
       return half::run_linear({type, x, static_cast<const char*>(half_) + skipped, bias, residual,
-                               y, m_, k, n, k, n, n, activation});
+                               y, m, k, n, k, n, n, 0});
     }
     const float* bias = map_.float_bias();
     LinearArgs args{static_cast<const float*>(x),
@@ -84,26 +84,22 @@ class ReadyMap {
                     bias == nullptr ? nullptr : bias + from,
                     static_cast<const float*>(residual),
                     static_cast<float*>(y),
-                    m_,
+                    m,
                     k,
                     n,
                     k,
                     n,
                     n,
-                    activation};
+                    0};
     if (panels_.whole != nullptr || panels_.pieces != nullptr)
       return run_linear(args, panels_.from(from, k));
     args.weight = static_cast<const float*>(weight.const_data_ptr()) + from * weight.stride(0);
     args.weight_stride = weight.stride(0);
     run_linear(args);
   }
-  void run(const void* x, const void* residual, void* y) const {
-    run(x, residual, y, 0, 0, map_.weight.size(0));
-  }
 
  private:
   const Map& map_;
-  int64_t m_;
   Panels panels_;
   const void* half_ = nullptr;
 };

@@ -33,10 +33,6 @@ inline void* data_of(Tensor* tensor) {
   return tensor == nullptr ? nullptr : tensor->mutable_data_ptr();
 }
 
-inline void* bytes_of(Scratch& scratch, int64_t bytes) {
-  return scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float)));
-}
-
 inline int64_t packed_bytes(const Tensor& weight) {
   return TF_DISPATCH(half_packed_bytes, element_of(weight), weight.size(0), weight.size(1));
 }

@@ -65,6 +65,10 @@ inline void trim_shared_scratch() {
   for (int slot = 0; slot < kSharedSlots; ++slot) shared_scratch(slot).trim();
 }
 
+inline char* bytes_of(Scratch& scratch, int64_t bytes) {
+  return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
+}
+
 // Calls f(item) for each item on torch's threads, taking the next one when a thread is free. The
 // order does not reach the results: items write disjoint places.
 template <class F>

@@ -19,8 +19,8 @@ inline Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
   Panels panels;
 #ifdef TF_HAVE_AMX
   if (packs_pieces(m)) {
-    char* place = pieces::bytes_of(shared_scratch(slot),
-                                   pieces::split_packed_bytes(k, n) + 4 * kColumnPackedTail);
+    char* place =
+        bytes_of(shared_scratch(slot), pieces::split_packed_bytes(k, n) + 4 * kColumnPackedTail);
     pieces::pack(w, k, n, true, place);
     panels.pieces = place;
     return panels;
@@ -119,8 +119,8 @@ inline void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   }
 #ifdef TF_HAVE_AMX
   if (by_pieces) {
-    void* place = pieces::bytes_of(shared_scratch(kPiecesSlot),
-                                   amx::split_weight_gradient_x_bytes(args.m, args.k));
+    void* place =
+        bytes_of(shared_scratch(kPiecesSlot), amx::split_weight_gradient_x_bytes(args.m, args.k));
     const int64_t blocks = (args.m + kSplitBlock - 1) / kSplitBlock;
     torch::stable::parallel_for(
         0, blocks, std::max<int64_t>(1, 16384 / (kSplitBlock * args.k)),

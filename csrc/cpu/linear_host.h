@@ -89,7 +89,7 @@ inline Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packe
 #ifdef TF_HAVE_AMX
   if (packs_pieces(m)) {
     char* place =
-        pieces::bytes_of(shared_scratch(slot), pieces::split_packed_bytes(n, k) + 2 * kPackedTail);
+        bytes_of(shared_scratch(slot), pieces::split_packed_bytes(n, k) + 2 * kPackedTail);
     pieces::pack(as_rows(weight), n, k, false, place);
     panels.pieces = place;
     return panels;

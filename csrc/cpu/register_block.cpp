@@ -83,46 +83,47 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
 
   const auto element = static_cast<int64_t>(x.element_size());
   void* y = output.mutable_data_ptr();
-  run_sublayer(
-      x, norm, norm_first, x.const_data_ptr(), y, rows, width,
-      [&](const void* from, const void* residual) {
-        // Queries, keys and values side by side; with memory the queries in a block of their own.
-        char* projected = shared_bytes(
-            kProjectedSlot,
-            (memory ? rows * width + key_rows * 2 * width : rows * 3 * width) * element);
-        const char* keys;
-        int64_t query_row, key_row;
-        if (memory) {
-          query_row = width;
-          key_row = 2 * width;
-          char* kv = projected + rows * width * element;
-          ReadyMap(in, rows, 0).run(from, nullptr, projected, 0, 0, width);
-          ReadyMap(in, key_rows, 0).run(source.const_data_ptr(), nullptr, kv, 0, width, 2 * width);
-          keys = kv;
-        } else {
-          query_row = key_row = 3 * width;
-          ReadyMap(in, rows, 0).run(from, nullptr, projected);
-          keys = projected + width * element;
-        }
-        void* attended = shared_bytes(kAttendedSlot, rows * width * element);
-        args.type = element_of(x);
-        args.query = projected;
-        args.key = keys;
-        args.value = keys + width * element;
-        args.output = attended;
-        const auto strides = [&](long* stride, int64_t row, int64_t length) {
-          stride[0] = batch_first ? length * row : row;
-          stride[1] = args.size;
-          stride[2] = batch_first || ragged ? row : args.batch * row;
-        };
-        strides(args.query_stride, query_row, args.queries);
-        strides(args.key_stride, key_row, args.keys);
-        strides(args.value_stride, key_row, args.keys);
-        strides(args.output_stride, width, args.queries);
-        args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
-        run_any_attention(args);
-        ReadyMap(out, rows, 1).run(attended, residual, y);
-      });
+  run_sublayer(x, norm, norm_first, x.const_data_ptr(), y, rows, width,
+               [&](const void* from, const void* residual) {
+                 // Queries, keys and values side by side; with memory the queries in a block of
+                 // their own.
+                 char* projected = shared_bytes(
+                     kProjectedSlot,
+                     (memory ? rows * width + key_rows * 2 * width : rows * 3 * width) * element);
+                 const char* keys;
+                 int64_t query_row, key_row;
+                 if (memory) {
+                   query_row = width;
+                   key_row = 2 * width;
+                   char* kv = projected + rows * width * element;
+                   const ReadyMap ready(in, std::max(rows, key_rows), 0);
+                   ready.run_part(from, rows, nullptr, projected, 0, width);
+                   ready.run_part(source.const_data_ptr(), key_rows, nullptr, kv, width, 2 * width);
+                   keys = kv;
+                 } else {
+                   query_row = key_row = 3 * width;
+                   ReadyMap(in, rows, 0).run(from, rows, nullptr, projected);
+                   keys = projected + width * element;
+                 }
+                 void* attended = shared_bytes(kAttendedSlot, rows * width * element);
+                 args.type = element_of(x);
+                 args.query = projected;
+                 args.key = keys;
+                 args.value = keys + width * element;
+                 args.output = attended;
+                 const auto strides = [&](long* stride, int64_t row, int64_t length) {
+                   stride[0] = batch_first ? length * row : row;
+                   stride[1] = args.size;
+                   stride[2] = batch_first || ragged ? row : args.batch * row;
+                 };
+                 strides(args.query_stride, query_row, args.queries);
+                 strides(args.key_stride, key_row, args.keys);
+                 strides(args.value_stride, key_row, args.keys);
+                 strides(args.output_stride, width, args.queries);
+                 args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
+                 run_any_attention(args);
+                 ReadyMap(out, rows, 1).run(attended, rows, residual, y);
+               });
   trim_shared_scratch();
   return output;
 }

@@ -51,12 +51,12 @@ class Step {
                       const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
       char* projected = shared_bytes(kProjectedSlot, rows_ * 3 * width_ * element_);
-      ReadyMap(layer.first, rows_, 0).run(from, nullptr, projected);
+      ReadyMap(layer.first, rows_, 0).run(from, rows_, nullptr, projected);
       append(projected, cache, start);
       const int64_t length = rows_ / cache.rows;
       void* attended =
           attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr);
-      ReadyMap(layer.second, rows_, 1).run(attended, residual, y);
+      ReadyMap(layer.second, rows_, 1).run(attended, rows_, residual, y);
     });
   }
 
@@ -64,9 +64,9 @@ class Step {
                        const int64_t* lengths, const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
       char* projected = shared_bytes(kProjectedSlot, rows_ * width_ * element_);
-      ReadyMap(layer.first, rows_, 0).run(from, nullptr, projected);
+      ReadyMap(layer.first, rows_, 0).run(from, rows_, nullptr, projected);
       void* attended = attend(memory, memory.places, projected, width_, false, mask, lengths);
-      ReadyMap(layer.second, rows_, 1).run(attended, residual, y);
+      ReadyMap(layer.second, rows_, 1).run(attended, rows_, residual, y);
     });
   }
 
@@ -159,12 +159,13 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   STD_TORCH_CHECK(input.dim() == 2, kOp, ": input must be (rows, width)");
   check_places("cache", cache, input, 6);
   const int64_t layers = cache.size(0), width = input.size(1), rows = input.size(0);
+  STD_TORCH_CHECK(layers > 0, kOp, ": the cache has no layers");
   const bool crossed = !memories.empty();
   STD_TORCH_CHECK(!crossed || static_cast<int64_t>(memories.size()) == layers, kOp,
                   ": there must be a memory for each of ", layers, " layers, or none");
   const int64_t length = rows / cache.size(2);
-  STD_TORCH_CHECK(start >= 0 && start + length <= cache.size(4), kOp, ": the cache has ",
-                  cache.size(4), " places");
+  STD_TORCH_CHECK(start >= 0 && length <= cache.size(4) && start <= cache.size(4) - length, kOp,
+                  ": the cache has ", cache.size(4), " places");
   STD_TORCH_CHECK(length <= 1 || start == 0, kOp, ": several tokens at once must be the first");
   const size_t each = crossed ? 3 : 2, count = each * static_cast<size_t>(layers);
   STD_TORCH_CHECK(

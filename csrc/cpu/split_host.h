@@ -16,10 +16,6 @@ namespace pieces {
 
 using namespace amx;
 
-inline char* bytes_of(Scratch& scratch, int64_t bytes) {
-  return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
-}
-
 // W (n, k), or the transpose of W (k, n), into panels.
 inline void pack(const Rows& weight, int64_t n, int64_t k, bool transposed, void* place) {
   const int64_t width = TF_DISPATCH(panel_columns, );

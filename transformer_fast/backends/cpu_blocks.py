@@ -1,4 +1,6 @@
-"""Whole sub-layers in one CPU call, for inference (``csrc/cpu/register_block.cpp``).
+"""Whole sub-layers, and whole decoding steps, in one CPU call, for inference.
+
+The operators are in ``csrc/cpu/register_block.cpp`` and ``register_decode.cpp``.
 
 Not ops of the table but a shorter way through them: projections, attention, residual and norm by the
 same kernels, with what lies between kept in scratch. `fits` says whether all of them would run on

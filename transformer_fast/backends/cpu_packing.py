@@ -63,9 +63,7 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
     # Tensors made in inference mode have no version counter.
     if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
         return None
-    assert _native.module is not None  # or no kernel would ask
-    pieces = weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
-    key = (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, pieces)
+    key = _key(weight, owner, rows)
     entry = _entries.get(key)
     if (
         entry is not None
@@ -75,6 +73,12 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
     ):
         return entry.packed
     return _pack(key, owner, weight, rows)
+
+
+def _key(weight: Tensor, owner: Tensor, rows: int) -> tuple[Any, ...]:
+    assert _native.module is not None  # or no kernel would ask
+    pieces = weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
+    return (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, pieces)
 
 
 def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Tensor | None:
@@ -99,31 +103,42 @@ def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Ten
 class PackedWeights:
     """`packed_weight` of the same weights again and again, at a tenth of its time.
 
-    Call it for the list of packed copies.
+    Call it for the packed copies; None stands for those that are not kept.
     """
 
     def __init__(self, weights: Sequence[Tensor], rows: int) -> None:
         self.weights, self.rows = weights, rows
         self.owners = [w if w._base is None else w._base for w in weights]
-        self.seen: list[Any] = []
+        self.bytes = sum(weight.nbytes for weight in weights)
+        self.seen: list[int] = []
         self.packed: list[Tensor | None] = []
 
-    def _look(self) -> list[Any]:
-        # Whatever `packed_weight` decides by, for all of them.
-        states: list[Any] = [_drops]
+    def _look(self) -> list[int]:
+        """What changes when copies have to be asked for again."""
+        states = [_drops]
         for weight, owner in zip(self.weights, self.owners, strict=True):
             states.append(-1 if owner.is_inference() else owner._version)
             states.append(weight.data_ptr())
         return states
 
+    def _kept(self, weight: Tensor, owner: Tensor) -> Tensor | None:
+        packed = packed_weight(weight, self.rows)
+        entry = None if packed is None else _entries.get(_key(weight, owner, self.rows))
+        return None if entry is None or entry.packed is not packed else packed
+
     def __call__(self) -> list[Tensor | None]:
+        # Before packing: a write in the meantime must not pass for the packed state.
         seen = self._look()
-        if seen != self.seen:
-            self.packed = [packed_weight(weight, self.rows) for weight in self.weights]
-            kept = all(p is not None for p in self.packed)
-            # Packing may have dropped older copies, some of these among them.
-            self.seen = self._look() if kept and _drops == seen[0] else []
-        return self.packed
+        if seen == self.seen:
+            return self.packed
+        self.seen, self.packed = [], []
+        if self.bytes > _limit:
+            # They would drive one another out; kernels pack them, one at a time.
+            return [None] * len(self.weights)
+        packed = [self._kept(w, o) for w, o in zip(self.weights, self.owners, strict=True)]
+        if _drops == seen[0] and all(p is not None for p in packed):
+            self.seen, self.packed = seen, packed
+        return packed
 
 
 def _drop(key: tuple[Any, ...]) -> None:
@@ -146,7 +161,9 @@ def forget_key(key: tuple[Any, ...]) -> None:
 
 def forget() -> None:
     """Drop all packed copies; the next call of each kernel packs again."""
+    global _drops
     with _lock:
+        _drops += 1
         for key in list(_entries):
             _drop(key)
 

@@ -47,25 +47,30 @@ def record() -> Iterator[Record]:
 
     def watch_block(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def block(*arguments: Any) -> Any:
-            found.calls[f"{name} sub-layer", "cpu"] += 1
+            found.calls[name, "cpu"] += 1
             return run(*arguments)
 
         return block
 
     before = [kernel for op in OPS for kernel in dispatch.kernels(op)]
-    # Whole sub-layers run beside the dispatcher.
-    blocks = {name: getattr(cpu_blocks, name) for name in ("attention", "feed_forward")}
+    # Whole sub-layers and decoding steps run beside the dispatcher.
+    blocks: list[tuple[Any, str, str]] = [
+        (cpu_blocks, "attention", "attention sub-layer"),
+        (cpu_blocks, "feed_forward", "feed_forward sub-layer"),
+        (cpu_blocks.DecodeStack, "__call__", "decoding step"),
+    ]
+    plain = [getattr(owner, name) for owner, name, _ in blocks]
     for kernel in before:
         dispatch.register(watch(kernel))
-    for name, run in blocks.items():
-        setattr(cpu_blocks, name, watch_block(name, run))
+    for (owner, name, called), run in zip(blocks, plain, strict=True):
+        setattr(owner, name, watch_block(called, run))
     try:
         yield found
     finally:
         for kernel in before:
             dispatch.register(kernel)
-        for name, run in blocks.items():
-            setattr(cpu_blocks, name, run)
+        for (owner, name, _), run in zip(blocks, plain, strict=True):
+            setattr(owner, name, run)
 
 
 def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:

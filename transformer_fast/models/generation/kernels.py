@@ -100,7 +100,7 @@ def bind_join(sample: Tensor, norm: NormWeights, norm_first: bool) -> Join:
     return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
 
 
-def bind_feed_forward_block(
+def bind_feed_forward_sublayer(
     sample: Tensor, weights: FeedForwardWeights, norm: NormWeights, norm_first: bool
 ) -> Linear:
     """The whole sub-layer, residual and norm included."""
@@ -123,24 +123,21 @@ def bind_stack(
     """All layers in one call, or None where they have to be composed of single kernels."""
     sublayers: list[tuple[Tensor | None, ...]] = []
     norms: list[NormWeights] = []
-    activations = {layer.feed_forward.activation for layer in stack.layers}
     for layer in stack.layers:
         own, cross, last = layer.self_attention, layer.cross_attention, layer.feed_forward
         sublayers.append((own.in_weight, own.in_bias, own.out_weight, own.out_bias))
         norms.append(layer.self_norm)
         if cross is not None and layer.cross_norm is not None:
-            first, width = cross.in_weight, stack.d_model
-            bias = None if cross.in_bias is None else cross.in_bias[:width]
-            sublayers.append((first[:width], bias, cross.out_weight, cross.out_bias))
+            sublayers.append((*cross.of_query(), cross.out_weight, cross.out_bias))
             norms.append(layer.cross_norm)
         sublayers.append((last.weight1, last.bias1, last.weight2, last.bias2))
         norms.append(layer.feed_forward_norm)
     whole = [(*s, n.weight, n.bias) for s, n in zip(sublayers, norms, strict=True)]
     tensors = [t for sublayer in whole for t in sublayer]
-    activation = activations.pop()
+    activation = stack.layers[0].feed_forward.activation
     if (
-        activations
-        or not isinstance(activation, str)
+        not isinstance(activation, str)
+        or any(layer.feed_forward.activation != activation for layer in stack.layers)
         or any(norm.module is not None for norm in norms)
         or sample.shape[0] == 0
         or not cpu_blocks.fits(sample, cache, *memories, *tensors)

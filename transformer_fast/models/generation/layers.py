@@ -44,6 +44,11 @@ class AttentionWeights:
     out_weight: Tensor
     out_bias: Tensor | None
 
+    def of_query(self) -> tuple[Tensor, Tensor | None]:
+        """The query's projection, (M, M) and (M,)."""
+        width = self.in_weight.shape[1]
+        return self.in_weight[:width], None if self.in_bias is None else self.in_bias[:width]
+
 
 @dataclass
 class FeedForwardWeights:

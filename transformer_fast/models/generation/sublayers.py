@@ -16,7 +16,7 @@ from ...backends.cpu_blocks import empty_cache
 from .kernels import (
     bind_attention,
     bind_enter,
-    bind_feed_forward_block,
+    bind_feed_forward_sublayer,
     bind_join,
     bind_linear,
 )
@@ -108,7 +108,7 @@ class CrossAttention:
         self.size = width // self.heads
         self.scale = self.size**-0.5
         w, b = weights.in_weight, weights.in_bias
-        self.in_weight, self.in_bias = w[:width], None if b is None else b[:width]
+        self.in_weight, self.in_bias = weights.of_query()
         self.out_weight, self.out_bias = weights.out_weight, weights.out_bias
         sources, places, _ = memory.shape
         project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
@@ -153,6 +153,6 @@ class FeedForward:
 
     def bind(self, sample: Tensor) -> None:
         """For (R * T, M) like ``sample``; ``step`` is then x -> x."""
-        self.step = bind_feed_forward_block(
+        self.step = bind_feed_forward_sublayer(
             sample, self.weights, self.norm_weights, self.norm_first
         )
