@@ -25,9 +25,9 @@ enum Slot {
 
 inline char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
 
-inline void check_block_input(const char* op, const char* name, const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.is_cpu() && (tensor.scalar_type() == ScalarType::Float || is_half(tensor)),
-                  op, ": ", name, " must be float32, bfloat16 or float16, and on the CPU");
+inline void check_block_input(const char* op, const Tensor& input) {
+  STD_TORCH_CHECK(input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_half(input)),
+                  op, ": input must be float32, bfloat16 or float16, and on the CPU");
 }
 
 // A linear map's parameters, W (n, k), and what is kept of it.

@@ -20,7 +20,7 @@ void go_through_activation(LinearGradients& call, const std::optional<Tensor>& p
                   ": preactivation must have the shape of grad");
   const Tensor z = as_contiguous(*preactivation);
   const int64_t bytes = call.m * call.n * element_bytes(element_of(z));
-  void* to = shared_scratch(1).floats((bytes + 3) / 4);
+  void* to = bytes_of(shared_scratch(1), bytes);
   const SlopeArgs args{element_of(z), call.dy,        z.const_data_ptr(), to,
                        call.n,        call.dy_stride, activation};
   torch::stable::parallel_for(

@@ -28,7 +28,7 @@ Tensor attention_block(Tensor input, std::optional<Tensor> memory, Tensor in_wei
                        std::optional<Tensor> key_lengths, bool is_causal,
                        std::optional<Tensor> query_starts, std::optional<Tensor> key_starts) {
   const char* op = "attention_block";
-  check_block_input(op, "input", input);
+  check_block_input(op, input);
   const bool ragged = query_starts.has_value();
   const int64_t dims = ragged ? 2 : 3;
   STD_TORCH_CHECK(input.dim() == dims, op, ": input must have ", dims, " dimensions");
@@ -134,7 +134,7 @@ Tensor feed_forward_block(Tensor input, Tensor weight1, std::optional<Tensor> pa
                           std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                           double eps, bool norm_first, int64_t activation) {
   const char* op = "feed_forward_block";
-  check_block_input(op, "input", input);
+  check_block_input(op, input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
   const Tensor x = as_contiguous(input);
   const int64_t width = x.size(x.dim() - 1), hidden = weight1.dim() == 2 ? weight1.size(0) : 0;

@@ -155,7 +155,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
                     std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
                     std::vector<double> eps, bool norm_first, int64_t activation, MaybeTensor mask,
                     MaybeTensor key_lengths) {
-  check_block_input(kOp, "input", input);
+  check_block_input(kOp, input);
   STD_TORCH_CHECK(input.dim() == 2, kOp, ": input must be (rows, width)");
   check_places("cache", cache, input, 6);
   const int64_t layers = cache.size(0), width = input.size(1), rows = input.size(0);

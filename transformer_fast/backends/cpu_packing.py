@@ -59,7 +59,7 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
         return None
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and weight.requires_grad):
         return None
-    owner = weight if weight._base is None else weight._base
+    owner = _owner(weight)
     # Tensors made in inference mode have no version counter.
     if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
         return None
@@ -73,6 +73,11 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
     ):
         return entry.packed
     return _pack(key, owner, weight, rows)
+
+
+def _owner(weight: Tensor) -> Tensor:
+    """What a view is a view of; the tensor itself if it is none."""
+    return weight if weight._base is None else weight._base
 
 
 def _key(weight: Tensor, owner: Tensor, rows: int) -> tuple[Any, ...]:
@@ -108,7 +113,7 @@ class PackedWeights:
 
     def __init__(self, weights: Sequence[Tensor], rows: int) -> None:
         self.weights, self.rows = weights, rows
-        self.owners = [w if w._base is None else w._base for w in weights]
+        self.owners = [_owner(weight) for weight in weights]
         self.bytes = sum(weight.nbytes for weight in weights)
         self.seen: list[int] = []
         self.packed: list[Tensor | None] = []

@@ -121,11 +121,12 @@ class CachedDecoder:
         self.whole = bind_stack(
             x, self.cache, self.stack, memories, self.places.mask, self.places.lengths
         )
-        for own, cross, feed_forward in self.layers if self.whole is None else ():
-            own.bind(x, keys, rows, length)
-            if cross is not None:
-                cross.bind(x, self.places)
-            feed_forward.bind(x)
+        if self.whole is None:
+            for own, cross, feed_forward in self.layers:
+                own.bind(x, keys, rows, length)
+                if cross is not None:
+                    cross.bind(x, self.places)
+                feed_forward.bind(x)
         final = self.stack.final_norm
         self.final_norm = None if final is None else bind_layer_norm(x[:rows], final)
         self.logits = bind_project(self.project, rows)
