@@ -7,10 +7,12 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
+#include <vector>
 
 #include "cpu/fresh.h"
 
@@ -81,6 +83,33 @@ void for_each_item(int64_t items, const F& f) {
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(item);
+  });
+}
+
+// The same for items of which each thread has to `enter` the first: it begins with a run of
+// neighbours of its own and then takes over what others have left.
+template <class Enter, class F>
+void for_each_after(int64_t items, const Enter& enter, const F& f) {
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  std::vector<Run> runs(static_cast<size_t>(threads));
+  for (int64_t t = 0; t < threads; ++t) {
+    runs[static_cast<size_t>(t)].next = items * t / threads;
+    runs[static_cast<size_t>(t)].end = items * (t + 1) / threads;
+  }
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t own, int64_t) {
+    bool entered = false;
+    for (int64_t t = 0; t < threads; ++t) {
+      Run& run = runs[static_cast<size_t>((own + t) % threads)];
+      for (int64_t item; (item = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) {
+        if (!entered) enter();
+        entered = true;
+        f(item);
+      }
+    }
   });
 }
 

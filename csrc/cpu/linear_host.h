@@ -145,13 +145,22 @@ inline void run_linear(const LinearArgs& args) {
   const int64_t width = TF_DISPATCH(panel_columns, );
   const int64_t panels = (args.n + width - 1) / width;
   const int64_t threads = torch::stable::get_num_threads();
+  const int64_t scratch = TF_DISPATCH(linear_scratch, args);
+  const bool many = args.m >= 56 * threads;
+  if (!many && TF_DISPATCH(linear_is_one_block, args)) {
+    for_each_after(
+        panels, [&] { TF_DISPATCH(linear_turn, args, kernel_scratch().floats(scratch)); },
+        [&](int64_t panel) {
+          TF_DISPATCH(linear_panels, args, panel, panel + 1, kernel_scratch().floats(scratch));
+        });
+    return;
+  }
   constexpr int64_t kRows = 112;
   int64_t row_items = (args.m + kRows - 1) / kRows;
   row_items = (row_items + threads - 1) / threads * threads;
   const int64_t column_items =
-      args.m >= 56 * threads ? 1 : std::min<int64_t>(panels, std::max<int64_t>(1, 2 * threads));
+      many ? 1 : std::min<int64_t>(panels, std::max<int64_t>(1, 2 * threads));
   if (column_items > 1 || args.m < kRows) row_items = std::max<int64_t>(1, args.m / kRows);
-  const int64_t scratch = TF_DISPATCH(linear_scratch, args);
   for_each_item(row_items * column_items, [&](int64_t item) {
     const int64_t row = item / column_items, column = item % column_items;
     TF_DISPATCH(linear_block, args, args.m * row / row_items, args.m * (row + 1) / row_items,

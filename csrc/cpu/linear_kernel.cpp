@@ -96,6 +96,47 @@ void direct_columns(const LinearArgs& args, long column) {
   }
 }
 
+// A block of rows in scratch, turned.
+struct Block {
+  const LinearArgs& args;
+  long a_stride;
+  float *a, *edge, *edge_bias;  // edge: a panel's columns where y has fewer
+
+  Block(const LinearArgs& call, float* scratch)
+      : args(call),
+        a_stride(kTurned * round_up(least(call.k, kDepth), kLanes)),
+        a(scratch),
+        edge(a + kRowBlock / kTileRows * a_stride),
+        edge_bias(edge + kRowBlock * kPanel) {}
+
+  // Rows of y from `row` on, by columns of A from `depth` on, which are in `a`.
+  void panels(long row, long rows, long depth, long k, long begin, long end) const {
+    const bool first = depth == 0, last = depth + k >= args.k;
+    for (long p = begin; p < end; ++p) {
+      const long column = p * kPanel, columns = least(kPanel, args.n - column);
+      const float* panel = args.packed + column * args.k + depth * kPanel;
+      const float* next = panel + kPanel * args.k;
+      float* y = args.y + row * args.y_stride + column;
+      const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
+      const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
+      if (columns == kPanel) {
+        panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
+                                 {bias, !first, relu}, next);
+      } else {
+        if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
+        if (!first)
+          for (long i = 0; i < rows; ++i)
+            copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
+        panel_rows<Form::turned>(a, a_stride, rows, panel, k, edge, kPanel, columns,
+                                 {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
+        for (long i = 0; i < rows; ++i)
+          copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
+      }
+      if (last) finish(args, y, args.y_stride, row, rows, column, columns);
+    }
+  }
+};
+
 }  // namespace
 
 void linear_direct(const LinearArgs& args, long begin, long end) {
@@ -135,42 +176,29 @@ long linear_scratch(const LinearArgs& args) {
          kRowBlock * kPanel + kPanel;
 }
 
+bool linear_is_one_block(const LinearArgs& args) { return args.m <= kRowBlock && args.k <= kDepth; }
+
+void linear_turn(const LinearArgs& args, float* scratch) {
+  const Block block(args, scratch);
+  turn_rows(args.x, args.x_stride, args.m, args.k, block.a, block.a_stride);
+}
+
+void linear_panels(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
+  Block(args, scratch).panels(0, args.m, 0, args.k, panel_begin, panel_end);
+}
+
 void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
                   long panel_end, float* scratch) {
-  const long a_stride = kTurned * round_up(least(args.k, kDepth), kLanes);
-  float* a = scratch;
-  float* edge = a + kRowBlock / kTileRows * a_stride;  // a panel's columns where y has fewer
-  float* edge_bias = edge + kRowBlock * kPanel;
+  const Block block(args, scratch);
   const long count = (row_end - row_begin + kRowBlock - 1) / kRowBlock;
-  for (long block = 0, row = row_begin; block < count; ++block) {
-    const long rows = (row_end - row + count - block - 1) / (count - block);
+  for (long item = 0, row = row_begin; item < count; ++item) {
+    const long rows = (row_end - row + count - item - 1) / (count - item);
     long depth = 0;
     do {
       const long k = least(kDepth, args.k - depth);
-      const bool first = depth == 0, last = depth + k >= args.k;
-      turn_rows(args.x + row * args.x_stride + depth, args.x_stride, rows, k, a, a_stride);
-      for (long p = panel_begin; p < panel_end; ++p) {
-        const long column = p * kPanel, columns = least(kPanel, args.n - column);
-        const float* panel = args.packed + column * args.k + depth * kPanel;
-        const float* next = panel + kPanel * args.k;
-        float* y = args.y + row * args.y_stride + column;
-        const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
-        const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
-        if (columns == kPanel) {
-          panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
-                                   {bias, !first, relu}, next);
-        } else {
-          if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
-          if (!first)
-            for (long i = 0; i < rows; ++i)
-              copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
-          panel_rows<Form::turned>(a, a_stride, rows, panel, k, edge, kPanel, columns,
-                                   {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
-          for (long i = 0; i < rows; ++i)
-            copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
-        }
-        if (last) finish(args, y, args.y_stride, row, rows, column, columns);
-      }
+      turn_rows(args.x + row * args.x_stride + depth, args.x_stride, rows, k, block.a,
+                block.a_stride);
+      block.panels(row, rows, depth, k, panel_begin, panel_end);
       depth += k;
     } while (depth < args.k);
     row += rows;

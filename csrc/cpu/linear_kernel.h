@@ -39,6 +39,14 @@ TF_KERNEL(long linear_scratch(const LinearArgs& args))
 TF_KERNEL(void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
                             long panel_end, float* scratch))
 
+// The same in two steps for calls of few rows, if linear_is_one_block: all rows are brought into
+// the form that products read, in scratch, and then panels [panel_begin, panel_end) pass by, as
+// often as wanted.
+TF_KERNEL(bool linear_is_one_block(const LinearArgs& args))
+TF_KERNEL(void linear_turn(const LinearArgs& args, float* scratch))
+TF_KERNEL(void linear_panels(const LinearArgs& args, long panel_begin, long panel_end,
+                             float* scratch))
+
 // Columns [begin, end) of y from W as it is: for so few rows that packing would not pay.
 TF_KERNEL(void linear_direct(const LinearArgs& args, long begin, long end))
 
