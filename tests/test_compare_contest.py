@@ -156,10 +156,10 @@ def test_recording_tells_what_ran_and_leaves_the_kernels_alone():
         layer_norm(x, shape, *rest, backend="reference")
         layer_norm(x, shape, *rest, backend="reference")
     assert found.calls == {("layer_norm", "reference"): 2}
-    blocks = cpu_blocks.attention, cpu_blocks.feed_forward
+    blocks = cpu_blocks.layers, cpu_blocks.DecodeStack.__call__
     with pytest.raises(KeyError), calls.record():
         raise KeyError("inside")
-    assert (cpu_blocks.attention, cpu_blocks.feed_forward) == blocks
+    assert (cpu_blocks.layers, cpu_blocks.DecodeStack.__call__) == blocks
     assert {op: dispatch.kernels(op) for op in dispatch.OPS} == before
 
 

@@ -175,6 +175,10 @@ def check_step(step: DecodeStack, parameters: list[list[Any]]) -> None:
     torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
 
 
+def packed_of(step: DecodeStack) -> list[Tensor | None]:
+    return step.packed(step.weights, step.rows)
+
+
 def make_step(parameters: list[list[Any]]) -> DecodeStack:
     return DecodeStack(parameters, [1e-5, 1e-5], False, "relu", 8, [])
 
@@ -197,16 +201,16 @@ def test_weights_that_change(parameters: list[list[Any]]) -> None:
 @torch.no_grad()
 def test_packed_copies_are_kept_until_they_are_dropped(parameters: list[list[Any]]) -> None:
     step = make_step(parameters)
-    first = step.packed()
+    first = packed_of(step)
     assert all(p is not None for p in first)
-    assert step.packed() is first
-    other = make_step(parameters).packed()
+    assert all(a is b for a, b in zip(first, packed_of(step), strict=True))
+    other = packed_of(make_step(parameters))
     assert all(a is b for a, b in zip(first, other, strict=True))
     parameters[0][0][0, 0] += 1.0
-    second = step.packed()
+    second = packed_of(step)
     assert [a is b for a, b in zip(first, second, strict=True)] == [False, True, True, True]
     cpu_packing.forget()
-    third = step.packed()
+    third = packed_of(step)
     assert not any(a is b for a, b in zip(second, third, strict=True))
     check_step(step, parameters)
 
@@ -226,7 +230,7 @@ def test_a_write_while_others_pack_is_seen(
 
     with monkeypatch.context() as patch:
         patch.setattr(cpu_packing, "packed_weight", written_to)
-        step.packed()
+        packed_of(step)
     check_step(step, parameters)
 
 
@@ -239,8 +243,8 @@ def test_no_more_is_kept_than_may_be(
     monkeypatch.setattr(cpu_packing, "_limit", limit)
     step = make_step(parameters)
     check_step(step, parameters)
-    assert step.packed() == [None] * 4
-    assert step.packed.seen == []
+    assert packed_of(step) == [None] * 4
+    assert step.packed._last == ([], [])
     assert cpu_packing.held_bytes() <= limit
     check_step(step, parameters)
 
@@ -309,7 +313,7 @@ def test_bad_steps_are_errors() -> None:
         "memory must be": {"memories": [memory[0]]},
         "input does not fit memory": {"memories": [memory[:, :, :1]]},
         "a memory for each of 1 layers": {"memories": [memory] * 2},
-        "2 packed weights and an eps for each of 2 sub-layers": {"memories": []},
+        "2 sub-layers for each of 1 layers": {"memories": []},
         "key_lengths must hold 2 integers": {"lengths": torch.tensor([1])},
     }.items():
         with pytest.raises(RuntimeError, match=wrong):
@@ -324,6 +328,6 @@ def test_opcheck(crossed: bool) -> None:
     )  # fmt: skip
     arguments = (
         torch.randn(2, WIDTH), torch.zeros(LAYERS, 2, 2, HEADS, 3, SIZE), 1, stack.memories,
-        stack.parameters, stack.packed(), stack.eps, True, 1, None, None,
+        stack.parameters, packed_of(stack), stack.eps, True, 1, None, None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.transformer_fast.cpu_decode_stack.default, arguments)

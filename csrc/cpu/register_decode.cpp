@@ -5,18 +5,12 @@
 
 #include <cstring>
 
-#include "cpu/block_host.h"
+#include "cpu/sublayer_host.h"
 
 namespace tf {
 namespace {
 
 constexpr const char* kOp = "decode_stack";
-
-// Two linear maps with something between them, and the norm around it all.
-struct Sublayer {
-  Map first, second;
-  Norm norm;
-};
 
 // Keys and values (R, H, places, D) side by side, each with strides of its own.
 struct KeysAndValues {
@@ -167,28 +161,12 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   STD_TORCH_CHECK(start >= 0 && length <= cache.size(4) && start <= cache.size(4) - length, kOp,
                   ": the cache has ", cache.size(4), " places");
   STD_TORCH_CHECK(length <= 1 || start == 0, kOp, ": several tokens at once must be the first");
-  const size_t each = crossed ? 3 : 2, count = each * static_cast<size_t>(layers);
-  STD_TORCH_CHECK(
-      parameters.size() == 6 * count && packed.size() == 2 * count && eps.size() == count, kOp,
-      ": there must be 6 parameters, 2 packed weights and an eps for each of ", count,
-      " sub-layers");
-  std::vector<Sublayer> sublayers;
-  for (size_t i = 0; i < count; ++i) {
-    const MaybeTensor* p = &parameters[6 * i];
-    const MaybeTensor* kept = &packed[2 * i];
-    const Norm norm(kOp, p[4], p[5], eps[i], input, width);
-    if (i % each + 1 < each) {
-      const int64_t parts = i % each == 0 ? 3 : 1;
-      sublayers.push_back({{kOp, "in_weight", p[0], kept[0], p[1], input, parts * width, width},
-                           {kOp, "out_weight", p[2], kept[1], p[3], input, width, width},
-                           norm});
-    } else {
-      const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
-      sublayers.push_back({{kOp, "weight1", p[0], kept[0], p[1], input, hidden, width},
-                           {kOp, "weight2", p[2], kept[1], p[3], input, width, hidden},
-                           norm});
-    }
-  }
+  std::vector<SublayerKind> kinds{SublayerKind::self_attention, SublayerKind::feed_forward};
+  if (crossed) kinds.insert(kinds.begin() + 1, SublayerKind::cross_attention);
+  STD_TORCH_CHECK(eps.size() == kinds.size() * static_cast<size_t>(layers), kOp, ": there must be ",
+                  kinds.size(), " sub-layers for each of ", layers, " layers");
+  const std::vector<Sublayer> sublayers =
+      read_sublayers(kOp, kinds, parameters, packed, eps, input, 1);
   for (const Tensor& memory : memories) {
     check_places("memory", memory, input, 5);
     STD_TORCH_CHECK(memory.sizes().equals(memories[0].sizes()), kOp,
@@ -202,26 +180,22 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
 
   const Step step(x, norm_first, static_cast<int>(activation));
   void* cached = cache.mutable_data_ptr();
-  void* result = output.mutable_data_ptr();
-  void* other = shared_bytes(kStreamSlot, rows * width * static_cast<int64_t>(x.element_size()));
-  const void* from = x.const_data_ptr();
-  for (size_t i = 0; i < count; ++i) {
-    // In turns, so that the last one writes the result.
-    void* to = (count - i) % 2 == 1 ? result : other;
-    const size_t layer = i / each;
-    if (i % each == 0) {
-      const KeysAndValues at(cache, cached, static_cast<int64_t>(layer));
-      step.self_attention(sublayers[i], at, start, from, to);
-    } else if (i % each + 1 < each) {
-      const Tensor& memory = memories[layer];
-      const KeysAndValues at(memory, const_cast<void*>(memory.const_data_ptr()), 0);
-      step.cross_attention(sublayers[i], at, mask, key_lengths ? lengths.data() : nullptr, from,
-                           to);
-    } else {
-      step.feed_forward(sublayers[i], from, to);
-    }
-    from = to;
-  }
+  run_sublayers(sublayers, x.const_data_ptr(), output.mutable_data_ptr(),
+                rows * width * static_cast<int64_t>(x.element_size()),
+                [&](const Sublayer& sublayer, size_t i, const void* from, void* to) {
+                  const size_t layer = i / kinds.size();
+                  if (sublayer.kind == SublayerKind::self_attention) {
+                    const KeysAndValues at(cache, cached, static_cast<int64_t>(layer));
+                    step.self_attention(sublayer, at, start, from, to);
+                  } else if (sublayer.kind == SublayerKind::cross_attention) {
+                    const Tensor& memory = memories[layer];
+                    const KeysAndValues at(memory, const_cast<void*>(memory.const_data_ptr()), 0);
+                    step.cross_attention(sublayer, at, mask, key_lengths ? lengths.data() : nullptr,
+                                         from, to);
+                  } else {
+                    step.feed_forward(sublayer, from, to);
+                  }
+                });
   trim_shared_scratch();
   return output;
 }

@@ -76,14 +76,14 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         calls.append(kwargs["activation"])
         return right(*args, **kwargs)
 
-    block = cpu_blocks.feed_forward
+    blocks = cpu_blocks.layers
 
-    def whole_sub_layer(*args: Any) -> Tensor:
-        calls.append(args[-1])
-        return block(*args)
+    def layers(owner: Any, sublayers: Any, each: int, *args: Any) -> Tensor:
+        calls.extend(args[3] for s in sublayers if s.kind == cpu_blocks.Kind.FEED_FORWARD)
+        return blocks(owner, sublayers, each, *args)
 
     monkeypatch.setattr(functional, "feed_forward", feed_forward)
-    monkeypatch.setattr(cpu_blocks, "feed_forward", whole_sub_layer)
+    monkeypatch.setattr(cpu_blocks, "layers", layers)
     return calls
 
 

@@ -1,8 +1,11 @@
-"""Whole sub-layers in one call, in every dtype and on every instruction set."""
+"""Whole layers and stacks in one call, in every dtype and on every instruction set."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from harness import DTYPES, ISAS, use
 from torch import Tensor
 
 from transformer_fast import _native, nn
+from transformer_fast.backends import cpu_blocks, cpu_packing
 from transformer_fast.dispatch import use_backend
 from transformer_fast.measure.calls import record
 
@@ -161,6 +165,114 @@ def test_other_dtypes_are_composed() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_weights_that_change(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 2)
+    stack = stack.eval().to(dtype)
+    first, second = stack.layers
+    x = torch.randn(B, T, M).to(dtype)
+
+    def replace() -> None:
+        second.linear2.weight = torch.nn.Parameter(torch.randn(M, HIDDEN).to(dtype))
+
+    def step() -> None:
+        for parameter in stack.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        torch.optim.SGD(stack.parameters(), 0.1).step()
+
+    other = copy.deepcopy(stack)
+    for change in (
+        lambda: None,
+        lambda: first.self_attn.in_proj_weight[3, 7].add_(9.0),  # seen by no sample
+        lambda: setattr(first.linear1.weight, "data", first.linear1.weight.neg()),
+        lambda: second.self_attn.out_proj.weight.data.neg_(),  # behind PyTorch's back
+        replace,
+        step,
+        lambda: stack.load_state_dict(other.state_dict()),
+        cpu_packing.forget,
+    ):
+        change()
+        for part in (stack, first):
+            with record() as found:
+                ours = part(x)
+            assert found.calls["attention sub-layer", "cpu"] == (2 if part is stack else 1)
+            with use_backend("reference"):
+                torch.testing.assert_close(ours, part(x), rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_threads_call_one_layer_while_its_weights_are_dropped() -> None:
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
+    x = torch.randn(B, T, M)
+    true, wrong = layer(x), []
+
+    @torch.no_grad()
+    def call() -> None:
+        for _ in range(200):
+            if not torch.equal(layer(x), true):
+                wrong.append(True)
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    while any(caller.is_alive() for caller in callers):
+        cpu_packing.forget()
+        time.sleep(1e-4)
+    assert not wrong
+
+
+def test_a_forgotten_layer_leaves_nothing() -> None:
+    cpu_packing.forget()
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
+    with torch.no_grad():
+        layer(torch.randn(B, T, M))
+    assert cpu_packing.held_bytes() > 0
+    known = len(cpu_blocks._packed)
+    del layer
+    gc.collect()
+    assert cpu_packing.held_bytes() == 0
+    assert len(cpu_blocks._packed) == known - 1
+
+
+def test_layers_that_differ_are_called_one_by_one() -> None:
+    torch.manual_seed(0)
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 2)
+    stack.layers[1] = nn.TransformerEncoderLayer(
+        M, 2 * H, HIDDEN, activation="gelu", batch_first=True
+    )
+    assert check(stack.eval(), (torch.randn(B, T, M),), {}, ISAS[-1]) == 4
+
+
+def test_a_stack_of_others_layers_is_an_error() -> None:
+    x = torch.randn(B, T, M)
+    of_decoders = nn.TransformerEncoder(nn.TransformerDecoderLayer(M, H, HIDDEN), 1)
+    of_encoders = nn.TransformerDecoder(nn.TransformerEncoderLayer(M, H, HIDDEN), 1)
+    with torch.no_grad():
+        with pytest.raises(TypeError):
+            of_decoders.eval()(x)
+        with pytest.raises(TypeError):
+            of_encoders.eval()(x, x)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_opcheck(crossed: bool) -> None:
+    parameters: list[Any] = []
+    for _ in range(2):
+        for kind in range(3) if crossed else (0, 2):
+            shapes = ((HIDDEN, M), (M, HIDDEN)) if kind == 2 else ((3 * M, M), (M, M))
+            for n, k in shapes:
+                parameters += [torch.randn(n, k), torch.randn(n)]
+            parameters += [torch.randn(M), None]
+    arguments = (
+        torch.randn(B, T, M), torch.randn(B, S, M) if crossed else None,
+        [0, 1, 2] if crossed else [0, 2], parameters, [None] * (len(parameters) // 3),
+        [1e-5] * (len(parameters) // 6), True, H, 1, True, None, True, None, False, None, None,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.transformer_fast.cpu_layers.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
     ops = torch.ops.transformer_fast
     x = torch.randn(2, 3, 8).to(dtype)
@@ -168,16 +280,18 @@ def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
     w2 = w3.t().contiguous()
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
 
-    def attention(x=x, memory=None, w_in=w3, w_out=w1, norm=None, heads=2) -> None:
-        ops.cpu_attention_block(
-            x, memory, w_in, None, None, w_out, None, None, norm, None, 1e-5, False, heads, True,
-            None, None, False, None, None,
+    def call(kinds, parameters, x=x, memory=None, heads=2, packed=None, starts=None) -> None:
+        packed = [None] * (len(parameters) // 3) if packed is None else packed
+        ops.cpu_layers(
+            x, memory, kinds, parameters, packed, [1e-5] * (len(parameters) // 6), False, heads, 1,
+            True, None, False, None, False, starts, None,
         )  # fmt: skip
 
-    def feed_forward(x=x, w1=w3, w2=w2, b1=None) -> None:
-        ops.cpu_feed_forward_block(
-            x, w1, None, b1, w2, None, None, None, None, 1e-5, False, 1
-        )  # fmt: skip
+    def attention(w_in=w3, w_out=w1, norm=None, kind=0, **change) -> None:
+        call([kind], [w_in, None, w_out, None, norm, None], **change)
+
+    def feed_forward(w1=w3, w2=w2, b1=None, **change) -> None:
+        call([2], [w1, b1, w2, None, None, None], **change)
 
     attention()
     feed_forward()
@@ -189,6 +303,11 @@ def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
         (attention, "the heads must divide", {"heads": 3}),
         (attention, "memory must have the dtype|memory must be float32", {"memory": x.to(other)}),
         (attention, "a multiple of a panel", {"memory": x}),
+        (attention, "a memory needs one", {"kind": 1}),
+        (attention, "no sub-layer of kind 3", {"kind": 3}),
+        (attention, "2 packed weights", {"packed": [None]}),
+        (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),
+        (attention, "starts reach beyond", {"x": x[0], "starts": torch.tensor([0, 4])}),
         (attention, "the norm must have 8", {"norm": torch.ones(4)}),
         (feed_forward, "input must be float32", {"x": x.int()}),
         (feed_forward, "weight1 must be", {"w1": w3.to(other)}),

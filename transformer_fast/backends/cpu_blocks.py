@@ -1,6 +1,6 @@
-"""Whole sub-layers, and whole decoding steps, in one CPU call, for inference.
+"""Whole layers and stacks, and whole decoding steps, in one CPU call, for inference.
 
-The operators are in ``csrc/cpu/register_block.cpp`` and ``register_decode.cpp``.
+The operators are in ``csrc/cpu/register_layers.cpp`` and ``register_decode.cpp``.
 
 Not ops of the table but a shorter way through them: projections, attention, residual and norm by the
 same kernels, with what lies between kept in scratch. `fits` says whether all of them would run on
@@ -9,14 +9,17 @@ the CPU kernels; where it does not, callers compose the public ops.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _native, dispatch
 from .cpu_backward import ACTIVATIONS
-from .cpu_packing import PackedWeights, packed_weight
+from .cpu_packing import PackedWeights
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -50,61 +53,78 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
-def attention(
-    input: Tensor,
-    memory: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
+class Kind(IntEnum):
+    """As in ``csrc/cpu/sublayer_host.h``."""
+
+    SELF_ATTENTION = 0
+    CROSS_ATTENTION = 1
+    FEED_FORWARD = 2
+
+
+class Sublayer(NamedTuple):
+    """One sub-layer, its residual connection and its norm."""
+
+    kind: Kind
+    #: Of two linear maps (weight, bias) each, and of the norm. The maps of attention are those of
+    #: queries, keys and values, (3 M, M), and of the output, (M, M); a network's (F, M) and (M, F).
+    parameters: tuple[Tensor | None, ...]
+    eps: float
+
+
+class Sight(NamedTuple):
+    """Which keys the queries of an attention see."""
+
+    #: Broadcast to (B, H, T, S), SDPA polarity.
+    mask: Tensor | None = None
+    is_causal: bool = False
+
+
+#: Of a module that was called: the packed copies of its weights.
+_packed: weakref.WeakKeyDictionary[torch.nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
+
+
+def layers(
+    owner: torch.nn.Module,
+    sublayers: Sequence[Sublayer],
+    each: int,
     norm_first: bool,
     heads: int,
     batch_first: bool,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    query_starts: Tensor | None = None,
-    key_starts: Tensor | None = None,
+    activation: str | None,
+    input: Tensor,
+    sight: Sight,
+    memory: Tensor | None = None,
+    memory_sight: Sight = Sight(),  # noqa: B008 - it cannot be changed
+    starts: Tensor | None = None,
+    memory_starts: Tensor | None = None,
 ) -> Tensor:
-    """``norm(x + out(attention(in(x))))``, or ``x + out(attention(in(norm(x))))`` if norm_first.
+    """One sub-layer after the other: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
 
     Args:
-        input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see query_starts.
-        memory: where keys and values come from; None: the input itself.
-        in_weight: (3 M, M), queries, keys and values; out_weight: (M, M).
-        mask: broadcast to (B, H, T, S), SDPA polarity.
-        query_starts: (B + 1,) int64, batch element b being rows query_starts[b] to
-            query_starts[b + 1]; key_starts likewise for keys. None: not ragged.
+        owner: whose weights these are, for remembering their packed copies.
+        each: how many sub-layers a layer has; all layers have the same kinds.
+        input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see starts.
+        sight: of self-attention; memory_sight: of attention to the memory.
+        memory: like input; needed for sub-layers of CROSS_ATTENTION.
+        starts: (B + 1,) int64, batch element b being rows starts[b] to starts[b + 1]; memory_starts
+            likewise. None: not ragged.
     """
     rows = input.numel() // max(1, input.shape[-1])
-    return torch.ops.transformer_fast.cpu_attention_block(
-        input, memory, in_weight, packed_weight(in_weight, rows), in_bias, out_weight,
-        packed_weight(out_weight, rows), out_bias, norm_weight, norm_bias, eps, norm_first, heads,
-        batch_first, mask, key_lengths, is_causal, query_starts, key_starts,
+    packed = _packed.get(owner)
+    if packed is None:
+        packed = _packed[owner] = PackedWeights()
+    parameters = [p for sublayer in sublayers for p in sublayer.parameters]
+    return torch.ops.transformer_fast.cpu_layers(
+        input, memory, [s.kind for s in sublayers[:each]], parameters,
+        packed(_weights(parameters), rows), [s.eps for s in sublayers], norm_first, heads,
+        ACTIVATIONS[activation], batch_first, sight.mask, sight.is_causal, memory_sight.mask,
+        memory_sight.is_causal, starts, memory_starts,
     )  # fmt: skip
 
 
-def feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    norm_first: bool,
-    activation: str,
-) -> Tensor:
-    """``norm(x + FFN(x))``, or ``x + FFN(norm(x))`` if norm_first."""
-    rows = input.numel() // max(1, input.shape[-1])
-    return torch.ops.transformer_fast.cpu_feed_forward_block(
-        input, weight1, packed_weight(weight1, rows), bias1, weight2, packed_weight(weight2, rows), bias2,
-        norm_weight, norm_bias, eps, norm_first, ACTIVATIONS[activation],
-    )  # fmt: skip
+def _weights(parameters: list[Tensor | None]) -> list[Tensor]:
+    """Those that are packed, two of each sub-layer's six parameters."""
+    return [w for i in range(0, len(parameters), 6) for w in parameters[i : i + 3 : 2]]  # type: ignore[misc]
 
 
 class DecodeStack:
@@ -136,8 +156,8 @@ class DecodeStack:
         key_lengths: Tensor | None = None,
     ) -> None:
         self.parameters = [parameter for sublayer in sublayers for parameter in sublayer]
-        weights = [w for sublayer in sublayers for w in (sublayer[0], sublayer[2])]
-        self.packed = PackedWeights([w for w in weights if w is not None], rows)
+        self.weights, self.rows = _weights(self.parameters), rows
+        self.packed = PackedWeights()
         self.eps, self.norm_first = list(eps), norm_first
         self.activation = ACTIVATIONS[activation]
         self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
@@ -150,8 +170,9 @@ class DecodeStack:
         first ones.
         """
         return torch.ops.transformer_fast.cpu_decode_stack(
-            input, cache, start, self.memories, self.parameters, self.packed(), self.eps,
-            self.norm_first, self.activation, self.mask, self.key_lengths,
+            input, cache, start, self.memories, self.parameters,
+            self.packed(self.weights, self.rows), self.eps, self.norm_first, self.activation,
+            self.mask, self.key_lengths,
         )  # fmt: skip
 
 
@@ -168,12 +189,8 @@ def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 if _native.module is not None:
 
-    @torch.library.register_fake("transformer_fast::cpu_attention_block")
-    def _fake_attention(input: Tensor, *_: object) -> Tensor:
-        return torch.empty(input.shape, dtype=input.dtype, device=input.device)
-
-    @torch.library.register_fake("transformer_fast::cpu_feed_forward_block")
-    def _fake_feed_forward(input: Tensor, *_: object) -> Tensor:
+    @torch.library.register_fake("transformer_fast::cpu_layers")
+    def _fake_layers(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
     @torch.library.register_fake("transformer_fast::cpu_argmax")

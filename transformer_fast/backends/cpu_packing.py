@@ -80,10 +80,16 @@ def _owner(weight: Tensor) -> Tensor:
     return weight if weight._base is None else weight._base
 
 
-def _key(weight: Tensor, owner: Tensor, rows: int) -> tuple[Any, ...]:
+def _in_pieces(weight: Tensor, rows: int) -> bool:
     assert _native.module is not None  # or no kernel would ask
-    pieces = weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
-    return (id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, pieces)
+    return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
+
+
+def _key(weight: Tensor, owner: Tensor, rows: int) -> tuple[Any, ...]:
+    return (
+        id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype,
+        _in_pieces(weight, rows),
+    )  # fmt: skip
 
 
 def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Tensor | None:
@@ -108,42 +114,52 @@ def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Ten
 class PackedWeights:
     """`packed_weight` of the same weights again and again, at a tenth of its time.
 
-    Call it for the packed copies; None stands for those that are not kept.
+    For calls that need no gradients. It remembers copies, but it does not keep them.
     """
 
-    def __init__(self, weights: Sequence[Tensor], rows: int) -> None:
-        self.weights, self.rows = weights, rows
-        self.owners = [_owner(weight) for weight in weights]
-        self.bytes = sum(weight.nbytes for weight in weights)
-        self.seen: list[int] = []
-        self.packed: list[Tensor | None] = []
+    def __init__(self) -> None:
+        #: What was seen of the weights, and the copies that were kept then. In one tuple, so that
+        #: threads find both of one time.
+        self._last: tuple[list[int], list[weakref.ref[Tensor]]] = ([], [])
 
-    def _look(self) -> list[int]:
-        """What changes when copies have to be asked for again."""
-        states = [_drops]
-        for weight, owner in zip(self.weights, self.owners, strict=True):
-            states.append(-1 if owner.is_inference() else owner._version)
-            states.append(weight.data_ptr())
-        return states
-
-    def _kept(self, weight: Tensor, owner: Tensor) -> Tensor | None:
-        packed = packed_weight(weight, self.rows)
-        entry = None if packed is None else _entries.get(_key(weight, owner, self.rows))
-        return None if entry is None or entry.packed is not packed else packed
-
-    def __call__(self) -> list[Tensor | None]:
+    def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
+        """The packed copies; None stands for those that are not kept or not needed."""
+        if rows <= FEW_ROWS and weights[0].dtype == torch.float32:
+            return [None] * len(weights)
         # Before packing: a write in the meantime must not pass for the packed state.
-        seen = self._look()
-        if seen == self.seen:
-            return self.packed
-        self.seen, self.packed = [], []
-        if self.bytes > _limit:
+        now = _state(weights, rows)
+        before, references = self._last
+        if now == before:
+            packed = [reference() for reference in references]
+            if all(copy is not None for copy in packed):
+                return packed
+        if sum(weight.nbytes for weight in weights) > _limit:
             # They would drive one another out; kernels pack them, one at a time.
-            return [None] * len(self.weights)
-        packed = [self._kept(w, o) for w, o in zip(self.weights, self.owners, strict=True)]
-        if _drops == seen[0] and all(p is not None for p in packed):
-            self.seen, self.packed = seen, packed
+            return [None] * len(weights)
+        packed = [_kept(weight, rows) for weight in weights]
+        if _drops == now[0] and all(copy is not None for copy in packed):
+            self._last = now, [weakref.ref(copy) for copy in packed if copy is not None]
         return packed
+
+
+def _state(weights: Sequence[Tensor], rows: int) -> list[int]:
+    """What changes when copies have to be asked for again.
+
+    A weight that is replaced is seen, too: either it is gone, and its copy was dropped, or its
+    memory is still its own.
+    """
+    state = [_drops, _in_pieces(weights[0], rows)]
+    for weight in weights:
+        owner = _owner(weight)
+        state.append(-1 if owner.is_inference() else owner._version)
+        state.append(weight.data_ptr())
+    return state
+
+
+def _kept(weight: Tensor, rows: int) -> Tensor | None:
+    packed = packed_weight(weight, rows)
+    entry = None if packed is None else _entries.get(_key(weight, _owner(weight), rows))
+    return None if entry is None or entry.packed is not packed else packed
 
 
 def _drop(key: tuple[Any, ...]) -> None:

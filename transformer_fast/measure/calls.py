@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,11 @@ class Record:
     reasons: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
 
+def _sublayer_name(sublayer: cpu_blocks.Sublayer) -> str:
+    network = sublayer.kind == cpu_blocks.Kind.FEED_FORWARD
+    return "feed_forward sub-layer" if network else "attention sub-layer"
+
+
 @contextmanager
 def record() -> Iterator[Record]:
     """Within the block every kernel that runs is written down. For one thread; costs time."""
@@ -45,25 +50,24 @@ def record() -> Iterator[Record]:
 
         return replace(kernel, run=run)
 
-    def watch_block(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def watch_block(run: Callable[..., Any], names: Callable[..., Iterable[str]]) -> Any:
         def block(*arguments: Any) -> Any:
-            found.calls[name, "cpu"] += 1
+            found.calls.update((name, "cpu") for name in names(*arguments))
             return run(*arguments)
 
         return block
 
     before = [kernel for op in OPS for kernel in dispatch.kernels(op)]
-    # Whole sub-layers and decoding steps run beside the dispatcher.
-    blocks: list[tuple[Any, str, str]] = [
-        (cpu_blocks, "attention", "attention sub-layer"),
-        (cpu_blocks, "feed_forward", "feed_forward sub-layer"),
-        (cpu_blocks.DecodeStack, "__call__", "decoding step"),
+    # Whole layers and decoding steps run beside the dispatcher.
+    blocks: list[tuple[Any, str, Callable[..., Iterable[str]]]] = [
+        (cpu_blocks, "layers", lambda _, sublayers, *rest: map(_sublayer_name, sublayers)),
+        (cpu_blocks.DecodeStack, "__call__", lambda *_: ["decoding step"]),
     ]
     plain = [getattr(owner, name) for owner, name, _ in blocks]
     for kernel in before:
         dispatch.register(watch(kernel))
-    for (owner, name, called), run in zip(blocks, plain, strict=True):
-        setattr(owner, name, watch_block(called, run))
+    for (owner, name, names), run in zip(blocks, plain, strict=True):
+        setattr(owner, name, watch_block(run, names))
     try:
         yield found
     finally:

@@ -10,6 +10,7 @@ import math
 import warnings
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -64,6 +65,48 @@ def combine(
             return hidden.logical_not() & padding.logical_not()
         return torch.where(hidden, -math.inf, padding)
     return torch.where(padding, -math.inf, hidden) if padding_is_bool else hidden + padding
+
+
+def for_attend(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    sequence: int,
+    heads: int,
+    appended: int = 0,
+) -> Tensor | None:
+    """The SDPA mask, checked; keys that were appended are visible to all.
+
+    ``sequence`` is the dimension of query's and key's tokens, 0 or 1; the other one is the batch.
+    """
+    if attn_mask is None and key_padding_mask is None:
+        return None
+    batch, length, keys = query.shape[1 - sequence], query.shape[sequence], key.shape[sequence]
+    if attn_mask is not None:
+        rank = attn_mask.dim()
+        shape = (length, keys) if rank == 2 else (batch * heads, length, keys)
+        if attn_mask.shape != shape:
+            raise RuntimeError(
+                f"The shape of the {rank}D attn_mask is {attn_mask.shape}, but should be {shape}."
+            )
+        attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
+    if key_padding_mask is not None:
+        if appended:
+            key_padding_mask = F.pad(key_padding_mask, (0, appended))
+        for dim, size in enumerate((batch, keys + appended)):
+            if key_padding_mask.shape[dim] != size:
+                raise AssertionError(
+                    f"Expected key_padded_mask.shape[{dim}] to be {size}, "
+                    f"but got {key_padding_mask.shape[dim]}"
+                )
+    mask = combine(attn_mask, key_padding_mask, batch, heads)
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {mask.dtype} and  query.dtype: {query.dtype} instead."
+        )
+    return mask
 
 
 def _data_is_known(tensor: Tensor) -> bool:

@@ -96,9 +96,10 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
 
         appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         causal = is_causal and not need_weights and (key_padding_mask is None or appended == 0)
-        mask = self._mask(
-            None if causal else attn_mask, key_padding_mask, query, key, sequence, appended
-        )
+        mask = masks.for_attend(
+            None if causal else attn_mask, key_padding_mask, query, key, sequence, self.num_heads,
+            appended,
+        )  # fmt: skip
         q, k, v = self._project(query, key, value, sequence, same, shared)
         if appended:
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
@@ -162,45 +163,6 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         if (self.bias_k is None) != (self.bias_v is None):
             given, missing = ("bias_v", "bias_k") if self.bias_k is None else ("bias_k", "bias_v")
             raise AssertionError(f"{given} is set but {missing} is None")
-
-    def _mask(
-        self,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        sequence: int,
-        appended: int,
-    ) -> Tensor | None:
-        """The mask for `attend`; keys that were appended are visible to all."""
-        if attn_mask is None and key_padding_mask is None:
-            return None
-        batch, length, keys = query.shape[1 - sequence], query.shape[sequence], key.shape[sequence]
-        if attn_mask is not None:
-            rank = attn_mask.dim()
-            shape = (length, keys) if rank == 2 else (batch * self.num_heads, length, keys)
-            if attn_mask.shape != shape:
-                raise RuntimeError(
-                    f"The shape of the {rank}D attn_mask is {attn_mask.shape}, "
-                    f"but should be {shape}."
-                )
-            attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
-        if key_padding_mask is not None:
-            if appended:
-                key_padding_mask = F.pad(key_padding_mask, (0, appended))
-            for dim, size in enumerate((batch, keys + appended)):
-                if key_padding_mask.shape[dim] != size:
-                    raise AssertionError(
-                        f"Expected key_padded_mask.shape[{dim}] to be {size}, "
-                        f"but got {key_padding_mask.shape[dim]}"
-                    )
-        mask = masks.combine(attn_mask, key_padding_mask, batch, self.num_heads)
-        if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
-            raise RuntimeError(
-                "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
-                f"attn_mask.dtype: {mask.dtype} and  query.dtype: {query.dtype} instead."
-            )
-        return mask
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, sequence: int, same: bool, shared: bool

@@ -3,7 +3,7 @@
 For bool key padding masks on the CPU. The tokens of all sequences lie behind each
 other as rows (tokens, M); attention knows where each sequence begins; everything else works on rows
 anyway. Taking hidden keys out keeps the order of the others, so causal attention stays what it was.
-In inference each sub-layer is one call on rows; else, see `ragged_ops`.
+In inference all layers are one call on rows; else, see `ragged_ops`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..backends import cpu_blocks
-from . import blocks, bypass, ragged_ops
-from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
+from . import blocks, ragged_ops
+from .transformer_layers import read_decoder, read_encoder
 
 
 class Rows(NamedTuple):
@@ -79,46 +79,21 @@ def encoder(
     """The encoder's layers on real tokens only; None where that is not possible or of no use."""
     if padding is None or x.dim() != 3 or (mask is not None and not is_causal):
         return None
-    by_blocks = cpu_blocks.fits(x) and all(_encoder_layer_fits(layer, x) for layer in layers)
-    if not by_blocks and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
+    whole = read_encoder(layers, x)
+    if whole is None and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
         return None
     batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
     if not _padding_fits(padding, x, batch_first):
         return None
     rows = gather(x, padding, batch_first)
-    if not by_blocks:
-        places = ragged_ops.Places.of(padding, rows.places)
-        values = rows.values
-        for layer in layers:
-            values = ragged_ops.encoder_layer(layer, values, places, is_causal)  # type: ignore[arg-type]
+    if whole is not None:
+        values = blocks.run_rows(layers, whole, rows.values, rows.starts, is_causal)
         return scatter(rows._replace(values=values), x, batch_first)
+    places = ragged_ops.Places.of(padding, rows.places)
     values = rows.values
     for layer in layers:
-        y = blocks.attention(
-            layer.self_attn, layer.dropout1, layer.norm1, layer.norm_first, values, None, None,
-            None, is_causal, rows.starts, rows.starts,
-        )  # fmt: skip
-        assert y is not None
-        y = blocks.feed_forward(
-            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout2,
-            layer.norm2, layer.norm_first, y,
-        )  # fmt: skip
-        assert y is not None
-        values = y
+        values = ragged_ops.encoder_layer(layer, values, places, is_causal)  # type: ignore[arg-type]
     return scatter(rows._replace(values=values), x, batch_first)
-
-
-def _encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
-    base = torch.nn.TransformerEncoderLayer
-    return (
-        bypass.is_plain(layer, (TransformerEncoderLayer,))
-        and not any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
-        and blocks.attention_fits(layer.self_attn, layer.dropout1, layer.norm1, x)
-        and blocks.feed_forward_fits(
-            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout2,
-            layer.norm2, x,
-        )
-    )  # fmt: skip
 
 
 def decoder(
@@ -136,8 +111,8 @@ def decoder(
         return None
     if memory_mask is not None or (mask is not None and not is_causal):
         return None
-    fits = cpu_blocks.fits(x, memory) and all(_decoder_layer_fits(layer, x) for layer in layers)
-    if not fits or x.shape[2] != memory.shape[2]:
+    whole = read_decoder(layers, x)
+    if whole is None or not cpu_blocks.fits(x, memory) or x.shape[2] != memory.shape[2]:
         return None
     batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
     batch_dim = 0 if batch_first else 1
@@ -149,38 +124,7 @@ def decoder(
         return None
     rows = gather(x, padding, batch_first)
     source = gather(memory, memory_padding, batch_first)
-    values = rows.values
-    for layer in layers:
-        y = blocks.attention(
-            layer.self_attn, layer.dropout1, layer.norm1, layer.norm_first, values, None, None,
-            None, is_causal, rows.starts, rows.starts,
-        )  # fmt: skip
-        assert y is not None
-        y = blocks.attention(
-            layer.multihead_attn, layer.dropout2, layer.norm2, layer.norm_first, y, source.values,
-            None, None, False, rows.starts, source.starts,
-        )  # fmt: skip
-        assert y is not None
-        y = blocks.feed_forward(
-            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout3,
-            layer.norm3, layer.norm_first, y,
-        )  # fmt: skip
-        assert y is not None
-        values = y
+    values = blocks.run_rows(
+        layers, whole, rows.values, rows.starts, is_causal, source.values, source.starts
+    )
     return scatter(rows._replace(values=values), x, batch_first)
-
-
-def _decoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
-    base = torch.nn.TransformerDecoderLayer
-    return (
-        bypass.is_plain(layer, (TransformerDecoderLayer,))
-        and not any(
-            bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "mha", "ff")
-        )
-        and blocks.attention_fits(layer.self_attn, layer.dropout1, layer.norm1, x)
-        and blocks.attention_fits(layer.multihead_attn, layer.dropout2, layer.norm2, x, cross=True)
-        and blocks.feed_forward_fits(
-            layer.linear1, layer.activation, layer.dropout, layer.linear2, layer.dropout3,
-            layer.norm3, x,
-        )
-    )  # fmt: skip

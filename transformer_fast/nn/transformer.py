@@ -9,11 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import masks, ragged
+from . import blocks, masks, ragged
 from .layer_norm import LayerNorm
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
-from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
+from .transformer_layers import (
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    read_decoder,
+    read_encoder,
+)
 
 
 def _length(x: Tensor, layer: torch.nn.Module) -> int:
@@ -128,8 +133,10 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
         on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
-        output = src
-        for layer in self.layers:
+        given = blocks.TorchMasks(mask, src_key_padding_mask, is_causal)
+        done = blocks.run(self.layers, read_encoder(self.layers, src), src, given)
+        output = src if done is None else done
+        for layer in self.layers if done is None else ():
             output = layer(
                 output,
                 src_mask=mask,
@@ -187,8 +194,13 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
             )  # fmt: skip
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
-        output = tgt
-        for layer in self.layers:
+        done = blocks.run(
+            self.layers, read_decoder(self.layers, tgt), tgt,
+            blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
+            blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
+        )  # fmt: skip
+        output = tgt if done is None else done
+        for layer in self.layers if done is None else ():
             output = layer(
                 output,
                 memory,

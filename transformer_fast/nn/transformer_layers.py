@@ -95,12 +95,13 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
 
         if not replaced:
-            x = blocks.attention(
-                self.self_attn, self.dropout1, self.norm1, self.norm_first, src, None, src_mask,
-                src_key_padding_mask, is_causal,
-            )  # fmt: skip
-            if x is not None:
-                return self._feed_forward_and_norm(x)
+            # Where only the network has to be composed, attention is one call still.
+            attention = blocks.read_attention(self, "self_attn", "dropout1", "norm1", src)
+            given = blocks.TorchMasks(src_mask, src_key_padding_mask, is_causal)
+            whole = _read_encoder_layer(self, src, attention)
+            done = blocks.run(self, whole or blocks.of_layer(self, [attention]), src, given)
+            if done is not None:
+                return done if whole is not None else self._feed_forward_and_norm(done)
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if replaced:
@@ -125,13 +126,6 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
 
     def _feed_forward_and_norm(self, x: Tensor) -> Tensor:
         """The second sub-layer, with its residual and norm."""
-        if not bypass.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
-            y = blocks.feed_forward(
-                self.linear1, self.activation, self.dropout, self.linear2, self.dropout2,
-                self.norm2, self.norm_first, x,
-            )  # fmt: skip
-            if y is not None:
-                return y
         if self.norm_first:
             y, dropout = self._feed_forward(self.norm2(x))
             return x + (y if dropout is None else dropout(y))
@@ -211,9 +205,10 @@ class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
 
-        done = self._by_blocks(
-            tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask,
-            tgt_is_causal, memory_is_causal,
+        done = blocks.run(
+            self, _read_decoder_layer(self, tgt), tgt,
+            blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
+            blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
         )  # fmt: skip
         if done is not None:
             return done
@@ -258,41 +253,55 @@ class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
         x, _ = bypass.add_norm(*attend_to_memory(x), x, self.norm2)
         return bypass.add_norm(*self._feed_forward(x), x, self.norm3)[0]
 
-    def _by_blocks(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_mask: Tensor | None,
-        memory_mask: Tensor | None,
-        tgt_key_padding_mask: Tensor | None,
-        memory_key_padding_mask: Tensor | None,
-        tgt_is_causal: bool,
-        memory_is_causal: bool,
-    ) -> Tensor | None:
-        """The whole layer, one call for each sub-layer; None where one of them does not fit."""
-        base = torch.nn.TransformerDecoderLayer
-        if any(bypass.overridden(self, f"_{name}_block", base) for name in ("sa", "mha", "ff")):
-            return None
-        ffn = (self.linear1, self.activation, self.dropout, self.linear2, self.dropout3, self.norm3)
-        if not blocks.feed_forward_fits(*ffn, tgt):
-            return None
-        x = blocks.attention(
-            self.self_attn, self.dropout1, self.norm1, self.norm_first, tgt, None, tgt_mask,
-            tgt_key_padding_mask, tgt_is_causal,
-        )  # fmt: skip
-        if x is None:
-            return None
-        x = blocks.attention(
-            self.multihead_attn, self.dropout2, self.norm2, self.norm_first, x, memory,
-            memory_mask, memory_key_padding_mask, memory_is_causal,
-        )  # fmt: skip
-        if x is None:
-            return None
-        return blocks.feed_forward(*ffn, self.norm_first, x)
-
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
         """The FFN's output, and the dropout that is still to be applied to it."""
         if bypass.overridden(self, "_ff_block", torch.nn.TransformerDecoderLayer):
             return self._ff_block(x), None
         y = bypass.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
         return y, self.dropout3
+
+
+def _read_encoder_layer(
+    layer: torch.nn.Module, x: Tensor, attention: blocks.Sublayer | None
+) -> blocks.Layers | None:
+    """The whole layer, whose attention has been read, for one call on x."""
+    if attention is None or bypass.overridden(layer, "_ff_block", torch.nn.TransformerEncoderLayer):
+        return None
+    network = blocks.read_feed_forward(layer, "dropout2", "norm2", x)
+    return blocks.of_layer(layer, [attention, network])
+
+
+def _read_decoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | None:
+    base = torch.nn.TransformerDecoderLayer
+    if any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "mha", "ff")):
+        return None
+    own = blocks.read_attention(layer, "self_attn", "dropout1", "norm1", x)
+    if own is None:
+        return None
+    cross = blocks.read_attention(layer, "multihead_attn", "dropout2", "norm2", x, cross=True)
+    network = blocks.read_feed_forward(layer, "dropout3", "norm3", x)
+    return blocks.of_layer(layer, [own, cross, network])
+
+
+def read_encoder(layers: torch.nn.ModuleList, x: Tensor) -> blocks.Layers | None:
+    """What runs encoder layers on x, in one call; None where calling them could do something else."""
+    return blocks.of_stack(_read_plain_encoder_layer(layer, x) for layer in layers)
+
+
+def _read_plain_encoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | None:
+    base = torch.nn.TransformerEncoderLayer
+    plain = bypass.is_plain(layer, (TransformerEncoderLayer,))
+    if not plain or bypass.overridden(layer, "_sa_block", base):
+        return None
+    attention = blocks.read_attention(layer, "self_attn", "dropout1", "norm1", x)
+    return _read_encoder_layer(layer, x, attention)
+
+
+def read_decoder(layers: torch.nn.ModuleList, x: Tensor) -> blocks.Layers | None:
+    """The same for decoder layers."""
+    return blocks.of_stack(
+        _read_decoder_layer(layer, x)
+        if bypass.is_plain(layer, (TransformerDecoderLayer,))
+        else None
+        for layer in layers
+    )
