@@ -1,7 +1,7 @@
 // Attention for half types.
 #include "cpu/attention_half_kernel.h"
 
-#include "cpu/attention_product.h"
+#include "cpu/attention_queries.h"
 
 namespace tf::TF_ISA {
 

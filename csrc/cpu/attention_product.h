@@ -412,33 +412,5 @@ class Block : Scores {
   bool low_ = false;    // a row saw scores too low to refer to
 };
 
-template <class T>
-void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, long end,
-            void* scratch) {
-  const Workspace<T> work(args, scratch);
-  const long queries = query_count(args, b);
-  long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
-  // The furthest key that a query of this range may see.
-  const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
-  const long last = all ? queries : (end - 1) % queries + 1;
-  pack<T>(args, work, b, key_head, args.causal ? least(limit, last) : limit);
-  const long group = args.heads / args.key_heads;
-  const long blocks = (end - begin + Product<T>::kBlockRows - 1) / Product<T>::kBlockRows;
-  NextKeys<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
-  const unsigned mode = flush_denormals();
-  Product<T>::enter();
-  for (long item = begin; item < end;) {
-    const long first = item % queries;
-    const long rows = least(least(queries - first, end - item), Product<T>::kBlockRows);
-    const long seen = args.causal ? least(limit, first + rows) : limit;
-    const long head = key_head * group + item / queries;
-    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head, next).run();
-    item += rows;
-  }
-  Product<T>::leave();
-  restore_denormals(mode);
-}
-
 }  // namespace
 }  // namespace tf::TF_ISA

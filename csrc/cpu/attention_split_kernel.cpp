@@ -1,7 +1,7 @@
 // Attention for fp32 in pieces.
 #include "cpu/attention_split_kernel.h"
 
-#include "cpu/attention_product.h"
+#include "cpu/attention_queries.h"
 
 namespace tf::TF_ISA {
 

@@ -93,9 +93,7 @@ class ReadyMap {
                     0};
     if (panels_.whole != nullptr || panels_.pieces != nullptr)
       return run_linear(args, panels_.from(from, k));
-    args.weight = static_cast<const float*>(weight.const_data_ptr()) + from * weight.stride(0);
-    args.weight_stride = weight.stride(0);
-    run_linear(args);
+    run_direct_linear(args, weight, from);
   }
 
  private:

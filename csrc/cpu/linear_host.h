@@ -135,13 +135,6 @@ inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed,
 
 // Splits rows between threads where there are many, else panels.
 inline void run_linear(const LinearArgs& args) {
-  if (args.weight != nullptr) {
-    const int64_t grain = std::max<int64_t>(16, 32768 / std::max<int64_t>(1, args.k));
-    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(linear_direct, args, begin, end);
-    });
-    return;
-  }
   const int64_t width = TF_DISPATCH(panel_columns, );
   const int64_t panels = (args.n + width - 1) / width;
   const int64_t threads = torch::stable::get_num_threads();
@@ -166,6 +159,16 @@ inline void run_linear(const LinearArgs& args) {
     TF_DISPATCH(linear_block, args, args.m * row / row_items, args.m * (row + 1) / row_items,
                 panels * column / column_items, panels * (column + 1) / column_items,
                 kernel_scratch().floats(scratch));
+  });
+}
+
+// By rows of W from `row` on, as they are.
+inline void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
+  args.weight = static_cast<const float*>(weight.const_data_ptr()) + row * weight.stride(0);
+  args.weight_stride = weight.stride(0);
+  const int64_t grain = std::max<int64_t>(16, 32768 / std::max<int64_t>(1, args.k));
+  torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(linear_direct, args, begin, end);
   });
 }
 
@@ -201,9 +204,7 @@ inline void run_linear(LinearArgs args, const Tensor& weight, const std::optiona
     }
     return;
   }
-  args.weight = static_cast<const float*>(weight.const_data_ptr());
-  args.weight_stride = weight.stride(0);
-  run_linear(args);
+  run_direct_linear(args, weight, 0);
 }
 
 inline int64_t row_count(const Tensor& input) {
