@@ -135,6 +135,7 @@ inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed,
 
 // Splits rows between threads where there are many, else panels.
 inline void run_linear(const LinearArgs& args) {
+  if (args.m == 0) return;
   const int64_t width = TF_DISPATCH(panel_columns, );
   const int64_t panels = (args.n + width - 1) / width;
   const int64_t threads = torch::stable::get_num_threads();

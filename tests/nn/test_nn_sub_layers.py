@@ -176,6 +176,20 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
     def replace() -> None:
         second.linear2.weight = torch.nn.Parameter(torch.randn(M, HIDDEN).to(dtype))
 
+    def share() -> None:
+        old = first.linear1.weight
+        old.mul_(1.0)
+        for _ in range(2):  # the first packs again
+            stack(x)
+        new = torch.nn.Parameter(old.data)
+        while new._version < old._version:
+            new[3, 7].add_(50.0)
+        assert new.data_ptr() == old.data_ptr()
+        kept.append(old)
+        first.linear1.weight = new
+
+    kept: list[Any] = []
+
     def step() -> None:
         for parameter in stack.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -188,6 +202,7 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
         lambda: setattr(first.linear1.weight, "data", first.linear1.weight.neg()),
         lambda: second.self_attn.out_proj.weight.data.neg_(),  # behind PyTorch's back
         replace,
+        share,
         step,
         lambda: stack.load_state_dict(other.state_dict()),
         cpu_packing.forget,
@@ -223,6 +238,7 @@ def test_threads_call_one_layer_while_its_weights_are_dropped() -> None:
 
 
 def test_a_forgotten_layer_leaves_nothing() -> None:
+    gc.collect()
     cpu_packing.forget()
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
     with torch.no_grad():
@@ -235,13 +251,71 @@ def test_a_forgotten_layer_leaves_nothing() -> None:
     assert len(cpu_blocks._packed) == known - 1
 
 
-def test_layers_that_differ_are_called_one_by_one() -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_layers_that_differ_are_called_one_by_one(isa: str) -> None:
     torch.manual_seed(0)
-    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 2)
-    stack.layers[1] = nn.TransformerEncoderLayer(
-        M, 2 * H, HIDDEN, activation="gelu", batch_first=True
-    )
-    assert check(stack.eval(), (torch.randn(B, T, M),), {}, ISAS[-1]) == 4
+    like = {"dim_feedforward": HIDDEN, "batch_first": True}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, **like), 3)
+    encoder.layers[1] = nn.TransformerEncoderLayer(M, 2 * H, activation="gelu", **like)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(M, H, **like), 2)
+    decoder.layers[1] = nn.TransformerDecoderLayer(M, 2 * H, **like)
+    x, memory = torch.randn(B, T, M), torch.randn(B, S, M)
+    assert check(encoder.eval(), (x,), {}, isa) == 6
+    assert check(encoder, (x,), {"src_key_padding_mask": hidden_of(T)}, isa) == 6
+    assert check(decoder.eval(), (x, memory), {}, isa) == 6
+    assert check(decoder, (x, memory), {"memory_key_padding_mask": hidden_of(S)}, isa) == 6
+    for heads, batch_first in ((2 * H, True), (H, False)):  # others than its self-attention has
+        layer = nn.TransformerDecoderLayer(M, H, **like).eval()
+        layer.multihead_attn = nn.MultiheadAttention(M, heads, batch_first=batch_first).eval()
+        assert check(layer, (x, torch.randn(B, T, M)), {}, isa) == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_to_see(isa: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(M, H, HIDDEN, batch_first=True)
+    decoder = nn.TransformerDecoder(layer, 2).eval().to(dtype)
+    x, none = torch.randn(B, T, M).to(dtype), torch.empty(B, 0, M, dtype=dtype)
+    assert check(decoder, (x, none), {}, isa) == 6
+    hidden = {"memory_key_padding_mask": torch.ones(B, S, dtype=torch.bool)}
+    assert check(decoder, (x, torch.randn(B, S, M).to(dtype)), hidden, isa) == 6
+    with torch.no_grad():
+        assert decoder(none, x, memory_key_padding_mask=hidden_of(T)).shape == none.shape
+
+
+def test_what_only_modules_can_do() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
+    x = torch.randn(4, B, T, M)
+    with torch.no_grad():
+        true = torch.stack([layer(part) for part in x])
+        torch.testing.assert_close(torch.func.vmap(layer)(x), true, rtol=1e-4, atol=1e-4)
+        names = dict(layer.named_parameters())
+        stacked = {name: torch.stack([p, 2 * p]) for name, p in names.items()}
+        both = torch.func.vmap(
+            lambda parameters: torch.func.functional_call(layer, parameters, (x[0],))
+        )(stacked)
+        torch.testing.assert_close(both[0], true[0], rtol=1e-4, atol=1e-4)
+
+    mask = torch.zeros(T, T, requires_grad=True)
+    stack = nn.TransformerEncoder(layer, 2).requires_grad_(False)
+    stack(x[0], mask=mask, is_causal=False).sum().backward()
+    assert mask.grad is not None
+    assert mask.grad.abs().max() > 0
+
+
+def test_a_network_of_ones_own() -> None:
+    class Own(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(M, H, HIDDEN, batch_first=True, activation=torch.nn.GELU())
+            del self.activation
+
+        def _ff_block(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    with torch.no_grad():
+        assert check(Own().eval(), (torch.randn(B, T, M),), {}, ISAS[-1]) == 1
 
 
 def test_a_stack_of_others_layers_is_an_error() -> None:

@@ -36,6 +36,8 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
         or torch.compiler.is_compiling()
         or dispatch.named_backend() not in (None, "cpu")
         or torch.is_autocast_enabled("cpu")
+        # Inside torch.func's transforms tensors have no memory of their own.
+        or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return False
     grad = torch.is_grad_enabled()
@@ -79,7 +81,7 @@ class Sight(NamedTuple):
     is_causal: bool = False
 
 
-#: Of a module that was called: the packed copies of its weights.
+#: Of the first layer of those in a call: the packed copies of all their weights.
 _packed: weakref.WeakKeyDictionary[torch.nn.Module, PackedWeights] = weakref.WeakKeyDictionary()
 
 
@@ -101,7 +103,7 @@ def layers(
     """One sub-layer after the other: ``x = norm(x + f(x))``, or ``x + f(norm(x))`` if norm_first.
 
     Args:
-        owner: whose weights these are, for remembering their packed copies.
+        owner: what packed copies of the weights are remembered by, as long as it lives.
         each: how many sub-layers a layer has; all layers have the same kinds.
         input: (B, T, M) or, if not batch_first, (T, B, M); ragged: (rows, M), see starts.
         sight: of self-attention; memory_sight: of attention to the memory.

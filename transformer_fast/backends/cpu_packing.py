@@ -145,14 +145,13 @@ class PackedWeights:
 def _state(weights: Sequence[Tensor], rows: int) -> list[int]:
     """What changes when copies have to be asked for again.
 
-    A weight that is replaced is seen, too: either it is gone, and its copy was dropped, or its
-    memory is still its own.
+    Where another tensor has the number of one that is gone, the latter's copy was dropped.
     """
     state = [_drops, _in_pieces(weights[0], rows)]
     for weight in weights:
         owner = _owner(weight)
-        state.append(-1 if owner.is_inference() else owner._version)
-        state.append(weight.data_ptr())
+        version = -1 if owner.is_inference() else owner._version
+        state += (id(owner), version, weight.data_ptr())
     return state
 
 

@@ -1,7 +1,8 @@
 """Layers and stacks in one call each, where nobody could tell the difference.
 
-`read_layer` and its like give None where a layer has to be composed of ops or modules: gradients,
-active dropout, hooks, replaced modules, dtypes or devices other than the blocks' own.
+`read_attention` and `read_feed_forward` give None where a sub-layer has to be composed of ops or
+modules: gradients, active dropout, hooks, replaced modules, dtypes or devices other than the blocks'
+own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _PANEL = 32
 class Layers(NamedTuple):
     """What one call runs: one or several layers, or a part of one."""
 
+    #: The first layer.
+    owner: torch.nn.Module
     sublayers: list[Sublayer]
     #: Sub-layers of a layer.
     each: int
@@ -32,6 +35,10 @@ class Layers(NamedTuple):
     batch_first: bool
     #: Of the networks, if any.
     activation: str | None
+
+    def options(self) -> tuple[object, ...]:
+        """What layers must have in common for one call."""
+        return self[2:]
 
 
 class TorchMasks(NamedTuple):
@@ -68,6 +75,8 @@ def read_attention(
     layer: torch.nn.Module, attention: str, dropout: str, norm: str, x: Tensor, cross: bool = False
 ) -> Sublayer | None:
     """The sub-layer made of the layer's modules of these names, if it can be run on x."""
+    if torch.compiler.is_compiling():
+        return None
     module, width = _part(layer, attention), x.shape[-1]
     if not (
         bypass.is_plain(module, (MultiheadAttention,))
@@ -122,32 +131,41 @@ def read_feed_forward(
     return Sublayer(Kind.FEED_FORWARD, parameters, norm_module.eps)  # type: ignore[arg-type]
 
 
-def of_layer(layer: torch.nn.Module, sublayers: Sequence[Sublayer | None]) -> Layers | None:
-    """What runs these sub-layers of the layer; None unless all could be read."""
+def of_layer(
+    layer: torch.nn.Module,
+    sublayers: Sequence[Sublayer | None],
+    attentions: Sequence[str] = ("self_attn",),
+) -> Layers | None:
+    """What runs these sub-layers of the layer; None unless all could be read.
+
+    ``attentions`` are the names of the attentions among them, which have to be alike.
+    """
     found = [sublayer for sublayer in sublayers if sublayer is not None]
     if len(found) < len(sublayers):
         return None
-    attention = _part(layer, "self_attn")
+    modules = [_part(layer, name) for name in attentions]
+    heads, batch_first = modules[0].num_heads, modules[0].batch_first
+    if any(m.num_heads != heads or m.batch_first != batch_first for m in modules[1:]):
+        return None
+    activation = None
+    if found[-1].kind == Kind.FEED_FORWARD:
+        activation = bypass.activation_name(layer.activation)
     return Layers(
-        found,
-        len(found),
-        layer.norm_first,  # type: ignore[arg-type]
-        attention.num_heads,  # type: ignore[arg-type]
-        attention.batch_first,  # type: ignore[arg-type]
-        bypass.activation_name(layer.activation),
-    )
+        layer, found, len(found), layer.norm_first, heads, batch_first, activation,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
-def of_stack(layers: Iterable[Layers | None]) -> Layers | None:
-    """What runs all of them, one after the other; None unless all could be read and are alike."""
-    sublayers: list[Sublayer] = []
-    first = None
+def of_stack(layers: Iterable[Layers | None]) -> list[Layers] | None:
+    """What runs all of them, as few calls as possible; None unless all could be read."""
+    calls: list[Layers] = []
     for layer in layers:
-        if layer is None or (first is not None and layer[1:] != first[1:]):
+        if layer is None:
             return None
-        first = first or layer
-        sublayers += layer.sublayers
-    return None if first is None else first._replace(sublayers=sublayers)
+        if calls and layer.options() == calls[-1].options():
+            calls[-1].sublayers.extend(layer.sublayers)
+        else:
+            calls.append(layer)
+    return calls or None
 
 
 def _sight(layers: Layers, given: TorchMasks, x: Tensor, source: Tensor) -> Sight | None:
@@ -159,6 +177,8 @@ def _sight(layers: Layers, given: TorchMasks, x: Tensor, source: Tensor) -> Sigh
         mask is not None and padding is not None and mask.dtype != padding.dtype
     ):
         return None
+    if torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in (mask, padding)):
+        return None
     combined = masks.for_attend(
         None if is_causal else mask, padding, x, source, 1 if layers.batch_first else 0,
         layers.heads,
@@ -166,42 +186,52 @@ def _sight(layers: Layers, given: TorchMasks, x: Tensor, source: Tensor) -> Sigh
     return Sight(combined, is_causal)
 
 
+def _memory_sight(
+    layers: Layers, given: TorchMasks | None, x: Tensor, memory: Tensor | None
+) -> Sight | None:
+    if memory is None or given is None:
+        return Sight()
+    batch_dim = 0 if layers.batch_first else 1
+    if (
+        memory.dim() != 3
+        or memory.shape[2] != x.shape[2]
+        or memory.shape[batch_dim] != x.shape[batch_dim]
+        or not cpu_blocks.fits(x, memory)
+    ):
+        return None
+    return _sight(layers, given, x, memory)
+
+
 def run(
-    owner: torch.nn.Module,
-    layers: Layers | None,
+    calls: Sequence[Layers | None] | None,
     x: Tensor,
     own: TorchMasks,
     memory: Tensor | None = None,
     cross: TorchMasks | None = None,
 ) -> Tensor | None:
-    """x through all of them, or None where that is not one call's business.
+    """x through all of them, or None where modules have to be called.
 
     Args:
-        owner: the module that was called.
         own: masks of self-attention; cross: of attention to the memory.
     """
-    if layers is None or x.dim() != 3:
+    if calls is None or x.dim() != 3:
         return None
-    sight: Sight | None = _sight(layers, own, x, x)
-    memory_sight: Sight | None = Sight()
-    if memory is not None and cross is not None:
-        batch_dim = 0 if layers.batch_first else 1
-        if (
-            memory.dim() != 3
-            or memory.shape[2] != x.shape[2]
-            or memory.shape[batch_dim] != x.shape[batch_dim]
-            or not cpu_blocks.fits(x, memory)
-        ):
+    ready: list[tuple[Layers, Sight, Sight]] = []
+    for layers in calls:
+        if layers is None:
             return None
-        memory_sight = _sight(layers, cross, x, memory)
-    if sight is None or memory_sight is None:
-        return None
-    return cpu_blocks.layers(owner, *layers, x, sight, memory, memory_sight)
+        sight = _sight(layers, own, x, x)
+        memory_sight = _memory_sight(layers, cross, x, memory)
+        if sight is None or memory_sight is None:
+            return None
+        ready.append((layers, sight, memory_sight))
+    for layers, sight, memory_sight in ready:
+        x = cpu_blocks.layers(*layers, x, sight, memory, memory_sight)
+    return x
 
 
 def run_rows(
-    owner: torch.nn.Module,
-    layers: Layers,
+    calls: Sequence[Layers],
     x: Tensor,
     starts: Tensor,
     is_causal: bool,
@@ -209,6 +239,8 @@ def run_rows(
     memory_starts: Tensor | None = None,
 ) -> Tensor:
     """Ragged: (rows, M), batch element b being rows starts[b] to starts[b + 1]."""
-    return cpu_blocks.layers(
-        owner, *layers, x, Sight(None, is_causal), memory, Sight(), starts, memory_starts
-    )
+    for layers in calls:
+        x = cpu_blocks.layers(
+            *layers, x, Sight(None, is_causal), memory, Sight(), starts, memory_starts
+        )
+    return x

@@ -3,7 +3,7 @@
 For bool key padding masks on the CPU. The tokens of all sequences lie behind each
 other as rows (tokens, M); attention knows where each sequence begins; everything else works on rows
 anyway. Taking hidden keys out keeps the order of the others, so causal attention stays what it was.
-In inference all layers are one call on rows; else, see `ragged_ops`.
+In inference layers that are alike are one call on rows; else, see `ragged_ops`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gather(x: Tensor, padding: Tensor | None, batch_first: bool) -> Rows:
     batch, length, width = x.shape
     flat = x.reshape(batch * length, width)
     if padding is None:
-        return Rows(flat, torch.arange(0, batch * length + 1, max(length, 1)), None)
+        return Rows(flat, torch.arange(batch + 1) * length, None)
     real = padding.logical_not()
     places = real.flatten().nonzero().squeeze(1)
     starts = torch.zeros(batch + 1, dtype=torch.int64)
@@ -69,6 +69,12 @@ def _padding_fits(padding: Tensor | None, x: Tensor, batch_first: bool) -> bool:
     )
 
 
+def _batch_first(layers: torch.nn.ModuleList) -> bool | None:
+    """Where the batch is; None where layers do not agree."""
+    found = {layer.self_attn.batch_first for layer in layers}  # type: ignore[union-attr]
+    return found.pop() if len(found) == 1 else None  # type: ignore[return-value]
+
+
 def encoder(
     layers: torch.nn.ModuleList,
     x: Tensor,
@@ -79,15 +85,15 @@ def encoder(
     """The encoder's layers on real tokens only; None where that is not possible or of no use."""
     if padding is None or x.dim() != 3 or (mask is not None and not is_causal):
         return None
-    whole = read_encoder(layers, x)
-    if whole is None and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
+    calls = read_encoder(layers, x)
+    if calls is None and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
         return None
-    batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
-    if not _padding_fits(padding, x, batch_first):
+    batch_first = _batch_first(layers)
+    if batch_first is None or not _padding_fits(padding, x, batch_first):
         return None
     rows = gather(x, padding, batch_first)
-    if whole is not None:
-        values = blocks.run_rows(layers, whole, rows.values, rows.starts, is_causal)
+    if calls is not None:
+        values = blocks.run_rows(calls, rows.values, rows.starts, is_causal)
         return scatter(rows._replace(values=values), x, batch_first)
     places = ragged_ops.Places.of(padding, rows.places)
     values = rows.values
@@ -111,10 +117,12 @@ def decoder(
         return None
     if memory_mask is not None or (mask is not None and not is_causal):
         return None
-    whole = read_decoder(layers, x)
-    if whole is None or not cpu_blocks.fits(x, memory) or x.shape[2] != memory.shape[2]:
+    calls = read_decoder(layers, x)
+    if calls is None or not cpu_blocks.fits(x, memory) or x.shape[2] != memory.shape[2]:
         return None
-    batch_first = layers[0].self_attn.batch_first  # type: ignore[union-attr]
+    batch_first = _batch_first(layers)
+    if batch_first is None:
+        return None
     batch_dim = 0 if batch_first else 1
     if not (
         x.shape[batch_dim] == memory.shape[batch_dim]
@@ -125,6 +133,6 @@ def decoder(
     rows = gather(x, padding, batch_first)
     source = gather(memory, memory_padding, batch_first)
     values = blocks.run_rows(
-        layers, whole, rows.values, rows.starts, is_causal, source.values, source.starts
+        calls, rows.values, rows.starts, is_causal, source.values, source.starts
     )
     return scatter(rows._replace(values=values), x, batch_first)

@@ -134,7 +134,7 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
         given = blocks.TorchMasks(mask, src_key_padding_mask, is_causal)
-        done = blocks.run(self.layers, read_encoder(self.layers, src), src, given)
+        done = blocks.run(read_encoder(self.layers, src), src, given)
         output = src if done is None else done
         for layer in self.layers if done is None else ():
             output = layer(
@@ -195,7 +195,7 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
         done = blocks.run(
-            self.layers, read_decoder(self.layers, tgt), tgt,
+            read_decoder(self.layers, tgt), tgt,
             blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
             blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
         )  # fmt: skip

@@ -99,7 +99,7 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
             attention = blocks.read_attention(self, "self_attn", "dropout1", "norm1", src)
             given = blocks.TorchMasks(src_mask, src_key_padding_mask, is_causal)
             whole = _read_encoder_layer(self, src, attention)
-            done = blocks.run(self, whole or blocks.of_layer(self, [attention]), src, given)
+            done = blocks.run([whole or blocks.of_layer(self, [attention])], src, given)
             if done is not None:
                 return done if whole is not None else self._feed_forward_and_norm(done)
 
@@ -206,7 +206,7 @@ class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
             )  # fmt: skip
 
         done = blocks.run(
-            self, _read_decoder_layer(self, tgt), tgt,
+            [_read_decoder_layer(self, tgt)], tgt,
             blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
             blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
         )  # fmt: skip
@@ -280,11 +280,11 @@ def _read_decoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | No
         return None
     cross = blocks.read_attention(layer, "multihead_attn", "dropout2", "norm2", x, cross=True)
     network = blocks.read_feed_forward(layer, "dropout3", "norm3", x)
-    return blocks.of_layer(layer, [own, cross, network])
+    return blocks.of_layer(layer, [own, cross, network], ("self_attn", "multihead_attn"))
 
 
-def read_encoder(layers: torch.nn.ModuleList, x: Tensor) -> blocks.Layers | None:
-    """What runs encoder layers on x, in one call; None where calling them could do something else."""
+def read_encoder(layers: torch.nn.ModuleList, x: Tensor) -> list[blocks.Layers] | None:
+    """What runs encoder layers on x; None where calling them could do something else."""
     return blocks.of_stack(_read_plain_encoder_layer(layer, x) for layer in layers)
 
 
@@ -297,7 +297,7 @@ def _read_plain_encoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layer
     return _read_encoder_layer(layer, x, attention)
 
 
-def read_decoder(layers: torch.nn.ModuleList, x: Tensor) -> blocks.Layers | None:
+def read_decoder(layers: torch.nn.ModuleList, x: Tensor) -> list[blocks.Layers] | None:
     """The same for decoder layers."""
     return blocks.of_stack(
         _read_decoder_layer(layer, x)

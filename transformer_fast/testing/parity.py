@@ -145,13 +145,14 @@ class Truth:
 
 
 @torch.no_grad()
-def truth_of(op: str, arguments: tuple[Any, ...]) -> Truth:
-    """The truth about a call, for `measure`."""
+def truth_of(op: str, arguments: tuple[Any, ...], tries: int | None = None) -> Truth:
+    """The truth about a call, for `measure`; tries: see `tries_for`, which chooses if None."""
     reference = OPS[op].reference
     expected, true = as_results(reference(*arguments)), oracle(op, arguments)
     units = list(map(relative_error, expected, true))
-    elements = max(0 if x is None else x.numel() for x in true)
-    for factor in FACTORS[: tries_for(elements) - 1]:
+    if tries is None:
+        tries = tries_for(max(0 if x is None else x.numel() for x in true))
+    for factor in FACTORS[: tries - 1]:
         other = scaled(op, arguments, factor)
         found = map(relative_error, as_results(reference(*other)), oracle(op, other))
         units = list(map(max, units, found))
