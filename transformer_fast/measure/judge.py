@@ -48,18 +48,19 @@ class _Judge:
         if len(got) != len(expected):
             message = f"{len(got)} results instead of {len(expected)}"
             return Parity(float("inf"), 0.0, float("inf"), 0.0, False, message)
-        rows = list(zip(self.names, got, expected, true, strict=True))
-        parity = worst_of([compare(name, a, b, c, self.factor) for name, a, b, c in rows])
+
+        def judged(units: Sequence[float]) -> Parity:
+            rows = zip(self.names, got, expected, true, units, strict=True)
+            return worst_of(
+                [compare(name, a, b, c, self.factor, unit) for name, a, b, c, unit in rows]
+            )
+
+        parity = judged([0.0] * len(got))
         if not parity.ok and math.isfinite(parity.error):
             # Of half a million elements one may err more than all of the reference's by chance.
             units = self._units(arguments)
             if units is not None:
-                parity = worst_of(
-                    [
-                        compare(name, a, b, c, self.factor, unit)
-                        for (name, a, b, c), unit in zip(rows, units, strict=True)
-                    ]
-                )
+                parity = judged(units)
         return parity
 
 

@@ -134,15 +134,16 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
         given = blocks.TorchMasks(mask, src_key_padding_mask, is_causal)
-        done = blocks.run(read_encoder(self.layers, src), src, given)
-        output = src if done is None else done
-        for layer in self.layers if done is None else ():
-            output = layer(
-                output,
-                src_mask=mask,
-                is_causal=is_causal,
-                src_key_padding_mask=src_key_padding_mask,
-            )
+        output = blocks.run(read_encoder(self.layers, src), src, given)
+        if output is None:
+            output = src
+            for layer in self.layers:
+                output = layer(
+                    output,
+                    src_mask=mask,
+                    is_causal=is_causal,
+                    src_key_padding_mask=src_key_padding_mask,
+                )
         output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
 
@@ -194,23 +195,24 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
             )  # fmt: skip
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
-        done = blocks.run(
+        output = blocks.run(
             read_decoder(self.layers, tgt), tgt,
             blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
             blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
         )  # fmt: skip
-        output = tgt if done is None else done
-        for layer in self.layers if done is None else ():
-            output = layer(
-                output,
-                memory,
-                tgt_mask=tgt_mask,
-                memory_mask=memory_mask,
-                tgt_key_padding_mask=tgt_key_padding_mask,
-                memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=tgt_is_causal,
-                memory_is_causal=memory_is_causal,
-            )
+        if output is None:
+            output = tgt
+            for layer in self.layers:
+                output = layer(
+                    output,
+                    memory,
+                    tgt_mask=tgt_mask,
+                    memory_mask=memory_mask,
+                    tgt_key_padding_mask=tgt_key_padding_mask,
+                    memory_key_padding_mask=memory_key_padding_mask,
+                    tgt_is_causal=tgt_is_causal,
+                    memory_is_causal=memory_is_causal,
+                )
         output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
 
