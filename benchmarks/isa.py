@@ -27,13 +27,13 @@ _THEIRS = {
 
 def named() -> str | None:
     """The instruction set that all are to be held to, or None."""
-    name = os.environ.get("TRANSFORMER_FAST_CPU_ISA")
+    name = os.environ.get("TRANSFORMER_FAST_CPU_ISA", "").lower()
     return name if name in _THEIRS else None
 
 
 def hold_others(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set their variables, those that are not set; too late, and left alone, if torch is there."""
-    name = environment.get("TRANSFORMER_FAST_CPU_ISA")
+    name = environment.get("TRANSFORMER_FAST_CPU_ISA", "").lower()
     if name in _THEIRS and "torch" not in sys.modules:
         for theirs, value in zip(_NAMES, _THEIRS[name], strict=True):
             environment.setdefault(theirs, value)

@@ -8,6 +8,7 @@ each parallel loop then waits for the system to wake a thread.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -41,6 +42,7 @@ class Remote:
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this one
     try:
         call = make(*arguments)
         connection.send((None, None))

@@ -30,17 +30,22 @@ _QUICK_PEERS = ("onednn_prepacked",)
 def add_arguments(parser: argparse.ArgumentParser, suites: Iterable[str]) -> None:
     names = list(suites)
     parser.add_argument(
-        "--suite", nargs="+", choices=names, default=names, metavar="SUITE",
+        "--suite", nargs="+", type=str.lower, choices=names, default=names, metavar="SUITE",
         help=f"of: {'; '.join(names)} (all)",
     )  # fmt: skip
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
-    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument(
+        "--op", nargs="+", type=str.lower, choices=OPS, default=list(OPS), metavar="OP",
+        help=f"of: {', '.join(OPS)} (all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", nargs="+", type=str.lower, choices=BACKENDS, default=list(BACKENDS)
+    )
     parser.add_argument(
         "--peer", nargs="*", default=None,
         help="peers by file name in benchmarks/peers; none: --peer without a name (all)",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", type=str.lower, default="cpu")
+    parser.add_argument("--dtype", type=str.lower, choices=DTYPES, default="float32")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="small cases, few rounds; not kept")

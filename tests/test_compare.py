@@ -16,9 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
+import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, form, notes, table, text_models, text_ops
+from transformer_fast.measure import machine
 from transformer_fast.measure.contest import Row
 from transformer_fast.measure.summary import Ratio, Summary
 from transformer_fast.measure.text import VOCABULARY
@@ -102,9 +104,34 @@ def test_a_named_backend_is_the_only_one_beside_what_it_is_measured_against(tmp_
     assert names == {"reference", "torch", "torch eager", "torch fast path"}
 
 
-def test_a_backend_that_takes_nothing_says_why(capsys):
-    assert run("--op", "linear", "encoder_layer", "--backend", "cuda") == 0
+def test_every_op_has_a_case():
+    assert {op for op, _, _ in text_ops.CASES} == set(dispatch.OPS)
+    assert set(compare.CASES) == {*dispatch.OPS, *text_models.NAMES}
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_every_op_is_checked(tmp_path, op):
+    path = tmp_path / "found.json"
+    assert run("--op", op.upper(), "--json", str(path)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["op"] for row in rows} == {op}
+    ready = {k.backend for k in dispatch.kernels(op) if not k.unavailable and k.proven}
+    for backend in ready - {"torch"}:
+        assert any(row["contender"] == backend and row["ok"] for row in rows), backend
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_an_op_that_was_not_checked_fails_the_run(capsys, monkeypatch, op):
+    cases = [case for case in text_ops.CASES if case[0] != op]
+    monkeypatch.setattr(text_ops, "CASES", cases)
+    assert run("--op", op) == 1
+    assert f"nothing was checked of {op}" in capsys.readouterr().out
+
+
+def test_a_backend_that_takes_nothing_fails_the_run_and_says_why(capsys):
+    assert run("--op", "linear", "encoder_layer", "--backend", "CUDA") == 1
     shown = " ".join(capsys.readouterr().out.split())
+    assert "nothing was checked of cuda, and this was named" in shown
     assert "cuda: it has no kernel for this op (linear 512 → 512; linear 512 → 2048, gelu)" in shown
     assert "backend 'cuda' has no kernel for linear" in shown
 
@@ -135,6 +162,24 @@ def test_wrong_options(capsys, options, message):
         main(["compare", *options])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["info"], ["compare"]])
+def test_ctrl_c(capsys, monkeypatch, command):
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "describe", interrupted)
+    monkeypatch.setattr(compare, "run", interrupted)
+    assert main(command) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"transformer_fast {transformer_fast.__version__}\n"
 
 
 def test_no_command(capsys):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import transformer_fast
-from transformer_fast import dispatch, functional, strict, use_backend
+from transformer_fast import _native, _switches, dispatch, functional, strict, use_backend
 from transformer_fast.dispatch import Call, Kernel, register, select, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -349,10 +349,16 @@ def test_environment(monkeypatch):
         monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend)
         dispatch._read_environment()
         assert dispatch._state.backend == backend
-    for value, meant in (("", False), ("0", False), ("1", True), ("yes", True)):
+        monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", backend.upper())
+        dispatch._read_environment()
+        assert dispatch._state.backend == backend
+    for value, meant in (("", False), ("0", False), ("1", True), ("yes", True), ("OFF", False)):
         monkeypatch.setenv("TRANSFORMER_FAST_STRICT", value)
         dispatch._read_environment()
         assert dispatch._state.strict is meant
+    monkeypatch.setenv("TRANSFORMER_FAST_STRICT", "maybe")
+    with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_STRICT must be .*, not 'maybe'$"):
+        dispatch._read_environment()
     monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "fastest")
     with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_BACKEND must be .*'fast"):
         dispatch._read_environment()
@@ -382,6 +388,54 @@ def test_environment_of_a_new_process():
         "torch",
         "strict mode: no kernel takes this call of linear:",
     ], done.stderr
+
+
+@pytest.mark.parametrize("value", ["", "0", "12", "4096"])
+def test_a_number_in_the_environment(monkeypatch, value):
+    monkeypatch.setenv("TRANSFORMER_FAST_PACKED_MB", value)
+    assert _switches.count("TRANSFORMER_FAST_PACKED_MB", 5) == (int(value) if value else 5)
+
+
+@pytest.mark.parametrize("value", ["4g", "-1", "1.5", " 3", "\u0663", "inf"])
+def test_no_number_in_the_environment(monkeypatch, value):
+    monkeypatch.setenv("TRANSFORMER_FAST_PACKED_MB", value)
+    with pytest.raises(ValueError, match=r"^TRANSFORMER_FAST_PACKED_MB must be a whole number"):
+        _switches.count("TRANSFORMER_FAST_PACKED_MB", 5)
+
+
+WRONG = [
+    ("TRANSFORMER_FAST_BACKEND", "fastest", "must be one of cuda, triton, cpu,"),
+    ("TRANSFORMER_FAST_STRICT", "maybe", "must be one of 1, true,"),
+    ("TRANSFORMER_FAST_PACKED_MB", "4g", "must be a whole number of at least 0, not '4g'"),
+    pytest.param(
+        "TRANSFORMER_FAST_CPU_ISA",
+        "sse9",
+        "is 'sse9', which is not an instruction set known here",
+        marks=pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+    ),
+]
+
+
+def tells_in_one_sentence(command, name, value, told):
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env={**os.environ, name: value},
+        text=True,
+        capture_output=True,
+    )
+    (line,) = done.stderr.splitlines()
+    return done.returncode == 1 and line.startswith(f"{name} {told}")
+
+
+@pytest.mark.parametrize(("name", "value", "told"), WRONG)
+def test_a_command_tells_a_wrong_variable_in_one_sentence(name, value, told):
+    assert tells_in_one_sentence(["transformer_fast", "info"], name, value, told)
+
+
+@pytest.mark.parametrize("command", [["transformer_fast", "compare"], ["benchmarks"]])
+def test_every_command_tells_a_wrong_variable_in_one_sentence(command):
+    assert tells_in_one_sentence(command, *WRONG[0])
 
 
 def test_unknown_backend_in_the_environment_of_a_new_process():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -48,23 +47,10 @@ def test_no_way_in_is_missing():
     assert set(SHOWN) <= set(sections())
 
 
-@pytest.fixture
-def known_backend(monkeypatch):
-    """backend="transformer_fast", where the package runs without being installed."""
-    if "transformer_fast" not in torch.compiler.list_backends():
-        entry = EntryPoint(
-            "transformer_fast",
-            "transformer_fast.accelerate.graph.backend:compile_backend",
-            "torch_dynamo_backends",
-        )
-        monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, entry.name, entry)
-    torch.compiler.reset()
-
-
 # Libraries other than ours have warnings of their own.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("section", sections())
-def test_snippets_run(section, capsys, known_backend):
+def test_snippets_run(section, capsys):
     """Each section by itself, as somebody would copy it."""
     code = sections()[section]
     for extra, word in (("transformers", "from transformers "), ("matplotlib", "viz")):
@@ -72,6 +58,7 @@ def test_snippets_run(section, capsys, known_backend):
             pytest.importorskip(extra, reason=f"{extra} is not installed")
     if any("enable_sdpa" in block for block in code) and _native.why_not is not None:
         pytest.skip(f"there is no CPU kernel: {_native.why_not}")
+    torch.compiler.reset()
     names: dict[str, object] = {}
     for block in code:
         exec(compile(block, "README.md", "exec"), names)

@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ._version import __version__
 from .cli import compare, info
+from .cli.console import until_interrupted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m transformer_fast",
         description="What this machine can run, and how kernels compare with the reference on it.",
     )
+    parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | compare")
     for command, summary in (
         (info, "what can run here, and why the rest cannot"),
@@ -25,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(sub)
         sub.set_defaults(run=command.main, parser=sub)
     options = parser.parse_args(arguments)
-    return options.run(options.parser, options)
+    return until_interrupted(options.run, options.parser, options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from types import ModuleType
 # Before _C: torch's shared libraries, which _C needs, are found by name once they are loaded.
 import torch
 
+from . import _switches
+
 OLDEST_TORCH = (2, 10)
 
 
@@ -62,7 +64,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
         # pybind11 turns what the module's own start-up throws into an ImportError; a wrong
         # TRANSFORMER_FAST_CPU_ISA is the user's to correct, not a reason to run without kernels.
         if "TRANSFORMER_FAST_CPU_ISA" in str(error):
-            raise RuntimeError(str(error)) from None
+            raise _switches.refuse(str(error)) from None
         return None, f"the native module could not be loaded: {error}"
 
 

@@ -6,7 +6,6 @@ first kernel with nothing against it; `explain` tells what stands against each, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from . import _switches
 
 #: In the order in which `select` asks them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
@@ -351,14 +352,8 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def _read_environment() -> None:
-    backend = os.environ.get("TRANSFORMER_FAST_BACKEND") or None
-    if backend is not None:
-        if backend not in BACKENDS:
-            raise ValueError(
-                f"TRANSFORMER_FAST_BACKEND must be one of {', '.join(BACKENDS)}, not {backend!r}"
-            )
-        _state.backend = backend
-    _state.strict = os.environ.get("TRANSFORMER_FAST_STRICT", "0") not in ("", "0")
+    _state.backend = _switches.choice("TRANSFORMER_FAST_BACKEND", BACKENDS)
+    _state.strict = _switches.flag("TRANSFORMER_FAST_STRICT")
 
 
 _read_environment()

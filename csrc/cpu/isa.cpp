@@ -1,10 +1,10 @@
 #include "cpu/isa.h"
 
 #include <cpuid.h>
+#include <strings.h>
 
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -93,7 +93,7 @@ Isa best_isa() {
 template <class Error>
 Isa parse(const char* name, const std::string& what) {
   for (int i = 0; i < kIsaCount; ++i) {
-    if (std::strcmp(name, kNames[i]) != 0) continue;
+    if (strcasecmp(name, kNames[i]) != 0) continue;
     const Isa isa = static_cast<Isa>(i);
     if (isa_supported(isa)) return isa;
     throw Error(what + "'" + name +

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -411,6 +413,30 @@ def test_reports_and_options() -> None:
         broken = torch.compile(FeedForward(), backend=compile_backend, options=options)
         with pytest.raises(Exception, match=told):
             broken(_x())
+
+
+_KNOWN_WITHOUT_ENTRY_POINT = """
+import importlib.metadata, sys
+importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
+import torch
+if "dynamo" in sys.argv: import torch._dynamo
+import transformer_fast
+assert "dynamo" in sys.argv or "torch._dynamo" not in sys.modules
+x = torch.randn(3, 8)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+torch.testing.assert_close(torch.compile(net, backend="transformer_fast")(x), net(x))
+assert transformer_fast.compile_reports()[0].counts == {"feed_forward": 1}
+"""
+
+
+@pytest.mark.parametrize("first", ["", "dynamo"])
+def test_the_name_is_known_without_an_entry_point(first: str) -> None:
+    """In a checkout that is not installed, whichever of Dynamo and the package comes first."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KNOWN_WITHOUT_ENTRY_POINT, first], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

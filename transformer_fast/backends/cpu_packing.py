@@ -16,7 +16,6 @@ At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept, the oldest going
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, _switches
 
 
 class _Entry(NamedTuple):
@@ -40,7 +39,7 @@ class _Entry(NamedTuple):
 
 _entries: OrderedDict[tuple[Any, ...], _Entry] = OrderedDict()
 _lock = threading.Lock()
-_limit = int(os.environ.get("TRANSFORMER_FAST_PACKED_MB", "4096")) << 20
+_limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 _held = 0
 #: How often copies were dropped: who remembers some has to ask again.
 _drops = 0

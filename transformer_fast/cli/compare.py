@@ -39,16 +39,18 @@ _MODEL_LONGEST = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--op", nargs="+", choices=CASES, default=list(CASES), metavar="OP",
+        "--op", nargs="+", type=str.lower, choices=CASES, default=list(CASES), metavar="OP",
         help=f"what to compare, of: {', '.join(CASES)} (all)",
     )  # fmt: skip
     parser.add_argument(
-        "--backend", nargs="+", choices=BACKENDS, default=None, metavar="BACKEND",
+        "--backend", nargs="+", type=str.lower, choices=BACKENDS, metavar="BACKEND",
         help=f"backends that get a row, of: {', '.join(BACKENDS)} (all that take the call)",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="a torch device, like cpu or cuda:0 (cpu)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", metavar="DTYPE",
+        "--device", type=str.lower, default="cpu", help="a torch device, like cpu or cuda:0 (cpu)"
+    )
+    parser.add_argument(
+        "--dtype", type=str.lower, choices=DTYPES, default="float32", metavar="DTYPE",
         help=f"one of: {', '.join(DTYPES)} (float32)",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
@@ -144,7 +146,7 @@ def _print(
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit status: 0, or 1 if a result is outside its error budget."""
+    """The exit status: 0; 1 if a result is outside its error budget, or asked for and unchecked."""
     device = _check(parser, options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -174,13 +176,33 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _print(console, rows, sections, head)
     if options.json is not None:
         _write(options, about, rows, sections)
-    failed = sections["Failed"]
-    checked = sum(row.ok is not None and row.ours for row in rows)
-    verdict = f"{len(failed)} of {checked} results are wrong" if failed else (
-        f"all {checked} results are within the error budget"
-    )  # fmt: skip
-    console.print(f"\n{verdict}", style="bold red" if failed else "bold green", highlight=False)
-    return 1 if failed else 0
+    wrong = _verdict(rows, options)
+    if wrong is None:
+        checked = sum(row.ok is not None and row.ours for row in rows)
+        console.print(
+            f"\nall {checked} results are within the error budget",
+            style="bold green",
+            highlight=False,
+        )
+        return 0
+    console.print(f"\n{wrong}", style="bold red", highlight=False)
+    return 1
+
+
+def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:
+    """What is wrong, in one line; None if all that was asked for was checked and is right."""
+    checked = [row for row in rows if row.ok is not None]
+    ours = [row for row in checked if row.ours]
+    if failed := sum(row.failed for row in rows):
+        return f"{failed} of {len(ours)} results are wrong"
+    missing = [op for op in options.op if all(row.op != op for row in ours)]
+    if missing:
+        return f"nothing was checked of {', '.join(missing)}"
+    named = options.backend or ()
+    absent = [name for name in named if all(row.contender != name for row in checked)]
+    if absent:
+        return f"nothing was checked of {', '.join(absent)}, and this was named: see above for why"
+    return None
 
 
 def _write(

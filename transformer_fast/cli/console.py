@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -41,3 +42,16 @@ def progress() -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+#: What shells report of a program that SIGINT ended.
+INTERRUPTED = 130
+
+
+def until_interrupted(run: Callable[..., int], *arguments: Any) -> int:
+    """The exit status of ``run(*arguments)``, or `INTERRUPTED` after Ctrl-C, without a traceback."""
+    try:
+        return run(*arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED

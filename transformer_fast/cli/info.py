@@ -13,20 +13,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import _native
+from .. import _native, _switches
 from ..dispatch import BACKENDS, OPS, kernels
 from ..measure import machine
 from . import form, probes
 from .compiled import ARCHITECTURES, show
 from .console import bullets, output
 from .limits import kernel_row, reasons
-
-_SWITCHES = (
-    "TRANSFORMER_FAST_BACKEND",
-    "TRANSFORMER_FAST_STRICT",
-    "TRANSFORMER_FAST_CPU_ISA",
-    "TRITON_INTERPRET",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +94,7 @@ def _facts() -> Table:
         ("GPU", gpu_state()),
         ("triton", triton_state()),
     ]
-    for name in _SWITCHES:
+    for name in (*_switches.NAMES, "TRITON_INTERPRET"):
         if name in os.environ:
             rows.append((name, os.environ[name]))
     for row in rows:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..measure.contest import Arguments, Contest
 from ..measure.ops import op_contest
-from ..measure.text import VOCABULARY, Batch
+from ..measure.text import PADDING, VOCABULARY, Batch
 
 MODEL, HEADS, HIDDEN = 512, 8, 2048
 #: Equal pieces of work with other numbers in them: fresh inputs, call by call.
@@ -95,6 +95,29 @@ def _feed_forward(activation: str) -> Build:
     return build
 
 
+_SMOOTHING = 0.1
+
+
+def _expected(batch: Batch) -> Tensor:
+    """Of each place the token after it; nothing is expected behind the text."""
+    following = torch.nn.functional.pad(batch.tokens[:, 1:], (0, 1), value=PADDING)
+    return following.flatten()
+
+
+def _cross_entropy(data: _Data) -> list[Arguments]:
+    return [
+        (x @ weight.t() + bias, *rest) for x, weight, bias, *rest in _linear_cross_entropy(data)
+    ]
+
+
+def _linear_cross_entropy(data: _Data) -> list[Arguments]:
+    weight, bias = data.weight(VOCABULARY, MODEL), data.normal(VOCABULARY, scale=0.1)
+    return [
+        (x.flatten(0, 1), weight, bias, _expected(batch), PADDING, _SMOOTHING)
+        for batch, x in zip(data.batches, data.embedded, strict=True)
+    ]
+
+
 CASES: tuple[tuple[str, str, Build], ...] = (
     ("layer_norm", "512", _layer_norm),
     ("add_layer_norm", "512", _add_layer_norm),
@@ -105,6 +128,8 @@ CASES: tuple[tuple[str, str, Build], ...] = (
     ("linear", "512 → 512", _linear(False, None, True)),
     ("linear", "512 → 2048, gelu", _linear(True, "gelu", False)),
     ("feed_forward", "512 → 2048, relu", _feed_forward("relu")),
+    ("cross_entropy", f"{VOCABULARY} tokens", _cross_entropy),
+    ("linear_cross_entropy", f"512 → {VOCABULARY} tokens", _linear_cross_entropy),
 )
 
 
