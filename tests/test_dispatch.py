@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 import transformer_fast
 from transformer_fast import _native, _switches, dispatch, functional, strict, use_backend
-from transformer_fast.dispatch import Call, Kernel, register, select, why_not
+from transformer_fast.dispatch import Call, Kernel, Yield, register, rows, select, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOAT = frozenset({torch.float32})
@@ -130,6 +131,66 @@ def test_unproven_runs_only_when_named(table):
     assert told.reasons["triton"] == [
         "it is not yet proven on a GPU, so it runs only when it is named"
     ]
+
+
+FEW = Yield(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
+
+
+def test_a_kernel_yields_to_a_later_one(table):
+    table("cpu", gradients=True, yields=(FEW,))
+    table("torch", gradients=True)
+    table("reference", gradients=True)
+    [cpu, *_] = dispatch.kernels("linear")
+    yielding = Call("linear", (X,), True)
+    others = [
+        Call("linear", (X,), False),
+        Call("linear", (X.expand(2, 2, 3),), True),
+        Call("linear", (X.double(),), True),
+        Call("linear", (X[:0],), True),
+    ]
+    assert select(yielding).backend == "torch"
+    assert [select(call).backend for call in others] == ["cpu"] * 4
+    assert [dispatch.why_yields(cpu, call) for call in others] == [None] * 4
+    told = dispatch.explain_call(yielding)
+    assert told.backend == "torch"
+    assert told.reasons["cpu"] == ["it yields: few rows are faster there"]
+    # A named backend runs what it can run.
+    assert select(yielding, "cpu").backend == "cpu"
+    assert why_not(cpu, yielding) == []
+    with strict():
+        assert select(yielding).backend == "torch"
+
+
+def test_a_kernel_does_not_yield_to_the_reference(table):
+    table("cpu", gradients=True, yields=(FEW,))
+    table("torch", gradients=True, unavailable="it is elsewhere")
+    table("reference", gradients=True)
+    yielding = Call("linear", (X,), True)
+    for strictly in (False, True):
+        with strict(strictly):
+            assert select(yielding).backend == "cpu"
+    assert dispatch.explain_call(yielding).backend == "cpu"
+
+
+def test_a_kernel_yields_for_its_own_reasons_only(table):
+    big = dataclasses.replace(FEW, when=lambda call: call.tensors[1] is not None)
+    table("cpu", gradients=True, yields=(big,))
+    table("torch", gradients=True)
+    assert select(Call("linear", (X, None), True)).backend == "cpu"
+    assert select(Call("linear", (X, X), True)).backend == "torch"
+
+
+def test_traced_programs_yield_to_nobody():
+    """They are to serve any number of rows."""
+    [kernel] = [k for k in dispatch.kernels("linear") if k.backend == "cpu"]
+    one = dataclasses.replace(kernel, yields=(dataclasses.replace(FEW, when=None),))
+    assert dispatch.why_yields(one, Call("linear", (X,), True)) is not None
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def asked(x):
+        return x + (dispatch.why_yields(one, Call("linear", (x,), True)) is None)
+
+    assert torch.equal(asked(X), X + 1)
 
 
 def test_named_backend_never_falls_back(table):

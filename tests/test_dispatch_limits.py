@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from transformer_fast import dispatch
+from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Call, Kernel, select, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
@@ -268,3 +268,48 @@ def test_all_reasons_are_told_at_once():
     call = Call("linear", (x, x, None, None), False, activation=torch.sin)
     reasons = why_not(dataclasses.replace(kernel, unavailable=None), call)
     assert len(reasons) == 3
+
+
+def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool = True) -> Call:
+    """With two matrices of `count` weights, none of which is in memory."""
+    x = torch.zeros(rows, 64, dtype=dtype)
+    weight = torch.zeros(1, 1, dtype=dtype).expand(count // 64, 64)
+    tensors = (x, weight, None, None) if op == "linear" else (x, weight, None, weight.t(), None)
+    return Call(op, tensors, grad, activation=None if op == "linear" else "relu")
+
+
+@pytest.mark.parametrize("op", ["linear", "feed_forward"])
+def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
+    """On each side of every limit, for the instruction set that it was measured with."""
+    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "cpu")
+    least, few, most = {
+        ("linear", "avx512_bf16"): (2**18, 8, 256),
+        ("feed_forward", "avx512_bf16"): (2**18, 64, 256),
+        ("linear", "amx"): (2**18, 23, 23),
+        ("feed_forward", "amx"): (2**18, 31, 31),
+    }.get((op, isa), (2**18, 0, 0))
+
+    def chosen(count: int, rows: int, dtype: torch.dtype = torch.bfloat16, **how: bool) -> str:
+        return select(linear_call(op, count, rows, dtype, **how)).backend
+
+    for count, limit in ((least, few), (2**20, most), (least - 64, 0)):
+        for rows in (1, limit, limit + 1, 300):
+            expected = "torch" if 1 <= rows <= limit else "cpu"
+            assert chosen(count, rows) == expected, (count, rows)
+            told = dispatch.why_yields(kernel, linear_call(op, count, rows, torch.bfloat16))
+            assert (told is not None) == (expected == "torch")
+    assert chosen(2**20, 1, grad=False) == "cpu"
+    assert chosen(2**20, 1, torch.float16) == "cpu"
+    assert _native.module is not None
+    floats = "torch" if _native.module.is_intel() else "cpu"
+    assert [chosen(2**12, rows, torch.float32) for rows in (15, 16, 128, 129)] == [
+        "cpu", floats, floats, "cpu",
+    ]  # fmt: skip
+
+
+def test_what_follows_a_product_keeps_it(isa):
+    """An activation or a residual is added in the kernel's epilogue."""
+    call = linear_call("linear", 2**20, 1, torch.bfloat16)
+    x = call.tensors[0]
+    assert select(call._replace(activation="relu")).backend == "cpu"
+    assert select(call._replace(tensors=(*call.tensors[:3], x))).backend == "cpu"

@@ -11,7 +11,6 @@ import torch
 from harness import kernels
 
 from transformer_fast import _native
-from transformer_fast.backends import cpu_backward
 from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check_gradients
@@ -20,12 +19,6 @@ ROWS = (1, 2, 5, 6, 7, 47, 48, 49, 64)
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-
-
-@pytest.fixture(params=[range(0), range(16, 129)], ids=["kernels", "products"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether PyTorch's products serve some numbers of rows depends on the machine."""
-    monkeypatch.setattr(cpu_backward, "_FEW_ROWS", request.param)
 
 
 def check(op: str, *arguments: Any) -> None:
@@ -39,7 +32,7 @@ def draw() -> Draw:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
 @pytest.mark.parametrize("rows", ROWS)
-def test_linear(rows: int, inputs: int, outputs: int, float_isa: str, way: None) -> None:
+def test_linear(rows: int, inputs: int, outputs: int, float_isa: str) -> None:
     d = draw()
     x, weight, bias = d.normal(rows, inputs), d.weight(outputs, inputs), d.normal(outputs)
     check("linear", x, weight, bias, ACTIVATIONS[rows % 4], None)
@@ -50,7 +43,7 @@ def test_linear(rows: int, inputs: int, outputs: int, float_isa: str, way: None)
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_feed_forward(rows: int, activation: str, float_isa: str, way: None) -> None:
+def test_feed_forward(rows: int, activation: str, float_isa: str) -> None:
     d = draw()
     x, weight1, bias1 = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
     weight2, bias2 = d.weight(33, 130), d.normal(33)

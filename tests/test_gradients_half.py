@@ -71,7 +71,6 @@ def test_feed_forward_in_parts() -> None:
 
 
 def test_many_outputs() -> None:
-    """Sums deeper than some length are PyTorch's."""
     d = draw(torch.bfloat16)
     check("linear", d.normal(40, 33), d.weight(9000, 33), d.normal(9000), None, None)
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import check_target, drawn, on, run, targets, targets_and_cases, truth_of_case
+from harness import (
+    check_target,
+    drawn,
+    on,
+    run,
+    targets,
+    targets_and_cases,
+    truth_of_case,
+    use,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_fast import dispatch
+from transformer_fast import _native, dispatch
 from transformer_fast.specs import OPS
-from transformer_fast.testing import call_of, check_gradients, require_grad
+from transformer_fast.testing import call_of, check_gradients, gradients, require_grad
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -56,6 +66,73 @@ def test_inputs_are_not_modified_nor_returned(target, case):
         if one is not None and one.numel():
             memory = one.untyped_storage().data_ptr()
             assert memory not in {x.untyped_storage().data_ptr() for x in tensors}
+
+
+class NoProducts(TorchDispatchMode):
+    """Raises where PyTorch multiplies matrices."""
+
+    ENDS = ("mm", "mv", "dot", "linear", "matmul", "attention", "convolution", "einsum")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "transformer_fast":
+            name = func._schema.name.rpartition("::")[2]
+            product = any(word.endswith(self.ENDS) for word in name.split("_"))
+            assert not product, f"PyTorch's {name} was called"
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "linear", "sdpa"])
+def test_products_are_noticed(op):
+    x = torch.randn(2, 3, 3)
+    call = {
+        "mm": lambda: x[0] @ x[1],
+        "addmm": lambda: torch.addmm(x[0], x[0], x[1]),
+        "bmm": lambda: x @ x,
+        "baddbmm": lambda: torch.baddbmm(x, x, x),
+        "addmv": lambda: torch.addmv(x[0, 0], x[0], x[0, 0]),
+        "dot": lambda: x[0, 0] @ x[0, 0],
+        "linear": lambda: torch.nn.functional.linear(x[0].bfloat16(), x[0].bfloat16()),
+        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x),
+    }[op]
+    with NoProducts(), pytest.raises(AssertionError, match="was called"):
+        call()
+
+
+def _few_rows(dtype):
+    """Calls for which the dispatcher would take PyTorch's product on some CPU."""
+    for rows in (1, 17, 100):
+        x, wide = torch.randn(rows, 512, dtype=dtype), torch.randn(2048, 512, dtype=dtype)
+        bias = torch.randn(2048, dtype=dtype)
+        yield "linear", (x, wide, bias, None, None)
+        seed = torch.tensor(1)
+        yield "feed_forward", (x, wide, bias, wide.t(), bias[:512], "relu", 0.1, seed)
+    x, wide = torch.randn(40, 33, dtype=dtype), torch.randn(9000, 33, dtype=dtype)
+    yield "linear", (x, wide, None, None, None)
+
+
+@pytest.mark.parametrize(
+    "target", [param for param in targets() if param.values[0].kernel.backend == "cpu"]
+)
+def test_the_cpu_never_multiplies_by_pytorch(target):
+    """Forward and backward, on every case of the op table and for few rows of large weights."""
+    cases = [
+        (case.name, drawn(target.op, case.name, target.dtype)) for case in OPS[target.op].cases
+    ]
+    cases += [("few rows", more) for op, more in _few_rows(target.dtype) if op == target.op]
+    before = _native.module.isa()
+    use(target.isa)
+    try:
+        for name, arguments in cases:
+            if target.refusal(arguments):
+                continue
+            with NoProducts(), torch.no_grad():
+                target.kernel.run(*arguments)
+            if target.refusal(require_grad(target.op, arguments)):
+                continue
+            with NoProducts():
+                assert gradients(target.op, target.kernel.run, arguments), name
+    finally:
+        use(before)
 
 
 @pytest.mark.parametrize("op", OPS)

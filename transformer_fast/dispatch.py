@@ -1,7 +1,9 @@
 """Which kernel runs, and why not the others.
 
 A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
-first kernel with nothing against it; `explain` tells what stands against each, in sentences.
+first kernel with nothing against it, unless that kernel yields: where a later backend takes less
+time for a call, by measurement, the earlier one says so in a `Yield`. `explain` tells what stands
+against each, in sentences.
 """
 
 from __future__ import annotations
@@ -51,6 +53,43 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Yield:
+    """Calls that a kernel can take, but which a backend after it was measured to take less time for.
+
+    It speaks only where the dispatcher chooses, and not while a program is traced, which is to
+    serve any number of rows.
+    """
+
+    #: What of a call decides, in numbers: `rows`, or a function of your own.
+    size: Callable[[Call], int]
+    #: The sizes for which it yields.
+    sizes: range
+    #: Why, as a sentence that goes on from "it yields:".
+    because: str
+    dtypes: frozenset[torch.dtype]
+    #: Whether it is about calls that need gradients, or about those that need none.
+    needs_grad: bool
+    #: What else the call or the machine must be like.
+    when: Callable[[Call], bool] | None = None
+
+    def holds(self, call: Call) -> bool:
+        if call.needs_grad != self.needs_grad:
+            return False
+        if call.tensors[0].dtype not in self.dtypes:  # type: ignore[union-attr]
+            return False
+        if self.size(call) not in self.sizes:
+            return False
+        return self.when is None or self.when(call)
+
+
+def rows(call: Call) -> int:
+    """How many rows the call's first tensor has, its last dimension being the columns."""
+    first = call.tensors[0]
+    assert first is not None
+    return first.numel() // max(1, first.shape[-1])
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One backend's implementation of one op, and its limits."""
 
@@ -70,6 +109,8 @@ class Kernel:
     proven: bool = True
     #: What else speaks against a call, as a sentence, or None.
     refuses: Callable[[Call], str | None] | None = None
+    #: Calls that it leaves to a later backend that takes them, as that was measured to be faster.
+    yields: tuple[Yield, ...] = ()
 
 
 @dataclass
@@ -236,10 +277,22 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
     return [reason for check in _CHECKS if (reason := check(kernel, call)) is not None]
 
 
+def why_yields(kernel: Kernel, call: Call) -> str | None:
+    """Why a kernel that can take the call leaves it to a later one, or None if it does not."""
+    if torch.compiler.is_compiling():
+        return None
+    for limit in kernel.yields:
+        if limit.holds(call):
+            return limit.because
+    return None
+
+
 def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     reasons = why_not(kernel, call)
     if not kernel.proven:
         reasons.append("it is not yet proven on a GPU, so it runs only when it is named")
+    if not reasons and (because := why_yields(kernel, call)) is not None:
+        reasons.append(f"it yields: {because}")
     return reasons
 
 
@@ -253,8 +306,9 @@ def _refusal(call: Call, tried: Iterator[Kernel] | tuple[Kernel, ...], head: str
 def select(call: Call, backend: str | None = None) -> Kernel:
     """The kernel that runs ``call``.
 
-    ``backend=None``: the first that fits, at last the reference. A named backend, given here, by
-    `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back.
+    ``backend=None``: the first that fits and does not yield to a later one, at last the reference,
+    to which no kernel yields. A named backend, given here, by `use_backend` or by
+    ``TRANSFORMER_FAST_BACKEND``, never falls back and never yields.
 
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
     one cannot take the call, or if nothing but the reference can in strict mode.
@@ -262,11 +316,17 @@ def select(call: Call, backend: str | None = None) -> Kernel:
     if backend is None:
         backend = _state.backend
     if backend is None:
+        yielded = None
         for kernel in _candidates(call):
             if _fits(kernel, call):
-                if _state.strict and kernel.backend == "reference":
+                if kernel.backend == "reference" and (_state.strict or yielded is not None):
                     break
+                if kernel.yields and why_yields(kernel, call) is not None:
+                    yielded = yielded or kernel
+                    continue
                 return kernel
+        if yielded is not None:
+            return yielded
         others = tuple(k for k in _state.kernels[call.op] if k.backend != "reference")
         raise NotImplementedError(
             _refusal(call, others, f"strict mode: no kernel takes this call of {call.op}:")

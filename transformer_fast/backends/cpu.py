@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _native
 from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, needs_function
-from ..dispatch import Call, Kernel, register
+from ..dispatch import Call, Kernel, Yield, register, rows
 from .cpu_backward import ACTIVATIONS
 from .cpu_backward_fakes import register_fakes
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
@@ -241,6 +241,57 @@ def _refuse_attention(call: Call) -> str | None:
     return None
 
 
+def _few(dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool]) -> Yield:
+    """A step of training with few rows for so many weights: PyTorch's product takes less time.
+
+    A step changes the weights that it multiplies by, so the kernels pack them each time, which few
+    rows do not pay for. Calls without gradients find copies that are kept.
+    """
+
+    def when(call: Call) -> bool:
+        if call.op == "linear" and (call.activation is not None or call.tensors[3] is not None):
+            return False
+        return call.tensors[1].numel() >= weights and here()  # type: ignore[union-attr]
+
+    return Yield(
+        rows,
+        sizes,
+        f"PyTorch's product was measured to take less time on this CPU for {sizes[0]} to "
+        f"{sizes[-1]} rows of {str(dtype)[6:]} in training, with {weights} weights or more",
+        frozenset({dtype}),
+        needs_grad=True,
+        when=when,
+    )
+
+
+def _in_use(isa: str) -> Callable[[], bool]:
+    return lambda: _native.module is not None and _native.module.isa() == isa
+
+
+def _is_intel() -> bool:
+    return _native.module is not None and _native.module.is_intel()
+
+
+#: A dozen rows of fp32 read weights as they are. MKL has AVX-512 on Intel's CPUs only; on others it
+#: takes up to five times as long as the kernels.
+_FEW_FLOATS = _few(torch.float32, range(16, 129), 1, _is_intel)
+#: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one thread and with two.
+_YIELDS = {
+    "linear": (
+        _FEW_FLOATS,
+        _few(torch.bfloat16, range(1, 257), 2**19, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(1, 9), 2**18, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(1, 24), 2**18, _in_use("amx")),
+    ),
+    "feed_forward": (
+        _FEW_FLOATS,
+        _few(torch.bfloat16, range(1, 257), 2**20, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(1, 65), 2**18, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(1, 32), 2**18, _in_use("amx")),
+    ),
+}
+
+
 def _register() -> None:
     register_fakes()
     if _native.module is not None:
@@ -287,6 +338,7 @@ def _register() -> None:
                     "devices": ("cpu",),
                     "dtypes": _FLOATS,
                     "unavailable": _native.why_not,
+                    "yields": _YIELDS.get(kernel.op, ()),
                 }
             )
         )

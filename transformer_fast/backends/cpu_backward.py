@@ -1,18 +1,14 @@
-"""The gradients of the CPU kernels: pairs for `autograd`.
-
-A training step multiplies by weights that it changes. So few rows are faster by PyTorch's products,
-which read weights as they are, than by kernels that pack them first: which few was measured.
-"""
+"""The gradients of the CPU kernels: pairs for `autograd`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import _native, autograd
+from .. import autograd
 
 _ops = torch.ops.transformer_fast
 
@@ -34,70 +30,6 @@ def _as_it_is(tensor: Tensor | None) -> Tensor | None:
 
 def _like(gradient: Tensor, tensor: Tensor | None) -> Tensor:
     return gradient if tensor is None else gradient.to(tensor.dtype)
-
-
-_aten = torch.ops.aten
-_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "silu": torch.nn.functional.silu,
-}
-#: (gradient of an activation's result, what it was applied to) -> gradient of that
-_SLOPE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "relu": lambda grad, x: _aten.threshold_backward(grad, x, 0),
-    "gelu": lambda grad, x: _aten.gelu_backward(grad, x),
-    "gelu_tanh": lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
-    "silu": lambda grad, x: _aten.silu_backward(grad, x),
-}
-
-
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies matrices of this type faster than float32."""
-    return (
-        dtype == torch.bfloat16
-        and _native.module is not None
-        and _native.module.isa() in ("avx512_bf16", "amx")
-    )
-
-
-#: Rows of float32 that PyTorch's products serve better. A dozen are not among them: the kernels
-#: read weights for those as they are, too. On CPUs that are not Intel's MKL does without AVX-512,
-#: and takes two to four times as long as the kernels.
-_FEW_ROWS = range(16, 129) if _native.module is not None and _native.module.is_intel() else range(0)
-#: The same where `_multiplies`: forward and backward of a linear map, and the feed-forward network.
-_FEW_HALF_ROWS, _FEW_HALF_GRADIENTS, _FEW_HALF_HIDDEN = range(1, 257), range(1, 24), range(1, 32)
-#: More outputs make so deep sums that PyTorch's product gives an input's gradient faster.
-_DEEP = 8192
-
-
-def _by_products(input: Tensor, few_half: range) -> bool:
-    """Whether PyTorch's products of matrices serve a step of training better."""
-    # One traced program serves any number of rows.
-    if torch.compiler.is_compiling():
-        return False
-    rows = input.numel() // max(1, input.shape[-1])
-    if input.dtype == torch.float32:
-        return rows in _FEW_ROWS
-    return rows in few_half and _multiplies(input.dtype)
-
-
-def _dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    return _ops.cpu_dropout(x, p, seed) if p > 0.0 else x  # type: ignore[no-any-return]
-
-
-def _products(
-    grad: Tensor, input: Tensor, weight: Tensor, wants: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias of a linear map, by PyTorch's products."""
-    # reshape(-1, 0) would not know how many rows.
-    rows, columns = torch.atleast_2d(grad).flatten(0, -2), torch.atleast_2d(input).flatten(0, -2)
-    none = input.new_empty((0,))
-    return (
-        grad @ weight if wants[0] else none,
-        rows.t() @ columns if wants[1] else none,
-        rows.sum(0) if wants[2] else none,  # in fp32, rounded once
-    )
 
 
 def _shaped(flat: Tensor, shape: tuple[int, ...], wanted: bool) -> Tensor:
@@ -233,10 +165,7 @@ def _linear_forward(
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if activation is None:
-        if residual is None and _by_products(input, _FEW_HALF_ROWS):
-            output = torch.nn.functional.linear(input, weight, bias)
-        else:
-            output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
+        output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
         return output, output.new_empty((0,))
     return _ops.cpu_linear_with_preactivation(  # type: ignore[no-any-return]
         input, weight, bias, residual, ACTIVATIONS[activation]
@@ -252,15 +181,9 @@ def _linear_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if activation is None and _by_products(input, _FEW_HALF_GRADIENTS):
-        return _products(grad, input, weight, wants)
-    deep = weight.shape[0] > _DEEP and activation is None and not torch.compiler.is_compiling()
-    product = wants[0] and deep and _multiplies(grad.dtype)
-    dinput, dweight, dbias = _ops.cpu_linear_backward(
-        grad, input, weight, preactivation, ACTIVATIONS[activation],
-        wants[0] and not product, wants[1], wants[2],
-    )  # fmt: skip
-    return grad @ weight if product else dinput, dweight, dbias
+    return _ops.cpu_linear_backward(  # type: ignore[no-any-return]
+        grad, input, weight, preactivation, ACTIVATIONS[activation], *wants
+    )
 
 
 def _feed_forward_forward(
@@ -273,10 +196,6 @@ def _feed_forward_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if _by_products(input, _FEW_HALF_HIDDEN):
-        preactivation = _linear_forward(input, weight1, bias1, None, None)[0]
-        hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
-        return _linear_forward(hidden, weight2, bias2, None, None)[0], preactivation
     return _ops.cpu_feed_forward_training(  # type: ignore[no-any-return]
         input, weight1, bias1, weight2, bias2, ACTIVATIONS[activation], dropout_p, seed, True
     )
@@ -294,12 +213,6 @@ def _feed_forward_backward(
     preactivation: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    if _by_products(input, _FEW_HALF_HIDDEN):
-        hidden = _dropped(_ACTIVATE[activation](preactivation), dropout_p, seed)
-        _, dweight2, dbias2 = _products(grad, hidden, weight2, (False, *wants[3:5]))
-        dhidden = _dropped(grad @ weight2, dropout_p, seed)
-        slope = _SLOPE[activation](dhidden, preactivation)
-        return (*_products(slope, input, weight1, wants[:3]), dweight2, dbias2)
     return _ops.cpu_feed_forward_backward(  # type: ignore[no-any-return]
         grad, input, weight1, weight2, preactivation, ACTIVATIONS[activation], dropout_p, seed,
         *wants,

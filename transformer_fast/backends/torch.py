@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _native, reference
 from ..dispatch import Call, Kernel, register
+
+#: What cpu_dropout takes.
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layer_norm(
@@ -50,6 +57,29 @@ def attention(
     return output, None
 
 
+def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """The elements that every backend drops for this seed."""
+    if 0.0 < p < 1.0 and input.is_cpu and input.dtype in _NATIVE and _native.module is not None:
+        return torch.ops.transformer_fast.cpu_dropout(input, p, seed)  # type: ignore[no-any-return]
+    return reference.dropout(input, p, seed)
+
+
+def feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str | Callable[[Tensor], Tensor],
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    hidden = reference.linear(input, weight1, bias1, activation, None)
+    if dropout_p != 0.0:
+        hidden = _dropout(hidden, dropout_p, seed)
+    return F.linear(hidden, weight2, bias2)
+
+
 def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
@@ -82,9 +112,41 @@ def _refuse_layer_norm(call: Call) -> str | None:
     return None
 
 
-register(Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm))
-register(
-    Kernel("add_layer_norm", "torch", add_layer_norm, gradients=True, refuses=_refuse_layer_norm)
-)
-register(Kernel("cross_entropy", "torch", cross_entropy, gradients=True))
-register(Kernel("attention", "torch", attention, gradients=True, refuses=_refuse_attention))
+def _keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.p, seed = inputs
+    ctx.save_for_backward(seed)
+
+
+def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (seed,) = ctx.saved_tensors
+    return torch.ops.transformer_fast.cpu_dropout(grad, ctx.p, seed), None, None
+
+
+def _register() -> None:
+    if _native.module is not None:
+        torch.library.register_autograd(
+            "transformer_fast::cpu_dropout", _dropout_backward, setup_context=_keep_dropout
+        )
+    names = frozenset({None, *reference.ACTIVATIONS})
+    for kernel in (
+        Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm),
+        Kernel(
+            "add_layer_norm", "torch", add_layer_norm, gradients=True, refuses=_refuse_layer_norm
+        ),
+        Kernel("attention", "torch", attention, gradients=True, refuses=_refuse_attention),
+        # The reference is made of PyTorch's products and activations already.
+        Kernel("linear", "torch", reference.linear, gradients=True, activations=names),
+        Kernel(
+            "feed_forward",
+            "torch",
+            feed_forward,
+            gradients=True,
+            dropout=True,
+            activations=names,
+        ),
+        Kernel("cross_entropy", "torch", cross_entropy, gradients=True),
+    ):
+        register(kernel)
+
+
+_register()

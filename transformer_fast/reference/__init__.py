@@ -8,9 +8,10 @@ from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, layer_norm
-from .linear import activate, linear
+from .linear import ACTIVATIONS, activate, linear
 
 __all__ = [
+    "ACTIVATIONS",
     "activate",
     "add_layer_norm",
     "attention",
