@@ -47,6 +47,20 @@ def test_no_way_in_is_missing():
     assert set(SHOWN) <= set(sections())
 
 
+def test_what_the_build_needs_is_told():
+    """The versions where pip may not bring them: an older setuptools cannot read pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib")
+    requires = tomllib.loads(text_of("pyproject.toml"))["build-system"]["requires"]
+    (paragraph,) = [p for p in text_of("README.md").split("\n\n") if "--no-build-isolation" in p]
+    assert "`pip install .`" in paragraph
+    for requirement in requires:
+        name, _, version = requirement.partition(">=")
+        assert name == "wheel" or f"`{name}`" in paragraph  # setuptools has wheel's part since 70.1
+        assert name != "setuptools" or f"`setuptools` {version} or later" in " ".join(
+            paragraph.split()
+        )
+
+
 # Libraries other than ours have warnings of their own.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("section", sections())

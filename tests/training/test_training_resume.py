@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader
 from training_case import PAD, make_loader, make_model, make_pairs, make_trainer
 
 from transformer_fast import training
+from transformer_fast.training import checkpoint
 
 
 def result(trainer: training.Trainer) -> dict[str, Any]:
@@ -160,6 +163,60 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(
         training.write_checkpoint(path, {"value": torch.zeros(3)})
     assert training.read_checkpoint(path)["value"].tolist() == [1.0, 1.0, 1.0]
     assert os.listdir(tmp_path) == ["run.pt"]
+
+
+_STUCK = """
+import sys, time
+from transformer_fast import training
+from transformer_fast.training import checkpoint
+
+class Stuck:
+    def __reduce__(self):
+        print("saving", flush=True)
+        time.sleep(600)
+
+training.write_checkpoint(sys.argv[1], {"first": [1] * 99, "second": Stuck()})
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_a_write_that_is_killed_leaves_nothing_for_good(tmp_path: Path) -> None:
+    path, unfinished = tmp_path / "run.pt", lambda: list(tmp_path.glob(".run.pt.*.part"))
+    other = subprocess.Popen(
+        [sys.executable, "-c", _STUCK, str(path)], stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"saving\n"
+        training.write_checkpoint(path, {"value": 1})
+        assert len(unfinished()) == 1  # of a process that still writes it
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert len(unfinished()) == 1
+    training.write_checkpoint(path, {"value": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+    assert training.read_checkpoint(path)["value"] == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links and permissions of POSIX")
+def test_a_write_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "run.pt"
+    victim.write_text("mine")
+    # Whoever knows the name: it is drawn anew each time.
+    monkeypatch.setattr(checkpoint.secrets, "token_hex", lambda _: "known")
+    (tmp_path / ".run.pt.known.part").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        training.write_checkpoint(path, {"value": 1})
+    assert victim.read_text() == "mine"
+    monkeypatch.undo()
+    training.write_checkpoint(path, {"value": 1})
+    assert victim.read_text() == "mine"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import pickle
+import secrets
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import IO, Any
 
 import torch
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed
+    fcntl = None
 
 #: What a checkpoint holds; another number means another layout.
 FORMAT = 1
@@ -22,17 +32,21 @@ def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
     """Save ``state`` so that ``path`` always holds either the old checkpoint or the new one.
 
     It goes to another file of the same folder first, which takes the old one's place when it is
-    complete and on the disk.
+    complete and on the disk. What a process that was killed left of such a file is removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    _remove_unfinished(path)
+    temporary, file = _new_file(path)
     try:
-        with temporary.open("wb") as file:
+        with file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            if fcntl is not None:  # while it is locked, or another process might remove it
+                os.replace(temporary, path)
+        if fcntl is None:
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -42,6 +56,51 @@ def write_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+#: No system but POSIX has these; elsewhere nothing is followed and nothing is converted.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether no other process writes this file. Raises OSError where files cannot be locked."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
+    """A new file beside ``path``, locked for as long as it is open.
+
+    Its name cannot be guessed, and it must not exist: who may write to the folder could otherwise
+    have laid a link there to a file of the user's.
+    """
+    while True:
+        name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_LINK | _BINARY
+        file = os.fdopen(os.open(name, flags, 0o666), "w+b")
+        with suppress(OSError):
+            if not _lock(file.fileno()) or os.fstat(file.fileno()).st_nlink == 0:
+                file.close()  # another process took it for one that was left behind
+                continue
+        return name, file
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove files of `_new_file` whose writer is gone: nobody holds their lock."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with suppress(OSError):
+            descriptor = os.open(left, os.O_RDWR | _NO_LINK | _BINARY)
+            try:
+                if _lock(descriptor):
+                    left.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
