@@ -34,6 +34,29 @@ hypothesis.settings.load_profile("fixed")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():  # drivers and compilers warn of what is theirs
+        config.addinivalue_line("filterwarnings", "default")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """An illegal access spoils its process for CUDA, and every later test would be blamed for it.
+
+    So such a process ends. Under pytest-xdist the test counts as failed and another process takes
+    the rest.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            pytest.exit(f"CUDA cannot be used in this process any more: {error}", 3)
+        print(error, file=sys.__stderr__, flush=True)
+        os._exit(3)
+
+
 @pytest.fixture(autouse=True)
 def fixed_random_numbers() -> None:
     torch.manual_seed(20170612)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import transformer_fast
 from transformer_fast import _native, _switches, dispatch, functional, strict, use_backend
@@ -80,7 +81,7 @@ LIMITS = [
     {"activations": frozenset({None, "relu"})},
     {"refuses": lambda call: "it is causal" if call.is_causal else None},
     {"unavailable": "it is not here"},
-    {"proven": False},
+    {"proven": frozenset()},
 ]
 CALLS = [
     Call("linear", tensors, grad, p, activation, mask, causal)
@@ -108,7 +109,8 @@ def test_choosing_and_explaining_agree(table, one):
         ]
         assert chosen == told
         assert told == [
-            "cpu" if kernel.proven and not why_not(kernel, call) else "reference" for call in CALLS
+            "cpu" if kernel.proven is None and not why_not(kernel, call) else "reference"
+            for call in CALLS
         ]
 
 
@@ -124,7 +126,7 @@ def test_a_table_that_is_replaced_is_read_anew(table, monkeypatch):
 
 def test_unproven_runs_only_when_named(table):
     table("reference")
-    table("triton", proven=False)
+    table("triton", proven=frozenset())
     assert select(CALL).backend == "reference"
     assert select(CALL, "triton").run() == "triton"
     told = dispatch.explain_call(CALL)
@@ -191,6 +193,29 @@ def test_traced_programs_yield_to_nobody():
         return x + (dispatch.why_yields(one, Call("linear", (x,), True)) is None)
 
     assert torch.equal(asked(X), X + 1)
+
+
+def test_proven_on_some_gpus_runs_there_only(table, monkeypatch):
+    table("reference")
+    table("triton", proven=frozenset({90, 80}))
+    with FakeTensorMode():
+        call = Call("linear", (torch.empty(2, 2, device="cuda"),), False)
+    for capability, why in {(8, 0): None, (9, 0): None, (10, 3): "sm_103", (8, 9): "sm_89"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert select(call).backend == ("triton" if why is None else "reference")
+        assert select(call, "triton").backend == "triton"
+        [triton, _] = dispatch.kernels("linear")
+        told = dispatch.why_unproven(triton, call)
+        assert dispatch.explain_call(call).reasons["triton"] == ([] if why is None else [told])
+        if why is not None:
+            assert told == (
+                f"it is proven on sm_80 and sm_90 and not on {why}, so it runs only when it is named"
+            )
+    assert select(CALL).backend == "reference"
+    [told] = dispatch.explain_call(CALL).reasons["triton"]
+    assert told == (
+        "it is proven on sm_80 and sm_90 and this is no GPU, so it runs only when it is named"
+    )
 
 
 def test_named_backend_never_falls_back(table):
@@ -300,7 +325,7 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
     table("reference")
     table("torch", unavailable="it is elsewhere")
     table("cpu", dtypes=frozenset({torch.float64}))
-    table("triton", proven=False)
+    table("triton", proven=frozenset())
     with strict():
         with pytest.raises(NotImplementedError) as error:
             select(CALL)

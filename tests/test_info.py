@@ -126,7 +126,7 @@ def test_limits_in_words():
         devices=("cuda",),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         gradients=True,
-        proven=False,
+        proven=frozenset(),
     )
     assert kernel_row(kernel) == (
         "triton", "when named", "cuda", "fp32 bf16", "not of masks", "no", ""

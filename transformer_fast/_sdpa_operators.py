@@ -212,8 +212,11 @@ def why_not_ours(call: Call, named: str | None) -> str:
     told = []
     for kernel in dispatch.kernels("attention"):
         reasons = dispatch.why_not(kernel, call)
-        if not kernel.proven and kernel.backend != named:
-            reasons.append("it is not yet proven on a GPU, so it runs only when it is named")
+        if (
+            kernel.backend != named
+            and (unproven := dispatch.why_unproven(kernel, call)) is not None
+        ):
+            reasons.append(unproven)
         if kernel.backend in _RUN and reasons:
             told.append(f"{kernel.backend}: {'; '.join(reasons)}")
     if named is not None and named not in _RUN:

@@ -105,8 +105,9 @@ class Kernel:
     activations: frozenset[str | None] | None = None  # None: any, callables too
     #: A sentence when this kernel cannot run here at all (not built, no GPU...).
     unavailable: str | None = None
-    #: False: its speed and numbers on real hardware are not established; runs only when named.
-    proven: bool = True
+    #: Compute capabilities (90 for 9.0) on which its numbers and its speed are established: on any
+    #: other GPU it runs only when it is named. None: it needs no such proof.
+    proven: frozenset[int] | None = None
     #: What else speaks against a call, as a sentence, or None.
     refuses: Callable[[Call], str | None] | None = None
     #: Calls that it leaves to a later backend that takes them, as that was measured to be faster.
@@ -145,6 +146,36 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 def named_backend() -> str | None:
     """The backend that `use_backend` or the environment names now, or None."""
     return _state.backend
+
+
+def compute_capability(device: torch.device | int | None = None) -> int:
+    """Of a CUDA device (None: the current one), as 10 * major + minor."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
+    """Why the numbers and the speed of a kernel are not established for calls like this one (its dtype,
+    its class of shapes) on the GPU that it would run on, or None if they are.
+
+    Nobody else decides this. Without a call it is about the current GPU and some call.
+    """
+    if kernel.proven is None:
+        return None
+    if not kernel.proven:
+        return "it is not yet proven on a GPU, so it runs only when it is named"
+    known = " and ".join(f"sm_{one}" for one in sorted(kernel.proven))
+    device = None
+    if call is not None:
+        first = call.tensors[0]
+        assert first is not None
+        device = first.device
+    if device.type != "cuda" if device is not None else not torch.cuda.is_available():
+        return f"it is proven on {known} and this is no GPU, so it runs only when it is named"
+    capability = compute_capability(device)
+    if capability in kernel.proven:
+        return None
+    return f"it is proven on {known} and not on sm_{capability}, so it runs only when it is named"
 
 
 def _check_device(kernel: Kernel, call: Call) -> str | None:
@@ -251,11 +282,9 @@ def _fits(kernel: Kernel, call: Call) -> bool:
 
 
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
-    """Those that may be chosen unnamed for tensors of this kind of device."""
+    """Those that can run here on tensors of this kind of device."""
     return tuple(
-        k
-        for k in kernels
-        if k.proven and k.unavailable is None and (not k.devices or kind in k.devices)
+        k for k in kernels if k.unavailable is None and (not k.devices or kind in k.devices)
     )
 
 
@@ -289,8 +318,8 @@ def why_yields(kernel: Kernel, call: Call) -> str | None:
 
 def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     reasons = why_not(kernel, call)
-    if not kernel.proven:
-        reasons.append("it is not yet proven on a GPU, so it runs only when it is named")
+    if (unproven := why_unproven(kernel, call)) is not None:
+        reasons.append(unproven)
     if not reasons and (because := why_yields(kernel, call)) is not None:
         reasons.append(f"it yields: {because}")
     return reasons
@@ -318,7 +347,9 @@ def select(call: Call, backend: str | None = None) -> Kernel:
     if backend is None:
         yielded = None
         for kernel in _candidates(call):
-            if _fits(kernel, call):
+            if _fits(kernel, call) and (
+                kernel.proven is None or why_unproven(kernel, call) is None
+            ):
                 if kernel.backend == "reference" and (_state.strict or yielded is not None):
                     break
                 if kernel.yields and why_yields(kernel, call) is not None:

@@ -143,7 +143,13 @@ def test_masks_with_and_without_lists(device, listed, dtype, monkeypatch):
     check("attention", attention(*call), call)
 
 
-def test_lists_are_made_anew_when_the_mask_changes(device):
+@pytest.fixture
+def listed(monkeypatch):
+    """Lists are made of any mask, on a GPU too, where they would not pay for such small ones."""
+    monkeypatch.setattr(config, "lists_pay", lambda *sizes: True)
+
+
+def test_lists_are_made_anew_when_the_mask_changes(device, listed):
     q, k, v = drawn(device, t=40, s=40)
     mask = torch.zeros(1, 1, 40, 40, dtype=torch.bool, device=device)
     mask[..., :16] = True
@@ -160,7 +166,7 @@ def test_lists_are_made_anew_when_the_mask_changes(device):
     check("attention", attention(*call), call)
 
 
-def test_lists_live_as_long_as_their_mask(device):
+def test_lists_live_as_long_as_their_mask(device, listed):
     q, k, v = drawn(device, t=40, s=40)
     before = len(mask_tiles._kept)
     mask = patchy_mask(40, 40, device)
@@ -170,7 +176,7 @@ def test_lists_live_as_long_as_their_mask(device):
     assert len(mask_tiles._kept) == before
 
 
-def test_views_of_one_mask_have_lists_of_their_own(device):
+def test_views_of_one_mask_have_lists_of_their_own(device, listed):
     q, k, v = drawn(device, t=32, s=40)
     base = patchy_mask(64, 40, device)
     for start in (0, 16, 32):
@@ -314,6 +320,27 @@ def test_offsets_beyond_32_bits(device, far):
         attention(*arguments(q, k, v, mask))[:1], attention(*near)[:1], strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    "spaced", [lambda x: x.repeat_interleave(3)[::3], lambda x: x[:1].expand(3)]
+)
+def test_key_lengths_of_any_stride(device, listed, spaced, monkeypatch):
+    """Every kernel that reads lengths: forward, both of the backward, mask, weights, lists, decoding."""
+    monkeypatch.setattr(config, "lists_pay", lambda *sizes: listed)
+    whole = torch.tensor([21, 40, 3], device=device)
+    lengths = spaced(whole)
+    assert lengths.stride(0) in (0, 3)
+    q, k, v = drawn(device, b=3, h=2, key_heads=1, t=20, s=40, dv=8)
+    mask = torch.randn(20, 40, generator=torch.Generator().manual_seed(8)).to(device)
+    for call in (
+        arguments(q, k, v, mask, lengths, p=0.1, weights=True),
+        arguments(q, k, v, None, lengths, causal=True),
+        arguments(q[:, :, :1], k, v, None, lengths),
+    ):
+        check("attention", attention(*call), call)
+        check_gradients("attention", attention, call)
 
 
 def test_strides_of_the_results(device):

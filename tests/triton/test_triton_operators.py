@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE
 
 import transformer_fast
 from transformer_fast import dispatch
@@ -21,7 +22,7 @@ SEED = torch.tensor(0x7123456789ABCDEF)
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 def layer_norm_calls():
@@ -35,9 +36,8 @@ def layer_norm_calls():
 
 
 def attention_calls():
-    q = normal(2, 3, 5, 4, dtype=torch.float16).transpose(1, 2)
     k, v = normal(2, 2, 7, 4, dtype=torch.float16), normal(2, 2, 7, 6, dtype=torch.float16)
-    mask, lengths = normal(1, 4, 1, 7, dtype=torch.float16), torch.tensor([7, 2])
+    mask, lengths = normal(1, 4, 1, 7, dtype=torch.float16), torch.tensor([7, 2], device=DEVICE)
     q = normal(2, 5, 4, 4, dtype=torch.float16).transpose(1, 2)
     for extra in (
         (None, None, True, 0.5, 0.0, None, False),
@@ -154,7 +154,7 @@ def test_empty_calls_are_the_references(op, device):
 
 
 def test_named_backend(device):
-    x = normal(4, 32).to(device)
+    x = normal(4, 32)
     with transformer_fast.use_backend("triton"):
         y = transformer_fast.functional.layer_norm(x, (32,))
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (32,)))
@@ -187,6 +187,12 @@ def test_limits(device):
     assert why_not("linear", rows(2, 2), rows(2, 2), None, None) == []
     (reason,) = why_not("linear", rows(2, 2).double(), rows(2, 2).double(), None, None)
     assert "float64" in reason
+
+
+def test_gpus_without_tables_get_those_of_their_family():
+    own = {number: number for number in backend.ARCHITECTURES}
+    for capability, tiles in {**own, 87: 86, 89: 86, 103: 100, 110: 100, 121: 120, 130: 86}.items():
+        assert backend.table_for(capability) == tiles
 
 
 def test_old_gpus_are_refused(monkeypatch):

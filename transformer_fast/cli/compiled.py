@@ -12,8 +12,6 @@ from rich.table import Table
 from .console import bullets, progress
 
 _PACKAGE = "transformer_fast.backends.triton"
-#: Compute capabilities that kernels are compiled for, as NVIDIA numbers them.
-ARCHITECTURES = (80, 86, 90, 100, 120)
 
 
 def _row(case: str, compiled: Any) -> tuple[str, ...]:

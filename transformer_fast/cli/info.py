@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _native, _switches
-from ..dispatch import BACKENDS, OPS, kernels
+from ..backends.triton import ARCHITECTURES, table_for
+from ..dispatch import BACKENDS, OPS, compute_capability, kernels
 from ..measure import machine
 from . import form, probes
-from .compiled import ARCHITECTURES, show
+from .compiled import show
 from .console import bullets, output
 from .limits import kernel_row, reasons
 
@@ -50,7 +51,14 @@ def triton_state() -> str:
         return "not installed (pip install triton); its kernels cannot run or be compiled"
     version = importlib.metadata.version("triton")
     if torch.cuda.is_available():
-        return f"{version}, runs on the GPU"
+        capability = compute_capability()
+        tiles = table_for(capability)
+        own = (
+            ""
+            if tiles == capability
+            else f" with the tiles of sm_{tiles} (sm_{capability} has none)"
+        )
+        return f"{version}, runs on the GPU{own}"
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return f"{version}, in its interpreter, on CPU tensors (TRITON_INTERPRET)"
     return f"{version}; without a GPU it runs only in its interpreter (TRITON_INTERPRET=1)"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..dispatch import Kernel
+from ..dispatch import Kernel, why_unproven
 from ..reference.linear import ACTIVATIONS
 
 _ACTIVATED = ("linear", "feed_forward")
@@ -37,7 +37,7 @@ def activation_names(kernel: Kernel) -> str:
 def state(kernel: Kernel) -> str:
     if kernel.unavailable is not None:
         return "cannot run"
-    return "ready" if kernel.proven else "when named"
+    return "ready" if why_unproven(kernel) is None else "when named"
 
 
 def kernel_row(kernel: Kernel) -> tuple[str, ...]:
@@ -63,9 +63,7 @@ def reasons(kernels: Iterable[Kernel]) -> list[str]:
     totals: dict[str, int] = {}
     for kernel in kernels:
         totals[kernel.backend] = totals.get(kernel.backend, 0) + 1
-        why = kernel.unavailable
-        if why is None and not kernel.proven:
-            why = "it is not yet proven on a GPU, so it runs only when it is named"
+        why = kernel.unavailable or why_unproven(kernel)
         if why is not None:
             found.setdefault((kernel.backend, why), []).append(kernel.op)
     return [

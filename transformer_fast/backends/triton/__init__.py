@@ -13,13 +13,15 @@ from dataclasses import replace
 
 import torch
 
-from ...dispatch import Call, Kernel, register
+from ...dispatch import Call, Kernel, compute_capability, register
 from .operators import attention as attention_operators
 from .operators import cross_entropy as cross_entropy_operators
 from .operators import feed_forward as feed_forward_operators
 from .operators import layer_norm as layer_norm_operators
 from .operators import linear as linear_operators
 
+#: Architectures whose tiles, warps and stages `config` has.
+ARCHITECTURES = (80, 86, 90, 100, 120)
 #: Longer rows do not fit in the registers of one program, forward and backward.
 MAX_COLUMNS = 16384
 MAX_COLUMNS_BACKWARD = 8192
@@ -37,15 +39,28 @@ def _why_not_installed() -> str | None:
     return None
 
 
+def table_for(capability: int) -> int:
+    """The architecture whose tiles a GPU of this compute capability (10 * major + minor) gets.
+
+    Its own, or else the nearest lower one of its family, which has the same instructions (8.9 has the
+    memory of 8.6 too; 11.0 was first called 10.1). A family without tables gets the tiles of 8.6: no
+    GPU since has had less shared memory.
+    """
+    family = {11: 10}.get(capability // 10, capability // 10)
+    below = [a for a in ARCHITECTURES if a // 10 == family and a <= capability]
+    return max(below, default=86)
+
+
 def _refuse_place(call: Call) -> str | None:
     first = call.tensors[0]
     assert first is not None
     if first.is_cuda:
         if torch.version.hip is not None:
             return "its tile sizes are for NVIDIA GPUs"
-        major, minor = torch.cuda.get_device_capability(first.device)
-        if major < 8:
-            return f"it needs a GPU of compute capability 8.0 and this one has {major}.{minor}"
+        capability = compute_capability(first.device)
+        if capability < 80:
+            has = f"{capability // 10}.{capability % 10}"
+            return f"it needs a GPU of compute capability 8.0 and this one has {has}"
     return None
 
 
@@ -93,7 +108,7 @@ def kernels(interpreted: bool) -> list[Kernel]:
             dropout=True,
             activations=_ACTIVATIONS,
             unavailable=_why_not_installed(),
-            proven=False,
+            proven=frozenset(),
         )
         for kernel in found
     ]

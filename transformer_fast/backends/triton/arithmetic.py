@@ -33,6 +33,13 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def divide(x, y):
+    """x / y in fp32, rounded to nearest. Triton's own ``/`` may be off by two units in the last place:
+    enough for a mean of rows far from 0, or for what multiplies a whole row, to miss the budget."""
+    return tl.div_rn(x, y)
+
+
+@triton.jit
 def _nearest_bf16(x):
     bits = x.to(tl.uint32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)

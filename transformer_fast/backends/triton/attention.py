@@ -46,6 +46,10 @@ class Problem(NamedTuple):
         return self.query.shape[-1], self.value.shape[-1]
 
     @property
+    def stride_length(self) -> int:
+        return 0 if self.lengths is None else self.lengths.stride(0)
+
+    @property
     def half(self) -> bool:
         return self.query.dtype != torch.float32
 
@@ -204,6 +208,7 @@ def attention_forward(
         *v.stride()[:3],
         *output.stride()[:3],
         *mask.strides,
+        problem.stride_length,
         0 if lists is None else lists.stride_b,
         0 if lists is None else lists.stride_h,
         0 if lists is None else lists.capacity,

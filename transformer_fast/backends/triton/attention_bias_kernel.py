@@ -15,10 +15,10 @@ import triton.language as tl
 
 from .arithmetic import store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import load_rows
+from .tiles import key_end, load_rows
 
 
-@triton.jit(do_not_specialize=["limit", "splits"])
+@triton.jit(do_not_specialize=["limit", "splits", "stride_length"])
 def attention_bias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dw_ptr, mask_ptr, length_ptr, seed_ptr,
     shift_ptr, norm_ptr, delta_ptr,
@@ -28,6 +28,7 @@ def attention_bias_kernel(
     stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gt,
     stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_length,
     batch, heads, group, queries, keys,
     mask_batch, mask_heads, mask_queries, splits,
     scale, limit, keep_scale,
@@ -71,9 +72,7 @@ def attention_bias_kernel(
         h = (own_h + left % many_h).to(tl.int64)
         b = (own_b + left // many_h).to(tl.int64)
         query = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        end = keys
-        if length_ptr is not None:
-            end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+        end = key_end(length_ptr, stride_length, b, keys)
         at = q_ptr + b * stride_qb + h * stride_qh
         q = load_rows(at, query, stride_qt, column, queries, D, True)
         at = do_ptr + b * stride_gb + h * stride_gh

@@ -23,10 +23,10 @@ import triton.language as tl
 
 from .arithmetic import dot, narrow, store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import any_not_finite, load_rows, store_rows, tile_number
+from .tiles import any_not_finite, key_end, load_rows, store_rows, tile_number
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit", "stride_length"])
 def attention_backward_query_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, Hkv, S, D)
@@ -51,6 +51,7 @@ def attention_backward_query_kernel(
     stride_gb, stride_gh, stride_gt,
     stride_dqb, stride_dqh, stride_dqt,
     stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_length,
     stride_list_b, stride_list_h, capacity,
     heads, group, queries, keys,
     scale, grad_scale,
@@ -96,9 +97,7 @@ def attention_backward_query_kernel(
 
     BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
     MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
-    end = keys
-    if length_ptr is not None:
-        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    end = key_end(length_ptr, stride_length, b, keys)
     list_ptr = number_ptr
     if LISTED:
         list_row = b * stride_list_b + h * stride_list_h + tile
@@ -177,7 +176,7 @@ def attention_backward_query_kernel(
                 store(clean_at, clean * grad_scale, inside)
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit", "stride_length"])
 def attention_backward_key_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, Hkv, S, D)
@@ -201,6 +200,7 @@ def attention_backward_key_kernel(
     stride_dkb, stride_dkh, stride_dks,
     stride_dvb, stride_dvh, stride_dvs,
     stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_length,
     stride_list_b, stride_list_h, capacity,
     key_heads, group, queries, keys,
     scale, grad_scale,
@@ -220,9 +220,7 @@ def attention_backward_key_kernel(
     start = tile * BLOCK_S
     key = start + tl.arange(0, BLOCK_S)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    end = keys
-    if length_ptr is not None:
-        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    end = key_end(length_ptr, stride_length, b, keys)
     k = load_rows(k_ptr + b * stride_kb + hk * stride_kh, key, stride_ks, column, end, D, True)
     v = load_rows(v_ptr + b * stride_vb + hk * stride_vh, key, stride_vs, column_v, end, DV, True)
     seed = 0

@@ -20,15 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
-from .arithmetic import dot, narrow, product, store
+from .arithmetic import divide, dot, narrow, product, store
 from .runtime import launch, multiprocessors, next_power_of_2
-from .tiles import largest, load_rows, power, visible_scores
+from .tiles import key_end, largest, load_rows, power, visible_scores
 
 if TYPE_CHECKING:
     from .attention import Problem
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_length"])
 def attention_decode_kernel(
     q_ptr,  # (B, H, 1, D)
     k_ptr,  # (B, Hkv, S, D)
@@ -42,6 +42,7 @@ def attention_decode_kernel(
     stride_kb, stride_kh, stride_ks,
     stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ms,
+    stride_length,
     key_heads, keys, splits, scale,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
@@ -62,9 +63,7 @@ def attention_decode_kernel(
     if MASK != 0:
         # With GROUP > 1 the mask does not depend on the head.
         mask_base = mask_ptr + b * stride_mb + hk * stride_mh
-    end = keys
-    if length_ptr is not None:
-        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    end = key_end(length_ptr, stride_length, b, keys)
     each = tl.cdiv(tl.cdiv(end, splits), BLOCK_S) * BLOCK_S
     last = tl.minimum(split * each + each, end)
     row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -122,7 +121,7 @@ def attention_merge_kernel(
     norm = tl.sum(sums * factor, 0)
     some = tl.where(norm == 0.0, 1.0, norm)
     # A share of keys that are all hidden has the factor 0 and finite values.
-    out = tl.sum(shares * factor[:, None], 0) / some
+    out = divide(tl.sum(shares * factor[:, None], 0), some)
     shift = tl.where(norm == 0.0, 0.0, base)
     if not NATURAL:
         shift += tl.log2(some)
@@ -175,6 +174,7 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         *v.stride()[:3],
         *mask.strides[:2],
         mask.strides[3],
+        problem.stride_length,
         k.shape[1],
         keys,
         splits,

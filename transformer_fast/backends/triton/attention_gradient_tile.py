@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import product
+from .arithmetic import divide, product
 from .philox import keep_tile
 from .tiles import power, visible_scores
 
@@ -15,7 +15,7 @@ def load_share(norm_ptr, row, inside):
     """What the exponential of natural scores is still to be multiplied by."""
     norm = tl.load(norm_ptr + row, mask=inside, other=0.0)
     # Rows that see nothing have the norm 0 and no weights.
-    return tl.where(norm == 0.0, 0.0, 1.0 / tl.where(norm == 0.0, 1.0, norm))
+    return tl.where(norm == 0.0, 0.0, divide(1.0, tl.where(norm == 0.0, 1.0, norm)))
 
 
 @triton.jit

@@ -23,10 +23,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import dot, narrow, product, store
+from .arithmetic import divide, dot, narrow, product, store
 from .philox import keep_tile
 from .tiles import (
     any_not_finite,
+    key_end,
     largest,
     load_rows,
     power,
@@ -56,7 +57,7 @@ def _online_step(
     return new_max, row_sum, accumulator
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit", "stride_length"])
 def attention_forward_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, Hkv, S, D)
@@ -74,6 +75,7 @@ def attention_forward_kernel(
     stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot,
     stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_length,
     stride_list_b, stride_list_h, capacity,
     heads, group, queries, keys,
     scale,
@@ -109,9 +111,7 @@ def attention_forward_kernel(
 
     BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
     MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
-    end = keys
-    if length_ptr is not None:
-        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    end = key_end(length_ptr, stride_length, b, keys)
     list_ptr = number_ptr
     if LISTED:
         row = b * stride_list_b + h * stride_list_h + tile
@@ -162,7 +162,7 @@ def attention_forward_kernel(
 
     # A row that sees nothing has l = 0: output 0, and m = 0 keeps the backward free of infinities.
     some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    share = 1.0 / some_sum
+    share = divide(1.0, some_sum)
     row_max = tl.where(row_sum == 0.0, 0.0, row_max)
     stat = bh.to(tl.int64) * queries + query
     shift = row_max

@@ -18,16 +18,17 @@ from .attention import Problem
 from .attention_gradient_tile import load_share
 from .philox import keep_tile
 from .runtime import launch
-from .tiles import load_rows, power, visible_scores
+from .tiles import key_end, load_rows, power, visible_scores
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["limit", "stride_length"])
 def attention_weights_kernel(
     q_ptr, k_ptr, mask_ptr, length_ptr, seed_ptr, shift_ptr, norm_ptr,
     weight_ptr,  # (B, H, T, S) contiguous
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_ks,
     stride_mb, stride_mh, stride_mt, stride_ms,
+    stride_length,
     heads, group, queries, keys,
     scale, limit, keep_scale,
     D: tl.constexpr, DV: tl.constexpr,
@@ -45,9 +46,7 @@ def attention_weights_kernel(
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     key = start + tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
-    end = keys
-    if length_ptr is not None:
-        end = tl.maximum(tl.minimum(tl.load(length_ptr + b), keys), 0).to(tl.int32)
+    end = key_end(length_ptr, stride_length, b, keys)
     q = load_rows(q_ptr + b * stride_qb + h * stride_qh, query, stride_qt, column, queries, D, True)
     at = k_ptr + b * stride_kb + (h // group) * stride_kh
     k = load_rows(at, key, stride_ks, column, end, D, True)
@@ -95,6 +94,7 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
         *q.stride()[:3],
         *k.stride()[:3],
         *mask.strides,
+        problem.stride_length,
         heads,
         problem.group,
         queries,

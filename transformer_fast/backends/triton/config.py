@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...dispatch import compute_capability
+from . import table_for
 from .runtime import INTERPRETED, next_power_of_2
-
-#: Architectures with tables; others use the nearest one below (8.9 has the memory of 8.6).
-ARCHITECTURES = (80, 86, 90, 100, 120)
 
 #: Queries and keys of a tile of attention in the interpreter; tests make it smaller for more tiles.
 interpreter_tile = (32, 32)
@@ -37,9 +36,8 @@ def use_architecture(architecture: int) -> Iterator[None]:
 
 
 @cache
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return max((a for a in ARCHITECTURES if a <= 10 * major + minor), default=ARCHITECTURES[0])
+def _table_of(device: torch.device) -> int:
+    return table_for(compute_capability(device))
 
 
 def architecture(device: torch.device) -> int:
@@ -48,7 +46,7 @@ def architecture(device: torch.device) -> int:
         return _forced
     if device.type != "cuda":
         return 0
-    return _capability(device)
+    return _table_of(device)
 
 
 class RowTile(NamedTuple):

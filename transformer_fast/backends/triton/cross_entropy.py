@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
-from .arithmetic import store
+from .arithmetic import divide, store
 from .runtime import launch
 
 
@@ -72,7 +72,7 @@ def cross_entropy_forward_kernel(
     log_sum = tl.log(tl.sum(exponentials, 1))
     loss = confidence * ((maximum - x_target) + log_sum)
     if SMOOTH:
-        mean = tl.sum(distances, 1) / columns
+        mean = divide(tl.sum(distances, 1), columns * 1.0)
         loss += smoothing * ((maximum - origin) - mean + log_sum)
     tl.store(loss_ptr + row, tl.where(counted, loss, 0.0), mask=row < rows)
     lse = maximum.to(tl.float64) + log_sum.to(tl.float64)

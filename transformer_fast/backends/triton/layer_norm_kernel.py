@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import narrow, store
+from .arithmetic import divide, narrow, store
 from .philox import keep_elements, keep_tile
 
 
@@ -65,10 +65,10 @@ def layer_norm_forward_kernel(
         rounded = narrow(x, residual)
         tl.store(sum_ptr + place, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    mean = tl.sum(x, 1) / COLUMNS
+    mean = divide(tl.sum(x, 1), COLUMNS * 1.0)
     centred = tl.where((column < COLUMNS)[None, :], x - mean[:, None], 0.0)
-    variance = tl.sum(centred * centred, 1) / COLUMNS
-    rstd = 1.0 / tl.sqrt_rn(variance + eps)
+    variance = divide(tl.sum(centred * centred, 1), COLUMNS * 1.0)
+    rstd = divide(1.0, tl.sqrt_rn(variance + eps))
     y = centred * rstd[:, None]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0)
@@ -133,8 +133,8 @@ def layer_norm_backward_kernel(
         dxhat = dy
         if weight_ptr is not None:
             dxhat = dy * weight[None, :]
-        slope = tl.sum(dxhat * xhat, 1) / COLUMNS
-        offset = tl.sum(dxhat, 1) / COLUMNS
+        slope = divide(tl.sum(dxhat * xhat, 1), COLUMNS * 1.0)
+        offset = divide(tl.sum(dxhat, 1), COLUMNS * 1.0)
         dx = (dxhat - (xhat * slope[:, None] + offset[:, None])) * rstd[:, None]
         if dsum_ptr is not None:
             at = row[:, None] * stride_dsum + column[None, :]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .runtime import launch, recording
-from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK
+from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, key_end
 
 _CHUNK = 64
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
@@ -97,7 +97,7 @@ def mask_code_kernel(
     tl.store(code_ptr + program, (some + some * every).to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_length"])
 def tile_list_kernel(
     code_ptr,
     length_ptr,  # (B,) or None
@@ -107,6 +107,7 @@ def tile_list_kernel(
     stride_h,
     stride_t,
     stride_s,
+    stride_length,
     heads,
     tiles,
     others,
@@ -127,9 +128,7 @@ def tile_list_kernel(
     tile = program % tiles
     rest = program // tiles
     base = code_ptr + (rest // heads) * stride_b + (rest % heads) * stride_h
-    end = keys
-    if length_ptr is not None:
-        end = tl.minimum(tl.load(length_ptr + rest // heads), keys).to(tl.int32)
+    end = key_end(length_ptr, stride_length, rest // heads, keys)
     full_count = 0
     part_count = 0
     for start in range(0, others, CHUNK):
@@ -271,6 +270,7 @@ def _lists(
         counts,
         numbers,
         *strides,
+        0 if lengths is None else lengths.stride(0),
         rows_h,
         tiles,
         others,

@@ -140,6 +140,16 @@ def visible_scores(
 
 
 @triton.jit
+def key_end(length_ptr, stride, batch, keys):
+    """How many keys of a sequence there are: all, or its length, kept between 0 and ``keys``."""
+    end = keys
+    if length_ptr is not None:
+        length = tl.load(length_ptr + batch.to(tl.int64) * stride)
+        end = tl.maximum(tl.minimum(length.to(tl.int64), keys), 0).to(tl.int32)
+    return end
+
+
+@triton.jit
 def tile_number(
     i,
     full,
