@@ -19,6 +19,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
 
 
+#: Cases of attention in which nearly every probability is 0 or 1. Gradients of queries and keys are
+#: then small differences of dO V and dO O, of which a kernel that keeps O in a half type knows but
+#: eps |dO| |O|: no such kernel stays within the budget there, nor does PyTorch's.
+SATURATED = frozenset(
+    (
+        "scores of deviation 100",
+        "scores of deviation 300",
+        "scores of deviation 300, few queries",
+    )
+)
+
+
 class Target(NamedTuple):
     """A kernel, on one dtype and (for the CPU's kernels) one instruction set."""
 

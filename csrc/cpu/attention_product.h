@@ -18,9 +18,11 @@ namespace {
 constexpr float kLow = -1e30f;
 // References beyond this have no room for the logarithm of a sum beside them.
 constexpr float kFar = 256.0f;
-// fp32 probabilities that sum up to more are too far from their reference: their exponents'
-// rounding errors grow with the distance.
-constexpr float kMostTotal = 1e6f;
+// Probabilities that sum up to more are too far from their reference. In fp32 the rounding errors
+// of their exponents grow with the distance, and a total that the backward divides dO by must leave
+// it a normal number. Else there has to be room for the reciprocal, which is flushed to 0 from
+// 2^126 on, where the total itself is still finite.
+constexpr float kMostTotal = 1e6f, kMostHalfTotal = 0x1p96f;
 
 // One block of queries of one head against the packed keys.
 template <class T>
@@ -347,7 +349,8 @@ class Block : Scores {
       }
       // A row that saw but scores too low to refer to, and one whose reference was too far off or
       // that missed it: what it refers to is 1 of the total.
-      const bool far = any(not_a_number(odd)) || (P::kSplit && total > kMostTotal) ||
+      const bool divides = P::kSplit || work.minus[i] > kFar || work.minus[i] < -kFar;
+      const bool far = any(not_a_number(odd)) || total > (divides ? kMostTotal : kMostHalfTotal) ||
                        (work.known[i] && total < 0.5f);
       if (!exact_ && (far || (!work.known[i] && low_))) {
         work.known[i] = did = false;
@@ -357,7 +360,7 @@ class Block : Scores {
       if (total == 0.0f) {
         args.shift[row_of(i)] = -kInf;
         args.norm[row_of(i)] = 0.0f;
-      } else if (P::kSplit || work.minus[i] > kFar || work.minus[i] < -kFar) {
+      } else if (divides) {
         // Exact; the logarithm leaves the backward of half types a factor less.
         args.shift[row_of(i)] = -work.minus[i];
         args.norm[row_of(i)] = 1.0f / total;

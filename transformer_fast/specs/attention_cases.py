@@ -139,6 +139,22 @@ def _distance_bias(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return (-place.abs() / 2.0**slope)[None].to(draw.dtype)
 
 
+def _rising(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # ALiBi (Press et al., 2022) the other way round: later keys weigh more, so that in each row the
+    # largest score stands the further from those of the first keys the longer the row is.
+    place = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
+    slope = torch.arange(h, device=draw.device)[:, None, None]
+    return (place / 2.0**slope)[None].to(draw.dtype)
+
+
+def _first_keys_smallest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # By 60 to 120, in steps: beyond 87.3 exponentials leave the range of normal fp32 numbers, and
+    # beyond 88.7 that of finite ones.
+    below = torch.linspace(60.0, 120.0, t, device=draw.device)[:, None]
+    first = torch.arange(s, device=draw.device) < 48
+    return torch.where(first, -below, 0.0)[None, None].to(draw.dtype)
+
+
 def _lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return torch.tensor([s - i * s // (b + 1) for i in range(b)], device=draw.device)
 
@@ -185,6 +201,11 @@ def _strided_sizes(draw: Draw) -> tuple[Any, ...]:
     return arrange(*(draw.normal(2, 2, n, 48)[..., 1::3] for n in (17, 40, 40)))
 
 
+def _equal_keys(draw: Draw) -> tuple[Any, ...]:
+    key = draw.normal(1, 2, 1, 16, scale=10.0).expand(1, 2, 90, 16)
+    return arrange(draw.normal(1, 2, 20, 16), key, draw.normal(1, 2, 90, 16))
+
+
 # Garbage at hidden places.
 
 
@@ -219,6 +240,14 @@ CASES = (
     case("scale 0", _attention(2, 2, 17, 23, 16, scale=0.0)),
     case("scale below 0", _attention(2, 2, 17, 23, 16, scale=-0.5)),
     case("large scores", _attention(2, 2, 17, 23, 16, spread=20.0)),
+    case("scores of deviation 30", _attention(1, 2, 60, 130, 16, spread=30.0)),
+    case("scores of deviation 100", _attention(1, 2, 60, 130, 16, spread=100.0, causal=True)),
+    case("scores of deviation 300", _attention(1, 2, 60, 130, 16, spread=300.0)),
+    case("scores of deviation 300, few queries", _attention(8, 1, 2, 90, 16, spread=300.0)),
+    case("first keys smallest", _attention(1, 1, 70, 110, 16, mask=_first_keys_smallest)),
+    case("first keys smallest, few queries",
+         _attention(8, 1, 2, 110, 16, mask=_first_keys_smallest)),
+    case("equal keys", _equal_keys),
     case("causal", _attention(2, 2, 31, 31, 16, causal=True)),
     case("causal, more keys", _attention(2, 2, 19, 43, 16, causal=True)),
     case("causal, more queries", _attention(2, 2, 43, 19, 16, causal=True)),
@@ -237,6 +266,9 @@ CASES = (
     case("float mask, -inf", _attention(2, 3, 17, 23, 16, mask=_float_hiding)),
     case("float mask, finfo.min", _attention(2, 3, 17, 23, 16, mask=_float_lowest)),
     case("float mask, distance", _attention(2, 3, 17, 23, 16, mask=_distance_bias)),
+    case("float mask, distance, causal",
+         _attention(1, 2, 130, 130, 16, mask=_distance_bias, causal=True)),
+    case("float mask, rising, causal", _attention(1, 2, 130, 130, 16, mask=_rising, causal=True)),
     case("bool mask and causal", _attention(2, 3, 23, 23, 16, mask=_bool_bs, causal=True)),
     case("float mask and causal", _attention(2, 3, 23, 23, 16, mask=_float_bhts, causal=True)),
     case("key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths)),
@@ -258,6 +290,8 @@ CASES = (
         "weights, mask, empty rows",
         _attention(2, 3, 17, 23, 16, mask=_bool_some_rows_empty, weights=True),
     ),
+    case("weights, first keys smallest",
+         _attention(1, 1, 70, 110, 16, mask=_first_keys_smallest, weights=True)),
     case("weights, key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths, weights=True)),
     case("heads inside", _heads_inside),
     case("packed q, k, v", _packed),
