@@ -274,9 +274,8 @@ struct Block {
       dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
                       count, work.factors);
     for (long j = 0; j < count; j += kLanes) {
-      const Vec x = fma(load(p + j), times, minus);
+      const Vec x = fma(load(p + j), times, zero()) + minus;
       const auto none = less(x, set1(kNegligible));  // -inf, where hidden, is
-      // Hidden ones are 0 before they are multiplied: exp() stops at the smallest normal number.
       Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
       if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
       const Vec unmixed = weight;
@@ -289,6 +288,24 @@ struct Block {
       const Vec score = fma(unmixed, slope - delta, zero());
       store(p + j, select(none, set1(kHidden), weight));
       store(ds + j, select(none, set1(kHidden), score));
+    }
+    // The norm is the largest probability, at least, where shift is the largest score.
+    if (args.norm[row + i] > 0.5f) refine_row(i, start, count);
+  }
+
+  // dS of keys that have more than half of a row.
+  void refine_row(long i, long start, long count) const {
+    const float* p = work.p + i * kScoreStride;
+    const float norm = args.norm[row + i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const Vec half = set1(0.5f / norm);
+    for (long j = 0; j < count; ++j) {
+      if (j % kLanes == 0 && !any(less(half, load(p + j)))) {
+        j += kLanes - 1;
+      } else if (p[j] * norm > 0.5f) {
+        work.ds[i * kScoreStride + j] =
+            p[j] / factor * norm *
+            dominant_slope<float>(args, sight.b, sight.head, sight.first + i, start + j, factor);
+      }
     }
   }
 

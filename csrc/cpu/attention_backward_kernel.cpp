@@ -27,17 +27,7 @@ void typed_delta(const AttentionBackwardArgs& args, long begin, long end) {
                  head_offset(args.query_starts, args.grad_stride, b, head) +
                  t * args.grad_stride[2];
     args.delta[row] = sum_of_products(o, g, args.value_size);
-    if (args.grad_weights == nullptr) continue;
-    const float* w = args.weights + row * args.keys;
-    const float* dw = args.grad_weights + row * args.keys;
-    Vec sum = zero();
-    for (long s = 0; s < args.keys; s += kLanes) {
-      const long here = least(kLanes, args.keys - s);
-      const Vec weight = load_some(w + s, here);
-      // Hidden places have no say, whatever gradient they are given.
-      sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
-    }
-    args.delta[row] += reduce_add(sum);
+    if (args.grad_weights != nullptr) args.delta[row] += weights_delta(args, row);
   }
 }
 

@@ -222,6 +222,30 @@ class BackwardRows : protected Scores {
       }
       ds[u] = select(none, zero(), unmixed * (slope - delta));
     }
+    if constexpr (P::kSplit) refine(panel, i, p, ds);
+  }
+
+  // dS of keys that have more than half of a row. Half types gain nothing by it, as their O is
+  // rounded.
+  TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
+    const float norm = args.norm[row_of(i)];
+    const Vec half = set1(0.5f / norm);
+    if (any(less(half, p[0])) || any(less(half, p[1]))) refine_some(panel, i, norm, p, ds);
+  }
+  [[gnu::noinline]] void refine_some(const Panel& panel, long i, float norm, const Vec (&p)[2],
+                                     Vec (&ds)[2]) const {
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      float probability[kLanes], slope[kLanes];
+      store(probability, p[u]);
+      store(slope, ds[u]);
+      for (int j = 0; j < kLanes; ++j)
+        if (probability[j] * norm > 0.5f)
+          slope[j] = probability[j] / factor * norm *
+                     dominant_slope<T>(args, sight.b, sight.head, sight.first + i,
+                                       panel.start + u * kLanes + j, factor);
+      ds[u] = load(slope);
+    }
   }
 
   // A vector of dP.

@@ -43,6 +43,48 @@ void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long he
   }
 }
 
+// The sum of W dW over a row of the given probabilities, counted over (B, H, T).
+inline float weights_delta(const AttentionBackwardArgs& args, long row) {
+  const float* w = args.weights + row * args.keys;
+  const float* dw = args.grad_weights + row * args.keys;
+  Vec sum = zero();
+  for (long s = 0; s < args.keys; s += kLanes) {
+    const long here = least(kLanes, args.keys - s);
+    const Vec weight = load_some(w + s, here);
+    // Hidden places have no say, whatever gradient they are given.
+    sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
+  }
+  return reduce_add(sum);
+}
+
+// dP - delta of a key that has more than half of a row; `factor` is what dropout multiplies it by.
+// O is almost V then, and so is delta almost dP: their difference is rounding error. The sum of dO
+// (V - O) is the same number with the difference taken first, where it is exact.
+template <class T>
+float dominant_slope(const AttentionBackwardArgs& args, long b, long head, long query, long key,
+                     float factor) {
+  const long key_head = head / (args.heads / args.key_heads);
+  const auto row = [&](const void* tensor, const int64_t* starts, const long* stride, long h,
+                       long i) {
+    return static_cast<const T*>(tensor) + head_offset(starts, stride, b, h) + i * stride[2];
+  };
+  const T* grad = row(args.grad, args.query_starts, args.grad_stride, head, query);
+  const T* output = row(args.output, args.query_starts, args.output_stride, head, query);
+  const T* value = row(args.value, args.key_starts, args.value_stride, key_head, key);
+  Vec sum = zero();
+  for (long d = 0; d < args.value_size; d += kLanes) {
+    const long here = args.value_size - d;
+    const Vec difference = load_some(value + d, here) * set1(factor) - load_some(output + d, here);
+    sum = fma(load_some(grad + d, here), difference, sum);
+  }
+  float slope = reduce_add(sum);
+  if (args.grad_weights != nullptr) {
+    const long at = (b * args.heads + head) * args.queries + query;
+    slope += args.grad_weights[at * args.keys + key] * factor - weights_delta(args, at);
+  }
+  return slope;
+}
+
 // Where a block's rows of dQ are, and how far apart.
 struct QueryRows {
   float* data;

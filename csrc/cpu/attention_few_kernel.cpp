@@ -154,10 +154,10 @@ struct Row {
         }
       }
     }
-    finish(peak, total == 0.0f ? 0.0f : 1.0f / total);
+    finish(total == 0.0f ? 0.0f : 1.0f / total);
   }
 
-  void finish(float peak, float norm) const {
+  void finish(float norm) const {
     T* out = static_cast<T*>(args.output) +
              head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
              sight.first * args.output_stride[2];
@@ -165,12 +165,8 @@ struct Row {
     const Vec by = set1(norm == 0.0f ? 1.0f : norm);
     for (long j = 0; j < args.value_size; j += kLanes)
       store_some(out + j, load(sums + j) * by, args.value_size - j);
-    const long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
-    if (args.shift != nullptr) {
-      args.shift[row] = peak;
-      args.norm[row] = norm;
-    }
     if (args.weights == nullptr) return;
+    const long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
     T* weights = static_cast<T*>(args.weights) + row * args.keys;
     for (long j = 0; j < args.keys; j += kLanes) {
       Vec p = j < last ? load_to(scores + j, last - j) : set1(kHidden);

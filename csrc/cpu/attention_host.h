@@ -77,7 +77,9 @@ void each_attention_item(const AttentionShape& args, const Run& run) {
 inline bool run_few_attention(const TypedAttentionArgs& args) {
   // Measured; half types pay more for each query, which widens the keys again.
   const int64_t most = args.type == Element::float32 ? 4 : 2;
-  if (args.heads / args.key_heads * args.queries > most || args.dropout.on ||
+  // A backward works the scores out again, and large ones have to be those of the forward.
+  const bool keeps = args.shift != nullptr;
+  if (args.heads / args.key_heads * args.queries > most || args.dropout.on || keeps ||
       args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
     return false;
   const int64_t scratch = TF_DISPATCH(few_attention_scratch, args);

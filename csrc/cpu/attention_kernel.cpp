@@ -53,8 +53,8 @@ struct Block {
   const Workspace& work;
   const Sight sight;
   long b = sight.b, head = sight.head, first = sight.first, rows = sight.rows;
-  // The scale is applied to a score where it is read (factor), inside an fma; a mask, or a scale
-  // that would not keep the order of scores, asks for it at once.
+  // The scale is applied to a score where it is read (factor); a mask, or a scale that would not
+  // keep the order of scores, asks for it at once.
   bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
   float factor = scaled ? 1.0f : args.scale;
 
@@ -81,14 +81,14 @@ struct Block {
   }
 
   // Turns a row of scores into weights exp(factor * s - peak), hidden ones into 0; returns their
-  // sum.
+  // sum. The product is rounded before the peak, which is such a product, is taken from it: inside
+  // one fma, large scores would come out above their own maximum.
   float exponentiate(float* s, long count, float peak) const {
     const Vec minus = set1(peak == -kInf ? 0.0f : -peak), times = set1(factor);
     Vec sum[2] = {zero(), zero()};
     for (long j = 0; j < count; j += 2 * kLanes) {
       TF_UNROLL for (int u = 0; u < 2; ++u) {
-        const Vec x = load(s + j + u * kLanes);
-        const Vec e = select(equal(x, set1(-kInf)), zero(), exp(fma(x, times, minus)));
+        const Vec e = exp(fma(load(s + j + u * kLanes), times, zero()) + minus);
         sum[u] = sum[u] + e;
         store(s + j + u * kLanes, e);
       }
@@ -96,7 +96,8 @@ struct Block {
     return reduce_add(sum[0] + sum[1]);
   }
 
-  void softmax_row(long i, long count) const {
+  // `clean`: what was summed up so far is no NaN or infinity of the values themselves.
+  void softmax_row(long i, long count, bool clean) const {
     float* s = work.scores + i * kScoreStride;
     Vec highest[2] = {set1(-kInf), set1(-kInf)};
     for (long j = 0; j < count; j += 2 * kLanes) {  // rows have room for whole panels
@@ -113,7 +114,10 @@ struct Block {
       store(one, exp(set1(before - peak)));
       keep = one[0];
       float* o = work.sums + i * work.sum_stride;
-      for (long j = 0; j < args.value_size; j += kLanes) store(o + j, load(o + j) * set1(keep));
+      // Sums that count for nothing may have overflowed.
+      const bool drop = keep == 0.0f && clean;
+      for (long j = 0; j < args.value_size; j += kLanes)
+        store(o + j, drop ? zero() : load(o + j) * set1(keep));
     }
     work.total[i] = work.total[i] * keep + sum;
     work.peak[i] = peak;
@@ -226,15 +230,17 @@ struct Block {
 
   void run() const {
     begin();
+    bool clean = true;
     for (long start = 0; start < sight.limit; start += kKeyTile) {
       const long count = least(kKeyTile, sight.limit - start);
       if (sight.mask_hides_tile(start, count)) continue;
       score_tile(start, count);
       for (long i = 0; i < rows; ++i) {
-        softmax_row(i, count);
+        softmax_row(i, count, clean);
         if (args.dropout.on) drop_row(i, start, count);
       }
       mix(start, count);
+      clean = clean && !work.wild[start / kKeyTile];
     }
     finish();
     if (args.weights != nullptr) write_weights();

@@ -13,9 +13,6 @@ constexpr long kStep = kSums * kLanes;
 // Logits whose largest is known before any is exponentiated.
 constexpr long kBlock = 4096;
 
-// e^x, and 0 instead of the smallest normal number where exp() ends.
-TF_INLINE Vec share(Vec x) { return select(less(x, set1(kLeastExponent)), zero(), exp(x)); }
-
 // f(accumulator, logits) for all n, the last ones filled up with `fill`.
 template <class T, class F>
 TF_INLINE void each(const T* x, long n, float fill, const F& f) {
@@ -58,7 +55,7 @@ void look_at_row(const CrossEntropyArgs& args, long row) {
     TF_UNROLL for (int u = 0; u < kSums; ++u) exponentials[u] = distances[u] = zero();
     const auto add = [&](int u, Vec y) __attribute__((always_inline)) {
       const Vec distance = y - set1(top);
-      exponentials[u] = exponentials[u] + share(distance);
+      exponentials[u] = exponentials[u] + exp(distance);
       distances[u] = distances[u] + distance;
     };
     const long whole = n / kLanes * kLanes;
@@ -96,7 +93,7 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
   const bool has = place >= 0 && place < n;
   const float logit = has ? load_one(x + place) : 0.0f;  // before it is written over
   for (long j = 0; j < n; j += kLanes)
-    store_some(to + j, fma(share((load_some(x + j, n - j) - peak) - log), by, even), n - j);
+    store_some(to + j, fma(exp((load_some(x + j, n - j) - peak) - log), by, even), n - j);
   if (!has) return;
   // In double, since a target that is almost certain leaves but the difference to 1.
   const double s = call.smoothing;

@@ -98,16 +98,17 @@ TF_INLINE Bits to_bf16(Vec x) {
   return _mm_packs_epi32(high, high);
 }
 
-// Without F16C, one by one. As a float the half's bits are 2^112 times too small.
+// Without F16C, one by one. Denormal halves are multiples of 2^-24; as bits of a float they would
+// be denormal, which attention takes for 0.
 inline float widen(uint16_t half) {
   const uint32_t size = half & 0x7fffu, sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  uint32_t bits = size << 13;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  value *= 0x1p112f;
-  std::memcpy(&bits, &value, 4);
+  const float small = static_cast<float>(size) * 0x1p-24f;
+  uint32_t bits;
+  std::memcpy(&bits, &small, 4);
+  if (size >= 0x400u) bits = (size << 13) + 0x38000000u;
   if (size >= 0x7c00u) bits = 0x7f800000u | size << 13;
   bits |= sign;
+  float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
@@ -154,6 +155,10 @@ TF_INLINE void store(BFloat16* p, Vec x) { store_bits(p, to_bf16(x)); }
 TF_INLINE void store(Float16* p, Vec x) { store_bits(p, to_fp16(x)); }
 TF_INLINE void store_n(BFloat16* p, Vec x, long n) { store_bits_n(p, to_bf16(x), n); }
 TF_INLINE void store_n(Float16* p, Vec x, long n) { store_bits_n(p, to_fp16(x), n); }
+
+// To the nearest number of the type.
+TF_INLINE Vec rounded(Vec x, BFloat16) { return from_bf16(to_bf16(x)); }
+TF_INLINE Vec rounded(Vec x, Float16) { return from_fp16(to_fp16(x)); }
 
 // Up to kLanes elements of any type; the other lanes are 0.
 template <class T>

@@ -36,6 +36,8 @@ TF_INLINE Vec min(Vec x, Vec y) { return _mm512_min_ps(x, y); }
 TF_INLINE Vec round(Vec x) { return _mm512_roundscale_ps(x, 8); }
 TF_INLINE Mask equal(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
 TF_INLINE Mask less(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
+// Lanes that hold NaN are not less.
+TF_INLINE Mask not_less(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
 TF_INLINE Mask not_a_number(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 // mask ? x : y
 TF_INLINE Vec select(Mask m, Vec x, Vec y) { return _mm512_mask_blend_ps(m, y, x); }
@@ -44,6 +46,8 @@ TF_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 TF_INLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 // x * 2^n for integral n from -126 to 127.
 TF_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+// The same where the mask is set, else 0, whatever n is.
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm512_maskz_scalef_ps(m, x, n); }
 // 0 where the byte is zero, else all lanes of the mask set.
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
   const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -71,6 +75,7 @@ TF_INLINE Vec min(Vec x, Vec y) { return _mm256_min_ps(x, y); }
 TF_INLINE Vec round(Vec x) { return _mm256_round_ps(x, 8); }
 TF_INLINE Mask equal(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_EQ_OQ); }
 TF_INLINE Mask less(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_LT_OQ); }
+TF_INLINE Mask not_less(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
 TF_INLINE Mask not_a_number(Vec x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
 TF_INLINE Vec select(Mask m, Vec x, Vec y) { return _mm256_blendv_ps(y, x, m); }
 TF_INLINE bool any(Mask m) { return _mm256_movemask_ps(m) != 0; }
@@ -88,6 +93,7 @@ TF_INLINE Vec scale_by_power(Vec x, Vec n) {
   const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return x * _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
 }
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm256_and_ps(m, scale_by_power(x, n)); }
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
   const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(b), _mm256_setzero_si256()));
@@ -118,6 +124,7 @@ TF_INLINE Vec min(Vec x, Vec y) { return _mm_min_ps(x, y); }
 TF_INLINE Vec round(Vec x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }  // |x| < 2^31
 TF_INLINE Mask equal(Vec x, Vec y) { return _mm_cmpeq_ps(x, y); }
 TF_INLINE Mask less(Vec x, Vec y) { return _mm_cmplt_ps(x, y); }
+TF_INLINE Mask not_less(Vec x, Vec y) { return _mm_cmpnlt_ps(x, y); }
 TF_INLINE Mask not_a_number(Vec x) { return _mm_cmpunord_ps(x, x); }
 TF_INLINE Vec select(Mask m, Vec x, Vec y) {
   return _mm_or_ps(_mm_and_ps(m, x), _mm_andnot_ps(m, y));
@@ -135,6 +142,7 @@ TF_INLINE Vec scale_by_power(Vec x, Vec n) {
   const __m128i bits = _mm_add_epi32(_mm_cvtps_epi32(n), _mm_set1_epi32(127));
   return x * _mm_castsi128_ps(_mm_slli_epi32(bits, 23));
 }
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm_and_ps(m, scale_by_power(x, n)); }
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
   int32_t four;
   std::memcpy(&four, p, 4);
@@ -147,13 +155,14 @@ TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
 
 TF_INLINE Vec zero() { return set1(0.0f); }
 
-// Results below the smallest normal number cost hundreds of cycles on some CPUs, so e^x stops here.
+// Results below the smallest normal number cost hundreds of cycles on some CPUs, so e^x is 0 from
+// here on.
 constexpr float kLeastExponent = -87.3f;
 
-// e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 1.2e-38 from -87.3 down,
-// -inf included; NaN stays NaN. x must not exceed 88.3 (callers subtract the maximum, or clamp).
+// e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 0 below -87.3, -inf
+// included; NaN stays NaN. x must not exceed 88.3 (callers subtract the maximum, or clamp).
 TF_INLINE Vec exp(Vec x) {
-  x = max(set1(kLeastExponent), x);  // in this order NaN comes through
+  const Mask normal = not_less(x, set1(kLeastExponent));
   const Vec n = round(x * set1(1.44269504089f));
   Vec f = fma(x, set1(1.44269502162933349609375f), set1(0.0f) - n);
   f = fma(x, set1(1.9259629911266175e-8f), f);
@@ -164,7 +173,7 @@ TF_INLINE Vec exp(Vec x) {
   p = fma(p, f, set1(2.4022646891e-01f));
   p = fma(p, f, set1(6.9314720574e-01f));
   p = fma(p, f, set1(1.0f));
-  return scale_by_power(p, n);
+  return scale_where(normal, p, n);
 }
 
 }  // namespace
