@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Target, drawn, on, run, targets, targets_and_cases, use
 
-from transformer_fast import _native
+from transformer_fast import _native, nn
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.specs.spec import Draw
@@ -51,8 +51,9 @@ def large(op: str, dtype: torch.dtype, queries: int = 900, heads: int = 5) -> li
     return {
         "layer_norm": [norm],
         "add_layer_norm": [(norm[0], draw.normal(900, 130), *norm[1:], 0.0, None)],
-        "linear": [linear(1, 700), linear(40, 300), linear(500, 130)],
-        "feed_forward": [feed_forward(rows) for rows in (1, 40, 500)],
+        "linear": [linear(1, 700), linear(40, 300), linear(100, 300), linear(500, 130)],
+        # From some 60 rows on one thread takes them in blocks, several do so from as many times that.
+        "feed_forward": [feed_forward(rows) for rows in (1, 40, 60, 100, 170, 500)],
         "cross_entropy": [(draw.normal(700, 130), draw.integers(700, end=130), 7, 0.1)],
         "linear_cross_entropy": [
             (draw.normal(rows, 90), draw.weight(130, 90), None, draw.integers(rows, end=130), 7, 0)
@@ -75,6 +76,20 @@ def test_thread_counts_agree(target, threads):
             torch.set_num_threads(count)
             results.append(run(target, arguments))
         assert all(equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [60, 100, 170])
+def test_thread_counts_agree_on_layers(rows, dtype, isa, threads):
+    """A whole layer in one call, whose residual connections are added inside it."""
+    layer = nn.TransformerEncoderLayer(48, 3, 200, batch_first=True).to(dtype).eval()
+    source = torch.randn(2, rows // 2, 48, dtype=dtype)
+    results = []
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        with torch.no_grad():
+            results.append(layer(source))
+    assert all(equal(results[0], result) for result in results[1:])
 
 
 @pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))

@@ -3,6 +3,8 @@
 // wants.
 #include "cpu/feed_forward_half_kernel.h"
 
+#include <type_traits>
+
 #include "cpu/feed_forward_product.h"
 
 namespace tf::TF_ISA {
@@ -25,6 +27,11 @@ void block(const HalfFeedForwardArgs& args, long begin, long end, void* scratch)
             hidden_factors(args.dropout, args.row + begin + i, j, factors[0], factors[1]);
             low = drop(low, factors[0]);
             high = drop(high, factors[1]);
+          }
+          // As two linear maps pass them on: how rows are cut must not reach the result.
+          if constexpr (!std::is_same_v<typename Product<T>::Operand, T>) {
+            low = rounded(low, T{});
+            high = rounded(high, T{});
           }
         };
       },

@@ -97,10 +97,6 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
     } else {
       for (long j = 0; j < args.n; j += kLanes) store(y + i * layout.y_stride + j, zero());
     }
-    if (args.residual != nullptr) {
-      const float* add = args.residual + (begin + i) * args.residual_stride;
-      for (long j = 0; j < args.n; ++j) y[i * layout.y_stride + j] += add[j];
-    }
   }
   for (long f = 0; f < args.f; f += kHidden) {
     const long units = least(kHidden, args.f - f);
@@ -129,8 +125,15 @@ void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float*
                                layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false},
                                args.packed2 + (j + kPanel) * args.f + f * kPanel);
   }
-  for (long i = 0; i < rows && args.y != nullptr; ++i)
-    copy_row(y + i * layout.y_stride, args.n, args.y + (begin + i) * args.n, args.n);
+  for (long i = 0; i < rows && args.y != nullptr; ++i) {
+    float* sums = y + i * layout.y_stride;
+    // Last, as two linear maps add it: how rows are cut must not reach the result.
+    if (args.residual != nullptr) {
+      const float* add = args.residual + (begin + i) * args.residual_stride;
+      for (long j = 0; j < args.n; ++j) sums[j] += add[j];
+    }
+    copy_row(sums, args.n, args.y + (begin + i) * args.n, args.n);
+  }
 }
 
 }  // namespace tf::TF_ISA
