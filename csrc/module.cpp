@@ -3,11 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "build_config.h"
+#include "cpu/fingerprint.h"
 #include "cpu/fresh.h"
 #include "cpu/isa.h"
 #include "cpu/kept_memory.h"
@@ -61,6 +65,22 @@ py::list supported_isas() {
   return names;
 }
 
+// A matrix of `row_bytes` bytes a row, `stride` bytes apart.
+std::unique_ptr<tf::Fingerprint> take_fingerprint(uintptr_t address, long rows, long row_bytes,
+                                                  long stride) {
+  if (address == 0 || rows <= 0 || row_bytes <= 0)
+    throw std::invalid_argument("Fingerprint: the matrix must not be empty");
+  const py::gil_scoped_release release;
+  return std::make_unique<tf::Fingerprint>(
+      tf::FingerprintArgs{reinterpret_cast<const char*>(address), rows, row_bytes, stride});
+}
+
+bool all_hold(const std::vector<tf::Fingerprint*>& fingerprints, int64_t rows) {
+  const py::gil_scoped_release release;
+  return std::all_of(fingerprints.begin(), fingerprints.end(),
+                     [rows](tf::Fingerprint* fingerprint) { return fingerprint->holds(rows); });
+}
+
 tf::Isa isa_or_current(const std::optional<std::string>& name) {
   return name ? tf::find_isa(name->c_str(), "isa") : tf::current_isa();
 }
@@ -80,7 +100,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
   m.def(
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
-      "Chooses the instruction set for the whole process. Raises ValueError.");
+      "Chooses the instruction set for the whole process, for tests. No other thread may be inside "
+      "an operator: its scratch memory would be that of another instruction set. Raises "
+      "ValueError.");
 
   m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
         "Whether results of operators start as NaN, for tests; returns whether they did.");
@@ -89,9 +111,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),
         "Whether such products split weights packed in fp32 into bfloat16 pieces.");
 
+  py::class_<tf::Fingerprint>(m, "Fingerprint",
+                              "Whether a matrix in memory, which must still be there, has changed.")
+      .def(py::init(&take_fingerprint), py::arg("address"), py::arg("rows"), py::arg("row_bytes"),
+           py::arg("stride"));
+  m.def("all_hold", &all_hold, py::arg("fingerprints"), py::arg("rows"),
+        "Whether none of the matrices is seen to have changed, in products of so many rows.");
+
   m.def("kept_bytes", &tf::kept_bytes, "Bytes kept for large results that no tensor uses.");
   m.def("kept_limit", &tf::kept_limit, "Most bytes to keep.");
   m.def("set_kept_limit", &tf::set_kept_limit, py::arg("bytes"), "Changes it.");
+  m.def("release_kept", &tf::release_kept, "Frees what is kept; whether that was anything.");
 
   m.def(
       "probe_fma",

@@ -327,25 +327,19 @@ def test_a_copy_that_cannot_be_read_is_not():
         OPS.cpu_linear(x, weight, pieces, bias, None, 0), result_of("linear", arguments, "avx512")
     )
     use("amx")
-    for wrong in (packed_both_ways(weight * 2)[0], packed_both_ways(weight[:, 1:])[0], pieces[1:]):
+    for wrong in (packed_both_ways(weight[:, 1:])[0], pieces[1:]):
         result = OPS.cpu_linear(x, weight, wrong, bias, None, 0)
         assert torch.equal(result, result_of("linear", arguments))
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-36, 1e-42, math.nan, math.inf])
-def test_a_copy_is_used(size):
-    """Also if it holds numbers that pieces cannot say; else each call would pack again."""
+def test_a_copy_is_used():
+    """Whether it is one of this weight its caller knows."""
     x, weight, *_ = linear(75, 70, 50)
-    weight[:25] *= size
     pieces, _ = packed_both_ways(weight)
-    read = 0
-    for row in range(25, 50):
-        # Two dozen values are compared; a copy that differs elsewhere shows that it is read.
-        other = weight.clone()
-        other[row] += 1
-        one, two = (OPS.cpu_linear(x, other, p, None, None, 0)[:, row] for p in (pieces, None))
-        read += not torch.equal(one, two)
-    assert read > 5
+    assert torch.equal(
+        OPS.cpu_linear(x, weight + 1, pieces, None, None, 0),
+        OPS.cpu_linear(x, weight, None, None, None, 0),
+    )
 
 
 @pytest.mark.parametrize("rows", [8, 75, 150])

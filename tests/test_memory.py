@@ -6,8 +6,11 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,8 +155,74 @@ def test_a_forked_process_goes_on() -> None:
     assert bool((y == 1.0).all())
 
 
-def test_it_cannot_grow_in_place() -> None:
+def test_it_cannot_be_resized_in_place_unless_nothing_is_kept() -> None:
     y = result(4)
     with pytest.raises(RuntimeError, match="resiz"):
         y.resize_(2 * y.shape[0], y.shape[1])
+    with pytest.raises(RuntimeError, match="resiz"):
+        y.untyped_storage().resize_(0)
     assert y.resize_(1, 1).numel() == 1
+    memory.set_limit(0)
+    y = result(4, 2.0)
+    y.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(4 * MIB)
+    y = result(4, 2.0)
+    y.resize_(2 * y.shape[0], y.shape[1])
+    assert y[0, 0] == 2.0
+
+
+def test_kept_memory_is_given_back_before_a_result_is_refused() -> None:
+    """And what is said then is what PyTorch says."""
+    code = """
+import resource, torch
+from transformer_fast import functional, memory
+torch.set_num_threads(1)
+
+def result(mebibytes):
+    return functional.linear(
+        torch.zeros(mebibytes * 1024, 8), torch.zeros(256, 8), backend="cpu"
+    )
+
+memory.set_limit(2**30)
+result(8), result(300)
+assert memory.kept() >= 300 * 2**20, memory.kept()
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
+y = result(400)  # only if the 300 are given back
+assert memory.kept() == 0
+for mebibytes in (700, 1):
+    keep = []
+    try:
+        while True:
+            keep.append(result(mebibytes))
+    except RuntimeError as error:
+        print(error)
+    del keep
+"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    expected = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes"
+    for mebibytes in (700, 1):
+        assert expected.format(mebibytes * MIB) in done.stdout
+
+
+def test_the_limit_honours_control_groups(tmp_path: Path) -> None:
+    def group(path: str, limit: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(limit + "\n")
+
+    machine = memory._memory(tmp_path)
+    assert machine == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group("proc/self/cgroup", "0::/a/b")
+    assert memory._memory(tmp_path) == machine
+    group("sys/fs/cgroup/a/b/memory.max", "max")
+    assert memory._memory(tmp_path) == machine
+    group("sys/fs/cgroup/a/memory.max", str(200 * MIB))
+    assert memory._memory(tmp_path) == 200 * MIB
+    group("sys/fs/cgroup/memory.max", str(100 * MIB))  # as a container sees its own
+    assert memory._memory(tmp_path) == 100 * MIB
+    group("proc/self/cgroup", "5:cpu:/c\n4:memory:/c/d\n1:name=systemd:/e")
+    assert memory._memory(tmp_path) == machine
+    group("sys/fs/cgroup/memory/memory.limit_in_bytes", str(50 * MIB))
+    assert memory._memory(tmp_path) == 50 * MIB

@@ -42,6 +42,7 @@ struct Map {
     STD_TORCH_CHECK(w && weight.is_cpu() && weight.scalar_type() == type && weight.dim() == 2 &&
                         weight.size(0) == n && weight.size(1) == k,
                     op, ": ", name, " must be (", n, ", ", k, ") of input's dtype");
+    STD_TORCH_CHECK(weight.numel() <= kMostElements, op, ": ", name, " is too large");
     STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == type && bias->numel() == n),
                     op, ": the bias of ", name, " must have ", n, " elements of input's dtype");
   }

@@ -48,9 +48,28 @@ Tensor filled(AtenTensorHandle handle, size_t bytes) {
   return result;
 }
 
+// PyTorch's memory. What it says when there is none is lost on the way through the stable ABI, so
+// it is said here.
+AtenTensorHandle empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
+                               int32_t dtype, int32_t device_index, int64_t bytes) {
+  AtenTensorHandle handle;
+  // Half the price of new_empty(), which goes by names.
+  const auto make = [&] {
+    return aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(),
+                                    device_index, &handle) == AOTI_TORCH_SUCCESS;
+  };
+  if (!make() && !(release_kept() && make())) throw_out_of_memory(bytes);
+  return handle;
+}
+
 }  // namespace
 
 bool fill_fresh(bool fill) { return filling.exchange(fill, std::memory_order_relaxed); }
+
+void throw_out_of_memory(int64_t bytes) {
+  STD_TORCH_CHECK(false, "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
+                  bytes, " bytes.");
+}
 
 Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
   const auto dims = static_cast<int64_t>(sizes.size());
@@ -58,34 +77,37 @@ Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
   int64_t few[kUsual];
   std::vector<int64_t> many(dims > kUsual ? sizes.size() : 0);
   int64_t* strides = dims > kUsual ? many.data() : few;
-  int64_t count = 1, stride = 1;
+  int64_t stride = 1;
+  bool empty = false, beyond = false;
   for (int64_t d = dims - 1; d >= 0; --d) {
     const int64_t size = sizes[static_cast<size_t>(d)];
     strides[d] = stride;
-    stride *= std::max<int64_t>(1, size);
-    count *= size;
+    beyond |= __builtin_mul_overflow(stride, std::max<int64_t>(1, size), &stride);
+    empty |= size == 0;
   }
   int32_t dtype = aoti_torch_dtype_float32(), device_index = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   if (!in_float) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  const size_t element = in_float ? sizeof(float) : static_cast<size_t>(like.element_size());
-  const size_t bytes = static_cast<size_t>(count) * element;
-  AtenTensorHandle handle;
-  if (bytes >= kLeastKept && torch_from_blob != nullptr) {
-    const KeptBlock block = take_memory(bytes);
-    if (block.place != nullptr) {
-      TORCH_ERROR_CODE_CHECK(torch_from_blob(block.place, dims, sizes.data(), strides, 0, dtype,
-                                             aoti_torch_device_type_cpu(), device_index, &handle,
-                                             aoti_torch_layout_strided(), nullptr, 0, come_back,
-                                             reinterpret_cast<void*>(block.bytes)));
-      return filled(handle, bytes);
-    }
+  const int64_t element = in_float ? 4 : static_cast<int64_t>(like.element_size());
+  int64_t bytes = 0;
+  beyond |= __builtin_mul_overflow(stride, element, &bytes);
+  STD_TORCH_CHECK(empty || !beyond,
+                  "Storage size calculation overflowed: the result has more than ", "2^63 bytes");
+  if (empty) bytes = 0;
+  const bool large = bytes >= static_cast<int64_t>(kLeastKept);
+  if (large && torch_from_blob != nullptr && kept_limit() > 0) {
+    const KeptBlock block = take_memory(static_cast<size_t>(bytes));
+    if (block.place == nullptr) throw_out_of_memory(bytes);
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(torch_from_blob(block.place, dims, sizes.data(), strides, 0, dtype,
+                                           aoti_torch_device_type_cpu(), device_index, &handle,
+                                           aoti_torch_layout_strided(), nullptr, 0, come_back,
+                                           reinterpret_cast<void*>(block.bytes)));
+    return filled(handle, static_cast<size_t>(bytes));
   }
-  // Half the price of new_empty(), which goes by names.
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dims, sizes.data(), strides, dtype, aoti_torch_device_type_cpu(), device_index, &handle));
-  Tensor result = filled(handle, bytes);
-  if (bytes >= kLeastKept) prefer_huge_pages(result);
+  Tensor result = filled(empty_strided(dims, sizes.data(), strides, dtype, device_index, bytes),
+                         static_cast<size_t>(bytes));
+  if (large) prefer_huge_pages(result);
   return result;
 }
 
@@ -95,12 +117,15 @@ Tensor fresh_rows(const Tensor& input, int64_t columns) {
   return fresh(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
 }
 
-Tensor fresh_weight(const Tensor& like, int64_t count, std::optional<ScalarType> type) {
-  Tensor all = torch::stable::new_empty(like, {&count, 1}, type);
-  const int64_t element = static_cast<int64_t>(all.element_size()), bytes = count * element;
+Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16) {
+  int32_t dtype = aoti_torch_dtype_bfloat16(), device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  if (!in_bfloat16) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  const int64_t element = in_bfloat16 ? 2 : static_cast<int64_t>(like.element_size());
+  const int64_t bytes = count * element, one = 1;
+  const int64_t size = bytes < kHuge ? count : count + kHuge / element;
+  Tensor all(empty_strided(1, &size, &one, dtype, device_index, size * element));
   if (bytes < kHuge) return all;
-  const int64_t sizes[] = {count + kHuge / element};
-  all = torch::stable::new_empty(like, {sizes, 1}, type);
   const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
   const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
   // Only whole ones, so that no memory is wasted.

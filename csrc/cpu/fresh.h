@@ -44,7 +44,9 @@ inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& tensor) 
 
 // Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
 // fifth, so it begins where a huge page does.
-Tensor fresh_weight(const Tensor& like, int64_t count,
-                    std::optional<ScalarType> type = std::nullopt);
+Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16 = false);
+
+// There is no memory for so many bytes: the exception that PyTorch has for it.
+[[noreturn]] void throw_out_of_memory(int64_t bytes);
 
 }  // namespace tf

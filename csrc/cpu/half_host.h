@@ -55,15 +55,11 @@ inline void pack(const Tensor& weight, void* place) {
 // The panels of a weight: those given, if they are a packed copy of it that this instruction set
 // reads, else packed now into the calling thread's shared scratch.
 inline const void* panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot) {
-  const int64_t n = weight.size(0), k = weight.size(1), bytes = packed_bytes(weight);
+  const int64_t bytes = packed_bytes(weight);
   if (packed && packed->is_cpu() && packed->scalar_type() == weight.scalar_type() &&
-      packed->is_contiguous() && packed->numel() == bytes / 2 + kPackedTail &&
-      (k <= 1 || weight.stride(1) == 1)) {
+      packed->is_contiguous() && packed->numel() == bytes / 2 + kPackedTail) {
     const auto* data = static_cast<const uint16_t*>(packed->const_data_ptr());
-    if (data[packed->numel() - 1] == packed_layout(weight) &&
-        TF_DISPATCH(half_packed_matches, element_of(weight), weight.const_data_ptr(),
-                    weight.stride(0), n, k, data))
-      return data;
+    if (data[packed->numel() - 1] == packed_layout(weight)) return data;
   }
   void* place = bytes_of(shared_scratch(slot), bytes + 2 * kPackedTail);
   pack(weight, place);

@@ -11,10 +11,12 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <optional>
 #include <vector>
 
 #include "cpu/fresh.h"
+#include "cpu/kept_memory.h"
 
 namespace tf {
 
@@ -24,20 +26,29 @@ class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
   float* floats(int64_t count) {
+    constexpr int64_t kMost = int64_t{1} << 57;
+    if (count > kMost) throw_out_of_memory(std::numeric_limits<int64_t>::max());
     const size_t bytes = static_cast<size_t>(count) * sizeof(float);
     if (bytes > size_) {
       std::free(memory_);
       memory_ = nullptr;
       size_ = 0;
       const size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
-      if (posix_memalign(&memory_, kAlign, rounded) != 0) {
+      const auto make = [&] { return posix_memalign(&memory_, kAlign, rounded) == 0; };
+      if (!make() && !(release_kept() && make())) {
         memory_ = nullptr;
-        STD_TORCH_CHECK(false, "out of memory: ", rounded, " bytes of scratch");
+        throw_out_of_memory(static_cast<int64_t>(rounded));
       }
       madvise(memory_, rounded, MADV_HUGEPAGE);
       size_ = rounded;
     }
     return static_cast<float*>(memory_);
+  }
+  // (rows, columns), of which neither is the other's: a product that may be no 64-bit number.
+  float* floats(int64_t rows, int64_t columns) {
+    int64_t count = 0;
+    if (__builtin_mul_overflow(rows, columns, &count)) count = std::numeric_limits<int64_t>::max();
+    return floats(count);
   }
   void trim() {
     if (size_ <= kKeep) return;
@@ -123,6 +134,24 @@ inline void check_type(const char* op, const char* name, const Tensor& tensor, S
 }
 inline void check_float(const char* op, const char* name, const Tensor& tensor) {
   check_type(op, name, tensor, ScalarType::Float, "");
+}
+
+// Rows of `normalized` elements, which make up the tensor. What dropout drops goes by the last
+// dimension, so its rows must lie whole in them.
+inline void check_normalized(const char* op, const Tensor& input, int64_t normalized,
+                             double dropout_p) {
+  STD_TORCH_CHECK(normalized > 0 ? input.numel() % normalized == 0 : input.numel() == 0, op, ": ",
+                  input.numel(), " elements are no rows of ", normalized);
+  const int64_t last = input.dim() > 0 ? input.size(input.dim() - 1) : 1;
+  STD_TORCH_CHECK(dropout_p == 0.0 || normalized <= 0 || normalized % last == 0, op,
+                  ": with dropout, ", normalized, " must be a multiple of the last dimension, ",
+                  last);
+}
+
+// The number of an activation (activation.h).
+inline int checked_activation(const char* op, int64_t activation) {
+  STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);
+  return static_cast<int>(activation);
 }
 
 // A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen

@@ -2,9 +2,7 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -13,18 +11,13 @@ namespace tf {
 namespace {
 
 constexpr size_t kHuge = kHugePage, kStep = size_t{64} << 10;
-
-// A GiB, but no more than a sixteenth of the machine's memory.
-size_t usual_limit() {
-  const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
-  constexpr size_t kMost = size_t{1} << 30;
-  if (pages <= 0 || page <= 0) return kMost;
-  return std::min(kMost, static_cast<size_t>(pages) * static_cast<size_t>(page) / 16);
-}
+// No address space is larger, and sizes up to it can be rounded up.
+constexpr size_t kMost = size_t{1} << 57;
 
 class KeptMemory {
  public:
   KeptBlock take(size_t bytes) {
+    if (bytes > kMost) return {nullptr, 0};
     const size_t wanted = (bytes + kStep - 1) / kStep * kStep;
     {
       const std::lock_guard<std::mutex> guard(lock_);
@@ -42,7 +35,21 @@ class KeptMemory {
         return block;
       }
     }
-    return map(wanted);
+    KeptBlock block = map(wanted);
+    if (block.place == nullptr && release()) block = map(wanted);
+    return block;
+  }
+
+  // Frees all that is kept; whether that was anything.
+  bool release() {
+    std::vector<KeptBlock> all;
+    {
+      const std::lock_guard<std::mutex> guard(lock_);
+      all.swap(blocks_);
+      total_ = 0;
+    }
+    unmap(all);
+    return !all.empty();
   }
 
   void give_back(const KeptBlock& block) {
@@ -109,7 +116,7 @@ class KeptMemory {
 
   std::mutex lock_;
   std::vector<KeptBlock> blocks_;  // in the order in which they came back
-  size_t total_ = 0, limit_ = usual_limit();
+  size_t total_ = 0, limit_ = 0;
 };
 
 KeptMemory& kept() {
@@ -128,6 +135,7 @@ KeptMemory& kept() {
 
 KeptBlock take_memory(size_t bytes) { return kept().take(bytes); }
 void give_back(const KeptBlock& block) { kept().give_back(block); }
+bool release_kept() { return kept().release(); }
 void set_kept_limit(size_t bytes) { kept().set_limit(bytes); }
 size_t kept_limit() { return kept().limit(); }
 size_t kept_bytes() { return kept().total(); }

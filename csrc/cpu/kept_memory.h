@@ -19,7 +19,11 @@ struct KeptBlock {
 KeptBlock take_memory(size_t bytes);
 void give_back(const KeptBlock& block);
 
-// Bytes that are kept at most, and now. A lower limit frees at once what is beyond it.
+// Frees what is kept, for whoever finds no memory; whether that was anything.
+bool release_kept();
+
+// Bytes that are kept at most, 0 to begin with, and now. A lower limit frees at once what is beyond
+// it. While it is 0 results lie in PyTorch's memory, which can be resized.
 void set_kept_limit(size_t bytes);
 size_t kept_limit();
 size_t kept_bytes();

@@ -21,12 +21,6 @@ void half_pack_panels(Element type, const void* weight, long stride, long n, lon
                                                                end);
 }
 
-bool half_packed_matches(Element type, const void* weight, long stride, long n, long k,
-                         const void* packed) {
-  return (type == Element::bfloat16 ? matches<BFloat16> : matches<Float16>)(weight, stride, n, k,
-                                                                            packed);
-}
-
 long half_linear_row_block(const TypedLinearArgs& args) {
   return args.type == Element::bfloat16 ? row_block<BFloat16>(args.k) : row_block<Float16>(args.k);
 }

@@ -16,10 +16,6 @@ TF_KERNEL_AMX(long half_packed_layout(Element type))
 TF_KERNEL_AMX(void half_pack_panels(Element type, const void* weight, long stride, long n, long k,
                                     void* packed, long begin, long end))
 
-// Whether `packed` still holds W, judged by some values of it.
-TF_KERNEL_AMX(bool half_packed_matches(Element type, const void* weight, long stride, long n,
-                                       long k, const void* packed))
-
 // Rows that one call of half_linear_block should be given, at most.
 TF_KERNEL_AMX(long half_linear_row_block(const TypedLinearArgs& args))
 

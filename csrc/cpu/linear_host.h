@@ -10,11 +10,16 @@
 
 namespace tf {
 
+// More than any machine has memory for; views that repeat elements may have more.
+constexpr int64_t kMostElements = int64_t{1} << 56;
+
 inline void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
                          const std::optional<Tensor>& bias, ScalarType type = ScalarType::Float) {
   check_type(op, name, weight, type, "input");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
                   columns, ")");
+  // So that sizes which are rounded up to whole panels are numbers, too.
+  STD_TORCH_CHECK(weight.numel() <= kMostElements, op, ": ", name, " is too large");
   if (bias) {
     check_type(op, "bias", *bias, type, "input");
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
@@ -55,25 +60,21 @@ struct Panels {
 };
 
 // A packed copy is a tensor of floats, or, in pieces, of bfloat16; its type and size, and the width
-// of a panel at its end, tell whether the instruction set in use can read it.
+// of a panel at its end, tell whether the instruction set in use can read it. That it is a copy of
+// what the weight is now, the caller has made sure of (Fingerprint).
 inline Panels given_panels(const Tensor& weight, const Tensor& packed) {
   const int64_t n = weight.size(0), k = weight.size(1);
   Panels panels;
-  if (!packed.is_cpu() || !packed.is_contiguous() || (k > 1 && weight.stride(1) != 1))
-    return panels;
-  const auto* w = static_cast<const float*>(weight.const_data_ptr());
+  if (!packed.is_cpu() || !packed.is_contiguous()) return panels;
   const int64_t size = packed.numel();
   if (packed.scalar_type() == ScalarType::Float &&
       size == TF_DISPATCH(packed_size, n, k) + kPackedTail) {
     const float* data = static_cast<const float*>(packed.const_data_ptr());
-    if (data[size - 1] == static_cast<float>(TF_DISPATCH(panel_columns, )) &&
-        TF_DISPATCH(packed_matches, w, weight.stride(0), n, k, data))
-      panels.whole = data;
+    if (data[size - 1] == static_cast<float>(TF_DISPATCH(panel_columns, ))) panels.whole = data;
   }
 #ifdef TF_HAVE_AMX
   if (packed.scalar_type() == ScalarType::BFloat16 && current_isa() == Isa::amx &&
-      size == pieces::split_packed_bytes(n, k) / 2 + kPackedTail &&
-      pieces::split_packed_matches(w, weight.stride(0), n, k, packed.const_data_ptr()))
+      size == pieces::split_packed_bytes(n, k) / 2 + kPackedTail)
     panels.pieces = packed.const_data_ptr();
 #endif
   return panels;
@@ -116,7 +117,7 @@ inline Tensor pack_pieces([[maybe_unused]] const Tensor& weight) {
 #ifdef TF_HAVE_AMX
   const int64_t n = weight.size(0), k = weight.size(1);
   const int64_t size = pieces::split_packed_bytes(n, k) / 2 + kPackedTail;
-  Tensor packed = fresh_weight(weight, size, ScalarType::BFloat16);
+  Tensor packed = fresh_weight(weight, size, true);
   auto* place = static_cast<uint16_t*>(packed.mutable_data_ptr());
   if (weight.numel() > 0) pieces::pack(as_rows(weight), n, k, false, place);
   std::fill(place + size - kPackedTail, place + size, uint16_t{0});

@@ -151,18 +151,6 @@ long panel_columns() { return kPanel; }
 
 long packed_size(long n, long k) { return round_up(n, kPanel) * k; }
 
-bool packed_matches(const float* weight, long stride, long n, long k, const float* packed) {
-  constexpr uint64_t kSamples = 24, kGolden = 0x9e3779b97f4a7c15;
-  const uint64_t size = static_cast<uint64_t>(n) * static_cast<uint64_t>(k);
-  for (uint64_t i = 0; i < kSamples && size > 0; ++i) {
-    const long place = static_cast<long>((i * kGolden >> 16) % size);
-    const long row = place / k, column = place % k;
-    const float* copy = packed + row / kPanel * kPanel * k + column * kPanel + row % kPanel;
-    if (std::memcmp(weight + row * stride + column, copy, sizeof(float)) != 0) return false;
-  }
-  return true;
-}
-
 void pack_panels(const float* weight, long stride, long n, long k, float* packed, long begin,
                  long end) {
   for (long p = begin; p < end; ++p) {

@@ -23,11 +23,6 @@ struct LinearArgs {
 TF_KERNEL(long panel_columns())
 TF_KERNEL(long packed_size(long n, long k))
 
-// Whether `packed` still holds W, judged by some values of it: what was written behind PyTorch's
-// back (through .data, NumPy, shared memory) is noticed when it changed a good part of the matrix.
-TF_KERNEL(bool packed_matches(const float* weight, long stride, long n, long k,
-                              const float* packed))
-
 // Packs panels [begin, end) of W (n, k), rows stride apart.
 TF_KERNEL(void pack_panels(const float* weight, long stride, long n, long k, float* packed,
                            long begin, long end))

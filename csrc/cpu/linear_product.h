@@ -25,26 +25,6 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
   }
 }
 
-template <class T>
-bool matches(const void* weight, long stride, long n, long k, const void* packed) {
-  using P = Product<T>;
-  constexpr uint64_t kSamples = 24, kGolden = 0x9e3779b97f4a7c15;
-  constexpr float kLeastNormal = std::numeric_limits<float>::min();
-  const uint64_t size = static_cast<uint64_t>(n) * static_cast<uint64_t>(k);
-  for (uint64_t i = 0; i < kSamples && size > 0; ++i) {
-    const long place = static_cast<long>((i * kGolden >> 16) % size);
-    const long row = place / k, column = place % k;
-    const auto* panel =
-        static_cast<const typename P::Operand*>(packed) + row / kPanel * P::panel_size(k);
-    const float now = load_one(static_cast<const T*>(weight) + row * stride + column);
-    const float then = P::element(panel, column, row % kPanel);
-    // The smallest numbers lose their lowest pieces.
-    const bool lost = P::kSplit && now - then < kLeastNormal && then - now < kLeastNormal;
-    if (now != then && !lost && (now == now || then == then)) return false;
-  }
-  return true;
-}
-
 // What becomes of the sums of rows from `row` on.
 template <class T>
 class RowEnds {

@@ -76,10 +76,6 @@ void split_pack_panels(const float* weight, long stride, long n, long k, bool tr
                     static_cast<P::Operand*>(packed) + p * P::panel_size(k));
 }
 
-bool split_packed_matches(const float* weight, long stride, long n, long k, const void* packed) {
-  return matches<float>(weight, stride, n, k, packed);
-}
-
 long split_linear_row_block(const TypedLinearArgs& args) {
   return in_slabs(args.k) ? kSlabRows : row_block<float>(args.k);
 }

@@ -13,10 +13,6 @@ TF_KERNEL_SPLIT(long split_packed_bytes(long n, long k))
 TF_KERNEL_SPLIT(void split_pack_panels(const float* weight, long stride, long n, long k,
                                        bool transposed, void* packed, long begin, long end))
 
-// Whether `packed` still holds W, judged by some values of it.
-TF_KERNEL_SPLIT(bool split_packed_matches(const float* weight, long stride, long n, long k,
-                                          const void* packed))
-
 // Rows that one call of split_linear_block should be given, at most.
 TF_KERNEL_SPLIT(long split_linear_row_block(const TypedLinearArgs& args))
 

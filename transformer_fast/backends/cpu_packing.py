@@ -1,26 +1,33 @@
-"""Weights packed once for inference and reused, never stale.
+"""Weights packed once for inference and reused until they change.
 
 The kernels read a weight in panels. Packing costs about as much as multiplying a few dozen rows, so
 for calls without gradients the packed copy of an `nn.Parameter` (or of a view of one) is kept and
 used until the parameter changes: by an in-place update or ``load_state_dict`` (its version counter),
-by ``.to()`` or assignment to ``.data`` (its memory), by replacement or deletion (a weak reference).
-Writes that PyTorch cannot see (through ``.data`` views, NumPy, shared memory) are caught by
-comparing two dozen values at each call, which notices an update of the whole matrix but may miss one
-of a few elements; `forget` drops all copies.
+by ``.to()``, assignment to ``.data`` or deletion (its memory is gone: a weak reference to its
+storage, since one to the tensor would keep ``torch.utils.swap_tensors`` from working).
+
+Writes that PyTorch does not see (through ``.data``, NumPy, another tensor on the same memory, shared
+memory) are found by a fingerprint (``csrc/cpu/fingerprint.h``): every call compares something of
+every row and of every column, each call something else, and calls of 1,024 rows or more everything.
+So a row or a column that is written is found at once, and a single element after some calls. `forget`
+drops copies. A copy that is found to be stale is packed anew.
 
 On CPUs with AMX, products of 144 rows or more read another copy, in which each weight is three
 bfloat16 pieces (6 bytes); a model that is called both ways, as in decoding, keeps both.
 
-At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept, the oldest going first.
+At most ``TRANSFORMER_FAST_PACKED_MB`` (default 4096) are kept. Beyond that, a weight's copy replaces
+those that were not used since the weight was last asked for: of a model that is too large as a whole,
+some copies stay and the rest is packed in each call.
+
+There is no lock: a process that is forked while a thread packs finds none held.
 """
 
 from __future__ import annotations
 
-import threading
+import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +35,56 @@ from torch import Tensor
 from .. import _native, _switches
 
 
-class _Entry(NamedTuple):
-    owner: weakref.ref[Tensor]
-    version: int
-    address: int
-    #: Keeps the memory at `address` from being given to another tensor while the entry stands.
-    storage: Any
-    packed: Tensor
-
-
-_entries: OrderedDict[tuple[Any, ...], _Entry] = OrderedDict()
-_lock = threading.Lock()
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
-_held = 0
-#: How often copies were dropped: who remembers some has to ask again.
-_drops = 0
 
+
+class _Entry:
+    """A packed copy, and what the weight was when it was packed."""
+
+    __slots__ = ("address", "fingerprint", "packed", "shape", "storage", "used", "version")
+
+    def __init__(self, key: tuple[Any, ...], weight: Tensor, rows: int) -> None:
+        # All before packing: a write in the meantime must not pass for the packed state.
+        self.version = weight._version
+        self.address = weight.data_ptr()
+        self.shape = weight.shape
+        self.storage = weakref.ref(weight.untyped_storage(), lambda _: _drop(key))
+        self.fingerprint = _fingerprint(weight)
+        self.used = 0
+        #: None once the copy is dropped.
+        self.packed: Tensor | None = torch.ops.transformer_fast.cpu_pack_weight(
+            weight.detach(), rows
+        )
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether nothing that PyTorch sees has changed.
+
+        As long as there is a copy there is its storage, so memory at the same address is the same.
+        """
+        return (
+            self.packed is not None
+            and self.version == weight._version
+            and self.address == weight.data_ptr()
+            and self.shape == weight.shape
+        )
+
+
+def _fingerprint(weight: Tensor) -> Any:
+    assert _native.module is not None  # or no kernel would ask
+    matrix = weight if weight.stride(1) == 1 else weight.t()
+    size = weight.element_size()
+    return _native.module.Fingerprint(
+        weight.data_ptr(), matrix.shape[0], matrix.shape[1] * size, matrix.stride(0) * size
+    )
+
+
+# All that is done with these are single operations of a dict.
+_entries: dict[tuple[Any, ...], _Entry] = {}
+#: When weights were last asked for of which no copy was kept, because there was no room.
+_refused: dict[tuple[Any, ...], int] = {}
+_MOST_REFUSED = 4096
+#: The time: how often copies were asked for.
+_clock = itertools.count(1)
 
 #: Products of so few rows read the weight as it is just as fast.
 FEW_ROWS = 4
@@ -54,29 +95,21 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
 
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
-    if rows <= FEW_ROWS and weight.dtype == torch.float32:
+    if (rows <= FEW_ROWS and weight.dtype == torch.float32) or _is_traced():
         return None
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and weight.requires_grad):
+    if torch.is_grad_enabled() and weight.requires_grad:
         return None
-    owner = _owner(weight)
-    # Tensors made in inference mode have no version counter.
-    if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
-        return None
-    key = _key(weight, owner, rows)
-    entry = _entries.get(key)
-    if (
-        entry is not None
-        and entry.version == owner._version
-        and entry.address == weight.data_ptr()
-        and entry.owner() is owner
-    ):
-        return entry.packed
-    return _pack(key, owner, weight, rows)
+    entry = _entry_of(weight, rows)
+    return None if entry is None else entry.packed
 
 
-def _owner(weight: Tensor) -> Tensor:
-    """What a view is a view of; the tensor itself if it is none."""
-    return weight if weight._base is None else weight._base
+def _is_traced() -> bool:
+    """Whether what is called now may be recorded: a copy would become a constant of the program."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _in_pieces(weight: Tensor, rows: int) -> bool:
@@ -84,30 +117,69 @@ def _in_pieces(weight: Tensor, rows: int) -> bool:
     return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
 
 
-def _key(weight: Tensor, owner: Tensor, rows: int) -> tuple[Any, ...]:
-    return (
-        id(owner), weight.storage_offset(), weight.shape, weight.stride(), weight.dtype,
-        _in_pieces(weight, rows),
+def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
+    """The copy that is kept, which is the weight as it is now; packed now if need be."""
+    owner = weight if weight._base is None else weight._base
+    # Tensors made in inference mode have no version counter.
+    if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
+        return None
+    shape, stride = weight.shape, weight.stride()
+    if 1 not in stride or 0 in shape:
+        return None
+    key = (
+        id(owner), weight.storage_offset(), shape, stride, weight.dtype, _in_pieces(weight, rows)
     )  # fmt: skip
-
-
-def _pack(key: tuple[Any, ...], owner: Tensor, weight: Tensor, rows: int) -> Tensor | None:
-    global _held
-    # Before packing: a write in the meantime must not pass for the packed state.
-    version, address = owner._version, weight.data_ptr()
-    with torch.no_grad():
-        packed = torch.ops.transformer_fast.cpu_pack_weight(weight.detach(), rows)
-    size = packed.nbytes
-    with _lock:
+    now = next(_clock)
+    entry = _entries.get(key)
+    if entry is not None:
+        if entry.is_of(weight) and _hold((entry,), rows):
+            entry.used = now
+            return entry
         _drop(key)
-        if size > _limit:
-            return packed
-        while _held + size > _limit:
-            _drop(next(iter(_entries)))
-        reference = weakref.ref(owner, lambda _: forget_key(key))
-        _entries[key] = _Entry(reference, version, address, weight.untyped_storage(), packed)
-        _held += size
-    return packed
+    if not _make_room(key, weight, rows, now):
+        return None
+    entry = _Entry(key, weight, rows)
+    entry.used = now
+    _entries[key] = entry
+    return entry
+
+
+def _hold(entries: Sequence[_Entry], rows: int) -> bool:
+    """Whether none of the weights is found to be something else than what was packed."""
+    assert _native.module is not None
+    return _native.module.all_hold([entry.fingerprint for entry in entries], rows)  # type: ignore[no-any-return]
+
+
+def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> bool:
+    """Whether a copy of this weight may be kept; drops what it replaces."""
+    # Whole panels, whichever instruction set is in use, and what stands behind them.
+    n, k = (-(-size // 64) * 64 for size in weight.shape)
+    size = (n * k + 64) * (6 if _in_pieces(weight, rows) else weight.element_size())
+    if size > _limit:
+        return False
+    kept = list(_entries.items())
+    beyond = size + sum(_size(entry) for _, entry in kept) - _limit
+    idle: list[tuple[Any, ...]] = []
+    since = _refused.get(key, 0)
+    for other, entry in sorted(kept, key=lambda item: item[1].used):
+        if beyond <= 0 or entry.used >= since:
+            break
+        idle.append(other)
+        beyond -= _size(entry)
+    if beyond > 0:
+        if len(_refused) >= _MOST_REFUSED:
+            _refused.clear()
+        _refused[key] = now
+        return False
+    _refused.pop(key, None)
+    for other in idle:
+        _drop(other)
+    return True
+
+
+def _size(entry: _Entry) -> int:
+    packed = entry.packed
+    return 0 if packed is None else packed.nbytes
 
 
 class PackedWeights:
@@ -117,76 +189,44 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        #: What was seen of the weights, and the copies that were kept then. In one tuple, so that
-        #: threads find both of one time.
-        self._last: tuple[list[int], list[weakref.ref[Tensor]]] = ([], [])
+        #: For each weight the copy that was kept at the last call. Threads find all of one time.
+        self._last: tuple[bool, list[_Entry]] = (False, [])
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if rows <= FEW_ROWS and weights[0].dtype == torch.float32:
+        if (rows <= FEW_ROWS and weights[0].dtype == torch.float32) or _is_traced():
             return [None] * len(weights)
-        # Before packing: a write in the meantime must not pass for the packed state.
-        now = _state(weights, rows)
-        before, references = self._last
-        if now == before:
-            packed = [reference() for reference in references]
-            if all(copy is not None for copy in packed):
+        pieces = _in_pieces(weights[0], rows)
+        before, last = self._last
+        if pieces == before and len(last) == len(weights):
+            packed = [entry.packed for entry in last]
+            if all(e.is_of(w) for e, w in zip(last, weights, strict=True)) and _hold(last, rows):
+                now = next(_clock)
+                for entry in last:
+                    entry.used = now
                 return packed
-        if sum(weight.nbytes for weight in weights) > _limit:
-            # They would drive one another out; kernels pack them, one at a time.
-            return [None] * len(weights)
-        packed = [_kept(weight, rows) for weight in weights]
-        if _drops == now[0] and all(copy is not None for copy in packed):
-            self._last = now, [weakref.ref(copy) for copy in packed if copy is not None]
+        entries = [_entry_of(weight, rows) for weight in weights]
+        # Packing the others, or another thread, may have dropped some.
+        packed = [None if entry is None else entry.packed for entry in entries]
+        kept = [entry for entry in entries if entry is not None and entry.packed is not None]
+        self._last = (pieces, kept if len(kept) == len(weights) else [])
         return packed
 
 
-def _state(weights: Sequence[Tensor], rows: int) -> list[int]:
-    """What changes when copies have to be asked for again.
-
-    Where another tensor has the number of one that is gone, the latter's copy was dropped.
-    """
-    state = [_drops, _in_pieces(weights[0], rows)]
-    for weight in weights:
-        owner = _owner(weight)
-        version = -1 if owner.is_inference() else owner._version
-        state += (id(owner), version, weight.data_ptr())
-    return state
-
-
-def _kept(weight: Tensor, rows: int) -> Tensor | None:
-    packed = packed_weight(weight, rows)
-    entry = None if packed is None else _entries.get(_key(weight, _owner(weight), rows))
-    return None if entry is None or entry.packed is not packed else packed
-
-
 def _drop(key: tuple[Any, ...]) -> None:
-    global _held, _drops
     entry = _entries.pop(key, None)
     if entry is not None:
-        _held -= entry.packed.nbytes
-        _drops += 1
+        entry.packed = None
 
 
-def forget_key(key: tuple[Any, ...]) -> None:
-    """Drop one copy (its parameter is gone)."""
-    # A weak reference's callback may run while this thread holds the lock.
-    if _lock.acquire(blocking=False):
-        try:
-            _drop(key)
-        finally:
-            _lock.release()
-
-
-def forget() -> None:
-    """Drop all packed copies; the next call of each kernel packs again."""
-    global _drops
-    with _lock:
-        _drops += 1
-        for key in list(_entries):
+def forget(module: torch.nn.Module | None = None) -> None:
+    """Drop the packed copies of a module's weights, or all; the next call packs again."""
+    owners = None if module is None else {id(parameter) for parameter in module.parameters()}
+    for key in list(_entries):
+        if owners is None or key[0] in owners:
             _drop(key)
 
 
 def held_bytes() -> int:
     """Memory that packed copies take now."""
-    return _held
+    return sum(_size(entry) for entry in list(_entries.values()))

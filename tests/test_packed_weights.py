@@ -1,0 +1,450 @@
+"""Packed copies of weights: never older than a row or a column, and never longer than the weight."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_fast import _native, functional, memory, nn
+from transformer_fast.backends import cpu_packing
+
+pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _no_copies() -> Iterator[None]:
+    gc.collect()
+    cpu_packing.forget()
+    cpu_packing._refused.clear()
+    yield
+    cpu_packing.forget()
+
+
+@torch.no_grad()
+def call(weight: Tensor, x: Tensor) -> Tensor:
+    return functional.linear(x, weight, backend="cpu")
+
+
+def rows_of(weight: Tensor, count: int) -> Tensor:
+    return torch.randn(count, weight.shape[1]).to(weight.dtype)
+
+
+def check(weight: Tensor, x: Tensor) -> None:
+    """The result, twice, is that of a copy made now."""
+    found, again = call(weight, x), call(weight, x)
+    cpu_packing.forget()
+    assert torch.equal(found, call(weight, x))
+    assert torch.equal(again, found)
+
+
+def parameter(n: int, k: int, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(n, k).to(dtype))
+
+
+# Writes that PyTorch does not see -----------------------------------------------------------------
+
+
+def through_data(weight: Tensor) -> Tensor:
+    return weight.data
+
+
+def through_another_tensor(weight: Tensor) -> Tensor:
+    return torch.empty(0, dtype=weight.dtype).set_(
+        weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride()
+    )
+
+
+def through_numpy(weight: Tensor) -> Tensor:
+    """A tensor on the memory of an array on the memory of the weight."""
+    return torch.from_numpy(weight.detach().view(torch.int16).numpy()).view(weight.dtype)
+
+
+WAYS = [through_data, through_another_tensor, through_numpy]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_or_a_column_is_found(
+    dtype: torch.dtype, way: Callable[[Tensor], Tensor], isa: str
+) -> None:
+    choose = random.Random(1)
+    for _ in range(40):
+        n, k = (choose.choice([1, 2, 15, 64, 127, 200, 300, 513]) for _ in range(2))
+        weight = parameter(n, k, dtype)
+        x = rows_of(weight, choose.choice([5, 8, 40, 150, 1030]))
+        for _ in range(choose.randrange(1, 4)):
+            call(weight, x)
+        write, row, column = way(weight), choose.randrange(n), choose.randrange(k)
+        if choose.random() < 0.5:
+            write[row] = choose.choice([0.0, 1.5])
+        else:
+            write[:, column] = choose.choice([0.0, 1.5])
+        check(weight, x)
+
+
+def test_every_row_and_every_column_is_read_by_every_look() -> None:
+    choose = random.Random(2)
+    for n, k in [(1, 5), (7, 400), (33, 1000), (300, 70), (512, 512), (64, 2048), (1000, 16)]:
+        weight = torch.randn(n, k)
+        taken = fingerprint(weight)
+        for _ in range(50):
+            row, column = choose.randrange(n), choose.randrange(k)
+            for part in (weight[row], weight[:, column]):
+                before = part.clone()
+                part.add_(1.0)
+                assert not holds(taken)
+                part.copy_(before)
+                assert holds(taken)
+
+
+def fingerprint(weight: Tensor) -> Any:
+    assert _native.module is not None
+    size = weight.element_size()
+    return _native.module.Fingerprint(
+        weight.data_ptr(), weight.shape[0], weight.shape[1] * size, weight.stride(0) * size
+    )
+
+
+def holds(taken: Any, rows: int = 1) -> bool:
+    assert _native.module is not None
+    return bool(_native.module.all_hold([taken], rows))
+
+
+@pytest.mark.parametrize("rows", [5, 1024])
+def test_single_elements_are_found_after_some_calls(rows: int) -> None:
+    weight = parameter(512, 512)
+    x = rows_of(weight, rows)
+    for seed in range(20):
+        call(weight, x)
+        choose = random.Random(seed)
+        row, column = choose.randrange(512), choose.randrange(512)
+        weight.data[row, column] += 1.0
+        # A look at everything, or at one in 32 lines of 16 elements of a row.
+        for _ in range(0 if rows >= 1024 else 31):
+            call(weight, x)
+        check(weight, x)
+
+
+def test_what_changes_places_is_found(isa: str) -> None:
+    """Sums that do not depend on the place would stay the same."""
+    weight = torch.randn(96, 96)
+    taken = fingerprint(weight)
+    lines = weight.view(96, 6, 16).transpose(0, 1)  # of 64 bytes
+    for part in (weight, weight.t(), lines):
+        part[[0, 3]] = part[[3, 0]].clone()
+        assert not holds(taken, 1024)
+        part[[0, 3]] = part[[3, 0]].clone()
+        assert holds(taken, 1024)
+    weight[:, ::2].neg_()  # signs alone
+    assert not holds(taken)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pruning_is_found(dtype: torch.dtype) -> None:
+    weight = parameter(256, 192, dtype)
+    x = rows_of(weight, 16)
+    start = weight.detach().clone()
+    for seed in range(100):
+        weight.data.copy_(start)
+        call(weight, x)
+        generator = torch.Generator().manual_seed(seed)
+        weight.data[torch.rand(weight.shape, generator=generator) < 0.05] = 0.0
+        check(weight, x)
+
+
+def test_tied_weights_of_which_one_is_written() -> None:
+    embedding, head = torch.nn.Embedding(300, 48, sparse=True), nn.Linear(48, 300, bias=False)
+    head.weight.data = embedding.weight.data
+    optimizer = torch.optim.SGD(embedding.parameters(), 1e3)
+    x = torch.randn(16, 48)
+    for step in range(20):
+        with torch.no_grad():
+            head(x)
+        embedding(torch.tensor([step, 299])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            together = head(x)
+            alone = torch.stack([head(row) for row in x])
+        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-2)
+        embedding.weight.data[-1] = float(step)
+        with torch.no_grad():
+            torch.testing.assert_close(head(x)[:, -1], step * x.sum(1), rtol=1e-4, atol=1e-2)
+
+
+def test_layers_in_one_call_find_them_too() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    x = torch.randn(3, 9, 64)
+    with torch.no_grad():
+        for weight in (
+            layer.self_attn.in_proj_weight,
+            layer.self_attn.out_proj.weight,
+            layer.linear1.weight,
+            layer.linear2.weight,
+        ):
+            layer(x)
+            weight.data[7] = 0.0
+            weight.data[:, 5] = 2.0
+            found = layer(x)
+            cpu_packing.forget()
+            assert torch.equal(found, layer(x))
+
+
+@pytest.mark.parametrize("view", ["rows", "transposed", "strided"])
+def test_views_of_parameters(view: str) -> None:
+    whole = parameter(90, 64)
+    weight = {"rows": whole[30:60], "transposed": whole.t(), "strided": whole[::2, ::2]}[view]
+    x = rows_of(weight, 30)
+    for _ in range(3):
+        call(weight, x)
+        assert (memory.packed() > 0) == (view != "strided")
+        whole.data[31 if view == "rows" else 4] = 1.0
+        check(weight, x)
+        whole.data[:, 3] *= 2.0
+        check(weight, x)
+
+
+def test_a_stale_copy_is_packed_again_and_kept() -> None:
+    weight = parameter(64, 64)
+    before = cpu_packing.packed_weight(weight.detach().requires_grad_(False), 8)
+    assert before is None, "only parameters are kept"
+    with torch.no_grad():
+        first = cpu_packing.packed_weight(weight, 8)
+        weight.data[3] = 0.0
+        second = cpu_packing.packed_weight(weight, 8)
+        assert second is not None
+        assert second is not first
+        assert cpu_packing.packed_weight(weight, 8) is second
+    assert memory.packed() == second.nbytes
+
+
+def test_forgetting() -> None:
+    ours, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        ours(x), other(x)
+        both = memory.packed()
+        place = torch.randint(64, (40, 2))
+        for i, (row, column) in enumerate(place.tolist()):
+            ours.weight.data[row, column] += 1.0 + i
+            memory.forget_packed(torch.nn.Sequential(ours))
+            assert memory.packed() == both // 2
+            torch.testing.assert_close(ours(x), x @ ours.weight.t())
+    memory.forget_packed()
+    assert memory.packed() == 0
+
+
+# Programs that are recorded -----------------------------------------------------------------------
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tracer", ["make_fx", "jit"])
+@pytest.mark.parametrize("module", ["Linear", "TransformerEncoderLayer"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_no_copy_becomes_a_constant(tracer: str, module: str) -> None:
+    if module == "Linear":
+        model: torch.nn.Module = nn.Linear(32, 32)
+    else:
+        model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    x = torch.randn(2, 9, 32)
+    model(x)  # the copies are there
+    if tracer == "make_fx":
+        traced = make_fx(lambda x: model(x))(x)
+    else:
+        traced = torch.jit.trace(model, (x,), check_trace=False)
+    for weight in model.parameters():
+        weight.mul_(-0.5)
+    torch.testing.assert_close(traced(x), model(x))
+
+
+@torch.no_grad()
+def test_no_copy_is_taken_or_made_inside_a_mode() -> None:
+    weight = parameter(32, 32)
+    assert cpu_packing.packed_weight(weight, 8) is not None
+    remembered = cpu_packing.PackedWeights()
+    assert remembered([weight], 8) != [None]
+    for mode in (Nothing(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            assert cpu_packing.packed_weight(weight, 8) is None
+            assert remembered([weight], 8) == [None]
+    assert cpu_packing.packed_weight(weight, 8) is not None
+
+
+# How long copies are kept -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_copy_goes_with_the_memory_of_its_weight() -> None:
+    model = torch.nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(9, 64)
+    model(x)
+    storages = [torch.multiprocessing.reductions.StorageWeakRef(p.untyped_storage())
+                for p in model.parameters()]  # fmt: skip
+    assert memory.packed() > 0
+    model.to(torch.bfloat16)
+    assert memory.packed() == 0
+    assert all(storage.expired() for storage in storages)
+    model(x.bfloat16())
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    assert memory.packed() == 0
+    model(x.bfloat16())
+    del model, weight
+    gc.collect()
+    assert memory.packed() == 0
+
+
+@torch.no_grad()
+def test_parameters_can_be_swapped() -> None:
+    ours, other = nn.Linear(64, 64), nn.Linear(64, 64)
+    x = torch.randn(9, 64)
+    expected = other(x), ours(x)
+    torch.utils.swap_tensors(ours.weight, other.weight)
+    torch.utils.swap_tensors(ours.bias, other.bias)
+    torch.testing.assert_close((ours(x), other(x)), expected)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    state = copy.deepcopy(layer.state_dict())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for module, input in ((ours, x), (layer, x[None])):
+            module(input)
+            module.to(torch.bfloat16)
+            module(input.bfloat16())
+            module.to(torch.float32)
+            module(input)
+        layer.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    fresh = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    fresh.load_state_dict(state)
+    torch.testing.assert_close(layer(x[None]), fresh(x[None]))
+
+
+@torch.no_grad()
+def test_what_does_not_fit_does_not_drive_out_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [parameter(64, 64) for _ in range(10)]
+    x = torch.randn(9, 64)
+    call(weights[0], x)
+    each = memory.packed()
+    monkeypatch.setattr(cpu_packing, "_limit", 7 * each)
+    packs = 0
+    make = cpu_packing._Entry
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal packs
+        packs += 1
+        return make(*arguments)
+
+    monkeypatch.setattr(cpu_packing, "_Entry", counted)
+    for _ in range(5):
+        for weight in weights:
+            call(weight, x)
+    assert memory.packed() <= 7 * each
+    assert packs <= 6, "of a model that does not fit some copies stay"
+    # Another model: the first one is used no more.
+    others = [parameter(64, 64) for _ in range(3)]
+    for _ in range(3):
+        for weight in others:
+            call(weight, x)
+    assert packs <= 9
+    for weight in others:
+        check(weight, x)
+
+
+def test_a_wrong_limit_is_named() -> None:
+    for value, right in (("4g", False), ("-1", False), ("", True), ("0", True), ("100", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", "import transformer_fast"],
+            env={**os.environ, "TRANSFORMER_FAST_PACKED_MB": value},
+            text=True,
+            capture_output=True,
+        )
+        assert (done.returncode == 0) == right, done.stderr
+        if not right:
+            wanted = f"TRANSFORMER_FAST_PACKED_MB is '{value}', which is not a whole number of MiB"
+            assert wanted in done.stderr
+
+
+def test_a_process_forked_while_a_thread_packs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    make = cpu_packing._Entry
+    main = threading.get_ident()
+
+    def slow(*arguments: Any) -> Any:
+        if threading.get_ident() != main:
+            inside.set()
+            go_on.wait(60)
+        return make(*arguments)
+
+    monkeypatch.setattr(cpu_packing, "_Entry", slow)
+    weight, other = parameter(64, 64), parameter(64, 64)
+    x = torch.randn(9, 64)
+    thread = threading.Thread(target=call, args=(weight, x))
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        call(other, x)
+        call(weight, x)
+        cpu_packing.forget()
+        os._exit(0)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@torch.no_grad()
+def test_threads_that_write_and_call_see_their_own_writes() -> None:
+    """Rows of one thread's weight change while others use and pack theirs."""
+    wrong: list[bool] = []
+
+    def work(seed: int) -> None:
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(seed)
+            weight = torch.nn.Parameter(torch.randn(48, 32, generator=generator))
+            x = torch.randn(9, 32, generator=generator)
+            for i in range(100):
+                weight.data[i % 48] = float(i)
+                found = call(weight, x)[:, i % 48]
+                wrong.append(not torch.allclose(found, i * x.sum(1), rtol=1e-3, atol=1e-2))
+                if i % 10 == seed:
+                    memory.forget_packed()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 400
+    assert not any(wrong)
