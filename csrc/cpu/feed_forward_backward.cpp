@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.f = f;
   args.n = n;
   args.x_stride = x.stride;
-  args.activation = static_cast<int>(activation);
+  args.activation = checked_activation(op, activation);
   args.dropout = make_dropout(op, dropout_p, seed);
   args.preactivation = floats_if(keep, preactivation);
   const bool direct =
@@ -79,7 +79,7 @@ void backward_part(FeedForwardArgs args, FeedForwardGradients& call, const Rows&
     back.row = begin;
     back.slope_at = z + begin * f;
     const bool sums_wanted = call.wants[1] || call.wants[2];
-    back.hidden = sums_wanted ? shared_scratch(2).floats(rows * f) : nullptr;
+    back.hidden = sums_wanted ? shared_scratch(2).floats(rows, f) : nullptr;
     if (call.wants[3])
       back.panels = shared_scratch(4).floats(TF_DISPATCH(weight_gradient_panels, rows, f));
     run_feed_forward(back, panels_w2, panels_w1, 3);
@@ -114,8 +114,8 @@ void backward_part(FeedForwardArgs args, FeedForwardGradients& call, const Rows&
 // The same for few rows, product by product.
 void backward_few(FeedForwardGradients& call, const Rows& dy, const Rows& x, const float* z) {
   const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
-  float* grad = shared_scratch(2).floats(m * f);  // of hidden units, then of z
-  float* hidden = shared_scratch(3).floats(m * f);
+  float* grad = shared_scratch(2).floats(m, f);  // of hidden units, then of z
+  float* hidden = shared_scratch(3).floats(m, f);
   if (call.through()) run_input_gradient(dy.data, dy.stride, call.weight2, m, grad, 0);
   // What nobody wants of the two is worked out from what the scratch holds; it is not looked at.
   const FewMiddleArgs middle{
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
                             weight1,
                             weight2,
                             as_contiguous(preactivation),
-                            static_cast<int>(activation),
+                            checked_activation(op, activation),
                             make_dropout(op, dropout_p, seed),
                             {want_input, want_weight1, want_bias1, want_weight2, want_bias2},
                             {want_input ? fresh_rows(input, k) : fresh(input, {0}),

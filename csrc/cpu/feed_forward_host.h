@@ -12,7 +12,7 @@ template <class First, class Second>
 void feed_forward_by_maps(const FeedForwardArgs& args, int slot, const First& first,
                           const Second& second) {
   const bool training = trains(args);
-  float* hidden = shared_scratch(slot).floats(args.m * args.f);
+  float* hidden = shared_scratch(slot).floats(args.m, args.f);
   first(LinearArgs{args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f,
                    args.x_stride, 0, args.f, training ? 0 : args.activation});
   if (training) {

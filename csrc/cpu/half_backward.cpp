@@ -130,7 +130,7 @@ void feed_forward_gradients(FeedForwardGradients& call) {
   products.dropout = call.dropout;
   if (through || wants[3]) products.packed1 = column_panels_of(call.weight2, 0);
   if (wants[0]) products.packed2 = column_panels_of(call.weight1, 1);
-  back.grad_z = first ? bytes_of(shared_scratch(2), 2 * rows * f) : nullptr;
+  back.grad_z = first ? shared_scratch(2).floats((rows + 1) / 2, f) : nullptr;
   back.hidden = wants[3] ? column_panels(type, rows, f, 3) : nullptr;
 
   HalfWeightGradientArgs sums1{}, sums2{};

@@ -43,8 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
                     ": grad_sum must have the shape of source");
   }
   const int64_t n = normalized;
-  STD_TORCH_CHECK(n >= 0 && (n == 0 || source.numel() % n == 0), op, ": ", source.numel(),
-                  " elements are no rows of ", n);
+  check_normalized(op, source, n, dropout_p);
   const int64_t rows = n == 0 ? 0 : source.numel() / n;
   STD_TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows, op,
                   ": mean and rstd must have one value per row");

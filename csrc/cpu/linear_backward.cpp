@@ -84,7 +84,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
     for (Tensor* tensor : {&call.grad_input, &call.grad_weight, &call.grad_bias})
       torch::stable::zero_(*tensor);
   } else {
-    if (activation != 0) go_through_activation(call, preactivation, static_cast<int>(activation));
+    if (activation != 0)
+      go_through_activation(call, preactivation, checked_activation(op, activation));
     is_half(input) ? half::linear_gradients(call) : linear_gradients(call);
     trim_shared_scratch();
   }

@@ -76,6 +76,10 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
   const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows;
   Tensor losses = fresh(input, {rows}), known = fresh(input, {2, rows});
+  if (call.classes == 0) {  // all rows are ignored
+    for (Tensor* tensor : {&losses, &known}) torch::stable::zero_(*tensor);
+    return {losses, known};
+  }
   float* peaks = static_cast<float*>(known.mutable_data_ptr());
   CrossEntropyRows so_far(std::min(kRows, rows));
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {

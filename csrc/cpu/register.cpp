@@ -24,8 +24,7 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
   if (is_half(input))
     return half::layer_norm(input, residual, weight, bias, normalized, eps, dropout_p, seed, keep);
   check_float("layer_norm", "input", input);
-  STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
-                  "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
+  check_normalized("layer_norm", input, normalized, dropout_p);
   if (residual) {
     check_float("layer_norm", "residual", *residual);
     STD_TORCH_CHECK(residual->sizes().equals(input.sizes()),
@@ -195,10 +194,10 @@ Tensor linear_keeping(const Tensor& input, const Tensor& weight,
   const Rows x = as_rows(input);
   const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
   const std::optional<Tensor> b = as_contiguous(bias);
-  run_linear(
-      {x.data, nullptr, optional_data(b), r.data, static_cast<float*>(output.mutable_data_ptr()), m,
-       k, n, x.stride, r.stride, n, static_cast<int>(activation), mutable_data(preactivation)},
-      weight, packed, 0);
+  run_linear({x.data, nullptr, optional_data(b), r.data,
+              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
+              checked_activation("linear", activation), mutable_data(preactivation)},
+             weight, packed, 0);
   trim_shared_scratch();
   return output;
 }
@@ -236,9 +235,18 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   float* y = static_cast<float*>(output.mutable_data_ptr());
-  const FeedForwardArgs args{
-      x.data, nullptr,  optional_data(b1),           nullptr, optional_data(b2), y, m, k, f,
-      n,      x.stride, static_cast<int>(activation)};
+  const FeedForwardArgs args{x.data,
+                             nullptr,
+                             optional_data(b1),
+                             nullptr,
+                             optional_data(b2),
+                             y,
+                             m,
+                             k,
+                             f,
+                             n,
+                             x.stride,
+                             checked_activation(op, activation)};
   if (!run_direct_feed_forward(args, weight1, packed1, weight2, packed2, 2))
     run_feed_forward(args, panels_of(weight1, packed1, 0, m), panels_of(weight2, packed2, 1, m), 2);
   trim_shared_scratch();

@@ -178,7 +178,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   Tensor output = fresh_like(x);
   if (rows * width == 0) return output;
 
-  const Step step(x, norm_first, static_cast<int>(activation));
+  const Step step(x, norm_first, checked_activation(kOp, activation));
   void* cached = cache.mutable_data_ptr();
   run_sublayers(sublayers, x.const_data_ptr(), output.mutable_data_ptr(),
                 rows * width * static_cast<int64_t>(x.element_size()),

@@ -18,8 +18,7 @@ Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual
                       const std::optional<Tensor>& seed, bool keep) {
   const char* op = "layer_norm";
   check_like(op, "input", input, input);
-  STD_TORCH_CHECK(normalized >= 0 && (normalized == 0 || input.numel() % normalized == 0),
-                  "layer_norm: ", input.numel(), " elements are no rows of ", normalized);
+  check_normalized(op, input, normalized, dropout_p);
   if (residual) {
     check_like(op, "residual", *residual, input);
     STD_TORCH_CHECK(residual->sizes().equals(input.sizes()),
@@ -212,7 +211,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   const std::optional<Tensor> b = as_contiguous(bias);
   run_linear({element_of(input), x.data, panels_of(weight, packed, 0), data_of(b), r.data,
               output.mutable_data_ptr(), m, k, n, x.stride, r.stride, n,
-              static_cast<int>(activation), data_of(preactivation)});
+              checked_activation("linear", activation), data_of(preactivation)});
   trim_shared_scratch();
   return output;
 }
@@ -237,8 +236,8 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   run_feed_forward({element_of(input), x.data, panels_of(weight1, packed1, 0), data_of(b1),
                     panels_of(weight2, packed2, 1), data_of(b2), output.mutable_data_ptr(), m, k, f,
-                    n, x.stride, static_cast<int>(activation), make_dropout(op, dropout_p, seed), 0,
-                    data_of(preactivation)});
+                    n, x.stride, checked_activation(op, activation),
+                    make_dropout(op, dropout_p, seed), 0, data_of(preactivation)});
   trim_shared_scratch();
   return output;
 }
@@ -247,7 +246,7 @@ void run_feed_forward(const HalfFeedForwardArgs& args) {
   const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
   if (m < 64 * torch::stable::get_num_threads() && !args.dropout.on) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
-    void* hidden = bytes_of(shared_scratch(kHiddenSlot), 2 * m * f);
+    void* hidden = shared_scratch(kHiddenSlot).floats((m + 1) / 2, f);
     run_linear({args.type, args.x, args.packed1, args.bias1, nullptr, hidden, m, k, f,
                 args.x_stride, 0, f, args.activation, args.preactivation});
     run_linear({args.type, hidden, args.packed2, args.bias2, args.residual, args.y, m, f, n, f,

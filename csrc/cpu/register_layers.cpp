@@ -21,7 +21,8 @@ std::vector<int64_t> read_starts(const MaybeTensor& starts, int64_t rows) {
   std::vector<int64_t> found = to_int64("starts", starts, starts->numel());
   for (size_t i = 0; i + 1 < found.size(); ++i)
     STD_TORCH_CHECK(found[i] >= 0 && found[i] <= found[i + 1], kOp, ": starts must not fall");
-  STD_TORCH_CHECK(found.back() <= rows, kOp, ": starts reach beyond the rows");
+  STD_TORCH_CHECK(found[0] == 0 && found.back() == rows, kOp, ": starts must go from 0 to ", rows,
+                  ", the number of rows");
   return found;
 }
 
@@ -188,8 +189,8 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
     STD_TORCH_CHECK(each.back() != SublayerKind::cross_attention || memory.has_value(), kOp,
                     ": attention to a memory needs one");
   }
-  Layers run(input, memory, norm_first, heads, static_cast<int>(activation), batch_first, starts,
-             memory_starts);
+  Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
+             starts, memory_starts);
   run.see(mask, is_causal, memory_mask, memory_is_causal);
   Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, eps, input, 3));
   trim_shared_scratch();

@@ -198,7 +198,7 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
     other = copy.deepcopy(stack)
     for change in (
         lambda: None,
-        lambda: first.self_attn.in_proj_weight[3, 7].add_(9.0),  # seen by no sample
+        lambda: first.self_attn.in_proj_weight[3, 7].add_(9.0),
         lambda: setattr(first.linear1.weight, "data", first.linear1.weight.neg()),
         lambda: second.self_attn.out_proj.weight.data.neg_(),  # behind PyTorch's back
         replace,
@@ -381,7 +381,7 @@ def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
         (attention, "no sub-layer of kind 3", {"kind": 3}),
         (attention, "2 packed weights", {"packed": [None]}),
         (attention, "starts must not fall", {"x": x[0], "starts": torch.tensor([0, 2, 1])}),
-        (attention, "starts reach beyond", {"x": x[0], "starts": torch.tensor([0, 4])}),
+        (attention, "starts must go from 0 to 3", {"x": x[0], "starts": torch.tensor([0, 4])}),
         (attention, "the norm must have 8", {"norm": torch.ones(4)}),
         (feed_forward, "input must be float32", {"x": x.int()}),
         (feed_forward, "weight1 must be", {"w1": w3.to(other)}),

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from .. import _native, _switches
 
-
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
 
