@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
 import torch
 import torch.nn.functional as TF
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import functional as F
 from transformer_fast import nn, strict, use_backend
+from transformer_fast.dispatch import kernels
 from transformer_fast.measure.calls import record
+from transformer_fast.specs.spec import Draw
+from transformer_fast.testing import check, check_gradients, gradients
 
+#: The package has a function of this name.
+reference_cross_entropy = importlib.import_module("transformer_fast.reference.cross_entropy")
 SHAPES = [(7,), (5, 7), (3, 7, 4), (2, 7, 3, 2), (0, 7)]
 
 
@@ -213,3 +220,70 @@ def test_the_reference_can_be_named():
         loss = F.cross_entropy(x, target)
     assert list(found.calls) == [("cross_entropy", "reference")]
     torch.testing.assert_close(loss, TF.cross_entropy(x, target))
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest result of an operator has."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            if isinstance(one, torch.Tensor):
+                self.elements = max(self.elements, one.untyped_storage().nbytes() // one.itemsize)
+        return result
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_logits_are_never_in_memory(monkeypatch, backend, dtype):
+    """And what is worked out in parts is what the oracle says, gradients included."""
+    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+    rows, classes = 1000, 700
+    x, weight, bias = draw.normal(rows, 24), draw.weight(classes, 24), draw.normal(classes)
+    target = torch.randint(0, classes, (rows,))
+    arguments = (x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1)
+    (kernel,) = (k for k in kernels("linear_cross_entropy") if k.backend == backend)
+    if kernel.unavailable is not None:
+        pytest.skip(kernel.unavailable)
+
+    def run(*arguments):
+        """In parts, while the reference that judges makes all logits at once."""
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_cross_entropy, "MOST_LOGITS", 96 * classes)
+            return kernel.run(*arguments)
+
+    with Largest() as seen, torch.no_grad():
+        result = run(*arguments)
+    check("linear_cross_entropy", result, arguments)
+    assert seen.elements < 0.2 * rows * classes
+    with Largest() as seen:
+        gradients("linear_cross_entropy", run, arguments)
+    assert seen.elements < 0.2 * rows * classes
+    check_gradients("linear_cross_entropy", run, arguments)
+
+
+def test_parts_can_be_differentiated_twice(monkeypatch):
+    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 1)
+    draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
+    x, weight = draw.normal(130, 2).requires_grad_(), draw.weight(3, 2).requires_grad_()
+    target = torch.randint(0, 3, (130,))
+
+    def loss(x, weight):
+        return F.linear_cross_entropy(x, weight, target, backend="torch")
+
+    first = torch.autograd.grad(loss(x, weight), (x, weight), create_graph=True)
+    (twice,) = torch.autograd.grad(first[1].square().sum(), x)
+    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 2**24)
+    first = torch.autograd.grad(loss(x, weight), (x, weight), create_graph=True)
+    (expected,) = torch.autograd.grad(first[1].square().sum(), x)
+    torch.testing.assert_close(twice, expected)
+    # torch.func cannot forget what a part keeps.
+    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 1)
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), weight.detach()), first[0])

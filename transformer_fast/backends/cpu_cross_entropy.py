@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _native, autograd
 from ..autograd import CrossEntropy, LinearCrossEntropy, needs_function
 from ..dispatch import kernels
+from ..reference import in_parts
 
 _ops = torch.ops.transformer_fast
 
@@ -31,11 +32,15 @@ def linear_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Half types' logits are made as a whole."""
+    """Of fp32 the operator makes a part of the logits at a time, of half types this function."""
     if input.dtype != torch.float32:
         (own,) = (kernel for kernel in kernels("linear") if kernel.backend == "cpu")
-        logits = own.run(input, weight, bias, None, None)
-        return cross_entropy(logits, target, ignore_index, label_smoothing)
+
+        def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
+            logits = own.run(x, w, b, None, None)
+            return cross_entropy(logits, t, ignore_index, label_smoothing)
+
+        return in_parts(losses, input, weight, bias, target)
     if needs_function(input, weight, bias):
         return LinearCrossEntropy.apply(
             "cpu", input, weight, bias, target, ignore_index, label_smoothing

@@ -93,6 +93,20 @@ def cross_entropy(
     )
 
 
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
+        return cross_entropy(F.linear(x, w, b), t, ignore_index, label_smoothing)
+
+    return reference.in_parts(losses, input, weight, bias, target)
+
+
 def _refuse_attention(call: Call) -> str | None:
     if call.mask is not None or call.key_lengths is not None or call.is_causal:
         return (
@@ -145,6 +159,7 @@ def _register() -> None:
             activations=names,
         ),
         Kernel("cross_entropy", "torch", cross_entropy, gradients=True),
+        Kernel("linear_cross_entropy", "torch", linear_cross_entropy, gradients=True),
     ):
         register(kernel)
 

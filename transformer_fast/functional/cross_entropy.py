@@ -216,8 +216,9 @@ def linear_cross_entropy(
 
     What `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13) computes, in which class weights,
     probabilities as target, weights of more than two dimensions and ``options`` are left to
-    PyTorch. On the CPU in fp32 the logits are made a part at a time, in the backward once more;
-    elsewhere they are made as a whole.
+    PyTorch. The logits are made a part at a time, in the backward once more: at most 2^24 of them,
+    or those of 64 rows. Half types' are made as a whole in programs of torch.compile and, on all
+    backends but the CPU's fp32 kernel, under transforms of torch.func.
 
     Args:
         input: (in_features,) or (N, in_features).

@@ -4,7 +4,7 @@ Every backend's entry has the signature of the function of the same name here.
 """
 
 from .attention import attention
-from .cross_entropy import cross_entropy, linear_cross_entropy
+from .cross_entropy import cross_entropy, in_parts, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, layer_norm
@@ -18,6 +18,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "feed_forward",
+    "in_parts",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
