@@ -72,12 +72,18 @@ def test_strides_and_inference():
         assert norm(x[:, :0]).shape == (2, 0, 12)
 
 
-def test_no_second_derivative():
-    norm, x = drawn(2, 6, torch.float32)
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(norm(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
+def test_second_derivatives_and_forward_mode():
+    found = []
+    for backend in ("cpu", "reference"):
+        norm, x = drawn(2, 6, torch.float32)
+        leaves = [x.requires_grad_(), *norm.parameters()]
+        with use_backend(backend):
+            grads = torch.autograd.grad(norm(x).pow(3).sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+            _, tangent = torch.func.jvp(norm, (x.detach(),), (torch.ones_like(x) * x.detach(),))
+            found.append([*second, tangent])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
 
 def test_opcheck():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from transformer_fast import _native, dispatch, use_backend
+from transformer_fast import _native, dispatch, explain, strict, use_backend
 from transformer_fast import functional as F
 from transformer_fast.specs import OPS
-from transformer_fast.testing import require_grad
+from transformer_fast.testing import call_of, require_grad
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -96,26 +97,46 @@ def test_compiled_attention_for_any_length():
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_second_derivative_is_refused(op):
+def test_third_derivatives(op):
     arguments = arguments_of(op)
     leaves = leaves_of(arguments)
-    loss = first(run_of(op)(*arguments)).sum()  # its gradient is a constant: easily overlooked
-    found = torch.autograd.grad(loss, leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{op} have no second derivative"):
-        torch.autograd.grad(sum((g * g).sum() for g in found), leaves)
+    found = []
+    for run in (run_of(op), OPS[op].reference):
+        total = first(run(*arguments)).sin().sum()
+        for _ in range(2):
+            gradients = torch.autograd.grad(total, leaves, create_graph=True)
+            total = sum(g.square().mean() for g in gradients)
+        found.append(torch.autograd.grad(total, leaves))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_the_reference_has_second_derivatives(op):
+def test_a_graph_of_gradients_changes_no_gradient(op):
     arguments = arguments_of(op)
-    leaves = leaves_of(arguments)
-    loss = first(OPS[op].reference(*arguments)).sum()
-    found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-    torch.autograd.grad(
-        sum((g * g).sum() for g in found if g is not None and g.requires_grad),
-        leaves,
-        allow_unused=True,
-    )
+    loss = first(run_of(op)(*arguments)).sin().sum()
+    kept = torch.autograd.grad(loss, leaves_of(arguments), create_graph=True)
+    for got, want in zip(kept, gradients(op, arguments), strict=True):
+        assert got.requires_grad
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_through_a_checkpoint():
+    """Dropout has the pattern of the first time in both derivatives."""
+    x = torch.randn(9, 16, requires_grad=True)
+    w1, w2 = torch.randn(40, 16), torch.randn(16, 40)
+
+    def block(x):
+        h = F.feed_forward(x, w1, None, w2, None, dropout_p=0.3, backend="cpu")
+        y, total = F.add_layer_norm(h, x, (16,), dropout_p=0.3, backend="cpu")
+        return F.linear(y + total, w1, activation="gelu", backend="cpu")
+
+    found = []
+    for run in (lambda: checkpoint(block, x, use_reentrant=False), lambda: block(x)):
+        torch.manual_seed(7)
+        (once,) = torch.autograd.grad(run().sin().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(once.square().sum(), x)[0])
+    torch.testing.assert_close(*found)
 
 
 def test_gradient_of_a_residual_is_no_second_derivative():
@@ -128,43 +149,77 @@ def test_gradient_of_a_residual_is_no_second_derivative():
     assert torch.equal(second, torch.full_like(r, 2.0))
 
 
+def dispatched(op: str) -> Any:
+    """The op as its public function runs it with ``backend="cpu"``."""
+    return lambda *arguments: dispatch.select(call_of(op, arguments), "cpu").run(*arguments)
+
+
+def of_input(op: str, run: Any) -> tuple[Any, Tensor]:
+    """The op as a function of its first argument alone, and that argument."""
+    input, *rest = (x.detach() if isinstance(x, Tensor) else x for x in arguments_of(op))
+    return lambda x: first(run(x, *rest)).sin(), input
+
+
 @pytest.mark.parametrize("op", CASES)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_forward_mode_is_refused(op):
-    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments_of(op))
-    input = arguments[0]
-
-    def function(x):
-        return first(run_of(op)(x, *arguments[1:]))
-
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(function, (input,), (torch.ones_like(input),))
-    with torch.autograd.forward_ad.dual_level():
-        function(input)  # without a tangent there is nothing to refuse
-        dual = torch.autograd.forward_ad.make_dual(input, torch.ones_like(input))
-        with pytest.raises(NotImplementedError, match="use_backend"):
-            function(dual)
+def test_forward_mode(op):
+    function, input = of_input(op, dispatched(op))
+    reference, _ = of_input(op, OPS[op].reference)
+    tangent = torch.randn(input.shape, generator=torch.Generator().manual_seed(1))
+    _, expected = torch.func.jvp(reference, (input,), (tangent,))
+    _, got = torch.func.jvp(function, (input,), (tangent,))
+    assert torch.equal(got, expected)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level(), torch.no_grad():
+        assert forward_ad.unpack_dual(function(input)).tangent is None
+        dual = forward_ad.unpack_dual(function(forward_ad.make_dual(input, tangent)))
+        torch.testing.assert_close(dual.tangent, expected)
+        with strict(), pytest.raises(NotImplementedError, match="an argument has a tangent"):
+            function(forward_ad.make_dual(input, tangent))
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_functional_gradient(op):
-    arguments = arguments_of(op)
-    (expected,) = torch.autograd.grad(first(run_of(op)(*arguments)).sin().sum(), arguments[0])
-    rest = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments[1:])
-    got = torch.func.grad(lambda x: first(run_of(op)(x, *rest)).sin().sum())(arguments[0].detach())
-    assert torch.equal(got, expected)
+def test_functional_transforms(op):
+    """vmap, grad, grad of grad, and forward over reverse, with a backend named."""
+    function, input = of_input(op, dispatched(op))
+    reference, _ = of_input(op, OPS[op].reference)
+    batch = torch.stack((input, 0.5 * input))
+
+    def each(f: Any) -> list[Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            return f(x).sum()
+
+        def penalty(x: Tensor) -> Tensor:
+            return torch.func.grad(loss)(x).square().sum()
+
+        return [
+            torch.func.grad(loss)(input),
+            torch.func.grad(penalty)(input),
+            torch.func.jvp(torch.func.grad(loss), (input,), (input,))[1],
+            torch.func.vmap(f)(batch),
+            torch.func.vmap(torch.func.grad(penalty))(batch),
+        ]
+
+    for got, want in zip(each(function), each(reference), strict=True):
+        assert torch.equal(got, want)
 
 
+def test_strict_mode_refuses_transforms():
+    x = torch.randn(3, 5, 8)
+    with strict(), pytest.raises(NotImplementedError, match="inside a transform of torch.func"):
+        torch.func.vmap(lambda x: F.layer_norm(x, (8,)))(x)
+    assert "transform" not in str(explain("layer_norm", x, (8,)))
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_by_sample():
-    x, w = torch.randn(3, 5, 8), torch.randn(6, 8)
-
-    def loss(w, x):
-        return F.linear(x, w, activation="gelu", backend="cpu").sin().sum()
-
-    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
-    for got, sample in zip(together, x, strict=True):
-        torch.testing.assert_close(got, torch.func.grad(loss)(w, sample))
+def test_hessians_by_reverse_mode(vectorize):
+    for op in CASES:
+        found = [
+            torch.autograd.functional.hessian(lambda x, f=f: f(x).sum(), x, vectorize=vectorize)
+            for f, x in (of_input(op, run_of(op)), of_input(op, OPS[op].reference))
+        ]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -211,6 +266,121 @@ def test_no_graph_without_need():
     with torch.inference_mode():
         assert not F.linear(x, w, backend="cpu").requires_grad
     assert not F.linear(x, w.detach(), backend="cpu").requires_grad
+
+
+def saved_bytes(function: Any, *leaves: Tensor) -> int:
+    """Bytes of the tensors that a call keeps for its backward, each storage once."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = first(function(*leaves))
+    result.sum().backward()
+    assert all((leaf.grad is not None) == leaf.requires_grad for leaf in leaves)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3))[:-1])
+def test_what_is_saved_is_what_gradients_need(needs):
+    """No more than what PyTorch saves: a frozen linear map does not keep its input."""
+
+    def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.randn(s, requires_grad=n) for s, n in zip(shapes, needs, strict=True)]
+
+    functional = torch.nn.functional
+    ours = saved_bytes(F.linear, *leaves((50, 60), (70, 60), (70,)))
+    assert ours <= saved_bytes(functional.linear, *leaves((50, 60), (70, 60), (70,)))
+    norm = leaves((50, 64), (64,), (64,))
+    ours = saved_bytes(lambda x, w, b: F.layer_norm(x, (64,), w, b, backend="cpu"), *norm)
+    norm = leaves((50, 64), (64,), (64,))
+    assert ours <= saved_bytes(lambda x, w, b: functional.layer_norm(x, (64,), w, b), *norm)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, True), (False, False, True)])
+def test_a_frozen_network_saves_as_little_as_two_linear_maps(needs, activation):
+    def leaves() -> list[Tensor]:
+        shapes = ((50, 32), (128, 32), (32, 128))
+        return [torch.randn(s, requires_grad=n) for s, n in zip(shapes, needs, strict=True)]
+
+    def ours(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return F.feed_forward(x, w1, None, w2, None, activation=activation, backend="cpu")
+
+    def theirs(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        hidden = getattr(torch.nn.functional, activation)(torch.nn.functional.linear(x, w1))
+        return torch.nn.functional.linear(hidden, w2)
+
+    assert saved_bytes(ours, *leaves()) <= saved_bytes(theirs, *leaves())
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=5))[:-1])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_selection_of_gradients(needs, twice, dtype):
+    """Each is the same whichever others are asked for, by the kernels and by the formula."""
+    shapes = ((300, 16), (24, 16), (24,), (16, 24), (16,))
+    values = [torch.randn(s).to(dtype) for s in shapes]
+
+    def found(wanted: tuple[bool, ...]) -> list[Tensor]:
+        x, w1, b1, w2, b2 = (
+            v.clone().requires_grad_(w) for v, w in zip(values, wanted, strict=True)
+        )
+        results = [
+            F.feed_forward(x, w1, b1, w2, b2, activation="gelu", backend="cpu"),
+            F.linear(x, w1, b1, activation="silu", backend="cpu"),
+            F.linear(x, w1, b1, backend="cpu"),
+            F.layer_norm(x, (16,), w2[:, 0], b2, backend="cpu"),
+            F.add_layer_norm(x, x, (16,), w2[:, 0], b2, backend="cpu")[0],
+        ]
+        leaves = [t for t in (x, w1, b1, w2, b2) if t.requires_grad]
+        return [
+            torch.zeros(0) if g is None else g
+            for result in results
+            if result.requires_grad
+            for g in torch.autograd.grad(
+                result.float().sin().sum(), leaves, create_graph=twice, allow_unused=True
+            )
+        ]
+
+    def sorted_out(everything: list[Tensor]) -> list[Tensor]:
+        rows = [everything[5 * i : 5 * i + 5] for i in range(5)]
+        uses = (0, 1, 2, 3, 4), (0, 1, 2), (0, 1, 2), (0, 3, 4), (0, 3, 4)
+        return [
+            row[i]
+            for row, used in zip(rows, uses, strict=True)
+            if any(needs[i] for i in used)
+            for i in range(5)
+            if needs[i]
+        ]
+
+    for got, want in zip(found(needs), sorted_out(found((True,) * 5)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_weight_may_change_before_a_backward_that_does_not_need_it():
+    """As in PyTorch: a first layer's gradients do not depend on its weight."""
+    x, b = torch.randn(50, 16), torch.randn(16, requires_grad=True)
+    for function in (
+        lambda w: F.linear(x, w, b, backend="cpu"),
+        lambda w: F.linear(x, w, b, activation="gelu", backend="cpu"),
+        lambda w: F.layer_norm(x, (16,), w[0], b, backend="cpu"),
+    ):
+        weight = torch.randn(16, 16, requires_grad=True)
+        loss = function(weight).sum()
+        with torch.no_grad():
+            weight.mul_(2.0)
+        loss.backward()
+        assert weight.grad is not None
+    weight, x = torch.randn(16, 16, requires_grad=True), x.requires_grad_()
+    loss = F.linear(x, weight, b, backend="cpu").sum()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("op", CASES)

@@ -103,3 +103,10 @@ def test_same_bits_with_one_thread(op: str, case: str, two_threads: None) -> Non
     for name in first:
         assert torch.equal(first[name], second[name]), name
         assert torch.equal(first[name], single[name]), name
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_second_derivatives(op: str, case: str, dtype: torch.dtype) -> None:
+    """By the reference's formula, from what the kernel's forward saved."""
+    check_gradients(op, kernel_of(op).run, drawn(op, case, dtype), twice=True)

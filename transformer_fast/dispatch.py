@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _switches
 
@@ -225,6 +226,15 @@ def _check_dropout(kernel: Kernel, call: Call) -> str | None:
     return None
 
 
+def _check_transforms(kernel: Kernel, call: Call) -> str | None:
+    if kernel.backend != "reference" and transforms(*call.tensors, call.mask):
+        return (
+            "the call is inside a transform of torch.func, or an argument has a tangent, and it "
+            "has rules for neither"
+        )
+    return None
+
+
 def _check_activation(kernel: Kernel, call: Call) -> str | None:
     if kernel.activations is not None:
         activation = call.activation
@@ -246,6 +256,7 @@ _CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
     _check_one_dtype,
     _check_gradients,
     _check_dropout,
+    _check_transforms,
     _check_activation,
     _check_rest,
 )
@@ -279,6 +290,19 @@ def _fits(kernel: Kernel, call: Call) -> bool:
         if activation not in kernel.activations:
             return False
     return kernel.refuses is None or kernel.refuses(call) is None
+
+
+def transforms(*tensors: Tensor | None) -> bool:
+    """Whether a call with these is differentiated in forward mode, or transformed by torch.func.
+
+    Kernels have rules for neither; the reference, in plain PyTorch, has PyTorch's.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
 
 
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
@@ -332,18 +356,34 @@ def _refusal(call: Call, tried: Iterator[Kernel] | tuple[Kernel, ...], head: str
     return "\n".join(lines)
 
 
+def _strict_refusal(call: Call) -> NotImplementedError:
+    others = tuple(k for k in _state.kernels[call.op] if k.backend != "reference")
+    return NotImplementedError(
+        _refusal(call, others, f"strict mode: no kernel takes this call of {call.op}:")
+    )
+
+
 def select(call: Call, backend: str | None = None) -> Kernel:
     """The kernel that runs ``call``.
 
     ``backend=None``: the first that fits and does not yield to a later one, at last the reference,
     to which no kernel yields. A named backend, given here, by `use_backend` or by
-    ``TRANSFORMER_FAST_BACKEND``, never falls back and never yields.
+    ``TRANSFORMER_FAST_BACKEND``, never falls back and never yields. What `transforms` is true of
+    runs by the reference's formula, named or not: no kernel has rules for it.
 
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
     one cannot take the call, or if nothing but the reference can in strict mode.
     """
     if backend is None:
         backend = _state.backend
+    if (
+        forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    ) and transforms(*call.tensors, call.mask):
+        if backend is not None:
+            _check_name(backend)
+        if _state.strict:
+            raise _strict_refusal(call)
+        return _state.kernels[call.op][-1]
     if backend is None:
         yielded = None
         for kernel in _candidates(call):
@@ -358,10 +398,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
                 return kernel
         if yielded is not None:
             return yielded
-        others = tuple(k for k in _state.kernels[call.op] if k.backend != "reference")
-        raise NotImplementedError(
-            _refusal(call, others, f"strict mode: no kernel takes this call of {call.op}:")
-        )
+        raise _strict_refusal(call)
     for kernel in _state.kernels[call.op]:
         if kernel.backend == backend:
             reasons = why_not(kernel, call)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import autograd
+from .. import autograd, reference
 from ..dispatch import Call, select
 from ..functional._check import wants_grad
 from ..reference.dropout import draw_seed, dropout
@@ -81,12 +81,7 @@ def _plain(
 ) -> tuple[Tensor, Tensor]:
     """The definition, in PyTorch; statistics of half types in fp32."""
     total = input if residual is None else residual + dropout(input, dropout_p, seed)
-    x = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-    std, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=int(unbiased))
-    y = (x - mean) / (std + eps)
-    y = y if weight is None else weight * y
-    y = y if bias is None else y + bias
-    return y.to(total.dtype), total
+    return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
 
 
 class _OutsideNorm(torch.autograd.Function):
@@ -116,7 +111,7 @@ class _OutsideNorm(torch.autograd.Function):
         f = (_ratio(shape[0], unbiased) + eps * rstd).reciprocal_()
         per_row = f.view(*input.shape[:-1], 1)
         y = y.mul_(per_row) if bias is None else torch.addcmul(bias, y, per_row)
-        ctx.backend, ctx.eps, ctx.dropout_p = backend, eps, dropout_p
+        ctx.backend, ctx.eps, ctx.dropout_p, ctx.unbiased = backend, eps, dropout_p, unbiased
         ctx.alone = residual is None
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
@@ -130,6 +125,22 @@ class _OutsideNorm(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(total)
         shape = (total.shape[-1],)
+        if autograd.differentiates_again():
+            bias = grad.new_zeros(shape) if ctx.has_bias else None
+            dtotal, dweight, dbias = autograd.vjp(
+                lambda x, w, b: reference.annotated_layer_norm(x, w, b, ctx.eps, ctx.unbiased),
+                (total, weight, bias),
+                (want_input or want_residual, want_weight, want_bias),
+                (grad,),
+            )
+            if dtotal is not None and grad_sum is not None:
+                dtotal = dtotal + grad_sum
+            dinput = None
+            if want_input:
+                assert dtotal is not None
+                dinput = dropout(dtotal, ctx.dropout_p, seed)
+            dresidual = dtotal if want_residual else None
+            return None, dinput, dresidual, dweight, dbias, None, None, None, None
         rows = (*total.shape[:-1], 1)
         # What the usual norm's backward does not know: f itself depends on x.
         centred = total - mean.view(rows)

@@ -18,12 +18,12 @@ order of the results; what is not wanted may come back as anything.
                           key_lengths, is_causal, scale, dropout_p, seed, output, weights, shift,
                           norm, wants) -> gradients of query, key, value, attn_mask
     linear            forward(input, weight, bias, activation, residual) -> (output, preactivation)
-                      backward(grad, input, weight, bias, activation, preactivation, wants)
+                      backward(grad, input, weight, activation, preactivation, wants)
                           -> gradients of input, weight, bias; that of residual is grad
     feed_forward      forward(input, weight1, bias1, weight2, bias2, activation, dropout_p, seed)
-                          -> (output, preactivation)
-                      backward(grad, input, weight1, bias1, weight2, activation, dropout_p, seed,
-                          preactivation, wants)
+                          -> (output, kept)
+                      backward(grad, input, weight1, weight2, activation, dropout_p, seed, kept,
+                          wants)
                           -> gradients of input, weight1, bias1, weight2, bias2
     cross_entropy     forward(input, target, ignore_index, label_smoothing) -> (losses, known);
                           known: what backward wants to know of the rows
@@ -35,15 +35,22 @@ order of the results; what is not wanted may come back as anything.
                       backward(grad, input, weight, bias, target, known, ignore_index,
                           label_smoothing, wants) -> gradients of input, weight, bias
 
-``preactivation`` is what activation was applied to, or anything else that backward wants to keep.
+``preactivation`` is what activation was applied to, empty without one; ``kept`` is that of the
+hidden units, or, with ``keeps_preactivation=False``, anything else that backward wants to know.
 
-A second derivative is refused with a sentence, and so is forward-mode differentiation.
+Saved is what the gradients that are asked for need. In place of what they do not need backward gets
+a tensor of the right shape (columns of a weight that was not saved either: any number) with
+anything in it; a weight of a norm is None then.
+
+Kernels have first derivatives only. With ``create_graph=True`` a backward differentiates the
+reference's formula instead, which can be differentiated again; tensors with tangents, and calls
+inside torch.func's transforms, never get here (`dispatch.select`).
 """
 
 from .attention import Attention
 from .cross_entropy import CrossEntropy, LinearCrossEntropy
 from .feed_forward import FeedForward
-from .function import needs_function, once, pairs, register
+from .function import differentiates_again, needs_function, pairs, register, vjp
 from .layer_norm import AddLayerNorm, LayerNorm
 from .linear import Linear
 
@@ -55,8 +62,9 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "differentiates_again",
     "needs_function",
-    "once",
     "pairs",
     "register",
+    "vjp",
 ]

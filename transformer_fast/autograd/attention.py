@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .function import Function, once, only, pairs
+from ..reference.attention import attention
+from .function import Function, differentiates_again, only, pairs, vjp
 
 
 class Attention(Function):
@@ -56,6 +57,17 @@ class Attention(Function):
         saved = ctx.saved_tensors
         query, key, value, mask, lengths, seed, output, weights, shift, norm = saved
         wants = ctx.needs_input_grad[1:5]
+        if differentiates_again():
+
+            def formula(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None) -> Any:
+                both = attention(
+                    q, k, v, m, lengths, ctx.is_causal, ctx.scale, ctx.dropout_p, seed, True,
+                    ctx.need_weights,
+                )  # fmt: skip
+                return both if ctx.need_weights else both[0]
+
+            grads = (grad, grad_weights) if ctx.need_weights else (grad,)
+            return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 6
         with torch.no_grad():
             found = pairs["attention"][ctx.backend].backward(
                 torch.zeros_like(output) if grad is None else grad,
@@ -75,7 +87,5 @@ class Attention(Function):
                 norm,
                 wants,
             )
-        dquery, dkey, dvalue, dmask = once(
-            "attention", only(wants, found), grad, grad_weights, query, key, value, mask
-        )
+        dquery, dkey, dvalue, dmask = only(wants, found)
         return None, dquery, dkey, dvalue, dmask, None, None, None, None, None, None

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .function import Function, once, only, pairs
+from .. import reference
+from .function import Function, differentiates_again, only, pairs, vjp
 
 
 class CrossEntropy(Function):
@@ -32,11 +33,18 @@ class CrossEntropy(Function):
             return (None,) * 5
         input, target, known = ctx.saved_tensors
         wants = (ctx.needs_input_grad[1],)
+        if differentiates_again():
+            (dinput,) = vjp(
+                lambda x: reference.cross_entropy(
+                    x, target, ctx.ignore_index, ctx.label_smoothing
+                ),
+                (input,), wants, (grad,),
+            )  # fmt: skip
+            return None, dinput, None, None, None
         with torch.no_grad():
-            found = pairs["cross_entropy"][ctx.backend].backward(
+            (dinput,) = pairs["cross_entropy"][ctx.backend].backward(
                 grad, input, target, known, ctx.ignore_index, ctx.label_smoothing, wants
             )
-        (dinput,) = once("cross_entropy", only(wants, found), grad, input)
         return None, dinput, None, None, None
 
 
@@ -69,10 +77,17 @@ class LinearCrossEntropy(Function):
             return (None,) * 7
         input, weight, bias, target, known = ctx.saved_tensors
         wants = ctx.needs_input_grad[1:4]
+        if differentiates_again():
+            found = vjp(
+                lambda x, w, b: reference.linear_cross_entropy(
+                    x, w, b, target, ctx.ignore_index, ctx.label_smoothing
+                ),
+                (input, weight, bias), wants, (grad,),
+            )  # fmt: skip
+            return None, *found, None, None, None
         with torch.no_grad():
             found = pairs["linear_cross_entropy"][ctx.backend].backward(
                 grad, input, weight, bias, target, known, ctx.ignore_index, ctx.label_smoothing,
                 wants,
             )  # fmt: skip
-        found = once("linear_cross_entropy", only(wants, found), grad, input, weight, bias)
-        return None, *found, None, None, None
+        return None, *only(wants, found), None, None, None

@@ -1,4 +1,4 @@
-"""What the autograd functions of all ops share: the backends' pairs, and what is refused."""
+"""What the autograd functions of all ops share: the backends' pairs, and second derivatives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
-from torch.autograd import forward_ad
 
 from ..dispatch import OPS
 
@@ -16,25 +15,26 @@ from ..dispatch import OPS
 class Pair(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    #: Whether what a feed-forward network keeps for its backward is ``x W1^T + b1``.
+    keeps_preactivation: bool = True
 
 
 pairs: dict[str, dict[str, Pair]] = {op: {} for op in OPS}
 
 
 def register(
-    op: str, backend: str, forward: Callable[..., Any], backward: Callable[..., Any]
+    op: str,
+    backend: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    keeps_preactivation: bool = True,
 ) -> None:
     """Add a backend's pair for an op; a second one replaces the first."""
-    pairs[op][backend] = Pair(forward, backward)
+    pairs[op][backend] = Pair(forward, backward, keeps_preactivation)
 
 
 def needs_function(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors has to go through an autograd function.
-
-    Raises NotImplementedError if one has a tangent, which a bare operator would lose in silence.
-    """
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(tensors)
+    """Whether a call with these tensors has to go through an autograd function."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -42,58 +42,70 @@ def needs_function(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _refuse_tangents(tensors: tuple[Tensor | None, ...]) -> None:
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                "the kernels have no forward-mode derivative; run the call under "
-                "transformer_fast.use_backend('reference')"
-            )
-
-
 class Function(torch.autograd.Function):
-    """Takes all its arguments by position."""
-
-    generate_vmap_rule = True
+    """Takes all its arguments by position, and is not transformed: see `dispatch.transforms`."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """What torch's does, but for inspecting forward's signature: longer than many an op."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        args = unwrap_dead_wrappers(args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 
-class _NoSecondDerivative(Function):
-    """The identity on gradients; going back through it raises."""
+def differentiates_again() -> bool:
+    """Whether a backward is to be differentiated itself (``create_graph=True``).
 
-    @staticmethod
-    def forward(op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.view_as(t) for t in tensors[:count])
+    Compiled programs have no second derivatives.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op = inputs[0]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
-        raise RuntimeError(
-            f"the kernels of {ctx.op} have no second derivative; run the call under "
-            "transformer_fast.use_backend('reference') to differentiate twice"
+def vjp(
+    formula: Callable[..., Any],
+    primals: Sequence[Tensor | None],
+    wants: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of ``formula(*primals)``, differentiable themselves where grad mode is on.
+
+    Args:
+        formula: plain PyTorch; gives a tensor or a tuple.
+        wants: of which primals.
+        grads: of its results; None counts as zeros.
+    """
+    with torch.enable_grad():
+        # One tensor may stand in several places, each with a gradient of its own.
+        own = [
+            primal if primal is None or not want
+            else primal.view_as(primal) if primal.requires_grad
+            else primal.detach().requires_grad_()
+            for primal, want in zip(primals, wants, strict=True)
+        ]  # fmt: skip
+        results = formula(*own)
+    if isinstance(results, Tensor):
+        results = (results,)
+    given = [
+        (result, grad)
+        for result, grad in zip(results, grads, strict=True)
+        if grad is not None and result.requires_grad
+    ]
+    sought = [primal for primal, want in zip(own, wants, strict=True) if want]
+    found = iter(
+        torch.autograd.grad(
+            [result for result, _ in given],
+            sought,  # type: ignore[arg-type]
+            [grad for _, grad in given],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
         )
+        if given and sought
+        else (None,) * len(sought)
+    )
+    return [next(found) if want else None for want in wants]
 
 
-def once(op: str, found: Sequence[Tensor | None], *used: Tensor | None) -> tuple[Any, ...]:
-    """The gradients, so marked that differentiating them raises if it would have to be non-zero."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return tuple(found)
-    witnesses = [t for t in used if t is not None and t.requires_grad]
-    if not witnesses:
-        return tuple(found)
-    present = [t for t in found if t is not None]
-    marked = iter(_NoSecondDerivative.apply(op, len(present), *present, *witnesses))  # type: ignore[no-untyped-call]
-    return tuple(None if t is None else next(marked) for t in found)
+def stand_in(like: Tensor, *shape: int) -> Tensor:
+    """A tensor of this shape with one row's memory, for what was not saved and is only measured."""
+    return like.new_empty(shape[-1:]).expand(shape)
 
 
 def only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .function import Function, once, only, pairs
+from .. import reference
+from ..reference.dropout import dropout
+from .function import Function, differentiates_again, only, pairs, vjp
 
 
 class LayerNorm(Function):
@@ -25,25 +27,47 @@ class LayerNorm(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.backend, input, ctx.normalized_shape, weight, _, _ = inputs
+        ctx.backend, input, ctx.normalized_shape, weight, _, ctx.eps = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight, mean, rstd)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(
+            input if needs[1] or needs[3] else None, weight if needs[1] else None, mean, rstd
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 6
         input, weight, mean, rstd = ctx.saved_tensors
+        if input is None:
+            input = grad.detach()  # the bias has the same gradient whatever the input was
         needs = ctx.needs_input_grad
         wants = needs[1], needs[3], needs[4]
+        if differentiates_again():
+            dinput, dweight, dbias = _by_formula(ctx, grad, input, weight, wants)
+            return None, dinput, None, dweight, dbias, None
         with torch.no_grad():
             found = pairs["layer_norm"][ctx.backend].backward(
                 grad, input, ctx.normalized_shape, weight, mean, rstd, wants
             )
-        dinput, dweight, dbias = once("layer_norm", only(wants, found), grad, input, weight)
+        dinput, dweight, dbias = only(wants, found)
         return None, dinput, None, dweight, dbias, None
+
+
+def _by_formula(
+    ctx: Any, grad: Tensor, input: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
+) -> list[Tensor | None]:
+    shape = tuple(ctx.normalized_shape)
+    # The gradients of weight and bias depend on neither.
+    if wants[1] and weight is None:
+        weight = grad.new_ones(shape)
+    bias = grad.new_zeros(shape) if wants[2] else None
+    return vjp(
+        lambda x, w, b: reference.layer_norm(x, shape, w, b, ctx.eps),
+        (input, weight, bias), wants, (grad,),
+    )  # fmt: skip
 
 
 class AddLayerNorm(Function):
@@ -65,11 +89,12 @@ class AddLayerNorm(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.backend, _, _, ctx.normalized_shape, weight, _, _, ctx.dropout_p, seed = inputs
+        ctx.backend, _, _, ctx.normalized_shape, weight, _, ctx.eps, ctx.dropout_p, seed = inputs
         _, sum, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(sum, weight, mean, rstd, seed)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(sum, weight if needs[1] or needs[2] else None, mean, rstd, seed)
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -80,9 +105,23 @@ class AddLayerNorm(Function):
         sum, weight, mean, rstd, seed = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wants = needs[1], needs[2], needs[4], needs[5]
+        if grad is None:
+            grad = torch.zeros_like(sum)
+        if differentiates_again():
+            dsum, dweight, dbias = _by_formula(
+                ctx, grad, sum, weight, (needs[1] or needs[2], needs[4], needs[5])
+            )
+            if dsum is not None and grad_sum is not None:
+                dsum = dsum + grad_sum
+            dinput = None
+            if needs[1]:
+                assert dsum is not None
+                dinput = dropout(dsum, ctx.dropout_p, seed)
+            dresidual = dsum if needs[2] else None
+            return None, dinput, dresidual, None, dweight, dbias, None, None, None
         with torch.no_grad():
             found = pairs["add_layer_norm"][ctx.backend].backward(
-                torch.zeros_like(sum) if grad is None else grad,
+                grad,
                 grad_sum,
                 sum,
                 ctx.normalized_shape,
@@ -93,7 +132,5 @@ class AddLayerNorm(Function):
                 seed,
                 wants,
             )
-        dinput, dresidual, dweight, dbias = once(
-            "add_layer_norm", only(wants, found), grad, grad_sum, sum, weight
-        )
+        dinput, dresidual, dweight, dbias = only(wants, found)
         return None, dinput, dresidual, None, dweight, dbias, None, None, None

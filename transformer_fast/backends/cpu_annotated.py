@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native, dispatch
-from ..autograd import needs_function, once
+from .. import _native, dispatch, reference
+from ..autograd import differentiates_again, needs_function, vjp
 
 
 def fits(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -16,7 +16,7 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return (
         _native.module is not None
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not dispatch.transforms(input, weight, bias)
         and dispatch.named_backend() in (None, "cpu")
         and input.dim() > 0
         and input.shape[-1] == weight.numel() > 1
@@ -35,6 +35,7 @@ class _AnnotatedLayerNorm(torch.autograd.Function):
         output, mean, rstd = torch.ops.transformer_fast.cpu_annotated_layer_norm(
             input, weight, bias, eps
         )
+        ctx.eps = eps
         ctx.save_for_backward(input, weight, mean, rstd)
         return output  # type: ignore[no-any-return]
 
@@ -42,12 +43,16 @@ class _AnnotatedLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         input, weight, mean, rstd = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
-        with torch.no_grad():
-            found = torch.ops.transformer_fast.cpu_annotated_layer_norm_backward(
-                grad, input, mean, rstd, weight, *wants
-            )
-        found = [t if want else None for t, want in zip(found, wants, strict=True)]
-        return *once("layer_norm", found, grad, input, weight), None
+        if differentiates_again():
+            bias = torch.zeros_like(weight)  # the gradients do not depend on it
+            return *vjp(
+                lambda x, w, b: reference.annotated_layer_norm(x, w, b, ctx.eps),
+                (input, weight, bias), wants, (grad,),
+            ), None  # fmt: skip
+        found = torch.ops.transformer_fast.cpu_annotated_layer_norm_backward(
+            grad, input, mean, rstd, weight, *wants
+        )
+        return *(t if want else None for t, want in zip(found, wants, strict=True)), None
 
 
 def annotated_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -64,8 +64,8 @@ def _layer_norm_backward(
     )  # fmt: skip
     return (
         dinput,
-        _like(_shaped(dweight, normalized_shape, wants[1]), weight),
-        _like(_shaped(dbias, normalized_shape, wants[2]), weight),
+        _shaped(dweight, normalized_shape, wants[1]).to(grad.dtype),
+        _shaped(dbias, normalized_shape, wants[2]).to(grad.dtype),
     )
 
 
@@ -104,8 +104,8 @@ def _add_layer_norm_backward(
     return (
         dinput if drops else dsource,
         dsource,
-        _like(_shaped(dweight, normalized_shape, wants[2]), weight),
-        _like(_shaped(dbias, normalized_shape, wants[3]), weight),
+        _shaped(dweight, normalized_shape, wants[2]).to(grad.dtype),
+        _shaped(dbias, normalized_shape, wants[3]).to(grad.dtype),
     )
 
 
@@ -176,7 +176,6 @@ def _linear_backward(
     grad: Tensor,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     activation: str | None,
     preactivation: Tensor,
     wants: Sequence[bool],
@@ -205,7 +204,6 @@ def _feed_forward_backward(
     grad: Tensor,
     input: Tensor,
     weight1: Tensor,
-    bias1: Tensor | None,
     weight2: Tensor,
     activation: str,
     dropout_p: float,

@@ -36,8 +36,7 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
         or torch.compiler.is_compiling()
         or dispatch.named_backend() not in (None, "cpu")
         or torch.is_autocast_enabled("cpu")
-        # Inside torch.func's transforms tensors have no memory of their own.
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or dispatch.transforms(input, *others)
     ):
         return False
     grad = torch.is_grad_enabled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..backends import cpu_annotated
 
 
@@ -44,10 +45,7 @@ class AnnotatedLayerNorm(torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if cpu_annotated.fits(input, self.weight, self.bias):
             return cpu_annotated.annotated_layer_norm(input, self.weight, self.bias, self.eps)
-        half = input.dtype in (torch.float16, torch.bfloat16)
-        x = input.float() if half else input
-        deviation, mean = torch.std_mean(x, dim=-1, keepdim=True)
-        return (self.weight * (x - mean) / (deviation + self.eps) + self.bias).to(input.dtype)
+        return reference.annotated_layer_norm(input, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -7,13 +7,14 @@ from .attention import attention
 from .cross_entropy import cross_entropy, in_parts, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
-from .layer_norm import add_layer_norm, layer_norm
+from .layer_norm import add_layer_norm, annotated_layer_norm, layer_norm
 from .linear import ACTIVATIONS, activate, linear
 
 __all__ = [
     "ACTIVATIONS",
     "activate",
     "add_layer_norm",
+    "annotated_layer_norm",
     "attention",
     "cross_entropy",
     "dropout",

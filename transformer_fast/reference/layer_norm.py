@@ -34,6 +34,22 @@ def layer_norm(
     return y.to(input.dtype)
 
 
+def annotated_layer_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool = True,
+) -> Tensor:
+    """The Annotated Transformer's: ``weight * (x - mean) / (std + eps) + bias``, last dimension."""
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    std, mean = torch.std_mean(x, dim=-1, keepdim=True, correction=int(unbiased))
+    y = (x - mean) / (std + eps)
+    y = y if weight is None else weight * y
+    y = y if bias is None else y + bias
+    return y.to(input.dtype)
+
+
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,

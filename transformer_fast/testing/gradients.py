@@ -26,6 +26,7 @@ def gradients(
     arguments: tuple[Any, ...],
     names: tuple[str, ...] | None = None,
     rounded_to: torch.dtype | None = None,
+    twice: bool = False,
 ) -> dict[str, Tensor]:
     """Gradients, by argument, of a fixed linear function of all results.
 
@@ -34,6 +35,7 @@ def gradients(
         names: of which arguments; None means all that can have one.
         rounded_to: the upstream gradients are rounded to this dtype first, so that the oracle
             starts from the same ones as the kernel.
+        twice: second derivatives: gradients of a fixed linear function of all gradients.
     """
     arguments = require_grad(op, arguments, names)
     leaves = {
@@ -43,15 +45,22 @@ def gradients(
     }
     with torch.enable_grad():
         results = as_results(run(*arguments))
-    differentiable, starts = [], []
-    for number, result in enumerate(results):
-        if result is not None and result.requires_grad:
-            differentiable.append(result)
-            start = upstream(result, number)
-            starts.append(start.to(rounded_to).to(result.dtype) if rounded_to else start)
-    if not differentiable:
-        raise AssertionError(f"{op}: no result has a gradient")
-    found = torch.autograd.grad(differentiable, list(leaves.values()), starts, allow_unused=True)
+    for order in (1, 2) if twice else (1,):
+        differentiable, starts = [], []
+        for number, result in enumerate(results):
+            if result is not None and result.requires_grad:
+                differentiable.append(result)
+                start = upstream(result, 100 * (order - 1) + number)
+                starts.append(start.to(rounded_to).to(result.dtype) if rounded_to else start)
+        if not differentiable and order == 1:
+            raise AssertionError(f"{op}: no result has a gradient")
+        results = found = torch.autograd.grad(
+            differentiable,
+            list(leaves.values()),
+            starts,
+            create_graph=twice and order == 1,
+            allow_unused=True,
+        )
     return {
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
@@ -65,16 +74,17 @@ def measure_gradients(
     *,
     factor: float = GRADIENT_FACTOR,
     names: tuple[str, ...] | None = None,
+    twice: bool = False,
 ) -> Parity:
     """How far the gradients of ``run`` are from the truth: the argument nearest its limit."""
     reference = OPS[op].reference
     dtype = arguments[0].dtype
 
     def both(called: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        expected = gradients(op, reference, called, names)
-        return expected, gradients(op, reference, promote(called), names, rounded_to=dtype)
+        expected = gradients(op, reference, called, names, twice=twice)
+        return expected, gradients(op, reference, promote(called), names, dtype, twice)
 
-    got = gradients(op, run, arguments, names)
+    got = gradients(op, run, arguments, names, twice=twice)
     expected, true = both(arguments)
     units = {name: relative_error(expected[name], true[name]) for name in expected}
     elements = min(x.numel() for x in expected.values())
@@ -104,9 +114,10 @@ def check_gradients(
     arguments: tuple[Any, ...],
     factor: float = GRADIENT_FACTOR,
     names: tuple[str, ...] | None = None,
+    twice: bool = False,
 ) -> Parity:
     """`measure_gradients`, raising AssertionError with the place beyond its limit."""
-    parity = measure_gradients(op, run, arguments, factor=factor, names=names)
+    parity = measure_gradients(op, run, arguments, factor=factor, names=names, twice=twice)
     if not parity.ok:
         raise AssertionError(f"{op}: {parity}")
     return parity

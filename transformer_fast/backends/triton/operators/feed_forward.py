@@ -126,21 +126,23 @@ def _feed_forward_backward(
     grad: Tensor,
     input: Tensor,
     weight1: Tensor,
-    bias1: Tensor | None,
     weight2: Tensor,
     activation: str,
     dropout_p: float,
     seed: Tensor | None,
-    preactivation: Tensor,
+    kept: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     return _backward(  # type: ignore[no-any-return]
-        grad, input, weight1, weight2, activation, dropout_p, seed, preactivation, wants[0],
-        wants[2], wants[4],
+        grad, input, weight1, weight2, activation, dropout_p, seed, kept, wants[0], wants[2],
+        wants[4],
     )  # fmt: skip
 
 
-register("feed_forward", "triton", _feed_forward_forward, _feed_forward_backward)
+register(
+    "feed_forward", "triton", _feed_forward_forward, _feed_forward_backward,
+    keeps_preactivation=False,  # of relu the hidden units are kept
+)  # fmt: skip
 
 
 def feed_forward(

@@ -100,7 +100,6 @@ def _linear_backward(
     grad: Tensor,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     activation: str | None,
     preactivation: Tensor,
     wants: Sequence[bool],
