@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 
-from transformer_fast import _native, dispatch
+from transformer_fast import _native, dispatch, small
 
 # Triton asks when it is first imported whether to interpret; what other tests import (transformers)
 # imports it too.
@@ -74,6 +74,20 @@ def process_left_alone() -> Iterator[None]:
     before = flags()
     yield
     assert flags() == before
+
+
+@pytest.fixture(autouse=True)
+def small_calls_on_kernels() -> Iterator[None]:
+    """Most calls here are so small that the dispatcher would leave them to PyTorch."""
+    with small.handed_over(on=False):
+        yield
+
+
+@pytest.fixture
+def small_calls(small_calls_on_kernels: None) -> Iterator[None]:
+    """Small calls go where they go for everybody else."""
+    with small.handed_over(on=True, short=True):
+        yield
 
 
 @pytest.fixture

@@ -73,15 +73,6 @@ class Yield:
     #: What else the call or the machine must be like.
     when: Callable[[Call], bool] | None = None
 
-    def holds(self, call: Call) -> bool:
-        if call.needs_grad != self.needs_grad:
-            return False
-        if call.tensors[0].dtype not in self.dtypes:  # type: ignore[union-attr]
-            return False
-        if self.size(call) not in self.sizes:
-            return False
-        return self.when is None or self.when(call)
-
 
 def rows(call: Call) -> int:
     """How many rows the call's first tensor has, its last dimension being the columns."""
@@ -334,8 +325,14 @@ def why_yields(kernel: Kernel, call: Call) -> str | None:
     """Why a kernel that can take the call leaves it to a later one, or None if it does not."""
     if torch.compiler.is_compiling():
         return None
+    needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
     for limit in kernel.yields:
-        if limit.holds(call):
+        if (
+            limit.needs_grad == needs_grad
+            and dtype in limit.dtypes
+            and limit.size(call) in limit.sizes
+            and (limit.when is None or limit.when(call))
+        ):
             return limit.because
     return None
 

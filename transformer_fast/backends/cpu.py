@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, small
 from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
 from .cpu_backward import ACTIVATIONS
@@ -338,7 +338,7 @@ def _register() -> None:
                     "devices": ("cpu",),
                     "dtypes": _FLOATS,
                     "unavailable": _native.why_not,
-                    "yields": _YIELDS.get(kernel.op, ()),
+                    "yields": (*small.yields(kernel.op), *_YIELDS.get(kernel.op, ())),
                 }
             )
         )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _native, reference
+from .. import _native, reference, small
 from ..dispatch import Call, Kernel, register
 
 #: What cpu_dropout takes.
@@ -84,8 +84,15 @@ def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     # For half types PyTorch rounds the log-probabilities.
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    if (
+        wide.requires_grad
+        and torch.is_grad_enabled()
+        and not small.ignores_no_nan(wide, target, ignore_index)
+    ):
+        wide = wide.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
     return F.cross_entropy(
-        input.to(torch.promote_types(input.dtype, torch.float32)),
+        wide,
         target,
         ignore_index=ignore_index,
         reduction="none",

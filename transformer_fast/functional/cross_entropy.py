@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import small
 from ..dispatch import Call, select
 from ._check import (
     autocast,
@@ -138,6 +139,10 @@ def cross_entropy(
     Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
     """
     others = weight is not None or size_average is not None or reduce is not None
+    if backend is None and not others and small.cross_entropy(input, target, ignore_index):
+        return F.cross_entropy(
+            input, target, None, None, ignore_index, None, reduction, label_smoothing
+        )
     probable = isinstance(target, Tensor) and target.is_floating_point()
     if others or probable:
         if backend is not None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from .. import small
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
+from ..reference.linear import ACTIVATIONS
 from ._check import (
     autocast,
     named_activation,
@@ -91,6 +94,15 @@ def feed_forward(
 
     Source: "Attention Is All You Need", section 3.3.
     """
+    if (
+        backend is None
+        and dropout_p == 0.0
+        and type(activation) is str
+        and activation in ACTIVATIONS
+        and small.feed_forward(input, weight1, bias1, weight2, bias2)
+    ):
+        hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
+        return F.linear(hidden, weight2, bias2)
     call, arguments = prepare_feed_forward(
         input, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p
     )

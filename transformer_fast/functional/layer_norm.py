@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import small
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
 from ._check import (
@@ -151,6 +152,12 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
+    if (
+        backend is None
+        and type(normalized_shape) is tuple
+        and small.layer_norm(input, weight, bias)
+    ):
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     call, arguments = prepare_layer_norm(input, normalized_shape, weight, bias, eps)
     return select(call, backend).run(*arguments)
 
@@ -211,6 +218,14 @@ def add_layer_norm(
 
     Source: "Attention Is All You Need", section 3.1, LayerNorm(x + Sublayer(x)), and 5.4.
     """
+    if (
+        backend is None
+        and type(normalized_shape) is tuple
+        and dropout_p == 0.0
+        and small.add_layer_norm(input, residual, weight, bias)
+    ):
+        total = residual + input
+        return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
     call, arguments = prepare_add_layer_norm(
         input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p
     )

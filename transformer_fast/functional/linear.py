@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import small
 from ..dispatch import Call, select
 from ._check import (
     autocast,
@@ -166,6 +167,13 @@ def linear(
 
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """
+    if (
+        backend is None
+        and activation is None
+        and residual is None
+        and small.linear(input, weight, bias)
+    ):
+        return F.linear(input, weight, bias)
     if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
         row = weight.unsqueeze(0)
         column = None if residual is None else residual.unsqueeze(-1)

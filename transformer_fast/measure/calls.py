@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import dispatch
+from .. import dispatch, small
 from ..backends import cpu_blocks
 from ..dispatch import OPS, Kernel
 from ..testing import call_of
@@ -69,7 +69,8 @@ def record() -> Iterator[Record]:
     for (owner, name, names), run in zip(blocks, plain, strict=True):
         setattr(owner, name, watch_block(run, names))
     try:
-        yield found
+        with small.handed_over(short=False):
+            yield found
     finally:
         for kernel in before:
             dispatch.register(kernel)

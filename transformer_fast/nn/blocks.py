@@ -54,15 +54,10 @@ def _part(module: torch.nn.Module, name: str) -> torch.nn.Module:
     return module._modules.get(name) or getattr(module, name)
 
 
-def _parameter(module: torch.nn.Module, name: str) -> Tensor | None:
-    parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
-
-
 def _read_norm(norm: torch.nn.Module, width: int) -> tuple[Tensor | None, Tensor | None] | None:
     if not bypass.is_plain(norm, bypass.LAYER_NORM) or norm.normalized_shape != (width,):
         return None
-    return _parameter(norm, "weight"), _parameter(norm, "bias")
+    return bypass.parameter(norm, "weight"), bypass.parameter(norm, "bias")
 
 
 def _inactive(dropout: torch.nn.Module) -> bool:
@@ -78,6 +73,10 @@ def read_attention(
     if torch.compiler.is_compiling():
         return None
     module, width = _part(layer, attention), x.shape[-1]
+    # In training this is all that there is to see.
+    weight = module._parameters.get("in_proj_weight")
+    if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
+        return None
     if not (
         bypass.is_plain(module, (MultiheadAttention,))
         and isinstance(module, MultiheadAttention)
@@ -95,8 +94,8 @@ def read_attention(
     if last is None or not bypass.is_plain(out, bypass.LINEAR):
         return None
     parameters = (
-        _parameter(module, "in_proj_weight"), _parameter(module, "in_proj_bias"),
-        _parameter(out, "weight"), _parameter(out, "bias"), *last,
+        bypass.parameter(module, "in_proj_weight"), bypass.parameter(module, "in_proj_bias"),
+        bypass.parameter(out, "weight"), bypass.parameter(out, "bias"), *last,
     )  # fmt: skip
     kind = Kind.CROSS_ATTENTION if cross else Kind.SELF_ATTENTION
     if not cpu_blocks.fits(x, *parameters):
@@ -123,8 +122,8 @@ def read_feed_forward(
     ):
         return None
     parameters = (
-        _parameter(linear1, "weight"), _parameter(linear1, "bias"),
-        _parameter(linear2, "weight"), _parameter(linear2, "bias"), *last,
+        bypass.parameter(linear1, "weight"), bypass.parameter(linear1, "bias"),
+        bypass.parameter(linear2, "weight"), bypass.parameter(linear2, "bias"), *last,
     )  # fmt: skip
     if not cpu_blocks.fits(x, *parameters):
         return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import functional
+from .. import functional, small
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
+
+_linear = torch.nn.functional.linear
 
 
 class Linear(Swapped, torch.nn.Linear):
@@ -20,6 +22,11 @@ class Linear(Swapped, torch.nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        # Module.__getattr__ takes a tenth of a small call.
+        parameters = self._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if small.linear(input, weight, bias) and "bias" in parameters:
+            return _linear(input, weight, bias)  # type: ignore[arg-type]
         if is_torchs(input):
             return by_torch(self, super().forward, input)
         return functional.linear(input, self.weight, self.bias)

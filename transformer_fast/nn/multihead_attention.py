@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional
+from .. import functional, small
 from ..functional.attention import attend
 from . import bypass, masks
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
+
+_in_one_call: Any = torch._native_multi_head_attention
 
 
 class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
@@ -72,6 +76,13 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
                 self, super().forward, query, key, value, key_padding_mask, need_weights,
                 attn_mask, average_attn_weights, is_causal,
             )  # fmt: skip
+        if self._is_plain(query, key, value, key_padding_mask, attn_mask, is_causal):
+            if not self.training and (parameters := self._for_one_call(query)) is not None:
+                return _in_one_call(
+                    query, key, value, self.embed_dim, self.num_heads, *parameters, None,
+                    need_weights, average_attn_weights,
+                )  # fmt: skip
+            return self._attend(query, key, value, None, False, need_weights, average_attn_weights)
         same_kind = masks.check_masks(attn_mask, "attn_mask", key_padding_mask, "key_padding_mask")
         batched = query.dim() == 3
         F._mha_shape_check(  # type: ignore[attr-defined]
@@ -87,7 +98,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             key_padding_mask = masks.additive(key_padding_mask, query.dtype)
             attn_mask = masks.additive(attn_mask, query.dtype)
 
-        shared, same = key is value, query is key and key is value
+        shared = key is value
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -100,8 +111,80 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             None if causal else attn_mask, key_padding_mask, query, key, sequence, self.num_heads,
             appended,
         )  # fmt: skip
+        output, weights = self._attend(
+            query, key, value, mask, causal, need_weights, average_attn_weights, sequence
+        )
+        if not batched:
+            output = output.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def _is_plain(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> bool:
+        """Whether this is batched self-attention without masks, of which all sizes fit."""
+        return (
+            query is key
+            and key is value
+            and attn_mask is None
+            and key_padding_mask is None
+            and not is_causal
+            and query.dim() == 3
+            and query.shape[2] == self.embed_dim
+            and self._qkv_same_embed_dim
+            and self.bias_k is None
+            and self.bias_v is None
+            and not self.add_zero_attn
+        )
+
+    def _for_one_call(self, query: Tensor) -> list[Tensor] | None:
+        """The projections' parameters, if torch has one operator for a call as small as this."""
+        out, own = self.out_proj, self._parameters
+        if not (
+            self.batch_first
+            and self.num_heads % 2 == 0
+            and small.multihead_attention(query)
+            and bypass.is_plain(out, bypass.LINEAR)
+        ):
+            return None
+        theirs = out._parameters
+        found = [
+            own.get("in_proj_weight"), own.get("in_proj_bias"),
+            theirs.get("weight"), theirs.get("bias"),
+        ]  # fmt: skip
+        grad = torch.is_grad_enabled()
+        for parameter in found:
+            if (
+                type(parameter) is not torch.nn.Parameter
+                or parameter.dtype is not query.dtype
+                or (grad and parameter.requires_grad)
+            ):
+                return None
+        return found  # type: ignore[return-value]
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        need_weights: bool,
+        average_attn_weights: bool,
+        sequence: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The batched result, all arguments being checked; ``sequence`` is the dimension of T."""
+        if sequence is None:
+            sequence = int(self.batch_first)
+        shared, same = key is value, query is key and key is value
         q, k, v = self._project(query, key, value, sequence, same, shared)
-        if appended:
+        if self.bias_k is not None or self.add_zero_attn:
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
 
         dropout_p = self.dropout if self.training else 0.0
@@ -115,9 +198,6 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         output = bypass.linear(self.out_proj, merged.flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
-        if not batched:
-            output = output.squeeze(0)
-            weights = None if weights is None else weights.squeeze(0)
         return output, weights
 
     def _check_sizes(
@@ -168,9 +248,10 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, sequence: int, same: bool, shared: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
-        width, bias = self.embed_dim, self.in_proj_bias
+        width, bias = self.embed_dim, bypass.parameter(self, "in_proj_bias")
         if self._qkv_same_embed_dim and same:
-            packed = functional.linear(query, self.in_proj_weight, bias)
+            weight = bypass.parameter(self, "in_proj_weight")
+            packed = functional.linear(query, weight, bias)  # type: ignore[arg-type]
             q, k, v = self._heads(packed, sequence, 3)
             return q, k, v
         inputs = (query, key) if shared and self._qkv_same_embed_dim else (query, key, value)

@@ -1,0 +1,260 @@
+"""Calls so small that PyTorch's ops take them: one rule for dispatcher, functions and modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_fast
+from transformer_fast import _native, functional, nn, small
+
+pytestmark = [
+    pytest.mark.usefixtures("small_calls"),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+
+
+class _Ours(TorchDispatchMode):
+    """Which operators of ours run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "transformer_fast":
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _ours(run: Callable[[], Any]) -> list[str]:
+    with _Ours() as found:
+        run()
+    return found.names
+
+
+def _calls(grad: bool) -> dict[str, Callable[[int], tuple[Callable[[], Any], tuple[Any, ...]]]]:
+    """Per op: from a number of rows, the public call, and what `explain` is asked."""
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, requires_grad=grad)
+
+    def linear(rows: int) -> Any:
+        arguments = leaf(rows, 64), leaf(64, 64), leaf(64)
+        return lambda: functional.linear(*arguments), arguments
+
+    def layer_norm(rows: int) -> Any:
+        arguments = leaf(rows, 64), (64,), leaf(64), leaf(64)
+        return lambda: functional.layer_norm(*arguments), arguments
+
+    def add_layer_norm(rows: int) -> Any:
+        arguments = leaf(rows, 64), leaf(rows, 64), (64,), leaf(64), leaf(64)
+        return lambda: functional.add_layer_norm(*arguments), arguments
+
+    def feed_forward(rows: int) -> Any:
+        arguments = leaf(rows, 64), leaf(128, 64), leaf(128), leaf(64, 128), leaf(64)
+        return lambda: functional.feed_forward(*arguments), arguments
+
+    def attention(rows: int) -> Any:
+        arguments = tuple(leaf(1, 4, rows, 16) for _ in range(3))
+        return lambda: functional.scaled_dot_product_attention(*arguments), arguments
+
+    def cross_entropy(rows: int) -> Any:
+        arguments = leaf(rows, 64), torch.randint(64, (rows,))
+        return lambda: functional.cross_entropy(*arguments), arguments
+
+    return {
+        "linear": linear,
+        "layer_norm": layer_norm,
+        "add_layer_norm": add_layer_norm,
+        "feed_forward": feed_forward,
+        "attention": attention,
+        "cross_entropy": cross_entropy,
+    }
+
+
+_LARGE = {"attention": 512}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("op", _calls(False))
+def test_the_function_runs_what_explain_says(op: str, grad: bool) -> None:
+    for rows in (1, 20, _LARGE.get(op, 8192)):
+        call, arguments = _calls(grad)[op](rows)
+        told = transformer_fast.explain(op, *arguments)
+        kernels = _ours(call)
+        assert bool(kernels) == (told.backend == "cpu"), (rows, told, kernels)
+        if rows == 20 and not (op == "attention" and grad):
+            assert told.backend == "torch"
+            assert "it yields: PyTorch's op was measured to take less time" in str(told)
+        if rows > 20:
+            assert told.backend == "cpu"
+
+
+@pytest.mark.parametrize("op", _calls(False))
+def test_a_named_backend_is_obeyed(op: str) -> None:
+    call, _ = _calls(False)[op](20)
+    with transformer_fast.use_backend("cpu"):
+        assert _ours(call)
+    assert not _ours(call)
+    with transformer_fast.strict():
+        assert not _ours(call)
+
+
+_MODULES: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "Linear": lambda nn: nn.Linear(32, 48),
+    "Linear without bias": lambda nn: nn.Linear(32, 48, bias=False),
+    "LayerNorm": lambda nn: nn.LayerNorm(32),
+    "LayerNorm without bias": lambda nn: nn.LayerNorm(32, bias=False),
+    "LayerNorm without parameters": lambda nn: nn.LayerNorm(32, elementwise_affine=False),
+    "MultiheadAttention": lambda nn: nn.MultiheadAttention(32, 4, batch_first=True),
+    "MultiheadAttention, odd heads": lambda nn: nn.MultiheadAttention(32, 1, batch_first=True),
+    "MultiheadAttention, length first": lambda nn: nn.MultiheadAttention(32, 4),
+    "MultiheadAttention without bias": lambda nn: nn.MultiheadAttention(32, 4, bias=False),
+    "MultiheadAttention, keys added": lambda nn: nn.MultiheadAttention(
+        32, 4, add_bias_kv=True, add_zero_attn=True
+    ),
+    "TransformerEncoderLayer": lambda nn: nn.TransformerEncoderLayer(
+        32, 4, 64, 0.0, batch_first=True
+    ),
+    "norm first": lambda nn: nn.TransformerEncoderLayer(
+        32, 4, 64, 0.0, batch_first=True, norm_first=True, activation="gelu"
+    ),
+}
+
+
+def _results(module: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_(module.training)
+    y = module(x, x, x) if isinstance(module, torch.nn.MultiheadAttention) else module(x)
+    outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
+    if not module.training:
+        return outputs
+    leaves = [x, *module.parameters()]
+    grads = torch.autograd.grad(outputs[0].square().sum(), leaves, allow_unused=True)
+    return [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("name", _MODULES)
+def test_small_modules_give_torchs_numbers(name: str, training: bool) -> None:
+    theirs = _MODULES[name](torch.nn).train(training)
+    ours = _MODULES[name](nn).train(training)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 7, 32)
+    with torch.set_grad_enabled(training):
+        for a, b in zip(_results(ours, x), _results(theirs, x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_small_modules_meet_no_kernel() -> None:
+    x = torch.randn(2, 7, 32)
+    for name in ("Linear", "LayerNorm"):
+        module = _MODULES[name](nn)
+        assert not _ours(lambda m=module: m(x).sum().backward())
+        with transformer_fast.use_backend("cpu"):
+            assert _ours(lambda m=module: m(x).sum().backward())
+    attention = _MODULES["MultiheadAttention"](nn).eval()
+    with torch.no_grad():
+        assert not _ours(lambda: attention(x, x, x))
+        with transformer_fast.use_backend("cpu"):
+            assert _ours(lambda: attention(x, x, x))
+
+
+def test_hooks_and_parametrisations_are_seen() -> None:
+    seen: list[str] = []
+    x = torch.randn(3, 8)
+    linear = nn.Linear(8, 8)
+    linear.register_forward_hook(lambda *_: seen.append("forward"))
+    linear.register_full_backward_hook(lambda *_: seen.append("backward"))
+    linear(x.requires_grad_()).sum().backward()
+    assert seen == ["forward", "backward"]
+
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    attention.out_proj.register_forward_hook(lambda *_: seen.append("projection"))
+    with torch.no_grad():
+        attention(x[None], x[None], x[None])
+    assert seen[-1] == "projection"
+
+    class Double(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2.0 * x
+
+    for name in ("weight", "bias"):
+        for make in (lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8)):
+            module = make()
+            torch.nn.init.normal_(getattr(module, name))
+            before = module(x) - module(torch.zeros_like(x)) * (name == "weight")
+            base = getattr(module, name).detach().clone()
+            torch.nn.utils.parametrize.register_parametrization(module, name, Double())
+            after = module(x) - module(torch.zeros_like(x)) * (name == "weight")
+            expected = 2.0 * before if name == "weight" else before + base
+            torch.testing.assert_close(after, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_autocast_and_transforms_hold() -> None:
+    linear, theirs = nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    theirs.load_state_dict(linear.state_dict())
+    x = torch.randn(3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.vmap(linear)(x), theirs(x))
+    _, tangent = torch.func.jvp(linear, (x,), (x,))
+    torch.testing.assert_close(tangent, x @ linear.weight.T)
+    (first,) = torch.autograd.grad(nn.LayerNorm(8)(y := x.clone().requires_grad_()).pow(3).sum(), y,
+                                   create_graph=True)  # fmt: skip
+    assert torch.autograd.grad(first.sum(), y)[0].isfinite().all()
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), theirs(x))
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_stands_in_ignored_rows_reaches_no_gradient(ignored: int, value: float) -> None:
+    target = torch.tensor([0, ignored, 1])
+    for loss in (
+        nn.CrossEntropyLoss(ignore_index=ignored),
+        lambda x, t: functional.cross_entropy(x, t, ignore_index=ignored),
+        lambda x, t: functional.cross_entropy(x, t, ignore_index=ignored, backend="torch"),
+    ):
+        x = torch.randn(3, 4)
+        x[1, 2] = value
+        x.requires_grad_()
+        found = loss(x, target)
+        found.backward()
+        assert found.isfinite()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        assert (x.grad[1] == 0.0).all()
+
+
+def test_few_rows_of_large_matrices_stay_with_the_kernels() -> None:
+    x, weight = torch.randn(4, 512), torch.randn(512, 512)
+    assert _ours(lambda: functional.linear(x, weight)) == ["cpu_linear.default"]
+    assert transformer_fast.explain("linear", x, weight).backend == "cpu"
+
+
+def test_the_gradient_of_large_tables_is_ours() -> None:
+    tokens = torch.randint(0, 9, (5,))
+    table = nn.Embedding(9, 8)
+    assert not _ours(lambda: table(tokens).sum().backward())
+    large = nn.Embedding(1 << 14, 64)
+    assert _ours(lambda: large(tokens).sum().backward()) == ["cpu_embedding_backward.default"]
+
+
+def test_the_dispatcher_tells_of_small_calls_where_it_is_asked() -> None:
+    x, norm = torch.randn(2, 8), nn.LayerNorm(8)
+    from transformer_fast.measure.calls import record
+
+    with record() as found:
+        norm(x)
+    assert set(found.calls) == {("layer_norm", "torch")}
+    with small.handed_over(on=False), record() as found:
+        norm(x)
+    assert set(found.calls) == {("layer_norm", "cpu")}

@@ -1,0 +1,305 @@
+"""Calls so small that what leads to a kernel takes longer than the kernel saves.
+
+A kernel of ours takes some Python to prepare and, with gradients, an autograd node in Python;
+PyTorch's ops have theirs in C++. Which calls PyTorch's op serves sooner was measured, on the CPU in
+float32. The dispatcher hands exactly those to the backend `torch` (`yields`). Functions and modules
+whose preparation would take as long as the call ask the same limits before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _native
+from .dispatch import Call, Yield, _state
+
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_FLOAT = torch.float32
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+#: Whether any call counts as small, and whether functions and modules may pass the dispatcher by.
+_on = _short = True
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much work makes a call of an op worth a kernel."""
+
+    #: What is counted, in words.
+    unit: str
+    #: Calls with less than this are PyTorch's: those without gradients, and those with.
+    inference: int
+    training: int
+    #: Elements of the op's matrices, at most. For a few rows and larger ones PyTorch's products
+    #: take up to twice the kernels' time.
+    weights: int | None = None
+
+    def holds(self, work: int, *tensors: Tensor | None) -> bool:
+        """Whether a call with so much work, of these tensors, is small."""
+        if work < self.inference:
+            return True
+        if work >= self.training or not _is_grad_enabled():
+            return False
+        for tensor in tensors:  # noqa: SIM110 - a generator costs more, on the hot path
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                return True
+        return False
+
+
+# With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
+_TILES = _native.module is not None and _native.module.isa() == "amx"
+LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 23), 1 << 23, weights=1 << 16)
+FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
+LAYER_NORM = Limit("elements", 1 << 16, 1 << 18)
+#: In evaluation of what PyTorch has one operator for: self-attention without masks.
+MULTIHEAD_ATTENTION = Limit("elements", 1 << 15, 0)
+ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18)
+#: PyTorch's fused attention on the CPU has no second derivative.
+ATTENTION = Limit("multiply-adds", 1 << 18, 0)
+CROSS_ENTROPY = Limit("elements", 1 << 17, 1 << 18)
+#: Elements of the table, and eight times those looked up, with gradients; without them a look-up is
+#: PyTorch's anyway.
+EMBEDDING = 1 << 19
+
+
+def linear(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether `torch.nn.functional.linear` is to take the call, unless a backend is named."""
+    return (
+        _short
+        and type(input) is Tensor
+        and _state.backend is None
+        and isinstance(weight, Tensor)
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        and weight.numel() <= LINEAR.weights  # type: ignore[operator]
+        and LINEAR.holds(input.numel() * weight.shape[0], input, weight, bias)
+    )
+
+
+def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether `torch.layer_norm` is to take the call."""
+    return (
+        _short
+        and type(input) is Tensor
+        and _state.backend is None
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        # Which function a tensor subclass is asked about differs between this and torch's module.
+        and type(weight) in _PLAIN
+        and type(bias) in _PLAIN
+        and LAYER_NORM.holds(input.numel(), input, weight, bias)
+    )
+
+
+def add_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> bool:
+    """Whether a sum and `torch.layer_norm` are to take the call, nothing being dropped."""
+    return (
+        _short
+        and type(input) is Tensor
+        and type(residual) is Tensor
+        and _state.backend is None
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        and residual.dtype is _FLOAT
+        and input.shape == residual.shape
+        and type(weight) in _PLAIN
+        and type(bias) in _PLAIN
+        and ADD_LAYER_NORM.holds(input.numel(), input, residual, weight, bias)
+    )
+
+
+def feed_forward(
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+) -> bool:
+    """Whether `torch.nn.functional.linear`, twice, is to take the call, nothing being dropped."""
+    if not (
+        _short
+        and type(input) is Tensor
+        and _state.backend is None
+        and isinstance(weight1, Tensor)
+        and isinstance(weight2, Tensor)
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        and input.dim() > 0
+    ):
+        return False
+    # PyTorch would spread biases that the op refuses.
+    hidden, width, columns = weight1.shape, weight2.shape, input.shape[-1]
+    if not (
+        len(hidden) == 2
+        and len(width) == 2
+        and hidden[1] == columns
+        and width[1] == hidden[0]
+        and (bias1 is None or bias1.shape == hidden[:1])
+        and (bias2 is None or bias2.shape == width[:1])
+    ):
+        return False
+    weights = hidden[0] * (columns + width[0])
+    work = input.numel() // max(1, columns) * weights
+    return (
+        weights <= FEED_FORWARD.weights  # type: ignore[operator]
+        and FEED_FORWARD.holds(work, input, weight1, bias1, weight2, bias2)
+    )
+
+
+def multihead_attention(input: Tensor) -> bool:
+    """Whether torch's operator for it is to take self-attention without masks and gradients."""
+    return (
+        _short
+        and type(input) is Tensor
+        and _state.backend is None
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        and MULTIHEAD_ATTENTION.holds(input.numel())
+        and not (_is_grad_enabled() and input.requires_grad)
+        # It knows neither of these.
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def embedding(tokens: Tensor, table: Tensor) -> bool:
+    """Whether `torch.embedding` is to take the look-up and its gradient."""
+    return (
+        _short
+        and type(tokens) is Tensor
+        and _state.backend is None
+        and type(table) in _PLAIN
+        and not _is_compiling()
+        and table.is_cpu
+        and (
+            not (_is_grad_enabled() and table.requires_grad)
+            or table.numel() + 8 * tokens.numel() * table.shape[-1] < EMBEDDING
+        )
+    )
+
+
+def cross_entropy(input: Tensor, target: Tensor, ignore_index: int) -> bool:
+    """Whether `torch.nn.functional.cross_entropy` is to take the call."""
+    return (
+        _short
+        and type(input) is Tensor
+        and type(target) is Tensor
+        and _state.backend is None
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        and target.dtype is torch.int64
+        and CROSS_ENTROPY.holds(input.numel(), input)
+        and ignores_no_nan(input, target, ignore_index)
+    )
+
+
+def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
+    """Whether all logits in ignored rows are known to be finite.
+
+    PyTorch multiplies the gradients of the others by zero, which leaves NaN.
+    """
+    if not (
+        input.is_cpu
+        and target.is_cpu
+        and not _is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    ):
+        return False
+    if target.numel() == 0 or (ignore_index < 0 and int(target.min()) >= 0):
+        return True
+    return math.isfinite(input.detach().sum())
+
+
+def _elements(call: Call) -> int:
+    return call.tensors[0].numel()  # type: ignore[union-attr]
+
+
+def _of_linear(call: Call) -> int:
+    input, weight, *_ = call.tensors
+    return input.numel() * weight.shape[0]  # type: ignore[union-attr]
+
+
+def _of_feed_forward(call: Call) -> int:
+    input, weight1, _, weight2, _ = call.tensors
+    rows = input.numel() // max(1, input.shape[-1])  # type: ignore[union-attr]
+    return rows * (weight1.numel() + weight2.numel())  # type: ignore[union-attr]
+
+
+def _of_attention(call: Call) -> int:
+    query, key, _ = call.tensors
+    return query.numel() * key.shape[-2]  # type: ignore[union-attr]
+
+
+_RULES: dict[str, tuple[Limit, Callable[[Call], int]]] = {
+    "linear": (LINEAR, _of_linear),
+    "feed_forward": (FEED_FORWARD, _of_feed_forward),
+    "layer_norm": (LAYER_NORM, _elements),
+    "add_layer_norm": (ADD_LAYER_NORM, _elements),
+    "attention": (ATTENTION, _of_attention),
+    "cross_entropy": (CROSS_ENTROPY, _elements),
+}
+
+
+def _weights(call: Call) -> int:
+    return sum([t.numel() for t in call.tensors[1:] if t is not None and t.dim() == 2])
+
+
+def yields(op: str) -> tuple[Yield, ...]:
+    """Which calls of an op the CPU's kernel leaves to PyTorch for being small."""
+    if op not in _RULES:
+        return ()
+    limit, size = _RULES[op]
+
+    def when(call: Call) -> bool:
+        # What is dropped is drawn beside PyTorch's op, in further steps.
+        if not _on or call.dropout_p != 0.0:
+            return False
+        return limit.weights is None or _weights(call) <= limit.weights
+
+    return tuple(
+        Yield(
+            size,
+            range(below),
+            f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "
+            f"than {below} {limit.unit}"
+            + (f", with at most {limit.weights} weights" if limit.weights else ""),
+            frozenset({_FLOAT}),
+            needs_grad=needs_grad,
+            when=when,
+        )
+        for below, which, needs_grad in (
+            (limit.inference, "without", False),
+            (limit.training, "with", True),
+        )
+        if below > 0
+    )
+
+
+@contextmanager
+def handed_over(on: bool | None = None, short: bool | None = None) -> Iterator[None]:
+    """Within the block small calls are PyTorch's or not, past the dispatcher or not.
+
+    For tests of kernels, and for those who ask the dispatcher what ran. None: as it is.
+    """
+    global _on, _short
+    before = _on, _short
+    _on = _on if on is None else on
+    _short = _on and (_short if short is None else short)
+    try:
+        yield
+    finally:
+        _on, _short = before
