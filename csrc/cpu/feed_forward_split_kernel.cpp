@@ -123,7 +123,8 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
                       P::plain_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
                                    low, high);
                     middle<kTrains>(args, ends, begin + i, f + j, low, high);
-                    P::put_finite(P::chunk(work.hidden, kSlice, i, j), low, high);
+                    // In the very pieces that a linear map splits its rows into.
+                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
                   });
     }
     if (args.y == nullptr) continue;
