@@ -3,6 +3,9 @@
 TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation with a warning,
 =0 skips the native build, =require makes any failure an error. MAX_JOBS limits parallel compiles,
 CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
+
+The CUDA kernels are built where nvcc is found (CUDA_HOME, PATH, the package nvidia-cuda-nvcc, or
+/usr/local/cuda), GPU or not, for TORCH_CUDA_ARCH_LIST; where it is not, everything else is.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)
 REASON_FILE = "_build_info.py"
+CUDA_LIBRARY = "_C_cuda.so"
 
 
 class BuildError(Exception):
@@ -73,6 +77,51 @@ def find_tool(name: str, module: str, attribute: str) -> str:
     return candidate
 
 
+def find_nvcc() -> str:
+    """Return nvcc: of CUDA_HOME if that is set, else of PATH, of its Python package, or of the usual
+    place."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        found = shutil.which("nvcc", path=str(Path(home) / "bin"))
+        if found is None:
+            raise BuildError(f"CUDA_HOME is {home!r}, where there is no bin/nvcc")
+        return found
+    folders = {sysconfig.get_paths()["purelib"], *sys.path, *site.getsitepackages()}
+    packaged = [
+        str(nvcc.parent)
+        for folder in sorted(folders)
+        for nvcc in sorted(Path(folder or ".").glob("nvidia/cu*/bin/nvcc"))
+    ]
+    for path in (None, *packaged, "/usr/local/cuda/bin"):
+        found = shutil.which("nvcc", path=path)
+        if found is not None:
+            return found
+    raise BuildError("nvcc was not found at build time")
+
+
+def cuda_architectures() -> str:
+    """Translate TORCH_CUDA_ARCH_LIST ("8.0;9.0a;10.0+PTX") into CMake's words."""
+    wanted = re.split(
+        r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0a;10.0+PTX").strip()
+    )
+    found = []
+    for architecture in wanted:
+        parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
+        if parts is None:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST has {architecture!r}; expected numbers like 9.0a or 10.0+PTX"
+            )
+        major, minor, variant, ptx = parts.groups()
+        if (int(major), int(minor)) < (8, 0):
+            continue  # bfloat16 products and asynchronous copies begin there
+        found.append(f"{major}{minor}{variant}-real")
+        if ptx:
+            found.append(f"{major}{minor}{variant}-virtual")
+    if not found:
+        raise BuildError("TORCH_CUDA_ARCH_LIST names nothing from compute capability 8.0 on")
+    return ";".join(found)
+
+
 def check_machine() -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
@@ -108,8 +157,16 @@ def run(command: list[str]) -> None:
         raise BuildError(f"{Path(command[0]).name} failed at build time: {detail}")
 
 
-def build(build_dir: Path, output_dir: Path) -> str:
-    """Configure, compile and put the module into output_dir; return torch's version."""
+def install(built: Path, output_dir: Path) -> None:
+    """Rename a library into place: a process that has the old one loaded keeps the old file."""
+    fresh = output_dir / (built.name + ".new")
+    shutil.copy2(built, fresh)
+    fresh.replace(output_dir / built.name)
+
+
+def build(build_dir: Path, output_dir: Path) -> tuple[str, str]:
+    """Configure, compile and put the libraries into output_dir; return torch's version and why there
+    are no CUDA kernels, if so."""
     check_machine()
     torch_dir, torch_version = find_torch()
     check_torch_version(torch_version)
@@ -119,6 +176,11 @@ def build(build_dir: Path, output_dir: Path) -> str:
         import pybind11
     except ImportError:
         raise BuildError("pybind11 was not found at build time") from None
+    nvcc, architectures, cuda_reason = "", "", ""
+    try:
+        nvcc, architectures = find_nvcc(), cuda_architectures()
+    except BuildError as error:
+        cuda_reason = str(error)
     configure = [
         *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
         f"-DCMAKE_MAKE_PROGRAM={ninja}",
@@ -126,6 +188,8 @@ def build(build_dir: Path, output_dir: Path) -> str:
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DTF_TORCH_DIR={torch_dir}",
         f"-DTF_TORCH_VERSION={torch_version}",
+        f"-DTF_NVCC={nvcc}",
+        *([f"-DTF_CUDA_ARCHITECTURES={architectures}"] if nvcc else []),
         *shlex.split(os.environ.get("CMAKE_ARGS", "")),
     ]
     try:
@@ -136,12 +200,12 @@ def build(build_dir: Path, output_dir: Path) -> str:
         raise
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     run([cmake, "--build", str(build_dir), "--parallel", jobs])
-    built = build_dir / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
-    # Renamed into place: a process that has the old module loaded keeps the old file.
-    fresh = output_dir / (built.name + ".new")
-    shutil.copy2(built, fresh)
-    fresh.replace(output_dir / built.name)
-    return torch_version
+    install(build_dir / ("_C" + sysconfig.get_config_var("EXT_SUFFIX")), output_dir)
+    if nvcc:
+        install(build_dir / CUDA_LIBRARY, output_dir)
+    else:
+        (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
+    return torch_version, cuda_reason
 
 
 class CMakeBuild(build_ext):
@@ -155,23 +219,24 @@ class CMakeBuild(build_ext):
         mode = os.environ.get("TRANSFORMER_FAST_BUILD", "auto")
         if mode not in ("auto", "0", "require"):
             raise SystemExit(f"TRANSFORMER_FAST_BUILD is {mode!r}; expected auto, 0 or require")
-        reason, torch_version = "", ""
+        reason, torch_version, cuda_reason = "", "", ""
         try:
             if mode == "0":
                 raise BuildError("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
-            torch_version = build(build_dir, output_dir)
+            torch_version, cuda_reason = build(build_dir, output_dir)
         except (BuildError, OSError) as error:
-            for stale in output_dir.glob("_C.*.so"):
+            for stale in (*output_dir.glob("_C.*.so"), *output_dir.glob(CUDA_LIBRARY)):
                 stale.unlink()
             if mode == "require":
                 raise SystemExit(f"transformer_fast: native build required, but {error}") from None
-            reason = str(error)
+            reason = cuda_reason = str(error)
             if mode == "auto":
                 warnings.warn(f"installing without native kernels: {reason}", stacklevel=1)
         lines = [
             '"""Written by setup.py: how the native module was built, or why it was not."""',
             "",
             f"REASON = {reason!r}",
+            f"CUDA_REASON = {cuda_reason!r}",
             f"PYTHON = {sys.implementation.cache_tag!r}",
             f"TORCH = {torch_version!r}",
         ]
@@ -181,7 +246,8 @@ class CMakeBuild(build_ext):
 
     def get_outputs(self) -> list[str]:
         folder = Path(self.build_lib) / "transformer_fast"
-        return [str(path) for path in (*folder.glob("_C.*.so"), folder / REASON_FILE)]
+        built = (*folder.glob("_C.*.so"), *folder.glob(CUDA_LIBRARY), folder / REASON_FILE)
+        return [str(path) for path in built]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}

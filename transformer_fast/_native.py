@@ -1,6 +1,7 @@
 """Loads the native module `_C`, or says in a sentence why it is not there.
 
-Importing `_C` registers the operators ``torch.ops.transformer_fast.cpu_*``.
+Importing `_C` registers the operators ``torch.ops.transformer_fast.cpu_*``. The CUDA kernels are in a
+library beside it, `CUDA_LIBRARY`, which is no Python module: loading it registers ``cuda_*``.
 """
 
 from __future__ import annotations
@@ -73,3 +74,25 @@ module: ModuleType | None
 #: Why `module` is None, as a sentence; None when it is there.
 why_not: str | None
 module, why_not = _load()
+
+CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
+
+
+def _load_cuda() -> str | None:
+    """Load the CUDA kernels where PyTorch has CUDA; why not, as a sentence."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if not CUDA_LIBRARY.is_file():
+        reason = getattr(_build_record(), "CUDA_REASON", "")
+        return f"the CUDA kernels were not built{': ' + reason if reason else ''}"
+    if _numbers(torch.__version__) < OLDEST_TORCH:
+        return why_not
+    try:
+        torch.ops.load_library(str(CUDA_LIBRARY))
+    except OSError as error:
+        return f"the CUDA kernels could not be loaded: {error}"
+    return None
+
+
+#: Why there are no operators ``cuda_*``, as a sentence; None where they are.
+cuda_why_not: str | None = _load_cuda()

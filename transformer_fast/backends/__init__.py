@@ -1,5 +1,5 @@
 """The backends; importing this registers their kernels with the dispatcher."""
 
-from . import cpu, reference, torch, triton
+from . import cpu, cuda, reference, torch, triton
 
-__all__ = ["cpu", "reference", "torch", "triton"]
+__all__ = ["cpu", "cuda", "reference", "torch", "triton"]

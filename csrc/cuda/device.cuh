@@ -1,0 +1,221 @@
+// What kernels share on the device: element types, vectors of 16 bytes, reductions, Philox, and
+// names for the few instructions that CUDA C++ has no words for. The tests compile kernels with g++
+// and give the same names in simt.h, so kernels use nothing else of CUDA than what stands here and
+// there.
+#pragma once
+
+#include <cstdint>
+
+#ifdef TF_SIMT
+#include "simt.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define TF_DEVICE __device__ __forceinline__
+// Dynamic shared memory; 128 bytes are what swizzled rows ask for.
+#define TF_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#endif
+
+namespace tf::cuda {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+#ifndef TF_SIMT
+TF_DEVICE float to_float(float x) { return x; }
+TF_DEVICE float to_float(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+TF_DEVICE float to_float(fp16 x) { return __half2float(__ushort_as_half(x.bits)); }
+TF_DEVICE void assign(float& to, float x) { to = x; }
+TF_DEVICE void assign(bf16& to, float x) { to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+TF_DEVICE void assign(fp16& to, float x) { to.bits = __half_as_ushort(__float2half_rn(x)); }
+TF_DEVICE uint32_t pack(bf16, float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+TF_DEVICE uint32_t pack(fp16, float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// 2^x with an absolute error of 2^-22 of the result; 0 below 2^-126.
+TF_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+TF_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// d += a b, matrices of 16 x 16 and 16 x 8 in the fragments of PTX's m16n8k16.
+TF_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+TF_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], fp16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lanes 8 i ... 8 i + 7 name the rows of matrix i.
+template <bool kTransposed>
+TF_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  const uint32_t at = shared_address(row);
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+}
+
+// 16 bytes to shared memory, some time before the wait for their group; zeros unless `valid`.
+TF_DEVICE void cp_async_16(void* to, const void* from, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+TF_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most kPending of this thread's groups are still on their way.
+template <int kPending>
+TF_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+#endif
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// kCount neighbours, read and written by one instruction where that is possible.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T value[kCount];
+};
+
+template <int kCount, class T>
+TF_DEVICE void load(float (&to)[kCount], const T* from) {
+  const Vector<T, kCount> found = *reinterpret_cast<const Vector<T, kCount>*>(from);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = to_float(found.value[i]);
+}
+
+template <int kCount, class T>
+TF_DEVICE void store(T* to, const float (&from)[kCount]) {
+  Vector<T, kCount> rounded;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) assign(rounded.value[i], from[i]);
+  *reinterpret_cast<Vector<T, kCount>*>(to) = rounded;
+}
+
+// x as it reads back from memory of type T.
+template <class T>
+TF_DEVICE float rounded(float x) {
+  T stored;
+  assign(stored, x);
+  return to_float(stored);
+}
+
+struct Add {
+  TF_DEVICE float operator()(float a, float b) const { return a + b; }
+};
+struct Maximum {
+  TF_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// Over the lanes of a warp, in an order that is the same for all of them.
+template <class Combine>
+TF_DEVICE float reduce_warp(float x, Combine combine) {
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2)
+    x = combine(x, __shfl_xor_sync(kAllLanes, x, mask));
+  return x;
+}
+
+// Over kThreads neighbouring threads, a warp or the whole block. `scratch`: kThreads / kWarp floats
+// of shared memory; it is free again when the call returns.
+template <int kThreads, class Combine>
+TF_DEVICE float reduce(float x, Combine combine, float* scratch) {
+  x = reduce_warp(x, combine);
+  if constexpr (kThreads > kWarp) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (lane == 0) scratch[warp] = x;
+    __syncthreads();
+    x = scratch[0];
+#pragma unroll
+    for (int w = 1; w < kThreads / kWarp; ++w) x = combine(x, scratch[w]);
+    __syncthreads();
+  }
+  return x;
+}
+
+// Which elements dropout drops depends on (seed, element position) only; see
+// transformer_fast/reference/dropout.py for the positions.
+struct Dropout {
+  bool on;              // false: nothing is dropped, and the rest is not read
+  const int64_t* seed;  // in device memory; may be null where all is dropped
+  uint32_t limit;       // an element is kept iff its random word is at least this
+  float scale;          // of what is kept; 0: nothing is kept
+};
+
+struct Words {
+  uint32_t word[4];
+};
+
+// Philox4x32-10 (Salmon et al. 2011): the words of elements 4 group ... 4 group + 3 of a row.
+TF_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
+  uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32);
+  uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t low0 = 0xD2511F53u * c0, high0 = __umulhi(0xD2511F53u, c0);
+    const uint32_t low1 = 0xCD9E8D57u * c2, high1 = __umulhi(0xCD9E8D57u, c2);
+    c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// What dropout multiplies kCount elements of a row by, from `column` on; with kCount a multiple of
+// 4, `column` is one, too.
+template <int kCount>
+TF_DEVICE void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column,
+                               float (&factors)[kCount]) {
+  const uint64_t seed = dropout.scale == 0.0f ? 0 : static_cast<uint64_t>(*dropout.seed);
+  if constexpr (kCount == 1) {
+    const Words words = philox(seed, row, static_cast<uint32_t>(column / 4));
+    uint32_t word = words.word[0];
+#pragma unroll
+    for (int i = 1; i < 4; ++i) word = static_cast<int>(column % 4) == i ? words.word[i] : word;
+    factors[0] = word >= dropout.limit ? dropout.scale : 0.0f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const Words words = philox(seed, row, static_cast<uint32_t>((column + i) / 4));
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        factors[i + j] = words.word[j] >= dropout.limit ? dropout.scale : 0.0f;
+    }
+  }
+}
+
+// What dropout makes of x: 0 where dropped, whatever x is.
+TF_DEVICE float drop(float x, float factor) { return factor == 0.0f ? 0.0f : x * factor; }
+
+}  // namespace tf::cuda

@@ -1,0 +1,80 @@
+// Starting kernels: the stream, the launch, and what is asked of the device before it. Free of
+// torch.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device.cuh"
+
+namespace tf::cuda {
+
+#ifdef TF_SIMT
+using Stream = void*;
+
+// Few, so that tests see programs that walk over several rows.
+inline int multiprocessors() { return 2; }
+
+template <class Args>
+void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream, const Args& args) {
+  simt::launch(grid, threads, shared, [&] { kernel(args); });
+}
+#else
+using Stream = cudaStream_t;
+
+// What CUDA said was wrong, as an exception; `operators.h` turns it into torch's.
+struct Error {
+  const char* message;
+};
+
+inline void check(cudaError_t code) {
+  if (code != cudaSuccess) throw Error{cudaGetErrorString(code)};
+}
+
+// Of the current device; asking the driver at every call would take longer than a launch.
+inline int multiprocessors() {
+  constexpr int kDevices = 64;
+  static int known[kDevices];
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device));
+  if (device < kDevices && known[device] != 0) return known[device];
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  if (device < kDevices) known[device] = count;
+  return count;
+}
+
+// `shared`: bytes of dynamic shared memory.
+template <class Args>
+void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream stream,
+            const Args& args) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared > kWithoutAsking)
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)));
+  kernel<<<grid, threads, shared, stream> > >(args);
+  check(cudaGetLastError());
+}
+#endif
+
+enum class Element { float32, bfloat16, float16 };
+
+inline int64_t size_of(Element element) { return element == Element::float32 ? 4 : 2; }
+
+// f(T{}) for the element type.
+template <class F>
+void by_element(Element element, const F& f) {
+  switch (element) {
+    case Element::float32:
+      return f(float{});
+    case Element::bfloat16:
+      return f(bf16{});
+    case Element::float16:
+      return f(fp16{});
+  }
+}
+
+inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace tf::cuda

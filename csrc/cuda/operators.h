@@ -1,0 +1,144 @@
+// What the operators share: checks that keep a wrong call from crashing, views of tensors as rows,
+// and the stream. The tests build the same operators for CPU tensors, on kernels compiled by g++.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <vector>
+
+#include "cuda/launch.cuh"
+
+#ifdef TF_SIMT
+#define TF_DISPATCH_KEY CPU
+#else
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#define TF_DISPATCH_KEY CUDA
+// Weak, so that the library loads where PyTorch has no CUDA, and says so instead of failing.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+#endif
+
+namespace tf::cuda {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The tensor's device is the current one while this lives; `stream` is PyTorch's current stream
+// there.
+class OnDevice {
+ public:
+#ifdef TF_SIMT
+  explicit OnDevice(const Tensor&) {}
+  Stream stream = nullptr;
+#else
+  explicit OnDevice(const Tensor& tensor) {
+    const int device = tensor.get_device();
+    STD_TORCH_CHECK(tensor.is_cuda(), "transformer_fast: a CUDA kernel was given a CPU tensor");
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                    "transformer_fast: this PyTorch has no CUDA");
+    check(cudaGetDevice(&before_));
+    if (before_ != device) check(cudaSetDevice(device));
+    void* found = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &found));
+    stream = static_cast<cudaStream_t>(found);
+    changed_ = before_ != device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  Stream stream = nullptr;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+#endif
+};
+
+inline Element element_of(const char* op, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Element::float32;
+    case ScalarType::BFloat16:
+      return Element::bfloat16;
+    case ScalarType::Half:
+      return Element::float16;
+    default:
+      STD_TORCH_CHECK(false, op, ": the dtype must be float32, bfloat16 or float16");
+  }
+}
+
+// `like`: whose device and dtype the tensor must have.
+inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& like) {
+  STD_TORCH_CHECK(tensor.scalar_type() == like.scalar_type() &&
+                      tensor.is_cuda() == like.is_cuda() &&
+                      tensor.get_device() == like.get_device(),
+                  op, ": ", name, " must have the dtype and the device of the first tensor");
+}
+
+inline Tensor empty(const Tensor& like, std::vector<int64_t> sizes,
+                    std::optional<ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(like, {sizes.data(), sizes.size()}, dtype);
+}
+inline Tensor empty_contiguous(const Tensor& like) {
+  const auto sizes = like.sizes();
+  return torch::stable::new_empty(like, sizes);
+}
+
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// A tensor as rows of `columns` neighbours, `stride` apart; copied only if it cannot be seen so.
+struct Rows {
+  Tensor owner;
+  const void* data;
+  int64_t stride;
+};
+
+inline Rows as_rows(const Tensor& tensor, int64_t columns) {
+  const int64_t dims = tensor.dim();
+  bool uniform = dims > 0 && tensor.size(dims - 1) == columns &&
+                 (columns <= 1 || tensor.stride(dims - 1) == 1);
+  int64_t stride = columns, expected = -1;
+  for (int64_t d = dims - 2; d >= 0 && uniform; --d) {
+    if (tensor.size(d) == 1) continue;
+    if (expected < 0)
+      stride = tensor.stride(d);
+    else
+      uniform = tensor.stride(d) == expected;
+    expected = tensor.stride(d) * tensor.size(d);
+  }
+  if (uniform) return {tensor, tensor.const_data_ptr(), stride};
+  Tensor copy = as_contiguous(tensor);
+  return {copy, copy.const_data_ptr(), columns};
+}
+
+inline const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+// p in [0, 1]; the seed is an int64 in device memory, so that nobody waits for it.
+inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor>& seed,
+                            const Tensor& like) {
+  STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": dropout_p must be in [0, 1], not ", p);
+  if (p == 0.0) return {false, nullptr, 0, 1.0f};
+  if (p == 1.0) return {true, nullptr, 0, 0.0f};
+  STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long &&
+                      seed->is_cuda() == like.is_cuda() && seed->get_device() == like.get_device(),
+                  op, ": dropout needs a seed, one int64 on the device of the first tensor");
+  return {true, static_cast<const int64_t*>(seed->const_data_ptr()),
+          static_cast<uint32_t>(p * 4294967296.0), static_cast<float>(1.0 / (1.0 - p))};
+}
+
+// Blocks are counted in 31 bits.
+inline void check_rows(const char* op, int64_t rows) {
+  STD_TORCH_CHECK(rows <= INT32_MAX, op, ": ", rows, " rows are more than one launch can take");
+}
+
+}  // namespace tf::cuda

@@ -1,0 +1,39 @@
+"""The CUDA C++ kernels run on the GPU where there is one and the library was built, and else on the SIMT
+machine, compiled from the same sources for CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import simt_build
+import torch
+
+from transformer_fast import _native, dispatch
+from transformer_fast.backends import cuda
+
+ON_GPU = _native.cuda_why_not is None and torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def operators() -> str:
+    """The device whose tensors the operators ``cuda_*`` take."""
+    if ON_GPU:
+        return "cuda"
+    if _native.cuda_why_not is None:
+        pytest.skip("the operators of the GPU are loaded, and there is no GPU")
+    if simt_build.WHY_NOT is not None:
+        pytest.skip(simt_build.WHY_NOT)
+    torch.ops.load_library(str(simt_build.library()))
+    cuda.register_fakes()
+    return "cpu"
+
+
+@pytest.fixture
+def device(operators: str) -> Iterator[str]:
+    """The same; the dispatcher knows of them while the test runs."""
+    before = dict(dispatch._state.kernels)
+    for kernel in cuda.kernels(operators, None):
+        dispatch.register(kernel)
+    yield operators
+    dispatch._state.kernels.update(before)

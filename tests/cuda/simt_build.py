@@ -1,0 +1,109 @@
+"""Compiles the sources of the CUDA kernels for the CPU, on the SIMT machine of simt.h.
+
+`library` has the operators, registered for CPU tensors; `program` runs launches that need no torch,
+under a sanitizer, which wants to be in a program from its start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SOURCES = ROOT / "csrc" / "cuda"
+_KEPT = ROOT / "build" / "simt"
+_TORCH = Path(torch.__file__).parent
+_COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes", "-DTF_SIMT")
+
+COMPILER = shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shutil.which("c++")
+#: Why nothing can be compiled here, or None.
+WHY_NOT = None if COMPILER else "no C++ compiler"
+
+
+def _compile(out: Path, arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(COMPILER), *_COMMON, *arguments, "-o", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _finish(*processes: subprocess.Popen[str]) -> None:
+    """Wait for all of them; a warning is an error."""
+    outputs = [process.communicate()[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert "warning:" not in output, output
+
+
+def _kept(name: str, sources: list[Path]) -> tuple[Path, bool]:
+    """A folder for what is made of these sources, and whether it is there already."""
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    folder = _KEPT / f"{name}-{digest.hexdigest()[:16]}"
+    return folder, (folder / "done").exists()
+
+
+def library() -> Path:
+    """The operators ``cuda_*`` for CPU tensors, as a shared library."""
+    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp"]
+    folder, done = _kept("library", sources)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = folder / "libsimt.so"
+    if done:
+        return found
+    with open(folder / "lock", "w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "done").exists():
+            return found
+        options = [
+            *(
+                "-O1",
+                "-fPIC",
+                "-fvisibility=hidden",
+                f"-I{SOURCES.parent}",
+                f"-I{HERE}",
+                "-isystem",
+            ),
+            *(str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"),
+        ]
+        running, objects = [], []
+        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp"]:
+            objects.append(str(folder / (source.name + ".o")))
+            running.append(_compile(Path(objects[-1]), [*options, "-x", "c++", str(source)]))
+        _finish(*running)
+        linked = ["-shared", *objects, f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
+        _finish(_compile(found, [*linked, f"-Wl,-rpath,{_TORCH / 'lib'}"]))
+        (folder / "done").touch()
+    return found
+
+
+def program(
+    folder: Path, main: str, sanitizer: str, changes: Mapping[str, Mapping[str, str]] | None = None
+) -> Path:
+    """tests/cuda/<main> under ``-fsanitize=<sanitizer>``.
+
+    ``changes`` plants bugs: in the named files of csrc/cuda each text that is a key, which must stand
+    there once, becomes its value.
+    """
+    sources = folder / "csrc" / "cuda"
+    shutil.copytree(SOURCES, sources, dirs_exist_ok=True)
+    for name, texts in (changes or {}).items():
+        text = (sources / name).read_text()
+        for before, after in texts.items():
+            assert text.count(before) == 1, f"{name} has {before!r} {text.count(before)} times"
+            text = text.replace(before, after)
+        (sources / name).write_text(text)
+    out = folder / f"{Path(main).stem}-{sanitizer.partition(',')[0]}"
+    options = ["-O1", "-g", f"-fsanitize={sanitizer}", f"-I{folder / 'csrc'}", f"-I{HERE}"]
+    _finish(_compile(out, [*options, str(HERE / main), str(HERE / "simt.cpp")]))
+    return out

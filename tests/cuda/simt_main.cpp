@@ -1,0 +1,101 @@
+// Launches of every kernel on sizes that fit nothing, in memory that ends where the tensors do: for
+// AddressSanitizer and ThreadSanitizer. What is right is another test's business; here nothing may
+// be NaN that was written, and nothing may be left unwritten.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/cross_entropy.cuh"
+#include "cuda/layer_norm.cuh"
+
+namespace {
+
+using namespace tf::cuda;
+
+uint32_t state = 1;
+float draw() {
+  state = state * 1664525u + 1013904223u;
+  return static_cast<float>(static_cast<int>(state >> 8) % 4001 - 2000) / 1000.0f;
+}
+
+template <class T>
+struct Array {
+  std::unique_ptr<T[]> data;
+  size_t size;
+
+  explicit Array(size_t size, bool drawn = true) : data(new T[size]), size(size) {
+    for (size_t i = 0; i < size; ++i) assign(data[i], drawn ? draw() : NAN);
+  }
+  operator T*() const { return data.get(); }
+  void check(const char* what) const {
+    for (size_t i = 0; i < size; ++i)
+      if (std::isnan(to_float(data[i]))) {
+        std::fprintf(stderr, "wrong: %s[%zu] is NaN\n", what, i);
+        std::exit(3);
+      }
+  }
+};
+
+template <class T>
+constexpr Element kType = sizeof(T) == 4            ? Element::float32
+                          : std::is_same_v<T, bf16> ? Element::bfloat16
+                                                    : Element::float16;
+
+template <class T>
+void norms(int64_t rows, int64_t columns) {
+  const int64_t count = rows * columns, seed = 7;
+  const Dropout dropout{true, &seed, 1u << 30, 4.0f / 3.0f};
+  const Array<T> input(count), residual(count), weight(columns), bias(columns), grad(count);
+  Array<T> output(count, false), sum(count, false);
+  Array<float> mean(rows, false), rstd(rows, false);
+  launch_layer_norm({kType<T>, input, residual, weight, bias, output, sum, mean, rstd, rows,
+                     columns, columns, columns, 1e-5f, dropout, columns},
+                    nullptr);
+  output.check("output");
+  sum.check("sum");
+  mean.check("mean");
+  rstd.check("rstd");
+  const int64_t shares = layer_norm_backward_shares(rows);
+  Array<float> partial(2 * shares * columns, false);
+  Array<T> source(count, false), dropped(count, false), of_weight(columns, false),
+      of_bias(columns, false);
+  launch_layer_norm_backward(
+      {kType<T>, grad,    input, sum,     weight,  mean,    rstd,    source, dropped, of_weight,
+       of_bias,  partial, rows,  columns, columns, columns, columns, shares, dropout, columns},
+      nullptr);
+  source.check("grad_source");
+  dropped.check("grad_input");
+  of_weight.check("grad_weight");
+  of_bias.check("grad_bias");
+}
+
+template <class T>
+void losses(int64_t rows, int64_t columns) {
+  const Array<T> logits(rows * columns);
+  const Array<float> grad(rows);
+  std::unique_ptr<int64_t[]> target(new int64_t[rows]);
+  for (int64_t row = 0; row < rows; ++row) target[row] = row == 1 ? -100 : row % columns;
+  Array<float> found(rows, false);
+  std::unique_ptr<double[]> lse(new double[rows]);
+  const CrossEntropyArgs args{kType<T>, logits, target.get(), rows, columns, columns,
+                              1,        1,      -100,         0.1f, found,   lse.get()};
+  launch_cross_entropy(args, nullptr);
+  found.check("losses");
+  Array<T> gradient(rows * columns, false);
+  launch_cross_entropy_backward({args, grad, 1, gradient}, nullptr);
+  gradient.check("gradient");
+}
+
+}  // namespace
+
+int main() {
+  norms<float>(6, 5);     // a warp a row
+  norms<bf16>(11, 264);   // in vectors
+  norms<fp16>(2, 515);    // a block a row
+  norms<bf16>(2, 520);    // in vectors
+  norms<bf16>(1, 8200);   // longer than the registers
+  losses<float>(3, 3);    // a warp a row
+  losses<bf16>(2, 2064);  // a block a row, in vectors
+  losses<float>(2, 1031);
+  std::puts("done");
+}

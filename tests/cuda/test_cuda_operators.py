@@ -1,0 +1,181 @@
+"""The CUDA C++ operators: outputs and gradients against fp64, what torch asks of them, wrong calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_fast import dispatch
+from transformer_fast.backends import cuda
+from transformer_fast.specs import OPS
+from transformer_fast.testing import (
+    all_among_nan,
+    call_of,
+    check,
+    check_gradients,
+    nan_memory,
+    require_grad,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNELS = {kernel.op: kernel for kernel in cuda.kernels("cuda", None)}
+SEED = torch.tensor(0x7123456789ABCDEF)
+ops = torch.ops.transformer_fast
+
+
+def the_kernel(op: str) -> dispatch.Kernel:
+    return next(kernel for kernel in dispatch.kernels(op) if kernel.backend == "cuda")
+
+
+def hold(op: str, arguments: tuple[Any, ...]) -> None:
+    """Holds outputs and gradients of a call to the budget."""
+    kernel = the_kernel(op)
+    reasons = dispatch.why_not(kernel, call_of(op, require_grad(op, arguments)))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    seen: list[Any] = []
+
+    def run(*given: Any) -> Any:
+        seen.append(kernel.run(*given))
+        return seen[-1]
+
+    with nan_memory():
+        check_gradients(op, run, arguments)
+    check(op, seen[0], arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [pytest.param(op, case, id=f"{op}: {case.name}") for op in KERNELS for case in OPS[op].cases],
+)
+def test_outputs_and_gradients(op, case, dtype, device):
+    arguments = case.build(dtype, device, torch.Generator().manual_seed(0))
+    hold(op, all_among_nan(arguments, 0))
+
+
+def rows_of(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+# Each tile, and the first width beyond it; in vectors, and where those do not fit.
+WIDTHS = (1, 8, 255, 256, 264, 512, 520, 2048, 2056, 8192, 8200, 8193)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths_of_norms(width, dtype, device):
+    count = 9 if width <= 512 else 3
+    input, residual = (rows_of((count, width), dtype, device, seed) for seed in (1, 2))
+    weight, bias = (rows_of((width,), dtype, device, seed) for seed in (3, 4))
+    seed = SEED.to(device)
+    hold("add_layer_norm", (input, residual, (width,), weight, bias, 1e-5, 0.3, seed))
+    hold("layer_norm", (input, (width,), None, bias, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [1, 3, 1000, 1024, 1025, 1032, 5000, 9000])
+def test_widths_of_losses(classes, dtype, device):
+    logits = 5 * rows_of((6, classes), dtype, device, 1)
+    target = torch.arange(6, device=device) * 7 % classes
+    target[2] = -100
+    logits[2] = torch.nan
+    hold("cross_entropy", (logits, target, -100, 0.1))
+    hold("cross_entropy", (logits.t().contiguous().t(), target, -100, 0.0))
+
+
+@pytest.mark.parametrize("far", [1.0, 1e3, 1e4])
+def test_norms_far_from_zero(far, device):
+    input = rows_of((5, 768), torch.float32, device, 1) + far
+    hold("layer_norm", (input, (768,), None, None, 1e-5))
+
+
+def test_rows_that_are_not_neighbours(device):
+    every = rows_of((4, 6, 512), torch.bfloat16, device, 1)
+    weight = rows_of((1024,), torch.bfloat16, device, 2)[::2]
+    for input in (every[:, ::2], every[:, 1], every.transpose(0, 1), every.flip(0)[..., 3:499]):
+        width = input.shape[-1]
+        hold("layer_norm", (input, (width,), weight[:width], None, 1e-5))
+
+
+def test_dropout_over_a_part_of_what_is_normalised(device):
+    input, residual = (rows_of((3, 4, 10), torch.float32, device, seed) for seed in (1, 2))
+    hold("add_layer_norm", (input, residual, (4, 10), None, None, 1e-5, 0.5, SEED.to(device)))
+
+
+def test_results_repeat_to_the_bit(device):
+    input = rows_of((300, 640), torch.bfloat16, device, 1).requires_grad_()
+    weight = rows_of((640,), torch.bfloat16, device, 2).requires_grad_()
+    run = the_kernel("layer_norm").run
+    found = [
+        torch.autograd.grad(run(input, (640,), weight, None, 1e-5).square().sum(), (input, weight))
+        for _ in range(3)
+    ]
+    for again in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], again, strict=True))
+
+
+def norm_calls(device):
+    x, w, b = (rows_of(shape, torch.float32, device, 1) for shape in ((2, 5, 24), (24,), (24,)))
+    rows, seed = rows_of((10,), torch.float32, device, 1), SEED.to(device)
+    yield ops.cuda_layer_norm, (x, None, w, b, 24, 1e-5, 0.0, None)
+    yield ops.cuda_layer_norm, (x, x.flip(0), None, None, 120, 1e-5, 0.3, seed)
+    forward = (x, None, x, rows, rows.abs(), w, 24)
+    yield ops.cuda_layer_norm_backward, (*forward, 0.0, None, True, False, True, True)
+    yield ops.cuda_layer_norm_backward, (*forward, 0.3, seed, False, True, False, True)
+
+
+def loss_calls(device):
+    x, target = rows_of((9, 70), torch.float32, device, 1), torch.arange(9, device=device) * 7
+    losses, lse = rows_of((9,), torch.float32, device, 1), torch.zeros(9, device=device).double()
+    yield ops.cuda_cross_entropy, (x.half(), target, 7, 0.1)
+    yield ops.cuda_cross_entropy_backward, (losses, x, target, lse, -100, 0.1)
+
+
+@pytest.mark.parametrize("calls", [norm_calls, loss_calls])
+def test_opcheck(calls, device):
+    for operator, arguments in calls(device):
+        torch.library.opcheck(
+            operator.default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+WRONG = {
+    "float64": (lambda x: (x.double(), None, None, None, 24, 1e-5, 0.0, None), "dtype"),
+    "width": (lambda x: (x, None, None, None, 25, 1e-5, 0.0, None), "no rows of 25"),
+    "weight": (lambda x: (x, None, x[0, 0, :5], None, 24, 1e-5, 0.0, None), "24 elements"),
+    "weight's dtype": (lambda x: (x, None, x[0, 0].half(), None, 24, 1e-5, 0.0, None), "weight"),
+    "residual": (lambda x: (x, x[0], None, None, 24, 1e-5, 0.0, None), "shape of input"),
+    "no seed": (lambda x: (x, x, None, None, 24, 1e-5, 0.5, None), "seed"),
+    "probability": (lambda x: (x, x, None, None, 24, 1e-5, 1.5, None), "dropout_p"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_are_errors(name, device):
+    make, words = WRONG[name]
+    with pytest.raises(RuntimeError, match=words):
+        ops.cuda_layer_norm(*make(rows_of((2, 5, 24), torch.float32, device, 1)))
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_one_graph_forward_and_backward(op, device):
+    case = {"layer_norm": "three dimensions", "add_layer_norm": "dropout"}.get(op, "padding")
+    arguments = OPS[op].case(case).build(torch.float32, device, torch.Generator().manual_seed(0))
+    run = the_kernel(op).run
+
+    def total(*given: Any) -> torch.Tensor:
+        results = run(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(r.float().square().sum() for r in results)
+
+    given = require_grad(op, arguments)
+    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+    expected = torch.autograd.grad(total(*given), wanted)
+    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*given), wanted)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
