@@ -51,8 +51,9 @@ void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream 
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)));
-  kernel<<<grid, threads, shared, stream> > >(args);
-  check(cudaGetLastError());
+  void* arguments[] = {const_cast<Args*>(&args)};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments,
+                         shared, stream));
 }
 #endif
 

@@ -260,7 +260,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
             dropout=True,
             unavailable=unavailable,
             refuses=_refuse_place,
-            proven=False,
+            proven=frozenset(),
         )
         for kernel in found
     ]

@@ -64,6 +64,11 @@ def triton_state() -> str:
     return f"{version}; without a GPU it runs only in its interpreter (TRITON_INTERPRET=1)"
 
 
+def cuda_state() -> str:
+    """One sentence about the kernels in CUDA C++."""
+    return _native.cuda_why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
+
+
 def _native_lines() -> Iterable[tuple[str, str]]:
     module = _native.module
     if module is None:
@@ -100,6 +105,7 @@ def _facts() -> Table:
         ("threads", f"{about['threads']} of {form.count(about['logical_cpus'] or 1, 'CPU')}"),
         *_native_lines(),
         ("GPU", gpu_state()),
+        ("CUDA C++", cuda_state()),
         ("triton", triton_state()),
     ]
     for name in (*_switches.NAMES, "TRITON_INTERPRET"):

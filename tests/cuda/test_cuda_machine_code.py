@@ -1,0 +1,58 @@
+"""What nvcc made of the kernels: registers, spills and the width of memory accesses, for each
+architecture of the library."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from transformer_fast import _native
+
+
+def _cuobjdump() -> str | None:
+    """The tool, of the CUDA toolkit or of Triton's wheel."""
+    triton = importlib.util.find_spec("triton")
+    beside = Path(triton.origin or ".").parent / "backends/nvidia/bin" if triton else None
+    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(beside))
+
+
+TOOL = _cuobjdump()
+pytestmark = [
+    pytest.mark.skipif(not _native.CUDA_LIBRARY.is_file(), reason="no nvcc built the CUDA kernels"),
+    pytest.mark.skipif(TOOL is None, reason="there is no cuobjdump"),
+]
+
+
+def dump(*options: str) -> str:
+    command = [str(TOOL), *options, str(_native.CUDA_LIBRARY)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_no_kernel_keeps_registers_in_memory():
+    found = re.findall(
+        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump("-res-usage")
+    )
+    assert len(found) >= 100
+    for name, registers, stack, local in found:
+        assert int(local) == 0, name
+        # A call of the division of 64-bit numbers takes 16 bytes, off the ordinary way.
+        assert int(stack) <= 16, name
+        block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
+        assert int(registers) * max(block, 128) <= 65536, name
+
+
+def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
+    code = dump("-sass", "-arch", "sm_80")
+    for kernel in re.split(r"Function : ", code)[1:]:
+        name = kernel.split("\n", 1)[0]
+        vector = re.search(r"layer_norm\w*_kernelI.*RowTileILi\d+ELi\d+ELi(\d+)", name)
+        if vector is None or "backward" in name:
+            continue
+        wide = int(vector[1]) > 1
+        assert ("LDG.E.128" in kernel) == wide, name
+        assert ("STG.E.128" in kernel) == wide, name
