@@ -126,3 +126,27 @@ def test_modules_move_and_convert() -> None:
     assert layer(x).dtype == torch.float64
     assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
     assert layer.to("meta")(torch.empty(3, 2, 8, dtype=torch.bfloat16, device="meta")).is_meta
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrised_modules_are_copied(how):
+    linear = getattr(torch.nn.utils.parametrizations, how)(nn.Linear(8, 8))
+    copied = copy.deepcopy(linear)
+    x = torch.randn(3, 8)
+    assert type(copied).__name__ == "ParametrizedLinear"
+    assert torch.equal(copied.eval()(x), linear.eval()(x))
+    with torch.no_grad():
+        next(copied.parameters()).add_(1.0)
+    assert not torch.equal(next(copied.parameters()), next(linear.parameters()))
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(linear))
+    assert torch.equal(averaged(x), linear(x))
+
+
+def test_stacks_of_parametrised_layers():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    torch.nn.utils.parametrizations.weight_norm(layer.linear1)
+    torch.nn.utils.parametrizations.weight_norm(layer.self_attn.out_proj)
+    encoder = nn.TransformerEncoder(layer, 2)
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(encoder(x), layer(layer(x)))
+    assert encoder.layers[0].linear1 is not encoder.layers[1].linear1

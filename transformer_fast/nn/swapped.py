@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 #: The attribute that holds the class the module had before, and the one it was given.
 RECORD = "_classes_of_accelerate"
@@ -36,6 +37,13 @@ class Swapped(torch.nn.Module):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if is_parametrized(self):
+            # Its state raises when asked for. PyTorch gives classes without a `__deepcopy__` one that
+            # does this.
+            copied = self.__new__(type(self))
+            memo[id(self)] = copied
+            copied.__dict__ = deepcopy(self.__dict__, memo)
+            return copied
         copied, state = _remade(self)
         memo[id(self)] = copied
         _give_state(copied, deepcopy(state, memo))
