@@ -141,6 +141,7 @@ def _key_gradients(
         BLOCK_S=tile.keys,
         LISTED=lists is not None,
         RAGGED=queries % tile.queries != 0,
+        RAGGED_KEYS=keys % tile.keys != 0,
         **problem.constants(),
     )
     return grad_key, grad_value

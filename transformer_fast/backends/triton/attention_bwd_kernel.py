@@ -210,6 +210,7 @@ def attention_backward_key_kernel(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, LISTED: tl.constexpr,
     RAGGED: tl.constexpr,  # queries is no multiple of BLOCK_T
+    RAGGED_KEYS: tl.constexpr,  # keys is no multiple of BLOCK_S: a mask has no entries there
     DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(keys, BLOCK_S)
@@ -291,7 +292,7 @@ def attention_backward_key_kernel(
                 kept, dscores = tile_gradients(
                     q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
                     end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    True, True, False, RAGGED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    True, True, RAGGED_KEYS, RAGGED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                 )  # fmt: skip
                 dv = dot(narrow(kept, do), do, dv, PRECISION)
                 dk = dot(narrow(dscores, q), q, dk, PRECISION)
@@ -340,7 +341,8 @@ def attention_backward_key_kernel(
                     kept, dscores = tile_gradients(
                         q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed,
                         scale, end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                        True, True, False, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                        True, True, RAGGED_KEYS, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL,
+                        PRECISION,
                     )  # fmt: skip
                     piece = tl.load(
                         do_at + some[None, :], mask=sees & (some < DV)[None, :], other=0.0

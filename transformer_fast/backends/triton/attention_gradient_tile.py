@@ -34,7 +34,7 @@ def tile_gradients(
     """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed.
 
     BOUNDED is False where no key is beyond ``end``, or where it does not matter: columns of dS that
-    the caller clears.
+    the caller clears, of keys that a mask has entries for.
     """
     if TRANSPOSED:
         scores = product(k, tl.trans(q), PRECISION)

@@ -120,15 +120,20 @@ def disassemble(cubin: bytes) -> str:
         ).stdout
 
 
-def compile_launch(launch: Launch, architecture: int) -> Compiled:
-    """Compile one recorded launch for ``architecture`` (80, 86, 90, 100 or 120)."""
+def compile_binary(launch: Launch, architecture: int) -> Any:
+    """What Triton makes of a recorded launch: a CompiledKernel, with ``asm["ptx"]`` and the others."""
     if INTERPRETED:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    binary = triton.compile(
+    return triton.compile(
         _describe(launch),
         target=GPUTarget("cuda", architecture, 32),
         options={"num_warps": launch.warps, "num_stages": launch.stages},
     )
+
+
+def compile_launch(launch: Launch, architecture: int) -> Compiled:
+    """Compile one recorded launch for ``architecture`` (80, 86, 90, 100 or 120)."""
+    binary = compile_binary(launch, architecture)
     cubin = binary.asm["cubin"]
     registers, spilled = _resources(cubin)
     return Compiled(

@@ -5,7 +5,7 @@ Importing this imports triton but asks nothing of a driver.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,7 +29,18 @@ class Launch(NamedTuple):
     stages: int
 
 
-_recorded: list[Launch] | None = None
+_instead: Callable[[Launch], None] | None = None
+
+
+@contextmanager
+def instead_of_launching(take: Callable[[Launch], None]) -> Iterator[None]:
+    """Within the block every launch is given to ``take``, and nothing else happens."""
+    global _instead
+    before, _instead = _instead, take
+    try:
+        yield
+    finally:
+        _instead = before
 
 
 @contextmanager
@@ -39,17 +50,14 @@ def record_launches() -> Iterator[list[Launch]]:
     The launchers can then be called with meta tensors, which is how kernels are compiled ahead of
     time exactly as they would be called.
     """
-    global _recorded
-    before, _recorded = _recorded, []
-    try:
-        yield _recorded
-    finally:
-        _recorded = before
+    found: list[Launch] = []
+    with instead_of_launching(found.append):
+        yield found
 
 
 def recording() -> bool:
-    """Whether launches are being recorded instead of run."""
-    return _recorded is not None
+    """Whether launches are taken by somebody else instead of run here."""
+    return _instead is not None
 
 
 def launch(
@@ -61,8 +69,8 @@ def launch(
     **constants: Any,
 ) -> None:
     """Run ``kernel`` on the current stream of the first tensor's device."""
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, args, constants, warps, stages))
+    if _instead is not None:
+        _instead(Launch(kernel, grid, args, constants, warps, stages))
         return
     if 0 in grid:
         return

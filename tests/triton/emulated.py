@@ -1,0 +1,291 @@
+"""Calls on what Triton compiles for sm_80, run by `ptx_emulator`: a process with the interpreter off.
+
+A test asks for one call after the other, a line each: the name of a case and, to see that the budget
+notices, a change of the PTX (kernel, expression, replacement). It is answered in a line of JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+#: What a case must have run: kernels, and instructions that tell the way that was taken.
+HIT: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "attention_forward_kernel", "attention_backward_query_kernel",
+        "attention_backward_key_kernel", "mma", "ldmatrix", "cp",
+    ),
+    "attention mask lists": ("mask_code_kernel", "tile_list_kernel"),
+    "attention float mask dropout weights": ("attention_bias_kernel", "attention_weights_kernel"),
+    "attention decoding": ("attention_decode_kernel", "attention_merge_kernel"),
+    "layer_norm": (
+        "layer_norm_forward_kernel", "layer_norm_backward_kernel", "column_sum_kernel"
+    ),
+    "linear": ("matmul_kernel", "activation_backward_kernel", "mma"),
+    "feed_forward relu dropout": ("matmul_kernel", "mma"),
+    "cross_entropy": ("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
+}  # fmt: skip
+
+
+class Emulator:
+    """The process, from the tests' side."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, case: str, change: tuple[str, str, str] | None = None) -> dict[str, Any]:
+        if self.process is None or self.process.poll() is not None:
+            environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+            environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *sys.path])
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "emulated.py")],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([case, change]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the emulator's process ended"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+def serve() -> None:
+    import ptx_emulator
+    import torch
+
+    from transformer_fast.backends.triton import config, runtime
+    from transformer_fast.backends.triton.compile_ahead import compile_binary
+    from transformer_fast.testing import all_among_nan, measure, measure_gradients, nan_memory
+    from transformer_fast.testing.memory import among_nan
+
+    torch.set_num_threads(1)
+    ran: dict[str, int] = {}
+    change: tuple[str, str, str] | None = None
+
+    @functools.cache
+    def program(text: str) -> ptx_emulator.Program:
+        return ptx_emulator.Program(text)
+
+    def emulate(launch: runtime.Launch) -> None:
+        if 0 in launch.grid:
+            return
+        binary = compile_binary(launch, 80)
+        name, text = launch.kernel.fn.__name__, binary.asm["ptx"]
+        if change is not None and change[0] == name:
+            text, count = re.subn(change[1], change[2], text)
+            if not count:
+                raise LookupError(f"{change[1]} is not in {name}")
+        given = []
+        places = []
+        for parameter, value in zip(launch.kernel.params, launch.args, strict=False):
+            if value is None or parameter.is_constexpr:
+                continue
+            if isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
+                continue
+            if isinstance(value, torch.Tensor):
+                span = (
+                    sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
+                )
+                places.append((value.data_ptr(), span * value.element_size()))
+                value = value.data_ptr()
+            given.append(value)
+        done = program(text)
+        before = dict(done.counts)
+        # Triton adds two pointers to memory that these kernels do not use.
+        given += [0] * (len(done.parameters) - len(given))
+        memory = ptx_emulator.Memory(places)
+        try:
+            ptx_emulator.launch(done, launch.grid, binary.metadata.shared, given, memory)
+        except ptx_emulator.EmulationError as error:
+            raise ptx_emulator.EmulationError(f"{name}: {error}") from error
+        for instruction, count in done.counts.items():
+            key = f"{name}: {instruction}"
+            ran[key] = ran.get(key, 0) + count - before.get(instruction, 0)
+
+    for line in sys.stdin:
+        case, change = json.loads(line)
+        ran.clear()
+        op, run, arguments, gradients, settings = CASES[case]()
+        before = {name: getattr(config, name) for name in settings}
+        for name, value in settings.items():
+            setattr(config, name, value)
+        try:
+            with config.use_architecture(80), runtime.instead_of_launching(emulate), nan_memory():
+                # On their alignment loads are wide and go through cp.async.
+                placed = tuple(
+                    among_nan(x, 64) if isinstance(x, torch.Tensor) else x for x in arguments
+                )
+                if "misaligned" in case:
+                    placed = all_among_nan(arguments)
+                with torch.no_grad():
+                    found = [measure(op, run(*placed), arguments)]
+                if gradients:
+                    found.append(measure_gradients(op, run, placed))
+            answer = {"ok": all(p.ok for p in found), "told": "; ".join(map(str, found))}
+        except AssertionError as error:
+            answer = {"ok": False, "told": f"{type(error).__name__}: {error}"}
+        except LookupError as error:  # no bug was planted
+            answer = {"ok": True, "told": str(error)}
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+        print(json.dumps({**answer, "ran": ran}), flush=True)
+
+
+def _cases() -> Iterator[tuple[str, Any]]:
+    import torch
+
+    from transformer_fast.backends.triton import config
+    from transformer_fast.backends.triton.operators import attention as attentions
+    from transformer_fast.backends.triton.operators import cross_entropy as losses
+    from transformer_fast.backends.triton.operators import feed_forward as networks
+    from transformer_fast.backends.triton.operators import layer_norm as norms
+    from transformer_fast.backends.triton.operators import linear as products
+
+    seed = torch.tensor(0x7123456789ABCDEF)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    listed = {"lists_pay": lambda *sizes: True}
+
+    def normal(*shape: int, dtype: torch.dtype = bf16) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(shape))
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def patchy(t: int, s: int) -> torch.Tensor:
+        """Tiles hidden, seen, and patchy; a query that sees nothing."""
+        mask = torch.rand(1, 1, t, s, generator=torch.Generator().manual_seed(1)) > 0.3
+        mask[..., :, 64:128] = False
+        mask[..., :64, :64] = True
+        mask[..., 5, :] = False
+        return mask
+
+    def attention(
+        b: int = 1, h: int = 2, t: int = 70, s: int = 150, d: int = 64, dv: int | None = None,
+        groups: int = 1, dtype: torch.dtype = bf16, mask: Any = None, lengths: Any = None,
+        causal: bool = False, p: float = 0.0, weights: bool = False, packed: bool = False,
+        gradients: bool = True, **settings: Any,
+    ) -> Any:  # fmt: skip
+        def make() -> Any:
+            q = normal(b, h, t, d, dtype=dtype)
+            k = normal(b, h // groups, s, d, dtype=dtype)
+            v = normal(b, h // groups, s, dv or d, dtype=dtype).flip(2)
+            if packed:  # as one projection makes them
+                q, k, v = (x.transpose(1, 2) for x in normal(b, t, 3, h, d, dtype=dtype).unbind(2))
+            given = mask() if callable(mask) else mask
+            arguments = (
+                q, k, v, given, lengths, causal, None, p, seed if p else None, groups > 1, weights
+            )  # fmt: skip
+            return "attention", attentions.attention, arguments, gradients, settings
+
+        return make
+
+    def norm(rows: int, columns: int, dtype: torch.dtype, p: float = 0.0, far: float = 0.0) -> Any:
+        def make() -> Any:
+            x, w, b = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype), None
+            x = x + far
+            if not p:
+                arguments: Any = (x, (columns,), w, w.flip(0), 1e-5)
+                return "layer_norm", norms.layer_norm, arguments, True, {}
+            arguments = (x, x.flip(0), (columns,), w, b, 1e-5, p, seed)
+            return "add_layer_norm", norms.add_layer_norm, arguments, True, {}
+
+        return make
+
+    def linear(rows: int, k: int, n: int, activation: str | None, dtype: torch.dtype) -> Any:
+        def make() -> Any:
+            w = normal(n, k, dtype=dtype) * 0.1
+            residual = normal(rows, n, dtype=dtype) if activation else None
+            arguments = (
+                normal(rows, k, dtype=dtype),
+                w,
+                normal(n, dtype=dtype),
+                activation,
+                residual,
+            )
+            return "linear", products.linear, arguments, True, {}
+
+        return make
+
+    def network(rows: int, m: int, f: int, activation: str, p: float, dtype: torch.dtype) -> Any:
+        def make() -> Any:
+            w1, w2 = normal(f, m, dtype=dtype) * 0.1, normal(m, f, dtype=dtype) * 0.1
+            arguments = (
+                normal(rows, m, dtype=dtype), w1, normal(f, dtype=dtype), w2, normal(m, dtype=dtype),
+                activation, p, seed if p else None,
+            )  # fmt: skip
+            return "feed_forward", networks.feed_forward, arguments, True, {}
+
+        return make
+
+    def loss(rows: int, classes: int, smoothing: float, dtype: torch.dtype) -> Any:
+        def make() -> Any:
+            target = torch.arange(rows) * 7 % classes
+            target[3] = -100
+            arguments = (normal(rows, classes, dtype=dtype) * 3, target, -100, smoothing)
+            return "cross_entropy", losses.cross_entropy, arguments, True, {}
+
+        return make
+
+    yield "attention", attention()
+    yield "attention misaligned", attention(t=40, s=80, causal=True)
+    yield "attention fp16 packed", attention(dtype=fp16, t=80, s=80, packed=True)
+    yield "attention fp32 causal", attention(dtype=fp32, h=1, t=33, s=40, d=16, causal=True)
+    yield "attention head 128 groups", attention(t=40, s=100, d=128, groups=2)
+    yield "attention odd head", attention(t=33, s=70, d=40, dv=24, causal=True)
+    spaced = torch.tensor([150, 0, 0, 33, 0, 0])[::3]
+    yield "attention causal strided lengths", attention(b=2, lengths=spaced, causal=True)
+    yield "attention mask", attention(mask=lambda: patchy(70, 150))
+    yield (
+        "attention mask lists",
+        attention(h=1, t=140, s=260, mask=lambda: patchy(140, 260), causal=True, **listed),
+    )
+    yield (
+        "attention float mask dropout weights",
+        attention(mask=lambda: normal(1, 2, 70, 150), p=0.3, weights=True),
+    )
+
+    def hidden_garbage() -> Any:
+        op, run, arguments, _, settings = attention(mask=lambda: patchy(70, 150))()
+        arguments[1][:, :, 70], arguments[2][:, :, 80] = math.nan, math.inf
+        return op, run, arguments, True, settings
+
+    yield "attention hidden garbage", hidden_garbage
+    split = {"attention_decode": lambda *sizes: config.DecodeTile(64, 64, 4, 3)}
+    decoding = {"b": 2, "h": 4, "t": 1, "s": 200, "groups": 2, "gradients": False}
+    decoding["lengths"] = torch.tensor([200, 33])
+    yield "attention decoding", attention(**decoding, **split)
+    yield "attention decoding one split", attention(**decoding)
+    yield "layer_norm", norm(37, 512, bf16)
+    yield "layer_norm misaligned", norm(9, 500, bf16)
+    yield "layer_norm fp32 far from 0", norm(21, 300, fp32, far=1000.0)
+    yield "layer_norm wide", norm(5, 5000, fp16)
+    yield "add_layer_norm dropout", norm(13, 200, bf16, p=0.3)
+    yield "linear", linear(70, 96, 136, "gelu", bf16)
+    yield "linear plain", linear(150, 100, 40, None, fp16)
+    yield "linear fp32 silu", linear(40, 33, 50, "silu", fp32)
+    yield "feed_forward relu dropout", network(70, 64, 96, "relu", 0.2, bf16)
+    yield "feed_forward gelu_tanh dropout", network(33, 64, 96, "gelu_tanh", 0.2, bf16)
+    yield "cross_entropy", loss(9, 1000, 0.1, bf16)
+    yield "cross_entropy long rows", loss(5, 5003, 0.0, fp32)
+
+
+CASES: dict[str, Any] = {}
+
+if __name__ == "__main__":
+    CASES.update(_cases())
+    serve()
