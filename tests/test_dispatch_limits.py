@@ -179,7 +179,7 @@ Change = Callable[[Call], Call]
 MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 MASKED = (
     "PyTorch lets NaN at hidden places through, and what a row with nothing to attend to gives "
-    "depends on its path, so it takes unmasked calls only"
+    "depends on its path, so on CPU tensors it takes unmasked calls only"
 )
 ROUNDED = "PyTorch's CPU backward keeps half types' statistics in the half type"
 
@@ -217,6 +217,10 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
         (
             "PyTorch's fused attention returns no weights",
             lambda call: call._replace(need_weights=True),
+        ),
+        (
+            "PyTorch's attention drops other weights than all backends do on CPU tensors",
+            lambda call: call._replace(dropout_p=0.1),
         ),
     ],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ def add_layer_norm(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    total = residual + input
+    total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
     return F.layer_norm(total, normalized_shape, weight, bias, eps), total
 
 
@@ -53,12 +54,76 @@ def attention(
     enable_gqa: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
-    return output, None
+    """Rows with nothing visible are zero, without asking the device whether there are any.
+
+    They attend to everything first, so that no path of PyTorch's makes NaN of them on the way to
+    gradients. Keys and values that are hidden from every query are cleared. NaN in those that some
+    queries see may reach the queries that they are hidden from, as in PyTorch.
+    """
+    mask, blind = attn_mask, None
+    bare = attn_mask is None and key_lengths is None and not need_weights
+    visible = reference.visible_places(query, key, attn_mask, key_lengths, is_causal and not bare)
+    if visible is not None:
+        blind = visible.any(dim=-1, keepdim=True).logical_not()
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            mask = visible.logical_or(blind)
+        else:
+            if is_causal or key_lengths is not None:
+                attn_mask = torch.where(visible, attn_mask, -math.inf)
+            mask = attn_mask.masked_fill(blind, 0.0)
+        is_causal = False
+        hidden = _hidden_keys(visible, key.shape[-3])
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    gqa = enable_gqa and key.shape[-3] != query.shape[-3]
+    weights = None
+    if need_weights:
+        weights = _weights(query, key, mask, blind, scale, dropout_p)
+        if gqa:
+            value = value.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+        return weights @ value, weights
+    output = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa
+    )
+    return output if blind is None else output.masked_fill(blind, 0.0), None
+
+
+def _hidden_keys(visible: Tensor, heads: int) -> Tensor:
+    """Where keys are hidden from every query, as (B, H, S, 1) of the keys' heads."""
+    one = visible.shape[-2] == 1
+    seen = visible.transpose(-2, -1) if one else visible.any(dim=-2).unsqueeze(-1)
+    if seen.dim() == 4 and seen.shape[1] not in (1, heads):
+        seen = seen.unflatten(1, (heads, -1)).any(dim=2)
+    return seen.logical_not()
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    blind: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    if key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(mask.logical_not(), -math.inf)
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    weights = scores.softmax(dim=-1)
+    if blind is not None:
+        weights = weights.masked_fill(blind, 0.0)
+    return F.dropout(weights, dropout_p) if dropout_p != 0.0 else weights
 
 
 def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """The elements that every backend drops for this seed."""
+    """On CPU tensors the elements that every backend drops for this seed; elsewhere PyTorch's own
+    dropout, which is one kernel and has its generator's pattern."""
+    if not input.is_cpu:
+        return F.dropout(input, p)
     if 0.0 < p < 1.0 and input.is_cpu and input.dtype in _NATIVE and _native.module is not None:
         return torch.ops.transformer_fast.cpu_dropout(input, p, seed)  # type: ignore[no-any-return]
     return reference.dropout(input, p, seed)
@@ -115,13 +180,17 @@ def linear_cross_entropy(
 
 
 def _refuse_attention(call: Call) -> str | None:
+    if not call.tensors[0].is_cpu:  # type: ignore[union-attr]
+        return None
     if call.mask is not None or call.key_lengths is not None or call.is_causal:
         return (
             "PyTorch lets NaN at hidden places through, and what a row with nothing to attend to "
-            "gives depends on its path, so it takes unmasked calls only"
+            "gives depends on its path, so on CPU tensors it takes unmasked calls only"
         )
     if call.need_weights:
         return "PyTorch's fused attention returns no weights"
+    if call.dropout_p != 0.0:
+        return "PyTorch's attention drops other weights than all backends do on CPU tensors"
     return None
 
 
@@ -152,9 +221,22 @@ def _register() -> None:
     for kernel in (
         Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm),
         Kernel(
-            "add_layer_norm", "torch", add_layer_norm, gradients=True, refuses=_refuse_layer_norm
+            "add_layer_norm",
+            "torch",
+            add_layer_norm,
+            gradients=True,
+            dropout=True,
+            refuses=_refuse_layer_norm,
         ),
-        Kernel("attention", "torch", attention, gradients=True, refuses=_refuse_attention),
+        Kernel(
+            "attention",
+            "torch",
+            attention,
+            gradients=True,
+            mask_gradient=True,
+            dropout=True,
+            refuses=_refuse_attention,
+        ),
         # The reference is made of PyTorch's products and activations already.
         Kernel("linear", "torch", reference.linear, gradients=True, activations=names),
         Kernel(

@@ -156,7 +156,8 @@ def scaled_dot_product_attention(
         query: (..., H, T, D). key: (..., H, S, D). value: (..., H, S, Dv).
         attn_mask: broadcastable to (..., H, T, S). bool: True = may attend. float: added to the
             scores, -inf hides. None: no mask. It is read through its strides, never expanded.
-        dropout_p: probability in [0, 1] of dropping a weight; always applied, like torch's.
+        dropout_p: probability in [0, 1] of dropping a weight; always applied, like torch's. The
+            pattern is that of our Philox, but on PyTorch's own ops (backend "torch") PyTorch's.
         is_causal: query t sees keys s <= t (upper-left aligned); not together with attn_mask.
         scale: multiplies the scores; None means 1 / sqrt(D).
         enable_gqa: key and value may have fewer heads, a divisor of the query's.

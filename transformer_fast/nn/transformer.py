@@ -34,10 +34,13 @@ def _takes_bool_masks(layer: torch.nn.Module) -> bool:
     )
 
 
-def _torch_has_zeros(
+def _torchs_zeros(
     encoder: TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None
-) -> bool:
-    """Whether torch would run its encoder on nested tensors, after which padding holds zeros."""
+) -> Tensor | None:
+    """The places that hold zeros because torch would run its encoder on nested tensors, if any.
+
+    What of it depends on values is decided where they are: the host waits for no device.
+    """
     if (
         torch.compiler.is_compiling()
         or padding is None
@@ -47,12 +50,12 @@ def _torch_has_zeros(
         or tuple(padding.shape) != tuple(src.shape[:2])
         or not encoder.enable_nested_tensor
         or not torch.backends.mha.get_fastpath_enabled()
-        or torch.is_autocast_enabled(src.device.type)
+        or (not src.is_meta and torch.is_autocast_enabled(src.device.type))
     ):
-        return False
+        return None
     first = encoder.layers[0]
     if not isinstance(first, torch.nn.TransformerEncoderLayer) or first.training:
-        return False
+        return None
     attention = first.self_attn
     if (
         first.norm_first
@@ -63,13 +66,16 @@ def _torch_has_zeros(
         or not first.activation_relu_or_gelu
         or first.norm1.eps != first.norm2.eps
     ):
-        return False
+        return None
     if torch.is_grad_enabled() and (src.requires_grad or attention.in_proj_weight.requires_grad):
-        return False
+        return None
     if not encoder.mask_check:
-        return True
+        return padding
     # A place behind a padded one is padded, too.
-    return not bool((padding[:, :-1] & padding[:, 1:].logical_not()).any())
+    others = (padding[:, :-1] & padding[:, 1:].logical_not()).any()
+    if not padding.is_cpu:
+        return padding & others.logical_not()
+    return None if others else padding
 
 
 class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
@@ -126,10 +132,10 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
-        skips = self.skips_padding
-        if skips is None:
-            skips = _torch_has_zeros(self, src, mask, src_key_padding_mask)
-        padding = src_key_padding_mask if skips else None
+        if self.skips_padding is None:
+            padding = _torchs_zeros(self, src, mask, src_key_padding_mask)
+        else:
+            padding = src_key_padding_mask if self.skips_padding else None
         on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)

@@ -1,0 +1,169 @@
+"""PyTorch's own ops as a backend: what CUDA tensors run on as long as no kernel is proven there.
+
+Without a GPU the operators are counted on meta tensors, which have the same candidates, and the
+numbers are checked on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from harness import DTYPES, SATURATED, drawn, truth_of_case
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_fast import explain, nn
+from transformer_fast.backends import torch as backend
+from transformer_fast.specs import OPS
+from transformer_fast.testing import check, check_gradients
+
+ATTENTION = OPS["attention"]
+#: Keys that some queries see hold NaN there, which PyTorch lets through to the others.
+_LET_THROUGH = "garbage in the future"
+
+
+def attention_cases() -> list[Any]:
+    found = []
+    for case, dtype in itertools.product(ATTENTION.cases, DTYPES):
+        named = ATTENTION.named(drawn("attention", case.name, dtype))
+        # On CPU tensors it would drop others; weights in half types are PyTorch's arithmetic.
+        weights = named["need_weights"] and dtype != torch.float32
+        if named["dropout_p"] == 0.0 and not weights and case.name != _LET_THROUGH:
+            found.append(pytest.param(case.name, dtype, id=f"{case.name}-{str(dtype)[6:]}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "dtype"), attention_cases())
+def test_attention(case, dtype):
+    """With every mask: rows with nothing visible are zero, and no NaN comes from hidden keys."""
+    arguments = drawn("attention", case, dtype)
+    truth = truth_of_case("attention", case, dtype)
+    check("attention", backend.attention(*arguments), arguments, truth=truth)
+    if case not in SATURATED:
+        check_gradients("attention", backend.attention, arguments)
+
+
+def test_which_garbage_gets_through():
+    """That in keys which some queries see, and nothing else: so README says."""
+    arguments = drawn("attention", _LET_THROUGH, torch.float32)
+    assert backend.attention(*arguments)[0].isnan().any()
+    names = {case.name for case in ATTENTION.cases if "garbage" in case.name}
+    assert names - {_LET_THROUGH}
+
+
+# Operators ---------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Their names; raises where the host would wait for the device."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.rpartition("::")[2]
+        assert name not in self.WAIT, f"the host waits for {name}"
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            assert not isinstance(one, torch.Tensor) or one.is_meta, f"{name} is not on meta"
+        self.names.append(name)
+        return result
+
+
+def operators_of(module, arguments, training):
+    with Operators() as seen, torch.set_grad_enabled(training):
+        result = module(*arguments[0], **arguments[1])
+        if training:
+            (result if isinstance(result, torch.Tensor) else result[0]).sum().backward()
+    return seen.names
+
+
+def layer_call(kind: str, padded: bool, causal: bool) -> tuple[Any, Any]:
+    x, memory = torch.randn(2, 10, 64), torch.randn(2, 12, 64)
+    mask = torch.ones(10, 10, dtype=torch.bool).triu(1) if causal else None
+    padding = torch.zeros(2, 10, dtype=torch.bool) if padded else None
+    if kind == "Encoder":
+        return (x, mask, padding), {"is_causal": causal}
+    other = torch.zeros(2, 12, dtype=torch.bool) if padded else None
+    return (x, memory, mask, None, padding, other), {"tgt_is_causal": causal}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("norm_first", [False, True], ids=["", "norm first"])
+@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
+def test_layers_have_no_more_operators_than_torchs(kind, norm_first, training, padded, causal):
+    """With gradients and dropout in training, and without a wait for the device."""
+    with torch.device("meta"):
+        call = layer_call(kind, padded, causal)
+        counts = {}
+        for library in (torch.nn, nn):
+            layer = getattr(library, f"Transformer{kind}Layer")(
+                64, 4, 128, batch_first=True, norm_first=norm_first
+            )
+            counts[library] = len(operators_of(layer.train(training), call, training))
+    assert 20 < counts[nn] <= 1.2 * counts[torch.nn], counts
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_stacks_do_not_wait_for_the_device(training, padded):
+    with torch.device("meta"):
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+        decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(64, 4, 128, batch_first=True), 2)
+        for stack, kind in ((encoder, "Encoder"), (decoder, "Decoder")):
+            for causal in (False, True):
+                assert operators_of(
+                    stack.train(training), layer_call(kind, padded, causal), training
+                )
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_attention(need_weights, training):
+    with torch.device("meta"):
+        x = torch.randn(2, 10, 64)
+        padding = torch.zeros(2, 10, dtype=torch.bool)
+        counts = {}
+        for library in (torch.nn, nn):
+            layer = library.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+            options = {"key_padding_mask": padding, "need_weights": need_weights}
+            call = (x, x, x), options
+            counts[library] = len(operators_of(layer.train(training), call, training))
+    assert 10 < counts[nn] <= 1.2 * counts[torch.nn], counts
+
+
+def test_the_default_is_pytorchs_for_every_op():
+    """Whatever a call asks for that PyTorch's own ops can do."""
+    with torch.device("meta"):
+        x, w, b = torch.randn(5, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8)
+        q = torch.randn(2, 4, 5, 8, requires_grad=True)
+        mask = torch.ones(5, 5, dtype=torch.bool)
+        target = torch.zeros(5, dtype=torch.int64)
+        lengths = torch.ones(2, dtype=torch.int64)
+        calls = [
+            explain("layer_norm", x, 8, w[0]),
+            explain("add_layer_norm", x, x, 8, b, dropout_p=0.1),
+            explain("linear", x, w, b, activation="gelu", residual=x),
+            explain("feed_forward", x, w, b, w, b, dropout_p=0.1),
+            explain("cross_entropy", x, target, label_smoothing=0.1),
+            explain("linear_cross_entropy", x, w, target),
+        ] + [
+            explain("attention", q, q, q, **how)
+            for how in (
+                {},
+                {"attn_mask": mask},
+                {"attn_mask": torch.zeros(5, 5, requires_grad=True)},
+                {"is_causal": True, "key_lengths": lengths},
+                {"dropout_p": 0.1, "need_weights": True},
+            )
+        ]
+    assert [told.backend for told in calls] == ["torch"] * len(calls)
+    dropped = explain("attention", torch.randn(2, 4, 5, 8), *[torch.randn(2, 4, 5, 8)] * 2)
+    assert dropped.backend != "torch"
