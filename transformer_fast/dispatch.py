@@ -377,7 +377,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
         forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     ) and transforms(*call.tensors, call.mask):
         if backend is not None:
-            _check_name(backend)
+            check_name(backend)
         if _state.strict:
             raise _strict_refusal(call)
         return _state.kernels[call.op][-1]
@@ -404,11 +404,11 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             raise NotImplementedError(
                 f"backend {backend!r} cannot run this call of {call.op}: {'; '.join(reasons)}."
             )
-    _check_name(backend)
+    check_name(backend)
     raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")
 
 
-def _check_name(backend: str) -> None:
+def check_name(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
 
@@ -453,7 +453,7 @@ def use_backend(backend: str | None) -> Iterator[None]:
     Process-wide, like ``torch.backends`` flags: it holds in every thread.
     """
     if backend is not None:
-        _check_name(backend)
+        check_name(backend)
     before = _state.backend
     _state.backend = backend
     try:

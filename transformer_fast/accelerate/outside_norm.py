@@ -16,11 +16,12 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import autograd, reference
 from ..dispatch import Call, select
-from ..functional._check import wants_grad
+from ..functional._check import is_torchs, wants_grad
 from ..reference.dropout import draw_seed, dropout
 
 #: Keeps rows of equal values finite; far below the square of anything that is not noise.
@@ -58,6 +59,9 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     op = "layer_norm" if residual is None else "add_layer_norm"
     tensors = (input, weight, bias) if residual is None else (input, residual, weight, bias)
+    if is_torchs(*tensors):
+        total = input if residual is None else residual + F.dropout(input, dropout_p)
+        return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
     backend = select(Call(op, tensors, wants_grad(*tensors), dropout_p)).backend
     seed = draw_seed(input.device) if 0.0 < dropout_p < 1.0 else None
     half = input.dtype in (torch.float16, torch.bfloat16)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..reference.linear import ACTIVATIONS
 
 
@@ -17,6 +18,54 @@ def same_error_as(torch_call: Callable[[], Any], otherwise: Exception) -> NoRetu
     with torch.no_grad():
         torch_call()
     raise otherwise
+
+
+#: Tensors that are their memory and nothing else.
+_PLAIN = (Tensor, torch.nn.Parameter)
+#: Subclasses that know an operator by its schema, its fake or its sharding rules.
+_KNOW_OPERATORS = frozenset(
+    {
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._api.DTensor",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    }
+)
+
+
+def is_torchs(*tensors: Tensor | None) -> bool:
+    """Whether a call with these is PyTorch's own: its functions are what the tensors know.
+
+    Subclasses that override them, or what they dispatch to; sparse, mkldnn and nested tensors.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (
+            (type(tensor) not in _PLAIN and _overrides(type(tensor)))
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+        ):
+            return True
+    return False
+
+
+def _overrides(kind: type[Tensor]) -> bool:
+    if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+        return True
+    if kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:  # type: ignore[comparison-overlap]
+        return False
+    return f"{kind.__module__}.{kind.__qualname__}" not in _KNOW_OPERATORS
+
+
+def require_unnamed(op: str, backend: str | None) -> None:
+    """For calls of `is_torchs`: NotImplementedError if a backend with kernels is named."""
+    backend = dispatch.named_backend() if backend is None else backend
+    if backend not in (None, "torch", "reference"):
+        dispatch.check_name(backend)
+        raise NotImplementedError(
+            f"backend {backend!r} cannot run this call of {op}: one of its tensors is of a subclass "
+            "that overrides PyTorch's functions, or sparse, or nested."
+        )
 
 
 def require_tensor(function: str, name: str, position: int | None, value: Any) -> None:

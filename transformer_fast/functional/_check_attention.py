@@ -186,8 +186,9 @@ def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -
 
 
 def check_lengths(key_lengths: Tensor, batch: int) -> None:
-    if key_lengths.dtype == torch.bool or key_lengths.is_floating_point():
-        raise TypeError(f"key_lengths must have an integer dtype, not {key_lengths.dtype}")
+    kind = key_lengths.dtype
+    if kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        raise TypeError(f"key_lengths must have an integer dtype, not {kind}")
     if tuple(key_lengths.shape) != (batch,):
         raise ValueError(
             f"key_lengths must have shape [{batch}], one length per batch element, not "

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
 from ._check import (
     autocast,
+    is_torchs,
     require_float,
     require_optional_tensor,
     require_same_device,
     require_tensor,
+    require_unnamed,
     wants_grad,
 )
 from ._check_attention import (
@@ -175,6 +178,14 @@ def scaled_dot_product_attention(
 
     Source: "Attention Is All You Need", section 3.2.1.
     """
+    if is_torchs(query, key, value, attn_mask):
+        require_unnamed("attention", backend)
+        if key_lengths is None and not need_weights:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        backend = "reference"  # plain PyTorch
     call, arguments = prepare_scaled_dot_product_attention(
         query,
         key,

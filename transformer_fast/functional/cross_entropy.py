@@ -10,13 +10,16 @@ from torch import Tensor
 
 from .. import small
 from ..dispatch import Call, select
+from ..reference.attention import values_are_known
 from ._check import (
     autocast,
+    is_torchs,
     require_float,
     require_floating,
     require_optional_tensor,
     require_same_device,
     require_tensor,
+    require_unnamed,
     same_error_as,
     wants_grad,
 )
@@ -36,7 +39,7 @@ def _check_options(reduction: str, label_smoothing: float) -> float:
 
 def _check_target(target: Tensor, ignore_index: int, classes: int) -> None:
     """IndexError, as torch's, for what is neither a class nor ignored; on the CPU only."""
-    if target.device.type != "cpu" or torch.compiler.is_compiling() or target.numel() == 0:
+    if not target.is_cpu or not values_are_known(target) or target.numel() == 0:
         return
     low, high = torch.aminmax(target)
     if low >= 0 and high < classes:
@@ -56,7 +59,7 @@ def _reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -
 
 def _result_dtype(input: Tensor) -> torch.dtype:
     """Losses are computed in fp32 and come in input's dtype, unless autocast has fp32 for them."""
-    if torch.is_autocast_enabled(input.device.type):
+    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         return torch.promote_types(input.dtype, torch.float32)
     return input.dtype
 
@@ -91,6 +94,8 @@ def prepare_cross_entropy(
     smoothing = _check_options(reduction, label_smoothing)
     require_floating("input", input)
     require_same_device("input", input, target=target)
+    if target.dtype == torch.uint8:
+        target = target.long()
     if not _fits(input, target):
         same_error_as(
             lambda: F.cross_entropy(input, target, ignore_index=ignore_index),
@@ -144,6 +149,9 @@ def cross_entropy(
             input, target, None, None, ignore_index, None, reduction, label_smoothing
         )
     probable = isinstance(target, Tensor) and target.is_floating_point()
+    if is_torchs(input, target):
+        require_unnamed("cross_entropy", backend)
+        others = True
     if others or probable:
         if backend is not None:
             raise NotImplementedError(
@@ -253,6 +261,13 @@ def linear_cross_entropy(
             options=options,
         )  # fmt: skip
         return result
+    if is_torchs(input, linear_weight, target, linear_bias):
+        require_unnamed("linear_cross_entropy", backend)
+        logits = F.linear(input, linear_weight, linear_bias)
+        ignored = -100 if ignore_index is None else ignore_index
+        return F.cross_entropy(
+            logits, target, None, None, ignored, None, reduction, label_smoothing
+        )
     call, arguments = prepare_linear_cross_entropy(
         input, linear_weight, target, linear_bias=linear_bias, reduction=reduction,
         ignore_index=ignore_index, label_smoothing=label_smoothing,

@@ -11,9 +11,10 @@ from torch import Tensor
 from .. import small
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
-from ..reference.linear import ACTIVATIONS
+from ..reference.linear import ACTIVATIONS, activate
 from ._check import (
     autocast,
+    is_torchs,
     named_activation,
     require_activation,
     require_floating,
@@ -21,6 +22,7 @@ from ._check import (
     require_probability,
     require_same_device,
     require_tensor,
+    require_unnamed,
     wants_grad,
 )
 from .linear import dtype_problem, weight_problem
@@ -103,6 +105,11 @@ def feed_forward(
     ):
         hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
         return F.linear(hidden, weight2, bias2)
+    if is_torchs(input, weight1, bias1, weight2, bias2):
+        require_unnamed("feed_forward", backend)
+        require_activation(activation)
+        hidden = activate(F.linear(input, weight1, bias1), activation)
+        return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
     call, arguments = prepare_feed_forward(
         input, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p
     )

@@ -14,11 +14,13 @@ from .. import small
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
 from ._check import (
+    is_torchs,
     require_float,
     require_optional_tensor,
     require_probability,
     require_same_device,
     require_tensor,
+    require_unnamed,
     same_error_as,
     wants_grad,
 )
@@ -158,6 +160,10 @@ def layer_norm(
         and small.layer_norm(input, weight, bias)
     ):
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    if is_torchs(input, weight, bias):
+        require_unnamed("layer_norm", backend)
+        shape = _as_sizes("layer_norm", 2, normalized_shape)
+        return F.layer_norm(input, shape, weight, bias, eps)
     call, arguments = prepare_layer_norm(input, normalized_shape, weight, bias, eps)
     return select(call, backend).run(*arguments)
 
@@ -226,6 +232,11 @@ def add_layer_norm(
     ):
         total = residual + input
         return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
+    if is_torchs(input, residual, weight, bias):
+        require_unnamed("add_layer_norm", backend)
+        total = residual + F.dropout(input, dropout_p)
+        shape = _as_sizes("add_layer_norm", 3, normalized_shape)
+        return F.layer_norm(total, shape, weight, bias, eps), total
     call, arguments = prepare_add_layer_norm(
         input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p
     )

@@ -8,15 +8,17 @@ from typing import Any, NoReturn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import small
+from .. import reference, small
 from ..dispatch import Call, select
 from ._check import (
     autocast,
+    is_torchs,
     named_activation,
     require_activation,
     require_optional_tensor,
     require_same_device,
     require_tensor,
+    require_unnamed,
     same_error_as,
     wants_grad,
 )
@@ -174,6 +176,9 @@ def linear(
         and small.linear(input, weight, bias)
     ):
         return F.linear(input, weight, bias)
+    if is_torchs(input, weight, bias, residual):
+        require_unnamed("linear", backend)
+        return reference.linear(input, weight, bias, activation, residual)
     if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
         row = weight.unsqueeze(0)
         column = None if residual is None else residual.unsqueeze(-1)

@@ -67,6 +67,7 @@ class Embedding(Swapped, torch.nn.Embedding):
             _native.module is not None
             and type(input) is Tensor
             and input.dtype == torch.int64
+            and type(table) in (Tensor, torch.nn.Parameter)
             and table.dtype == torch.float32
             and table.device.type == input.device.type == "cpu"
             and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional, small
+from ..functional import _check
 from ..functional.attention import attend
 from . import bypass, masks
 from .swapped import Swapped
@@ -71,17 +72,22 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
         """
-        if is_torchs(query) or key.is_nested or value.is_nested:
+        nested = is_torchs(query) or key.is_nested or value.is_nested
+        plain = not nested and self._is_plain(
+            query, key, value, key_padding_mask, attn_mask, is_causal
+        )
+        if plain and not self.training and (found := self._for_one_call(query)) is not None:
+            return _in_one_call(
+                query, key, value, self.embed_dim, self.num_heads, *found, None, need_weights,
+                average_attn_weights,
+            )  # fmt: skip
+        parameters = (*self._parameters.values(), *self.out_proj._parameters.values())
+        if nested or _check.is_torchs(query, key, value, *parameters):
             return by_torch(
                 self, super().forward, query, key, value, key_padding_mask, need_weights,
                 attn_mask, average_attn_weights, is_causal,
             )  # fmt: skip
-        if self._is_plain(query, key, value, key_padding_mask, attn_mask, is_causal):
-            if not self.training and (parameters := self._for_one_call(query)) is not None:
-                return _in_one_call(
-                    query, key, value, self.embed_dim, self.num_heads, *parameters, None,
-                    need_weights, average_attn_weights,
-                )  # fmt: skip
+        if plain:
             return self._attend(query, key, value, None, False, need_weights, average_attn_weights)
         same_kind = masks.check_masks(attn_mask, "attn_mask", key_padding_mask, "key_padding_mask")
         batched = query.dim() == 3

@@ -51,11 +51,16 @@ def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
     return not bool(torch.isfinite(key.detach().sum() + value.detach().sum()))
 
 
-def _data_is_known(tensor: Tensor) -> bool:
-    return not (
-        torch.compiler.is_compiling()
-        or tensor.is_meta
-        or torch._C._functorch.peek_interpreter_stack() is not None
+def values_are_known(tensor: Tensor) -> bool:
+    """Whether Python may look at them: they are there, and no program is being traced."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and mode(keys.FAKE) is None
+        and mode(keys.PROXY) is None
     )
 
 
@@ -95,7 +100,7 @@ def attention(
 
     visible = visible_places(query, key, attn_mask, key_lengths, is_causal)
     if visible is not None:
-        if not _data_is_known(key):
+        if not values_are_known(key):
             # Tracing cannot look at values: keys hidden from every query are cleared, always.
             seen = visible.any(dim=-2).unsqueeze(-1)
             key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
