@@ -42,26 +42,27 @@ class Limit:
     #: take up to twice the kernels' time.
     weights: int | None = None
 
-    def holds(self, work: int, *tensors: Tensor | None) -> bool:
+    #: With gradients, rows at most. PyTorch adds those of a norm's weight and bias up row by row,
+    #: and of more rows gives sums further from the truth than the error budget allows.
+    rows: int | None = None
+
+    def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
         """Whether a call with so much work, of these tensors, is small."""
-        if work < self.inference:
-            return True
-        if work >= self.training or not _is_grad_enabled():
-            return False
-        for tensor in tensors:  # noqa: SIM110 - a generator costs more, on the hot path
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                return True
-        return False
+        if _is_grad_enabled():
+            for tensor in tensors:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    return work < self.training and (self.rows is None or rows <= self.rows)
+        return work < self.inference
 
 
 # With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 23), 1 << 23, weights=1 << 16)
 FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
-LAYER_NORM = Limit("elements", 1 << 16, 1 << 18)
+LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=256)
 #: In evaluation of what PyTorch has one operator for: self-attention without masks.
 MULTIHEAD_ATTENTION = Limit("elements", 1 << 15, 0)
-ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18)
+ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18, rows=256)
 #: PyTorch's fused attention on the CPU has no second derivative.
 ATTENTION = Limit("multiply-adds", 1 << 18, 0)
 CROSS_ENTROPY = Limit("elements", 1 << 17, 1 << 18)
@@ -81,7 +82,7 @@ def linear(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         and input.is_cpu
         and input.dtype is _FLOAT
         and weight.numel() <= LINEAR.weights  # type: ignore[operator]
-        and LINEAR.holds(input.numel() * weight.shape[0], input, weight, bias)
+        and LINEAR.holds(input.numel() * weight.shape[0], 0, input, weight, bias)
     )
 
 
@@ -97,8 +98,12 @@ def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> boo
         # Which function a tensor subclass is asked about differs between this and torch's module.
         and type(weight) in _PLAIN
         and type(bias) in _PLAIN
-        and LAYER_NORM.holds(input.numel(), input, weight, bias)
+        and LAYER_NORM.holds(input.numel(), _rows(input, weight), input, weight, bias)
     )
+
+
+def _rows(input: Tensor, weight: Tensor | None) -> int:
+    return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
 def add_layer_norm(
@@ -117,7 +122,7 @@ def add_layer_norm(
         and input.shape == residual.shape
         and type(weight) in _PLAIN
         and type(bias) in _PLAIN
-        and ADD_LAYER_NORM.holds(input.numel(), input, residual, weight, bias)
+        and ADD_LAYER_NORM.holds(input.numel(), _rows(input, weight), input, residual, weight, bias)
     )
 
 
@@ -152,7 +157,7 @@ def feed_forward(
     work = input.numel() // max(1, columns) * weights
     return (
         weights <= FEED_FORWARD.weights  # type: ignore[operator]
-        and FEED_FORWARD.holds(work, input, weight1, bias1, weight2, bias2)
+        and FEED_FORWARD.holds(work, 0, input, weight1, bias1, weight2, bias2)
     )
 
 
@@ -165,7 +170,7 @@ def multihead_attention(input: Tensor) -> bool:
         and not _is_compiling()
         and input.is_cpu
         and input.dtype is _FLOAT
-        and MULTIHEAD_ATTENTION.holds(input.numel())
+        and MULTIHEAD_ATTENTION.holds(input.numel(), 0)
         and not (_is_grad_enabled() and input.requires_grad)
         # It knows neither of these.
         and not torch.is_autocast_enabled("cpu")
@@ -201,7 +206,7 @@ def cross_entropy(input: Tensor, target: Tensor, ignore_index: int) -> bool:
         and input.is_cpu
         and input.dtype is _FLOAT
         and target.dtype is torch.int64
-        and CROSS_ENTROPY.holds(input.numel(), input)
+        and CROSS_ENTROPY.holds(input.numel(), 0, input)
         and ignores_no_nan(input, target, ignore_index)
     )
 
@@ -268,6 +273,8 @@ def yields(op: str) -> tuple[Yield, ...]:
         # What is dropped is drawn beside PyTorch's op, in further steps.
         if not _on or call.dropout_p != 0.0:
             return False
+        if limit.rows is not None and call.needs_grad:
+            return _rows(call.tensors[0], call.tensors[-2]) <= limit.rows  # type: ignore[arg-type]
         return limit.weights is None or _weights(call) <= limit.weights
 
     return tuple(
@@ -276,7 +283,8 @@ def yields(op: str) -> tuple[Yield, ...]:
             range(below),
             f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "
             f"than {below} {limit.unit}"
-            + (f", with at most {limit.weights} weights" if limit.weights else ""),
+            + (f", with at most {limit.weights} weights" if limit.weights else "")
+            + (f", of at most {limit.rows} rows" if limit.rows and needs_grad else ""),
             frozenset({_FLOAT}),
             needs_grad=needs_grad,
             when=when,

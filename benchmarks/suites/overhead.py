@@ -1,4 +1,4 @@
-"""What a call costs beside its work: the public functions on next to no data."""
+"""What a call costs beside its work: the public functions on next to no data, and small models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from transformer_fast import functional
 from transformer_fast.measure.contest import Contender, Contest
 from transformer_fast.measure.ops import op_contest
-from transformer_fast.specs import Case
+from transformer_fast.specs import OPS, Case
 
 from ..scope import Maker, Scope
+from . import tutorials
 
 
 def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
@@ -105,3 +106,5 @@ def _contest(scope: Scope, op: str) -> Contest:
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for op in scope.ops:
         yield f"{op} call", functools.partial(_contest, scope, op)
+    if scope.ops == tuple(OPS):
+        yield from tutorials.suite(scope)
