@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import _native, functional, memory, nn
-from transformer_fast.backends import cpu_packing
+from transformer_fast.backends import cpu, cpu_packing
+from transformer_fast.testing import all_among_nan, nan_memory, parity
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -203,6 +204,34 @@ def test_layers_in_one_call_find_them_too() -> None:
             found = layer(x)
             cpu_packing.forget()
             assert torch.equal(found, layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_few_rows_read_the_weight_itself(rows: int, dtype: torch.dtype, isa: str) -> None:
+    if dtype == torch.float16 and isa == "baseline":
+        pytest.skip("there is no instruction that widens float16")
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    for n, k in [(1, 1), (5, 3), (31, 33), (64, 64), (67, 100), (130, 513), (2, 0), (700, 40)]:
+        w1, w2 = (torch.nn.Parameter(draw(*shape) / max(1, k) ** 0.5) for shape in ((n, k), (k, n)))
+        for activation in ("relu", "gelu"):
+            linear = draw(rows, k), w1.detach(), draw(n), activation, draw(rows, n)
+            network = draw(rows, k), w1.detach(), draw(n), w2.detach(), None, activation, 0.0, None
+            for op, arguments in (("linear", linear), ("feed_forward", network)):
+                among = all_among_nan(arguments, 1)
+                run = {"linear": cpu.linear, "feed_forward": cpu.feed_forward}[op]
+                with torch.no_grad(), nan_memory():
+                    parity.check(op, run(*among), arguments)
+        x = draw(rows, k)
+        if k:
+            call(w1, x)
+            w1.data[-1, -1] = 3.0  # a single element
+            parity.check("linear", call(w1, x), (x, w1.detach(), None, None, None))
+    assert memory.packed() == 0
 
 
 @pytest.mark.parametrize("view", ["rows", "transposed", "strided"])

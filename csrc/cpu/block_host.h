@@ -56,7 +56,8 @@ class ReadyMap {
  public:
   ReadyMap(const Map& map, int64_t m, int slot) : map_(map) {
     if (is_half(map.weight)) {
-      half_ = half::panels_of(map.weight, map.packed, slot);
+      if (!half::is_direct(map.weight, map.packed, m))
+        half_ = half::panels_of(map.weight, map.packed, slot);
     } else if (!is_direct(map.weight, map.packed, m)) {
       panels_ = panels_of(map.weight, map.packed, slot, m);
     }
@@ -76,8 +77,10 @@ class ReadyMap {
       const int64_t skipped = from == 0 ? 0 : TF_DISPATCH(half_packed_bytes, type, from, k);
       const auto* bias = static_cast<const char*>(half::data_of(map_.bias));
       if (bias != nullptr) bias += from * static_cast<int64_t>(weight.element_size());
-      return half::run_linear({type, x, static_cast<const char*>(half_) + skipped, bias, residual,
-                               y, m, k, n, k, n, n, 0});
+      TypedLinearArgs args{type, x, nullptr, bias, residual, y, m, k, n, k, n, n, 0};
+      if (half_ == nullptr) return half::run_direct_linear(args, weight, from);
+      args.packed = static_cast<const char*>(half_) + skipped;
+      return half::run_linear(args);
     }
     const float* bias = map_.float_bias();
     LinearArgs args{static_cast<const float*>(x),
@@ -176,9 +179,9 @@ inline void run_feed_forward(const Map& first, const Map& second, int activation
   if (is_half(first.weight)) {
     HalfFeedForwardArgs args{element_of(first.weight),
                              x,
-                             half::panels_of(first.weight, first.packed, 0),
+                             nullptr,
                              half::data_of(first.bias),
-                             half::panels_of(second.weight, second.packed, 1),
+                             nullptr,
                              half::data_of(second.bias),
                              y,
                              m,
@@ -190,7 +193,7 @@ inline void run_feed_forward(const Map& first, const Map& second, int activation
                              Dropout{}};
     args.residual = residual;
     args.residual_stride = n;
-    return half::run_feed_forward(args);
+    return half::run_feed_forward(args, first.weight, first.packed, second.weight, second.packed);
   }
   FeedForwardArgs args{};
   args.x = static_cast<const float*>(x);

@@ -87,6 +87,33 @@ inline void run_linear(const TypedLinearArgs& args) {
   });
 }
 
+// Whether a product of m rows reads the weight as it is: where there are instructions that widen
+// float16. bfloat16 is packed as it is, and in pairs, which its instructions want.
+inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
+  return !packed && m <= kMostDirectRows && weight.scalar_type() == ScalarType::Half &&
+         current_isa() != Isa::baseline && (weight.size(1) <= 1 || weight.stride(1) == 1);
+}
+
+// By rows of W from `row` on, as they are.
+inline void run_direct_linear(TypedLinearArgs args, const Tensor& weight, int64_t row) {
+  const int64_t width = TF_DISPATCH(half_panel_columns, ), stride = weight.stride(0);
+  args.packed = static_cast<const uint16_t*>(weight.const_data_ptr()) + row * stride;
+  const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.k)));
+  torch::stable::parallel_for(0, (args.n + width - 1) / width, grain,
+                              [&](int64_t begin, int64_t end) {
+                                TF_DISPATCH(half_linear_direct, args, stride, begin, end);
+                              });
+}
+
+// With the weight as it is, packed before, or packed now into shared scratch `slot`.
+inline void run_linear(const TypedLinearArgs& args, const Tensor& weight,
+                       const std::optional<Tensor>& packed, int slot) {
+  if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
+  TypedLinearArgs with_panels = args;
+  with_panels.packed = panels_of(weight, packed, slot);
+  run_linear(with_panels);
+}
+
 // Calls f(begin, end) for blocks of m rows, at most `tall` high but for one row, as many as threads
 // or a multiple; begin is even.
 template <class F>

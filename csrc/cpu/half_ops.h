@@ -79,7 +79,10 @@ void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t co
                      double eps, void* y);
 // The hidden units of a call of few rows lie in shared scratch kHiddenSlot.
 constexpr int kHiddenSlot = 2;
-void run_feed_forward(const HalfFeedForwardArgs& args);
+// The weights are in the place of args' packed ones.
+void run_feed_forward(HalfFeedForwardArgs args, const Tensor& weight1,
+                      const std::optional<Tensor>& packed1, const Tensor& weight2,
+                      const std::optional<Tensor>& packed2);
 void run_attention(TypedAttentionArgs args);
 
 }  // namespace half

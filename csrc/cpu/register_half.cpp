@@ -209,9 +209,10 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   const HalfRows x = half_rows(input);
   const HalfRows r = residual ? half_rows(*residual) : HalfRows{input, nullptr, 0};
   const std::optional<Tensor> b = as_contiguous(bias);
-  run_linear({element_of(input), x.data, panels_of(weight, packed, 0), data_of(b), r.data,
-              output.mutable_data_ptr(), m, k, n, x.stride, r.stride, n,
-              checked_activation("linear", activation), data_of(preactivation)});
+  run_linear(
+      {element_of(input), x.data, nullptr, data_of(b), r.data, output.mutable_data_ptr(), m, k, n,
+       x.stride, r.stride, n, checked_activation("linear", activation), data_of(preactivation)},
+      weight, packed, 0);
   trim_shared_scratch();
   return output;
 }
@@ -234,25 +235,32 @@ Tensor feed_forward(const Tensor& input, const Tensor& weight1,
   }
   const HalfRows x = half_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
-  run_feed_forward({element_of(input), x.data, panels_of(weight1, packed1, 0), data_of(b1),
-                    panels_of(weight2, packed2, 1), data_of(b2), output.mutable_data_ptr(), m, k, f,
-                    n, x.stride, checked_activation(op, activation),
-                    make_dropout(op, dropout_p, seed), 0, data_of(preactivation)});
+  run_feed_forward(
+      {element_of(input), x.data, nullptr, data_of(b1), nullptr, data_of(b2),
+       output.mutable_data_ptr(), m, k, f, n, x.stride, checked_activation(op, activation),
+       make_dropout(op, dropout_p, seed), 0, data_of(preactivation)},
+      weight1, packed1, weight2, packed2);
   trim_shared_scratch();
   return output;
 }
 
-void run_feed_forward(const HalfFeedForwardArgs& args) {
+void run_feed_forward(HalfFeedForwardArgs args, const Tensor& weight1,
+                      const std::optional<Tensor>& packed1, const Tensor& weight2,
+                      const std::optional<Tensor>& packed2) {
   const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
   if (m < 64 * torch::stable::get_num_threads() && !args.dropout.on) {
     // Too few rows to share out: threads take columns, the small hidden block stays in cache.
     void* hidden = shared_scratch(kHiddenSlot).floats((m + 1) / 2, f);
-    run_linear({args.type, args.x, args.packed1, args.bias1, nullptr, hidden, m, k, f,
-                args.x_stride, 0, f, args.activation, args.preactivation});
-    run_linear({args.type, hidden, args.packed2, args.bias2, args.residual, args.y, m, f, n, f,
-                args.residual_stride, n, 0});
+    run_linear({args.type, args.x, nullptr, args.bias1, nullptr, hidden, m, k, f, args.x_stride, 0,
+                f, args.activation, args.preactivation},
+               weight1, packed1, 0);
+    run_linear({args.type, hidden, nullptr, args.bias2, args.residual, args.y, m, f, n, f,
+                args.residual_stride, n, 0},
+               weight2, packed2, 1);
     return;
   }
+  args.packed1 = panels_of(weight1, packed1, 0);
+  args.packed2 = panels_of(weight2, packed2, 1);
   const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, args);
   for_each_row_block(m, tall, [&](int64_t begin, int64_t end) {
     const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, end - begin);

@@ -85,8 +85,16 @@ _MOST_REFUSED = 4096
 #: The time: how often copies were asked for.
 _clock = itertools.count(1)
 
-#: Products of so few rows read the weight as it is just as fast.
+#: Products of so few rows read weights as they are just as fast, but for bfloat16.
 FEW_ROWS = 4
+
+
+def _is_direct(dtype: torch.dtype, rows: int) -> bool:
+    """Whether a product reads the weight as it is: ``is_direct`` in ``csrc/cpu``."""
+    if rows > FEW_ROWS or dtype == torch.bfloat16:
+        return False
+    assert _native.module is not None  # or no kernel would ask
+    return dtype == torch.float32 or _native.module.isa() != "baseline"
 
 
 def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
@@ -94,7 +102,7 @@ def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
 
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
-    if (rows <= FEW_ROWS and weight.dtype == torch.float32) or _is_traced():
+    if _is_direct(weight.dtype, rows) or _is_traced():
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
@@ -193,7 +201,7 @@ class PackedWeights:
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if (rows <= FEW_ROWS and weights[0].dtype == torch.float32) or _is_traced():
+        if _is_direct(weights[0].dtype, rows) or _is_traced():
             return [None] * len(weights)
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last
