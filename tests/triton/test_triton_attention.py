@@ -7,12 +7,15 @@ import math
 
 import pytest
 import torch
+import triton.language as tl
+from interpreted import jit
 
 from transformer_fast import reference
 from transformer_fast.backends.triton import config, mask_tiles
 from transformer_fast.backends.triton.attention import attention_forward, make_problem
 from transformer_fast.backends.triton.attention_bwd import attention_backward
 from transformer_fast.backends.triton.operators.attention import attention
+from transformer_fast.backends.triton.tiles import power
 from transformer_fast.testing import check, check_gradients
 
 pytestmark = [
@@ -365,3 +368,23 @@ def test_units_of_scores():
     assert natural(q, k, v, None, -0.25)
     assert natural(q, k, v, None, 0.0)
     assert natural(q.float(), k.float(), v.float(), None, 0.25)
+
+
+@jit
+def power_kernel(score_ptr, base_ptr, to_ptr, natural: tl.constexpr):
+    at = tl.arange(0, 8)
+    found = power(tl.load(score_ptr + at), tl.load(base_ptr + at), 1.0, natural)
+    tl.store(to_ptr + at, found)
+
+
+@pytest.mark.parametrize("natural", [False, True])
+def test_a_score_above_its_own_maximum_counts_as_that(natural, device):
+    """Compiled, a score is scaled and its base subtracted with one rounding, the base with two."""
+    nan, inf = math.nan, math.inf
+    scores = torch.tensor([2.0**33 + 1024, 5.0, -inf, nan, -1.0, 0.0, -200.0, inf], device=device)
+    bases = torch.tensor([2.0**33, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, inf], device=device)
+    found = torch.full((8,), nan, device=device)
+    power_kernel[(1,)](scores, bases, found, natural=natural)
+    below = math.exp(-1.0) if natural else 0.5
+    expected = torch.tensor([1.0, 1.0, 0.0, nan, below, 1.0, 0.0, nan], device=device)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-37, equal_nan=True)

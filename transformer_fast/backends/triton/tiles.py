@@ -66,14 +66,14 @@ def store_rows(
 
 @triton.jit
 def power(scores, base, scale, NATURAL: tl.constexpr):
-    """The exponential of (scores - base), ``base`` being in the units that are saved.
+    """The exponential of (scores - base), ``base`` being in the units that are saved; 1 at most.
 
     Other scores than natural ones still lack the scale here: multiplying and subtracting is one
-    instruction.
+    instruction. It rounds once, but the base, a maximum, was rounded before, so that large scores
+    would come out above their own maximum: from 1e9 on beyond every number.
     """
-    if NATURAL:
-        return tl.exp2((scores - base) * _LOG2E)
-    return tl.exp2(scores * scale - base)
+    exponent = (scores - base) * _LOG2E if NATURAL else scores * scale - base
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
