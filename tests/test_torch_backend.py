@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness import DTYPES, SATURATED, drawn, truth_of_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_fast import explain, nn
+from transformer_fast import dispatch, explain, nn, use_backend
 from transformer_fast.backends import torch as backend
+from transformer_fast.nn import transformer_layers
 from transformer_fast.specs import OPS
 from transformer_fast.testing import check, check_gradients
 
@@ -167,3 +169,36 @@ def test_the_default_is_pytorchs_for_every_op():
     assert [told.backend for told in calls] == ["torch"] * len(calls)
     dropped = explain("attention", torch.randn(2, 4, 5, 8), *[torch.randn(2, 4, 5, 8)] * 2)
     assert dropped.backend != "torch"
+
+
+class OnAGpu(torch.Tensor):
+    """A CPU tensor that says it lies on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_unmasked_inference_on_a_gpu_is_one_operator():
+    """torch.nn's own; not with gradients, in training, for a named backend or with a proven kernel."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    x = torch.randn(2, 10, 64)
+    there = x.as_subclass(OnAGpu)
+    taken = transformer_layers._is_one_call_of_torchs
+    with torch.no_grad():
+        assert taken(layer, there)
+        assert not taken(layer, x)
+        assert not taken(layer.train(), there)
+        layer.eval()
+        with use_backend("reference"):
+            assert not taken(layer, there)
+        kernels = [k for k in dispatch.kernels("attention") if k.backend in ("triton", "cuda")]
+        if any(kernel.unavailable is None for kernel in kernels):
+            with mock.patch.object(dispatch, "why_unproven", return_value=None):
+                assert not taken(layer, there)
+        with mock.patch.object(
+            torch, "_transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd
+        ) as one:
+            result = layer(there)
+        torch.testing.assert_close(result, layer(x))
+    assert not taken(layer, there)
+    assert one.call_count == 1

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import dispatch
 from . import blocks, bypass, masks
 from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
@@ -26,6 +27,23 @@ def _adopt(layer: torch.nn.Module) -> None:
             module.__class__ = MultiheadAttention
         elif type(module) is torch.nn.LayerNorm:
             module.__class__ = LayerNorm
+
+
+def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
+    """Whether torch.nn may run an encoder layer in inference as one operator of its own, which is
+    the shortest way on GPUs as long as no kernel of ours is proven there. No mask hides anything."""
+    return (
+        x.is_cuda
+        and not layer.training
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and dispatch.named_backend() is None
+        and all(
+            kernel.unavailable is not None or dispatch.why_unproven(kernel) is not None
+            for kernel in dispatch.kernels("attention")
+            if kernel.backend in ("triton", "cuda")
+        )
+    )
 
 
 class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
@@ -85,6 +103,8 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
         """
         if is_torchs(src):
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
+        if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
+            return super().forward(src)
         same_kind = masks.check_masks(
             src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask"
         )
