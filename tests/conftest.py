@@ -11,6 +11,10 @@ from pathlib import Path
 # Threads that wait sleep: where several processes share the cores, spinning takes the others' time.
 # OpenMP asks once, when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Compiled graphs that Inductor finds on the disk may be of another version: it does not see that what
+# an operator returns has changed.
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 import hypothesis
 import pytest

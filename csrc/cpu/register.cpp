@@ -42,7 +42,10 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
   const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
   Normalized result{fresh_like(input), {}, {}, {}};
   if (residual) result.sum = fresh_like(input);
-  if (keep) result.mean = fresh(input, {rows}), result.rstd = fresh(input, {rows});
+  if (keep) {
+    result.mean = fresh_statistics(input, normalized);
+    result.rstd = fresh_statistics(input, normalized);
+  }
   if (rows > 0) {
     const auto view = [&](const Tensor& t) {
       if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return as_rows(t);

@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm(Tensor input, Tensor wei
   const Rows x = as_rows(input);
   Tensor output = fresh_like(input);
   const int64_t rows = input.numel() / n;
-  Tensor mean = fresh(input, {rows}), rstd = fresh(input, {rows});
+  Tensor mean = fresh_statistics(input, n), rstd = fresh_statistics(input, n);
   if (rows == 0) return {output, mean, rstd};
   const Tensor w = as_contiguous(weight), b = as_contiguous(bias);
   LayerNormArgs args{};

@@ -41,7 +41,10 @@ Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual
   const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
   Normalized result{fresh_like(input), {}, {}, {}};
   if (residual) result.sum = fresh_like(input);
-  if (keep) result.mean = fresh_float(input, {rows}), result.rstd = fresh_float(input, {rows});
+  if (keep) {
+    result.mean = fresh_statistics(input, normalized);
+    result.rstd = fresh_statistics(input, normalized);
+  }
   if (rows > 0) {
     const auto view = [&](const Tensor& t) {
       if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return half_rows(t);

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_case import make_loader, make_model, make_pairs, make_trainer
+from training_case import make_loader, make_model, make_pairs, make_trainer, torchrun
 
 from transformer_fast import training
 
@@ -50,35 +47,6 @@ def worker(strategy: str, folder: Path) -> None:
             raise AssertionError("unequal numbers of batches went unnoticed")
 
 
-def torchrun(arguments: list[str]) -> None:
-    """Two processes with the environment that torchrun gives."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).resolve()
-    paths = os.pathsep.join(
-        [str(here.parents[2]), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(here), *arguments],
-            env={
-                **os.environ, "PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-            },
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        told = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
-
-
 class BothRanks:
     """The batches that two processes have together, each step's as a pair."""
 
@@ -97,7 +65,7 @@ class BothRanks:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_are_one_with_the_whole_batch(strategy: str, tmp_path: Path) -> None:
-    torchrun([strategy, str(tmp_path)])
+    torchrun(Path(__file__), [strategy, str(tmp_path)])
     alone = make_trainer(make_model(0.0), accumulate=2)
     expected = alone.fit(BothRanks(), steps=STEPS)
     histories = [json.loads((tmp_path / f"history{r}.json").read_text()) for r in range(2)]

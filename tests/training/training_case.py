@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +55,32 @@ def make_trainer(
     return training.Trainer(
         model, optimizer, objective, schedule=schedule, checkpoint=checkpoint, **options
     )
+
+
+def torchrun(script: Path, arguments: list[str]) -> None:
+    """Two processes that run it with the environment that torchrun gives."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = script.resolve()
+    paths = os.pathsep.join(
+        [str(here.parents[2]), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(here), *arguments],
+            env={
+                **os.environ, "PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)

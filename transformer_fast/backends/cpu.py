@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,17 @@ def feed_forward(
     )
 
 
+def shape_of_statistics(input: Tensor, normalized: int) -> Sequence[int]:
+    """As ``fresh_statistics`` in ``csrc/cpu/fresh.cpp``: the dimensions before those of a row."""
+    rows = input.numel() // normalized if normalized else 0
+    lead, n = input.dim(), 1
+    while lead > 0 and n < normalized:
+        lead -= 1
+        n *= input.shape[lead]
+    shape = input.shape[:lead]
+    return shape if math.prod(shape) == rows else (rows,)
+
+
 def _fake_layer_norm(
     input: Tensor,
     residual: Tensor | None,
@@ -155,10 +166,9 @@ def _fake_layer_norm(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = input.numel() // normalized if normalized else 0
     output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     total = output.new_empty(input.shape if residual is not None else (0,))
-    mean = output.new_empty((rows,), dtype=torch.float32)
+    mean = output.new_empty(shape_of_statistics(input, normalized), dtype=torch.float32)
     return output, total, mean, torch.empty_like(mean)
 
 
@@ -202,7 +212,7 @@ def _fake_attention(
     return output, query.new_empty(shape), shift, torch.empty_like(shift)
 
 
-def _fake_pack_weight(weight: Tensor) -> Tensor:
+def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
     # The size depends on the instruction set; no traced program asks for it.
     raise NotImplementedError("weights are packed outside traced programs")
 

@@ -70,8 +70,8 @@ if _native.module is not None:
     def _fake(
         input: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = input.numel() // weight.numel()
-        return input.new_empty(input.shape), input.new_empty((rows,)), input.new_empty((rows,))
+        rows = input.shape[:-1]
+        return input.new_empty(input.shape), input.new_empty(rows), input.new_empty(rows)
 
     @torch.library.register_fake("transformer_fast::cpu_annotated_layer_norm_backward")
     def _fake_backward(

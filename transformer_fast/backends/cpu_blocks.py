@@ -201,3 +201,11 @@ if _native.module is not None:
     @torch.library.register_fake("transformer_fast::cpu_decode_stack")
     def _fake_decode_stack(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+    @torch.library.register_fake("transformer_fast::cpu_uninitialized")
+    def _fake_uninitialized(like: Tensor, sizes: Sequence[int]) -> Tensor:
+        return like.new_empty(sizes)
+
+    @torch.library.register_fake("transformer_fast::cpu_fresh")
+    def _fake_fresh(like: Tensor) -> Tensor:
+        return like.new_empty(like.shape)

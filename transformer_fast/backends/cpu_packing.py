@@ -127,8 +127,9 @@ def _in_pieces(weight: Tensor, rows: int) -> bool:
 def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     """The copy that is kept, which is the weight as it is now; packed now if need be."""
     owner = weight if weight._base is None else weight._base
-    # Tensors made in inference mode have no version counter.
-    if not isinstance(owner, torch.nn.Parameter) or owner.is_inference():
+    # Sharded ones (DTensor) have no memory of their own, those made in inference mode no version
+    # counter.
+    if type(owner) is not torch.nn.Parameter or owner.is_inference():
         return None
     shape, stride = weight.shape, weight.stride()
     if 1 not in stride or 0 in shape:

@@ -1,0 +1,197 @@
+"""What PyTorch's tools know of our operators: fakes, costs, and how DTensor may shard them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from transformer_fast import _native, functional, nn, use_backend
+from transformer_fast.backends import cpu_annotated, cpu_blocks, operator_rules  # all operators
+
+needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+
+def schemas() -> dict[str, Any]:
+    found = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("transformer_fast::")]
+    return {schema.name.partition("::")[2]: schema for schema in found}
+
+
+SCHEMAS = schemas()
+
+
+def test_all_operators_are_looked_at():
+    assert cpu_annotated
+    assert cpu_blocks
+    prefixes = {name.partition("_")[0] for name in SCHEMAS}
+    built = {"cpu", "triton"} if _native.module is not None else {"triton"}
+    assert prefixes - {"cuda"} == built  # whose library is loaded only where CUDA is
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_its_fake_takes_its_arguments(name):
+    found = torch._library.simple_registry.singleton.find(f"transformer_fast::{name}")
+    assert found.fake_impl.kernel is not None, "it has no fake"
+    arguments = SCHEMAS[name].arguments
+    inspect.signature(found.fake_impl.kernel.func).bind(*arguments)
+    required = [a for a in arguments if not a.has_default_value()]
+    inspect.signature(found.fake_impl.kernel.func).bind(*required)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_its_rule_names_what_it_has(name):
+    if name in operator_rules.LOCAL:
+        return
+    rule, schema = operator_rules.RULES[name], SCHEMAS[name]
+    names = {argument.name for argument in schema.arguments}
+    results = rule.results.split()
+    assert len(results) == len(schema.returns)
+    conditions = [token.partition("?")[2] for token in (*results, *rule.products.split())]
+    assert {c for c in conditions if c} <= names
+    assert {token[1:].partition("?")[0] for token in results if token[0] == "@"} <= names
+
+
+def test_no_rule_is_of_an_operator_that_does_not_exist():
+    built = {name.partition("_")[0] for name in SCHEMAS}
+    assert {n for n in operator_rules.RULES if n.partition("_")[0] in built} <= set(SCHEMAS)
+    assert not operator_rules.LOCAL & set(operator_rules.RULES)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_multiplies_matrices_has_a_cost(name):
+    products = ("linear", "feed_forward", "attention", "layers", "decode_stack")
+    multiplies = any(word in name for word in products)
+    packet = getattr(torch.ops.transformer_fast, name)
+    assert (packet in flop_registry) == multiplies
+
+
+class _Count(TorchDispatchMode):
+    """As FlopCounterMode, but without its hooks on modules, which keep layers from being fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen.add(func.overloadpacket.__name__)
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def _flops(call: Any) -> int:
+    # PyTorch counts no attention of its own on CPUs, but for that of plain products.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        call()
+    return counter.get_total_flops()
+
+
+def _step(module: torch.nn.Module, *inputs: torch.Tensor) -> Any:
+    return lambda: module(*inputs).sum().backward()
+
+
+#: Of each: the scores of its attentions, head size included, which a backward works out again.
+MODULES = {
+    "linear": (lambda nn: nn.Linear(24, 40), [(3, 5, 24)], 0),
+    "encoder layer": (
+        lambda nn: nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True),
+        [(3, 7, 32)],
+        3 * 32 * 7 * 7,
+    ),
+    "decoder layer": (
+        lambda nn: nn.TransformerDecoderLayer(32, 4, 48, 0.0, batch_first=True),
+        [(3, 7, 32), (3, 5, 32)],
+        3 * 32 * (7 * 7 + 7 * 5),
+    ),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", MODULES)
+def test_costs_of_training_are_torchs(name):
+    make, shapes, scores = MODULES[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    with use_backend("cpu"):
+        found = _flops(_step(make(nn), *inputs))
+    assert found == _flops(_step(make(torch.nn), *inputs)) + 2 * scores
+
+
+@needs_native
+@pytest.mark.parametrize("name", MODULES)
+def test_costs_of_inference_are_torchs(name):
+    make, shapes, _ = MODULES[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    with torch.no_grad(), use_backend("cpu"):
+        expected = _flops(lambda: make(torch.nn)(*inputs))
+        ours = make(nn).eval()
+        assert _flops(lambda: ours(*inputs)) == expected
+        with _Count() as fused:
+            ours(*inputs)
+    assert fused.total == expected
+    assert name == "linear" or "cpu_layers" in fused.seen
+
+
+@needs_native
+@pytest.mark.parametrize(("op", "p"), [("feed_forward", 0.0), ("feed_forward", 0.5)])
+def test_costs_of_the_network(op, p):
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    w1, w2 = torch.randn(24, 16, requires_grad=True), torch.randn(8, 24)
+    once = 3 * 5 * 24 * (16 + 8) * 2
+
+    def call() -> torch.Tensor:
+        return functional.feed_forward(x, w1, None, w2, None, dropout_p=p, backend="cpu")
+
+    with torch.no_grad():
+        assert _flops(call) == once
+    assert _flops(lambda: call().sum().backward()) == once + 3 * 5 * 24 * (16 * 2 + 8) * 2
+
+
+@needs_native
+def test_costs_of_the_loss():
+    x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    target = torch.arange(6)
+    one = 2 * 6 * 16 * 30
+
+    def call() -> torch.Tensor:
+        return functional.linear_cross_entropy(x, weight, target, backend="cpu")
+
+    assert _flops(call) == one
+    # Logits are worked out again, for the gradients of both.
+    assert _flops(lambda: call().backward()) == one + 3 * one
+
+
+@needs_native
+def test_costs_of_a_ragged_stack_are_those_of_the_real_places():
+    stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 7, 32), torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 3:] = True
+    with torch.no_grad():
+        with _Count() as ragged:
+            stack(x, src_key_padding_mask=padding)
+        with _Count() as each:
+            stack(x[:1]), stack(x[:1, :3])
+    assert ragged.total == each.total > 0
+
+
+@needs_native
+def test_costs_of_decoding():
+    """A step's products with weights, and with the keys and values of the tokens until then."""
+    layers, width, rows, keys, cross = 2, 32, 3, 6, 5
+    sizes = [(96, 32), (32, 32), (32, 32), (32, 32), (48, 32), (32, 48)]
+    weights = [torch.randn(size) for size in sizes]
+    norm = torch.ones(width)
+    sublayers = [(weights[i], None, weights[i + 1], None, norm, norm) for i in (0, 2, 4)] * layers
+    memories = [torch.randn(2, rows, 4, cross, 8) for _ in range(layers)]
+    step = cpu_blocks.DecodeStack(sublayers, [1e-5] * 6, False, "relu", rows, memories)
+    cache = torch.zeros(layers, 2, rows, 4, 9, 8)
+    with torch.no_grad(), _Count() as found:
+        step(torch.randn(rows, width), cache, keys - 1)
+    products = sum(weight.numel() for weight in weights) + 2 * width * (keys + cross)
+    assert found.total == 2 * layers * rows * products

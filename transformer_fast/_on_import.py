@@ -1,0 +1,41 @@
+"""What is told to parts of PyTorch that take long to import: once somebody else has imported them."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module as Python does, and calls a function once it is loaded."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            self._theirs, spec.loader = spec.loader, self
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._theirs
+        self._theirs.exec_module(module)
+        self._action(module)
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action(module)`` when the module of that name is imported: now, if it is already."""
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))

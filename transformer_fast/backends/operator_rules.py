@@ -1,0 +1,376 @@
+"""What PyTorch's tools are told of the operators: DTensor how they may be sharded, and
+torch.utils.flop_counter what they cost.
+
+A rule names the dimensions of an operator's tensors by letters, as einsum does, and says by which of
+them the work can be cut. Cut by a letter, a tensor that has it is sharded in that dimension. One that
+has not is replicated if it is an argument and, as a sum over the pieces, partial if it is a result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .._on_import import when_imported
+
+
+class Rule(NamedTuple):
+    """What an operator's tensors are, and by what it may be cut.
+
+    ``...`` are the leading dimensions, which have digits for letters, and ``#`` one that is made of
+    all of them, which can be cut by the first, 0, if that is even. ``*`` are dimensions without a
+    letter, ``-`` are none. Behind a tensor's dimensions may stand
+
+        +x   added to the result: partial where the work is cut by x
+        =x   not summed over x: replicated where the work is cut by x
+        ?a   a result that is there if the argument ``a`` is (or is True), and else empty
+    """
+
+    #: ``name:dimensions`` of each argument that is not replicated always.
+    arguments: str
+    #: ``dimensions`` of each result; ``@name``: those of that argument.
+    results: str
+    #: Letters; ``.`` stands for all leading dimensions.
+    by: str
+    #: Products of matrices: the letters they run over, two operations each; ``?a`` as above.
+    products: str = ""
+    #: Of ``by``, what is no obstacle to dropout, whose pattern depends on the position.
+    despite_dropout: str = ""
+    #: Of ``by``, what needs the map to be linear: to have no activation.
+    if_linear: str = ""
+
+
+_NORM = "input:...* residual:...* grad:...* grad_sum:...* source:...* x:...* mean:... rstd:..."
+_FLAT_NORM = _NORM.replace("mean:... rstd:...", "mean:# rstd:#")
+_ATTENTION = (
+    "query:bhtd key:bhsd value:bhse mask:bhts attn_mask:bhts key_lengths:b grad:bhte "
+    "grad_weights:bhts output:bhte weights:bhts shift:bht norm:bht"
+)
+_ATTENTION_PRODUCTS = "bhtsd bhtse"
+# One of them for the probabilities, which are worked out again.
+_ATTENTION_BACKWARD_PRODUCTS = "bhtsd bhtse bhtse bhtsd bhtsd"
+_LINEAR = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o z:...o"
+_TRITON_LINEAR = _LINEAR.replace("z:...o", "z:#o")
+_NETWORK = (
+    "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o preactivation:...f saved:...f"
+)
+_TRITON_NETWORK = _NETWORK.replace("saved:...f", "saved:#f")
+_LOSS = "input:rc target:r grad:r known:xr lse:r"
+_LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:xr"
+
+RULES: dict[str, Rule] = {
+    "cpu_layer_norm": Rule(_NORM, "...* ...*?residual ... ...", "."),
+    "cpu_layer_norm_alone": Rule(_NORM, "...*", "."),
+    "cpu_add_layer_norm_alone": Rule(_NORM, "...* ...*", "."),
+    "cpu_layer_norm_backward": Rule(
+        _NORM, "...*?want_source ...*?want_input -?want_weight -?want_bias", "."
+    ),
+    "cpu_annotated_layer_norm": Rule(_NORM, "...* ... ...", "."),
+    "cpu_annotated_layer_norm_backward": Rule(
+        _NORM, "...*?want_input -?want_weight -?want_bias", "."
+    ),
+    "cpu_dropout": Rule("input:...", "...", "."),
+    "cpu_attention": Rule(
+        _ATTENTION, "bhte bhts?need_weights bht?keep bht?keep", "bh", _ATTENTION_PRODUCTS
+    ),
+    "cpu_attention_backward": Rule(
+        _ATTENTION, "@query?want_query @key?want_key @value?want_value @mask?want_mask", "bh",
+        _ATTENTION_BACKWARD_PRODUCTS,
+    ),
+    "cpu_linear": Rule(_LINEAR, "...o", ".oi", ".oi", if_linear="i"),
+    "cpu_linear_with_preactivation": Rule(_LINEAR, "...o ...o", ".o", ".oi"),
+    "cpu_linear_backward": Rule(
+        _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
+        ".oi?want_input .oi?want_weight",
+    ),
+    "cpu_feed_forward": Rule(_NETWORK, "...o", ".of", ".mf .fo"),
+    "cpu_feed_forward_training": Rule(
+        _NETWORK, "...o ...f=o?keep", ".of", ".mf .fo", despite_dropout="o"
+    ),
+    "cpu_feed_forward_backward": Rule(
+        _NETWORK,
+        "...m?want_input fm?want_weight1 f?want_bias1 of?want_weight2 o=f?want_bias2",
+        ".of",
+        ".fo .fo?want_weight2 .mf?want_weight1 .mf?want_input",
+        despite_dropout="o",
+    ),
+    "cpu_cross_entropy": Rule(_LOSS, "r xr", "r"),
+    "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
+    "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r xr", "r", "rci"),
+    # Logits are worked out again.
+    "cpu_linear_cross_entropy_backward": Rule(
+        _LINEAR_LOSS, "ri?want_input ci?want_weight c?want_bias", "r",
+        "rci rci?want_input rci?want_weight",
+    ),
+    "cpu_embedding_backward": Rule("grad:...m tokens:...", "vm", ".m"),
+    "cpu_argmax": Rule("input:rc", "r", "r"),
+    "triton_layer_norm": Rule(_FLAT_NORM, "...* ...*?residual # #", "0"),
+    "triton_layer_norm_backward": Rule(
+        _FLAT_NORM, "...* ...* -?need_weight -?need_bias", "0"
+    ),
+    "triton_attention": Rule(
+        _ATTENTION, "bhte bhts?need_weights bht bht", "bh", _ATTENTION_PRODUCTS
+    ),
+    "triton_attention_backward": Rule(
+        _ATTENTION, "@query @key @value @attn_mask?need_mask", "bh", _ATTENTION_BACKWARD_PRODUCTS
+    ),
+    "triton_linear": Rule(_TRITON_LINEAR, "...o #o?save", "0oi", ".oi", if_linear="i"),
+    "triton_linear_backward": Rule(
+        _TRITON_LINEAR, "...i?need_input oi?need_weight o=i?need_bias", "0oi",
+        ".oi?need_input .oi?need_weight",
+    ),
+    "triton_feed_forward": Rule(_TRITON_NETWORK, "...o #f=o?save", "0of", ".mf .fo", "o"),
+    "triton_feed_forward_backward": Rule(
+        _TRITON_NETWORK, "...m?need_input fm f?need_bias1 of o=f?need_bias2", "0of",
+        ".fo .fo .mf .mf?need_input", "o",
+    ),
+    "cuda_layer_norm": Rule(_FLAT_NORM, "...* ...*?residual # #", "0"),
+    "cuda_layer_norm_backward": Rule(
+        _FLAT_NORM, "...*?want_source ...*?want_input -?want_weight -?want_bias", "0"
+    ),
+    "cuda_cross_entropy": Rule(_LOSS, "r r", "r"),
+    "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
+    "triton_cross_entropy": Rule(_LOSS, "r r", "r"),
+    "triton_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
+}  # fmt: skip
+
+#: Operators that get no DTensors: whole layers and decoding steps ask for plain tensors, and packed
+#: weights and memory are of one process.
+LOCAL = frozenset(
+    {"cpu_layers", "cpu_decode_stack", "cpu_pack_weight", "cpu_fresh", "cpu_uninitialized"}
+)
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a rule: a letter for each dimension, or None."""
+
+    letters: tuple[str | None, ...]
+    partial: str = ""
+    whole: str = ""
+
+    def placement(self, letter: str, result: bool) -> Any:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        if letter in self.letters:
+            return Shard(self.letters.index(letter))
+        if letter in self.partial or (result and letter not in self.whole):
+            return Partial()
+        return Replicate()
+
+
+def _lead(rule: Rule, given: dict[str, Any]) -> int:
+    """How many leading dimensions there are."""
+    for token in rule.arguments.split():
+        name, _, dims = token.partition(":")
+        if given.get(name) is None or not dims.startswith("..."):
+            continue
+        shape, dims = given[name].shape, dims.partition("+")[0][3:]
+        if dims != "*":
+            return len(shape) - len(dims)
+        if "normalized_shape" in given:
+            return len(shape) - len(given["normalized_shape"])
+        # As fresh_statistics() in csrc/cpu/fresh.cpp has it.
+        size = given["normalized"] if "normalized" in given else math.prod(given["weight"].shape)
+        lead, n = len(shape), 1
+        while lead > 0 and n < size:
+            lead -= 1
+            n *= shape[lead]
+        return lead
+    return 0
+
+
+def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
+    dims, _, whole = dims.partition("=")
+    dims, _, partial = dims.partition("+")
+    letters: list[str | None] = []
+    if dims.startswith("..."):
+        letters, dims = [str(i) for i in range(lead)], dims[3:]
+    elif dims.startswith("#"):
+        letters, dims = ["0"], dims[1:]
+    if dims == "*":
+        letters += [None] * (0 if shape is None else len(shape) - lead)
+    elif dims != "-":
+        letters += dims
+    return _Tensor(tuple(letters), partial, whole)
+
+
+def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
+    """The letters by which this call may be cut."""
+    drops = given.get("dropout_p", given.get("p", 0.0)) > 0.0
+    linear = given.get("activation") in (0, None)
+    leading = map(str, range(lead)) if "." in rule.by else ()
+    for letter in (*leading, *rule.by.replace(".", "")):
+        if letter == "0" and lead == 0:
+            continue
+        if (linear or letter not in rule.if_linear) and (
+            not drops or letter in rule.despite_dropout
+        ):
+            yield letter
+
+
+def _letters(rule: Rule, given: dict[str, Any]) -> tuple[dict[str, _Tensor], dict[str, set[int]]]:
+    """The tensors among a call's arguments, and the sizes that each letter has in them."""
+    lead = _lead(rule, given)
+    tensors = {n: _Tensor((None,) * len(t.shape)) for n, t in given.items() if hasattr(t, "shape")}
+    for token in rule.arguments.split():
+        name, _, dims = token.partition(":")
+        # What was not kept is there as an empty tensor of one dimension.
+        if name in tensors and ("..." not in dims or tuple(given[name].shape) != (0,) or lead == 0):
+            tensors[name] = _tensor(dims, lead, given[name].shape)
+    sizes: dict[str, set[int]] = {}
+    for name, tensor in tensors.items():
+        for letter, size in zip(tensor.letters, given[name].shape, strict=True):
+            if letter is not None:
+                sizes.setdefault(letter, set()).add(size)
+    return tensors, sizes
+
+
+def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
+    """For each way to cut a call the placements of its results and of its arguments.
+
+    ``given`` has the arguments by name; of tensors shape and mesh are asked.
+    """
+    from torch.distributed.tensor import Replicate
+
+    lead = _lead(rule, given)
+    tensors, sizes = _letters(rule, given)
+    processes = math.prod(next(given[name].mesh for name in tensors).shape)
+    # A dimension of size 1 beside a larger one is broadcast: such a tensor does without it.
+    for name, tensor in tensors.items():
+        letters = tuple(
+            None if letter is not None and size == 1 and max(sizes[letter]) > 1 else letter
+            for letter, size in zip(tensor.letters, given[name].shape, strict=True)
+        )
+        tensors[name] = tensor._replace(letters=letters)
+    results: list[_Tensor | None] = []
+    for token in rule.results.split():
+        dims, _, condition = token.partition("?")
+        if condition and given.get(condition) in (None, False):
+            results.append(None)
+        else:
+            results.append(tensors[dims[1:]] if dims[0] == "@" else _tensor(dims, lead, None))
+    ways: list[tuple[list[Any], list[Any]]] = [
+        ([Replicate() for _ in results], [Replicate() if n in tensors else None for n in given])
+    ]
+    for letter in _cuts(rule, given, lead):
+        known = sizes.get(letter, set()) - {1}
+        flat = letter == "0" and "#" in rule.results
+        # Groups of heads stay together only if both kinds of heads can be cut evenly.
+        if (len(known) > 1 or flat) and any(size % processes for size in known):
+            continue
+        ways.append(
+            (
+                [Replicate() if t is None else t.placement(letter, True) for t in results],
+                [tensors[n].placement(letter, False) if n in tensors else None for n in given],
+            )
+        )
+    return ways
+
+
+def flops(rule: Rule, given: dict[str, Any]) -> int:
+    """Of a call's products, as torch counts those of its own operators."""
+    _, sizes = _letters(rule, given)
+    leading = math.prod(given["input"].shape[: _lead(rule, given)]) if "input" in given else 1
+    total = 0
+    for product in rule.products.split():
+        letters, _, condition = product.partition("?")
+        if not condition or given[condition]:
+            total += 2 * math.prod(leading if x == "." else max(sizes[x]) for x in letters)
+    return total
+
+
+def _by_name(operator: Any, given: Sequence[Any]) -> dict[str, Any]:
+    arguments = operator._schema.arguments
+    defaults = [argument.default_value for argument in arguments[len(given) :]]
+    return dict(zip((a.name for a in arguments), (*given, *defaults), strict=True))
+
+
+def _strategy(operator: Any, rule: Rule) -> Callable[..., Any]:
+    return lambda *given: placements(rule, _by_name(operator, given))
+
+
+def _known(name: str) -> Any:
+    """The operator, or None where it does not exist: it was not built."""
+    packet = getattr(torch.ops.transformer_fast, name, None)
+    return None if packet is None else packet.default
+
+
+def _tell_dtensor(module: ModuleType) -> None:
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    schemas = module.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    for name, rule in RULES.items():
+        if (operator := _known(name)) is not None:
+            register_sharding(operator)(_strategy(operator, rule))
+            # What was found for a call holds for calls with the same numbers and flags only.
+            schemas[operator] = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
+
+
+def _layers_flops(
+    input: Any, memory: Any, kinds: Sequence[int], parameters: Sequence[Any], *rest: Any,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    """Of ``cpu_layers``."""
+    *_, batch_first, _, _, _, _, starts, memory_starts = rest
+    lengths = _lengths(input, batch_first, starts)
+    keys = lengths if memory is None else _lengths(memory, batch_first, memory_starts)
+    total, width = 0, input.shape[-1]
+    for number in range(len(parameters) // 6):
+        first, second = parameters[6 * number], parameters[6 * number + 2]
+        kind = kinds[number % len(kinds)]
+        own = first.numel() if kind != 1 else width * width
+        total += 2 * sum(lengths) * (own + second.numel())
+        if kind == 1:  # keys and values of the memory
+            total += 4 * sum(keys) * width * width
+        if kind != 2:
+            seen = lengths if kind == 0 else keys
+            total += 4 * width * sum(t * s for t, s in zip(lengths, seen, strict=True))
+    return total
+
+
+def _lengths(input: Any, batch_first: bool, starts: Any) -> list[int]:
+    if starts is not None:
+        return [int(length) for length in starts.diff().tolist()]
+    batch, length = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
+    return [int(length)] * int(batch)
+
+
+def _decode_flops(
+    input: Any, cache: Any, start: int, memories: Sequence[Any], parameters: Sequence[Any],
+    *rest: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """Of ``cpu_decode_stack``: T tokens of each of R sequences."""
+    rows, width = input.shape
+    tokens = rows // max(1, cache.shape[2])
+    total = sum(
+        2 * rows * weight.numel()
+        for weight in parameters
+        if weight is not None and weight.dim() == 2
+    )
+    total += 4 * width * rows * (start + tokens) * cache.shape[0]
+    return total + sum(4 * width * rows * memory.shape[3] for memory in memories)
+
+
+def _tell_flop_counter(module: ModuleType) -> None:
+    def formula(operator: Any, rule: Rule) -> Callable[..., int]:
+        return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
+
+    for name, rule in RULES.items():
+        if rule.products and (operator := _known(name)) is not None:
+            count = formula(operator, rule)
+            module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
+    for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
+        if (operator := _known(name)) is not None:
+            module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
+
+
+def tell() -> None:
+    """Tell DTensor and the flop counter, each once it is imported."""
+    if torch.distributed.is_available():
+        when_imported("torch.distributed.tensor", _tell_dtensor)
+    when_imported("torch.utils.flop_counter", _tell_flop_counter)
