@@ -1,6 +1,13 @@
 """The ruler: fp64 oracle, error budget and hostile memory, for tests, benchmarks and `compare`."""
 
-from .gradients import check_gradients, gradients, measure_gradients
+from .gradients import (
+    GradientTruth,
+    check_gradients,
+    gradients,
+    measure_gradients,
+    truth_of_gradients,
+    upstream,
+)
 from .memory import all_among_nan, among_nan, nan_memory
 from .oracle import call_of, oracle, promote, require_grad
 from .parity import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, Truth, check, measure, truth_of
@@ -8,6 +15,7 @@ from .parity import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, Truth, check, measur
 __all__ = [
     "GRADIENT_FACTOR",
     "OUTPUT_FACTOR",
+    "GradientTruth",
     "Parity",
     "Truth",
     "all_among_nan",
@@ -23,4 +31,6 @@ __all__ = [
     "promote",
     "require_grad",
     "truth_of",
+    "truth_of_gradients",
+    "upstream",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,6 +68,48 @@ def gradients(
     }
 
 
+@dataclass(frozen=True)
+class GradientTruth:
+    """What is known about a call's gradients before any kernel ran it, by argument."""
+
+    #: The reference's gradients in the call's dtype, and the oracle's.
+    expected: dict[str, Tensor]
+    true: dict[str, Tensor]
+    #: The reference's `relative_error` in the worst of several such calls.
+    units: dict[str, float]
+
+
+def truth_of_gradients(
+    op: str,
+    arguments: tuple[Any, ...],
+    names: tuple[str, ...] | None = None,
+    twice: bool = False,
+    oracle: Callable[[str, tuple[Any, ...], tuple[str, ...] | None], dict[str, Tensor]]
+    | None = None,
+) -> GradientTruth:
+    """The truth about a call's gradients, for `measure_gradients`.
+
+    ``oracle``: gives the gradients in fp64 of these arguments; None: the reference in fp64 does.
+    """
+    reference = OPS[op].reference
+    dtype = arguments[0].dtype
+
+    def both(called: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        expected = gradients(op, reference, called, names, twice=twice)
+        if oracle is not None:
+            return expected, oracle(op, called, names)
+        return expected, gradients(op, reference, promote(called), names, dtype, twice)
+
+    expected, true = both(arguments)
+    units = {name: relative_error(expected[name], true[name]) for name in expected}
+    elements = min(x.numel() for x in expected.values())
+    for other in FACTORS[: tries_for(elements) - 1]:
+        again, exact = both(scaled(op, arguments, other))
+        for name in units:
+            units[name] = max(units[name], relative_error(again[name], exact[name]))
+    return GradientTruth(expected, true, units)
+
+
 def measure_gradients(
     op: str,
     run: Callable[..., Any],
@@ -75,31 +118,22 @@ def measure_gradients(
     factor: float = GRADIENT_FACTOR,
     names: tuple[str, ...] | None = None,
     twice: bool = False,
+    truth: GradientTruth | None = None,
 ) -> Parity:
-    """How far the gradients of ``run`` are from the truth: the argument nearest its limit."""
-    reference = OPS[op].reference
-    dtype = arguments[0].dtype
+    """How far the gradients of ``run`` are from the truth: the argument nearest its limit.
 
-    def both(called: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        expected = gradients(op, reference, called, names, twice=twice)
-        return expected, gradients(op, reference, promote(called), names, dtype, twice)
-
+    ``truth``: `truth_of_gradients` of the same arguments and names, where the caller has it.
+    """
     got = gradients(op, run, arguments, names, twice=twice)
-    expected, true = both(arguments)
-    units = {name: relative_error(expected[name], true[name]) for name in expected}
-    elements = min(x.numel() for x in expected.values())
-    for other in FACTORS[: tries_for(elements) - 1]:
-        again, exact = both(scaled(op, arguments, other))
-        for name in units:
-            units[name] = max(units[name], relative_error(again[name], exact[name]))
-    sizes = {name: _size(gradient) for name, gradient in true.items()}
-    largest, eps = max(sizes.values()), torch.finfo(dtype).eps
+    truth = truth_of_gradients(op, arguments, names, twice) if truth is None else truth
+    sizes = {name: _size(gradient) for name, gradient in truth.true.items()}
+    largest, eps = max(sizes.values()), torch.finfo(arguments[0].dtype).eps
     found = []
     for name, gradient in got.items():
         # A gradient that vanishes (one key: the weights are 1 whatever the query) is a difference
         # of equal terms, whose rounding only the other gradients can tell.
         least = largest if sizes[name] < eps * eps * largest else 0.0
-        known = expected[name], true[name], factor, units[name], least
+        known = truth.expected[name], truth.true[name], factor, truth.units[name], least
         found.append(compare(f"grad of {name}", gradient, *known))
     return worst_of(found)
 
@@ -115,9 +149,11 @@ def check_gradients(
     factor: float = GRADIENT_FACTOR,
     names: tuple[str, ...] | None = None,
     twice: bool = False,
+    truth: GradientTruth | None = None,
 ) -> Parity:
     """`measure_gradients`, raising AssertionError with the place beyond its limit."""
-    parity = measure_gradients(op, run, arguments, factor=factor, names=names, twice=twice)
+    options: dict[str, Any] = {"factor": factor, "names": names, "twice": twice, "truth": truth}
+    parity = measure_gradients(op, run, arguments, **options)
     if not parity.ok:
         raise AssertionError(f"{op}: {parity}")
     return parity

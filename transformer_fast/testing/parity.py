@@ -12,6 +12,7 @@ worst of several equivalent ones (`scaled`), relative to max|oracle|. There are 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..specs import OPS
-from .oracle import FACTORS, as_results, oracle, scaled, tries_for
+from .oracle import FACTORS, as_results, scaled, tries_for
+from .oracle import oracle as reference_in_fp64
 
 #: How many times the reference's error a kernel's results, and its gradients, may have.
 OUTPUT_FACTOR = 2.0
@@ -145,8 +147,16 @@ class Truth:
 
 
 @torch.no_grad()
-def truth_of(op: str, arguments: tuple[Any, ...], tries: int | None = None) -> Truth:
-    """The truth about a call, for `measure`; tries: see `tries_for`, which chooses if None."""
+def truth_of(
+    op: str,
+    arguments: tuple[Any, ...],
+    tries: int | None = None,
+    oracle: Callable[[str, tuple[Any, ...]], tuple[Tensor | None, ...]] = reference_in_fp64,
+) -> Truth:
+    """The truth about a call, for `measure`.
+
+    ``tries``: see `tries_for`, which chooses if None. ``oracle``: gives the results in fp64.
+    """
     reference = OPS[op].reference
     expected, true = as_results(reference(*arguments)), oracle(op, arguments)
     units = list(map(relative_error, expected, true))

@@ -1,0 +1,138 @@
+"""The oracle of the fuzz tests: known random words, derivatives by differences, planted bugs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import definitions
+import numpy as np
+import pytest
+import torch
+from calls import STRATEGIES, Drawn, Numbers
+from fuzz_ruler import Wrong, _defined, check_kernels, check_reference
+from hypothesis import HealthCheck, Phase, given, settings
+
+from transformer_fast import dispatch
+from transformer_fast.specs import OPS
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "words"),
+    [
+        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (2**32 - 1, 2**32 - 1),
+            (2**32 - 1,) * 4,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0xA4093822, 0x299F31D0),
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_known_words(key: Any, counter: Any, words: Any) -> None:
+    """Test vectors of Random123, the authors' own implementation."""
+    assert definitions.philox(key, np.array(counter, np.uint64)).tolist() == list(words)
+
+
+def _call(op: str) -> tuple[Any, ...]:
+    numbers = Numbers(torch.float64, 7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return numbers.normal(*shape)
+
+    seed = torch.tensor(12345678901234)
+    mask = normal(1, 2, 3, 5)
+    mask[0, 0, 1, 2] = -torch.inf
+    target = torch.tensor([1, 2, -100, 0])
+    return {
+        "layer_norm": (normal(4, 6), (6,), normal(6), normal(6), 1e-5),
+        "add_layer_norm": (
+            *(normal(4, 6), normal(4, 6), (6,), normal(6), normal(6), 1e-5, 0.3, seed),
+        ),
+        "attention": (
+            *(normal(2, 2, 3, 4), normal(2, 1, 5, 4), normal(2, 1, 5, 3), mask),
+            *(torch.tensor([4, 5]), False, None, 0.2, seed, True, True),
+        ),
+        "linear": (normal(4, 5), normal(3, 5), normal(3), "silu", normal(4, 3)),
+        "feed_forward": (
+            *(normal(4, 5), normal(6, 5), normal(6), normal(3, 6), normal(3), "gelu_tanh"),
+            *(0.3, seed),
+        ),
+        "cross_entropy": (normal(4, 5), target, -100, 0.1),
+        "linear_cross_entropy": (normal(4, 3), normal(5, 3), normal(5), target, -100, 0.1),
+    }[op]
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_slopes_of_activations(act: str) -> None:
+    z = np.linspace(-6.0, 6.0, 50)  # 0 is not among them
+    step = 1e-6
+    high, low = (definitions.activation(act, z + d)[0] for d in (step, -step))
+    np.testing.assert_allclose(
+        definitions.activation(act, z)[1], (high - low) / (2 * step), atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_derivatives(op: str) -> None:
+    arguments = _call(op)
+    results, back = _defined(op, arguments)
+    generator = np.random.default_rng(0)
+    starts = [generator.standard_normal(x.shape) for x in results]
+    found = back(*starts)
+    for name in OPS[op].gradients_of:
+        place = OPS[op].arguments.index(name)
+        value = arguments[place]
+        way = torch.from_numpy(generator.standard_normal(value.shape))
+        along = []
+        for step in (1e-6, -1e-6):
+            moved = list(arguments)
+            moved[place] = value + step * way
+            results, _ = _defined(op, tuple(moved))
+            along.append(sum((s * x).sum() for s, x in zip(starts, results, strict=True)))
+        difference = (along[0] - along[1]) / 2e-6
+        np.testing.assert_allclose((found[name] * way.numpy()).sum(), difference, rtol=1e-6)
+
+
+BUGS = {
+    "a zero row": lambda y: torch.cat((y[:-1], torch.zeros_like(y[-1:]))),
+    "not written": lambda y: torch.cat((y[:-1], torch.full_like(y[-1:], torch.nan))),
+    "rounded to fewer bits": lambda y: y * (1 + 16 * torch.finfo(y.dtype).eps),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_planted_bug_is_found(op: str, bug: str) -> None:
+    """In a few dozen calls, whatever the op."""
+    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "reference")
+
+    def run(*arguments: Any) -> Any:
+        result = kernel.run(*arguments)
+        one, *rest = result if isinstance(result, tuple) else (result,)
+        one = BUGS[bug](one) if one.dim() and one.shape[0] else one
+        return (one, *rest) if rest else one
+
+    wrong = dataclasses.replace(kernel, run=run)
+
+    @settings(max_examples=40, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(STRATEGIES[op](torch.float32))
+    def check(drawn: Drawn) -> None:
+        check_kernels(op, drawn.arguments, (), drawn.offset, [(wrong, None)])
+
+    with pytest.raises(Wrong):
+        check()
+
+
+def test_a_wrong_reference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The yardstick of the budget is checked, too."""
+    from transformer_fast import reference
+
+    right = reference.linear
+    monkeypatch.setattr(reference, "linear", lambda *given: right(*given) * (1 + 1e-6))
+    with pytest.raises(Wrong, match="not the definition"):
+        check_reference("linear", (torch.ones(3, 4), torch.ones(5, 4), None, None, None), ())
