@@ -211,11 +211,17 @@ def build(build_dir: Path, output_dir: Path) -> tuple[str, str]:
 class CMakeBuild(build_ext):
     """Runs CMake in place of the compiler driver and writes transformer_fast/_build_info.py."""
 
+    def finalize_options(self) -> None:
+        # Builds of other kinds (`make sanitize`) name a folder of their own with --build-temp.
+        usual = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
+        self.native_dir = Path(self.build_temp or usual).resolve()
+        super().finalize_options()
+
     def run(self) -> None:
         package = Path("transformer_fast")
         output_dir = (ROOT if self.inplace else Path(self.build_lib).resolve()) / package
         output_dir.mkdir(parents=True, exist_ok=True)
-        build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
+        build_dir = self.native_dir
         mode = os.environ.get("TRANSFORMER_FAST_BUILD", "auto")
         if mode not in ("auto", "0", "require"):
             raise SystemExit(f"TRANSFORMER_FAST_BUILD is {mode!r}; expected auto, 0 or require")

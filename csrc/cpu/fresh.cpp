@@ -135,9 +135,10 @@ Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16) {
   if (!in_bfloat16) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   const int64_t element = in_bfloat16 ? 2 : static_cast<int64_t>(like.element_size());
   const int64_t bytes = count * element, one = 1;
-  const int64_t size = bytes < kHuge ? count : count + kHuge / element;
+  const bool huge = static_cast<size_t>(bytes) >= kLeastKept;
+  const int64_t size = huge ? count + kHuge / element : count;
   Tensor all(empty_strided(1, &size, &one, dtype, device_index, size * element));
-  if (bytes < kHuge) return all;
+  if (!huge) return all;
   const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
   const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
   // Only whole ones, so that no memory is wasted.

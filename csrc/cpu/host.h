@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -21,7 +22,8 @@
 namespace tf {
 
 // 64-byte aligned memory of this thread that grows and is reused, so that pages are paid for once.
-// A request beyond kKeep bytes is given back after the call.
+// A request beyond kKeep bytes is given back after the call. Under sanitizers each request gets a
+// block of its own of just that size, full of NaN, so that what is read or written beyond is seen.
 class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
@@ -29,17 +31,20 @@ class Scratch {
     constexpr int64_t kMost = int64_t{1} << 57;
     if (count > kMost) throw_out_of_memory(std::numeric_limits<int64_t>::max());
     const size_t bytes = static_cast<size_t>(count) * sizeof(float);
-    if (bytes > size_) {
+    if (bytes > size_ || (kExact && bytes != size_)) {
       std::free(memory_);
       memory_ = nullptr;
       size_ = 0;
-      const size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
+      const size_t rounded = kExact ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
       const auto make = [&] { return posix_memalign(&memory_, kAlign, rounded) == 0; };
       if (!make() && !(release_kept() && make())) {
         memory_ = nullptr;
         throw_out_of_memory(static_cast<int64_t>(rounded));
       }
-      madvise(memory_, rounded, MADV_HUGEPAGE);
+      if (kExact)
+        std::memset(memory_, 0xff, rounded);
+      else
+        madvise(memory_, rounded, MADV_HUGEPAGE);
       size_ = rounded;
     }
     return static_cast<float*>(memory_);
@@ -59,7 +64,13 @@ class Scratch {
 
  private:
   static constexpr size_t kKeep = size_t{64} << 20;
+#ifdef TF_SANITIZE
+  static constexpr bool kExact = true;
+  static constexpr size_t kAlign = 64;
+#else
+  static constexpr bool kExact = false;
   static constexpr size_t kAlign = size_t{2} << 20;  // a huge page
+#endif
   void* memory_ = nullptr;
   size_t size_ = 0;
 };

@@ -3,12 +3,17 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace tf {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 // Smaller tensors are the C library's.
+#ifdef TF_SANITIZE
+constexpr size_t kLeastKept = SIZE_MAX;  // all memory is malloc's, which the sanitizer watches
+#else
 constexpr size_t kLeastKept = kHugePage;
+#endif
 
 struct KeptBlock {
   void* place;  // nullptr: there is no memory

@@ -7,6 +7,10 @@
 
 #include <cstdint>
 
+#if defined(TF_EMULATE_AMX) && defined(TF_TILES)
+#include "cpu/amx_emulation.h"
+#endif
+
 namespace tf::TF_ISA {
 namespace {
 

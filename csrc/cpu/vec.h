@@ -8,6 +8,10 @@
 #include <cstring>
 #include <limits>
 
+#if defined(TF_EMULATE_AMX) && defined(TF_TILES)
+#include "cpu/amx_emulation.h"
+#endif
+
 #define TF_INLINE inline __attribute__((always_inline))
 #define TF_UNROLL _Pragma("GCC unroll 16")
 

@@ -1,0 +1,112 @@
+// AMX's tile instructions in software, so that the kernels written for them run, and are checked,
+// on CPUs that have AVX-512-BF16 and no tiles. Only builds with TF_EMULATE_AMX include it: it is
+// far too slow for anything but tests. For kernel files only.
+//
+// It is stricter than the processor where that finds mistakes: any tile instruction before
+// _tile_loadconfig or after _tile_release traps, and so do the number of a tile that is no tile and
+// a configuration other than eight tiles of 16 rows by 64 bytes, the only one these kernels use.
+// What tiles hold after a release is NaN. Loads and stores are ordinary memory accesses of 64 bytes
+// a row, which AddressSanitizer checks.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+// What the compiler defines for processors that have tiles.
+#define __AMX_TILE__ 1
+#define __AMX_BF16__ 1
+
+namespace tf::TF_ISA {
+namespace {
+
+class EmulatedTiles {
+ public:
+  static EmulatedTiles& of_thread() {
+    static thread_local EmulatedTiles tiles;
+    return tiles;
+  }
+
+  void configure(const void* from) {
+    uint8_t bytes[64];
+    std::memcpy(bytes, from, sizeof(bytes));
+    uint16_t row_bytes[kTiles];
+    std::memcpy(row_bytes, bytes + 16, sizeof(row_bytes));
+    expect(bytes[0] == 1 && bytes[1] == 0);
+    for (int tile = 0; tile < kTiles; ++tile)
+      expect(row_bytes[tile] == kRowBytes && bytes[48 + tile] == kRows);
+    std::memset(data_, 0, sizeof(data_));
+    configured_ = true;
+  }
+
+  void release() {
+    std::memset(data_, 0xff, sizeof(data_));
+    configured_ = false;
+  }
+
+  void clear(int tile) { std::memset(at(tile), 0, kRows * kRowBytes); }
+
+  void load(int tile, const void* from, long stride) {
+    uint8_t* to = at(tile);
+    for (int row = 0; row < kRows; ++row)
+      std::memcpy(to + row * kRowBytes, static_cast<const char*>(from) + row * stride, kRowBytes);
+  }
+
+  void store(int tile, void* to, long stride) {
+    const uint8_t* from = at(tile);
+    for (int row = 0; row < kRows; ++row)
+      std::memcpy(static_cast<char*>(to) + row * stride, from + row * kRowBytes, kRowBytes);
+  }
+
+  // C += A B for pairs of bfloat16, B's rows holding pairs (SDM volume 2, TDPBF16PS): each pair of
+  // products is added as vdpbf16ps adds it.
+  void multiply_add(int c, int a, int b) {
+    expect(c != a && c != b && a != b);
+    uint8_t *sums = at(c), *left = at(a), *right = at(b);
+    for (int row = 0; row < kRows; ++row) {
+      __m512 sum = _mm512_loadu_ps(sums + row * kRowBytes);
+      for (int pair = 0; pair < kRowBytes / 4; ++pair) {
+        int32_t two;
+        std::memcpy(&two, left + row * kRowBytes + 4 * pair, sizeof(two));
+        sum = _mm512_dpbf16_ps(
+            sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(two)),
+            reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + pair * kRowBytes)));
+      }
+      _mm512_storeu_ps(sums + row * kRowBytes, sum);
+    }
+  }
+
+ private:
+  static constexpr int kTiles = 8, kRows = 16, kRowBytes = 64;
+
+  static void expect(bool holds) {
+    if (!holds) __builtin_trap();
+  }
+  uint8_t* at(int tile) {
+    expect(configured_ && tile >= 0 && tile < kTiles);
+    return data_[tile];
+  }
+
+  alignas(64) uint8_t data_[kTiles][kRows * kRowBytes];
+  bool configured_ = false;
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA
+
+// The header of the compiler has some of these as macros.
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(from) ::tf::TF_ISA::EmulatedTiles::of_thread().configure(from)
+#define _tile_release() ::tf::TF_ISA::EmulatedTiles::of_thread().release()
+#define _tile_zero(tile) ::tf::TF_ISA::EmulatedTiles::of_thread().clear(tile)
+#define _tile_loadd(tile, from, stride) \
+  ::tf::TF_ISA::EmulatedTiles::of_thread().load(tile, from, stride)
+#define _tile_stored(tile, to, stride) \
+  ::tf::TF_ISA::EmulatedTiles::of_thread().store(tile, to, stride)
+#define _tile_dpbf16ps(c, a, b) ::tf::TF_ISA::EmulatedTiles::of_thread().multiply_add(c, a, b)
