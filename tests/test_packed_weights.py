@@ -286,13 +286,20 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class ByFunction(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight, self.bias, backend="cpu")
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tracer", ["make_fx", "jit"])
-@pytest.mark.parametrize("module", ["Linear", "TransformerEncoderLayer"])
+@pytest.mark.parametrize("module", ["linear", "Linear", "TransformerEncoderLayer"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_no_copy_becomes_a_constant(tracer: str, module: str) -> None:
-    if module == "Linear":
-        model: torch.nn.Module = nn.Linear(32, 32)
+    if module == "linear":
+        model: torch.nn.Module = ByFunction(32, 32)
+    elif module == "Linear":
+        model = nn.Linear(32, 32)
     else:
         model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
     x = torch.randn(2, 9, 32)
@@ -301,6 +308,7 @@ def test_no_copy_becomes_a_constant(tracer: str, module: str) -> None:
         traced = make_fx(lambda x: model(x))(x)
     else:
         traced = torch.jit.trace(model, (x,), check_trace=False)
+        assert "pack" not in str(traced.graph)
     for weight in model.parameters():
         weight.mul_(-0.5)
     torch.testing.assert_close(traced(x), model(x))
