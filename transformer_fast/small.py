@@ -57,7 +57,7 @@ class Limit:
 
 # With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
 _TILES = _native.module is not None and _native.module.isa() == "amx"
-LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 23), 1 << 23, weights=1 << 16)
+LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 25), 1 << 25, weights=1 << 16)
 FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
 LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=256)
 #: In evaluation of what PyTorch has one operator for: self-attention without masks.
