@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_fast import nn
@@ -79,14 +80,27 @@ def relative_error(got: list[Tensor], oracle: list[Tensor]) -> float:
     return error / size if error else 0.0
 
 
-def gradients(output: Any, inputs: list[Tensor]) -> list[Tensor]:
+def gradients(output: Any, inputs: list[Tensor], create_graph: bool = False) -> list[Tensor]:
     """Gradients of a fixed linear function of all outputs."""
     total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors(output):
         weight = torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64)
         total = total + (tensor.double() * weight.reshape(tensor.shape)).sum()
-    found = torch.autograd.grad(total, inputs, allow_unused=True)
+    found = torch.autograd.grad(total, inputs, allow_unused=True, create_graph=create_graph)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+class Differentiated(torch.nn.Module):
+    """The gradients of a module, or of a function, in place of its outputs."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        wanted = [t for t in (*tensors((args, kwargs)), *self.parameters()) if t.requires_grad]
+        with sdpa_kernel(SDPBackend.MATH):  # the one of PyTorch's with a second derivative
+            return gradients(self.function(*args, **kwargs), wanted, create_graph=True)
 
 
 def run(

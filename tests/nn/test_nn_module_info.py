@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
 from nn_ruler import (
     OURS,
+    Differentiated,
     cast,
     copied,
     fast_path,
@@ -68,19 +69,19 @@ def cases(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> list[Cas
     return [Case(cls, sample, dtype, training) for sample in samples]
 
 
-def errors(found: list[Case], grad: bool) -> list[tuple[float, float, float, float]]:
+def errors(found: list[Case], grad: bool, derive: Any) -> list[tuple[float, float, float, float]]:
     """For each case the errors of torch in fp32 and of ours, in outputs and then in gradients."""
     rows = []
     for case in found:
         exact = cast(case.args, torch.float64), cast(case.kwargs, torch.float64)
-        oracle = run(case.oracle, *exact, grad)
+        oracle = run(derive(case.oracle), *exact, grad)
         theirs, their_grads = reference_error(
-            case.theirs if case.dtype == torch.float32 else copied(case.theirs).float(),
+            derive(case.theirs if case.dtype == torch.float32 else copied(case.theirs).float()),
             cast(case.args, torch.float32),
             cast(case.kwargs, torch.float32),
             oracle,
         )
-        ours, our_grads = run(case.ours, case.args, case.kwargs, grad)
+        ours, our_grads = run(derive(case.ours), case.args, case.kwargs, grad)
         assert all(t.dtype == case.dtype for t in ours)
         rows.append(
             (
@@ -93,7 +94,13 @@ def errors(found: list[Case], grad: bool) -> list[tuple[float, float, float, flo
     return rows
 
 
-def check(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> None:
+def check(
+    cls: type,
+    dtype: torch.dtype,
+    training: bool,
+    grad: bool,
+    derive: Any = lambda module: module,
+) -> None:
     """Ours errs at most 2x (gradients 3x) what torch does on these samples, plus one rounding.
 
     The oracle is torch in fp64. For fp64 itself torch's fp32 error is scaled by the two eps.
@@ -102,7 +109,7 @@ def check(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> None:
     # a Transformer whose decoder may look at them then computes something else.
     padded_inference = cls is torch.nn.Transformer and not training and not grad
     with fast_path(not padded_inference):
-        rows = errors(cases(cls, dtype, training, grad), grad)
+        rows = errors(cases(cls, dtype, training, grad), grad, derive)
     assert len(rows) >= (3 if cls is torch.nn.Linear else 7)
     scale = EPS[dtype] / EPS[torch.float32]
     # Where a softmax saturates, a gradient's rounding in fp32 tells nothing of that in fp64, so
@@ -128,6 +135,11 @@ def test_kernels_take_every_sample(cls: type, training: bool) -> None:
     """In fp32, with the reference forbidden."""
     with strict():
         check(cls, torch.float32, training, grad=training)
+
+
+@pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])
+def test_second_derivatives(cls: type) -> None:
+    check(cls, torch.float32, True, True, Differentiated)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_utils import CrossRefFakeMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal import composite_compliance
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from nn_ruler import cast, gradients, relative_error, tensors
+from nn_ruler import Differentiated, cast, gradients, relative_error, tensors
+from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map
 
@@ -103,14 +107,37 @@ def nudged(sample: Arguments) -> Any:
     return tree_map(one, cast(sample, torch.float64))
 
 
-def check(name: str, dtype: torch.dtype, grad: bool, ours: Callable[..., Any]) -> None:
+def tangents(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The tangents of a function's outputs, for fixed ones of its floating-point inputs."""
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        def dual(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            steps = torch.linspace(-1.0, 1.0, leaf.numel(), dtype=leaf.dtype)
+            return forward_ad.make_dual(leaf.detach(), steps.reshape(leaf.shape))
+
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            results = tensors(function(*tree_map(dual, args), **tree_map(dual, kwargs)))
+            return [forward_ad.unpack_dual(result).tangent for result in results]
+
+    return differentiated
+
+
+def check(
+    name: str,
+    dtype: torch.dtype,
+    grad: bool,
+    ours: Callable[..., Any],
+    derive: Callable[..., Any] = lambda function: function,
+) -> None:
     """Ours errs at most 2x (gradients 3x) what torch does on these samples, plus one rounding.
 
     The oracle is torch in fp64. Samples have a few dozen elements, so torch's error of one of them
     is a matter of luck, and of the machine: ours is held to torch's worst, which counts as at least
     what a rounding of the inputs makes of the true results. For fp64 it is scaled by the two eps.
     """
-    theirs = getattr(torch.nn.functional, name)
+    theirs, ours = derive(getattr(torch.nn.functional, name)), derive(ours)
     rows = []
     for sample in samples(name, dtype, grad):
         oracle = run(theirs, cast(sample, torch.float64), grad)
@@ -146,6 +173,34 @@ def test_kernels_take_every_sample(name: str, grad: bool) -> None:
     """In fp32, with the reference forbidden."""
     with strict():
         check(name, torch.float32, grad, OURS[name][0])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_second_derivatives(name: str) -> None:
+    check(name, torch.float32, True, OURS[name][0], Differentiated)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", OURS)
+def test_forward_mode(name: str) -> None:
+    check(name, torch.float32, False, OURS[name][0], tangents)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_fakes(name: str) -> None:
+    """Every operator's fake has the shape, dtype and strides of what the operator makes."""
+    for args, kwargs in samples(name, torch.float32, False)[:: 8 if name == MHA else 1]:
+        with CrossRefFakeMode():
+            run(OURS[name][0], (args, kwargs), False)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "linear"])
+def test_composite_compliance(name: str) -> None:
+    """PyTorch's check of functions made of others: subclasses reach what they are made of."""
+    for args, kwargs in samples(name, torch.float32, False):
+        composite_compliance.check_with_mode(
+            OURS[name][0], args, kwargs, torch.testing.assert_close
+        )
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", MHA])
