@@ -51,6 +51,8 @@ def linear_cross_entropy(
 #: So many logits are in memory at a time; of a very large vocabulary those of `_LEAST_ROWS`.
 MOST_LOGITS = 2**24
 _LEAST_ROWS = 64
+#: A copy of the weights in fp32, and their gradients, take longer than what they save in so few.
+_FEW_PARTS = 4
 
 
 def in_parts(
@@ -62,9 +64,10 @@ def in_parts(
 ) -> Tensor:
     """``losses(input, weight, bias, target)``, for as many rows at a time as `MOST_LOGITS` allow.
 
-    What a part keeps for gradients is forgotten and worked out again. The gradients of half types'
-    weights are added up in fp32. A program that is traced, or transformed by `torch.func`, makes
-    all logits at once: the former serves any number of rows, the latter cannot forget.
+    What a part keeps for gradients is forgotten and worked out again. Where there are more than
+    `_FEW_PARTS`, the gradients of half types' weights are added up in fp32. A program that is traced,
+    or transformed by `torch.func`, makes all logits at once: the former serves any number of rows,
+    the latter cannot forget.
     """
     rows = max(_LEAST_ROWS, MOST_LOGITS // max(1, weight.shape[0]))
     if (
@@ -77,7 +80,8 @@ def in_parts(
         parts = zip(input.split(rows), target.split(rows), strict=True)
         return torch.cat([losses(x, weight, bias, t) for x, t in parts])
     dtype = input.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    many = input.shape[0] > _FEW_PARTS * rows
+    wide = torch.promote_types(dtype, torch.float32) if many else dtype
     w, b = weight.to(wide), None if bias is None else bias.to(wide)
 
     def part(x: Tensor, t: Tensor) -> Tensor:
