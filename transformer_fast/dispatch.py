@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _switches
+from . import _switches, proof
 
 #: In the order in which `select` asks them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
@@ -154,20 +154,17 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
     """
     if kernel.proven is None:
         return None
-    if not kernel.proven:
-        return "it is not yet proven on a GPU, so it runs only when it is named"
-    known = " and ".join(f"sm_{one}" for one in sorted(kernel.proven))
-    device = None
+    device = torch.device("cuda")
     if call is not None:
-        first = call.tensors[0]
-        assert first is not None
-        device = first.device
-    if device.type != "cuda" if device is not None else not torch.cuda.is_available():
+        device = call.tensors[0].device  # type: ignore[union-attr]
+    if device.type != "cuda" or (call is None and not torch.cuda.is_available()):
+        if not kernel.proven:
+            return "it is not yet proven on a GPU, so it runs only when it is named"
+        known = " and ".join(f"sm_{one}" for one in sorted(kernel.proven))
         return f"it is proven on {known} and this is no GPU, so it runs only when it is named"
-    capability = compute_capability(device)
-    if capability in kernel.proven:
+    if kernel.proven and compute_capability(device) in kernel.proven:
         return None
-    return f"it is proven on {known} and not on sm_{capability}, so it runs only when it is named"
+    return proof.why_not(kernel.op, kernel.backend, call, device)
 
 
 def _check_device(kernel: Kernel, call: Call) -> str | None:

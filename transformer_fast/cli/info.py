@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import _native, _switches
+from .. import _native, _switches, proof
 from ..backends.triton import ARCHITECTURES, table_for
 from ..dispatch import BACKENDS, OPS, compute_capability, kernels
 from ..measure import machine
@@ -64,6 +64,17 @@ def triton_state() -> str:
     return f"{version}; without a GPU it runs only in its interpreter (TRITON_INTERPRET=1)"
 
 
+def proof_state() -> str:
+    """One sentence about what was measured on the GPU."""
+    if not torch.cuda.is_available():
+        return "none: GPU kernels are proven on the GPU that they are to run on"
+    found, problem = proof.known(torch.cuda.current_device())
+    if found is None:
+        return f"none: {problem}"
+    chosen = sum(verdict.chosen for verdict in found.verdicts)
+    return f"of {found.taken}: {chosen} of {len(found.verdicts)} are right and faster than PyTorch"
+
+
 def cuda_state() -> str:
     """One sentence about the kernels in CUDA C++."""
     return _native.cuda_why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
@@ -105,6 +116,7 @@ def _facts() -> Table:
         ("threads", f"{about['threads']} of {form.count(about['logical_cpus'] or 1, 'CPU')}"),
         *_native_lines(),
         ("GPU", gpu_state()),
+        ("proof", proof_state()),
         ("CUDA C++", cuda_state()),
         ("triton", triton_state()),
     ]

@@ -24,7 +24,7 @@ FLOPS = 3.0
 BYTES = 3.0
 
 
-class _BothWays:
+class BothWays:
     """Runs the op, then the gradients of a fixed linear function of its results."""
 
     def __init__(self, op: str, run: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ def gradient_contest(
     wanting = [[require_grad(op, arguments) for arguments in calls] for calls in inputs]
     forward = op_contest(op, case, wanting, backends)
     contenders = [
-        replace(contender, run=_BothWays(op, contender.run))
+        replace(contender, run=BothWays(op, contender.run))
         if contender.run is not None
         else Contender(contender.name, None, contender.reason, contender.ours)
         for contender in forward.contenders

@@ -1,0 +1,157 @@
+"""``python -m transformer_fast prove``: which GPU kernels are right and faster on this machine's GPU."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import proof
+from ..dispatch import OPS
+from ..measure import device as on_device
+from ..proof import Proof, Verdict
+from .console import bullets, output, progress
+
+#: Seconds without a word after which an op's process is given up.
+_PATIENCE = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), help="only these ops")
+    parser.add_argument("--forget", action="store_true", help="remove what was found, and end")
+    # What the command starts itself with: one op, a line of JSON for each verdict.
+    parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
+
+
+def _forget(console: Console) -> int:
+    removed = proof.forget()
+    if not removed:
+        console.print(f"There was nothing to forget in {proof.folder()}.")
+    bullets(console, [f"removed {path}" for path in removed])
+    return 0
+
+
+def _alone(op: str) -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for verdict in on_device.prove_op(op, device, on_device.DeviceClock(device)):
+        print(json.dumps(verdict), flush=True)
+    return 0
+
+
+def _command(op: str) -> list[str]:
+    return [sys.executable, "-m", "transformer_fast", "prove", "--alone", op]
+
+
+def _verdicts_of(op: str, tick: Callable[[], None]) -> tuple[list[Verdict], str | None]:
+    """What a process of its own found about an op, and what went wrong with it, if so."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+    found: list[Verdict] = []
+    problem = None
+    with subprocess.Popen(
+        _command(op), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+
+        def read() -> None:
+            for line in process.stdout or ():
+                lines.put(line)
+            lines.put(None)
+
+        readers = [
+            threading.Thread(target=read, daemon=True),
+            threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            while (line := lines.get(timeout=_PATIENCE)) is not None:
+                content = json.loads(line)
+                if content is not None:
+                    found.append(Verdict(*content))
+                tick()
+        except queue.Empty:
+            problem = f"it said nothing for {_PATIENCE:.0f} seconds"
+        except json.JSONDecodeError:
+            problem = "it printed something else"
+        finally:
+            if problem is not None:
+                process.kill()
+            status = process.wait()
+            for reader in readers:
+                reader.join()
+    if problem is None and status != 0:
+        last = errors[-1].strip() if errors else "without a word"
+        problem = f"signal {-status}" if status < 0 else f"status {status}: {last}"
+    return found, problem
+
+
+def _summary(console: Console, found: Proof) -> None:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for heading in ("op", "backend", "cases", "right", "faster", "speed-up of those, median"):
+        table.add_column(heading, justify="left" if heading in ("op", "backend") else "right")
+    for op in OPS:
+        for backend in dict.fromkeys(v.backend for v in found.verdicts if v.op == op):
+            mine = [v for v in found.verdicts if (v.op, v.backend) == (op, backend)]
+            gains = sorted(v.torch_seconds / v.seconds for v in mine if v.chosen)  # type: ignore[operator]
+            table.add_row(
+                op, backend, str(len(mine)), str(sum(v.right for v in mine)), str(len(gains)),
+                f"{gains[len(gains) // 2]:.2f}x" if gains else "-",
+            )  # fmt: skip
+    console.print(table, highlight=False)
+    wrong = [v for v in found.verdicts if not v.right]
+    if wrong:
+        console.print("\n[bold]Wrong here, and never chosen[/]")
+        bullets(console, [f"{v.op}, {v.backend}, {v.dtype}, {v.shape}: {v.problem}" for v in wrong])
+
+
+def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """0 if all was right; 1 if a kernel was wrong or an op's process ended; 2 without a GPU."""
+    console = output()
+    if options.forget:
+        return _forget(console)
+    if not torch.cuda.is_available():
+        print(
+            "prove needs an NVIDIA GPU and a PyTorch with CUDA, and this machine has "
+            f"{'no GPU' if torch.version.cuda else f'torch {torch.__version__} without CUDA'}",
+            file=sys.stderr,
+        )
+        return 2
+    if options.alone:
+        return _alone(options.alone)
+    machine = proof.machine_of()
+    before, _ = proof.read(machine)
+    verdicts: list[Verdict] = []
+    problems: list[str] = []
+    start = time.perf_counter()
+    with progress() as bar:
+        for op in options.op:
+            task = bar.add_task(op, total=on_device.steps(op))
+            found, problem = _verdicts_of(op, functools.partial(bar.advance, task))
+            verdicts += on_device.worst(found)
+            if problem is not None:
+                problems.append(f"{op}: its process ended before it was done ({problem})")
+    # Of ops that were not asked for now, what is known stays.
+    kept = [v for v in (before.verdicts if before else ()) if v.op not in options.op]
+    taken = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    result = Proof(machine, taken, (*kept, *verdicts))
+    path = proof.write(result)
+    _summary(console, result)
+    if problems:
+        console.print("\n[bold]Not finished[/]")
+        bullets(console, problems)
+    seconds = time.perf_counter() - start
+    console.print(
+        f"\n{len(verdicts)} verdicts in {seconds:.0f} seconds, in {path}", highlight=False
+    )
+    return 1 if problems or not all(v.right for v in verdicts) else 0

@@ -1,0 +1,298 @@
+"""Which GPU kernels are right and faster than PyTorch's own on this machine, as measured on it.
+
+``python -m transformer_fast prove`` measures and writes a small file into the user's cache folder
+(``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one for each combination
+of GPU, driver, torch, Triton and version of this package; the dispatcher takes exactly what it says.
+A call is judged by its class of shapes, `shape_class`. Nothing is measured at the time of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ._version import __version__
+
+COMMAND = "python -m transformer_fast prove"
+_FORMAT = 1
+
+
+class Machine(NamedTuple):
+    """What a proof holds for."""
+
+    gpu: str
+    #: Compute capability, 90 for 9.0.
+    capability: int
+    driver: str
+    torch: str
+    triton: str
+    transformer_fast: str
+
+
+class Verdict(NamedTuple):
+    """What was found about one kernel, one dtype and one class of shapes."""
+
+    op: str
+    backend: str
+    #: "bfloat16", ...
+    dtype: str
+    shape: str
+    #: Whether gradients were taken, too.
+    gradients: bool
+    #: Within the error budget against fp64.
+    right: bool
+    #: Seconds on the device for one call (with gradients: forward and backward), and PyTorch's best;
+    #: None where nothing was timed.
+    seconds: float | None = None
+    torch_seconds: float | None = None
+    #: What was wrong, in a sentence.
+    problem: str | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the dispatcher takes the kernel for such calls."""
+        return (
+            self.right
+            and self.seconds is not None
+            and self.torch_seconds is not None
+            and self.seconds < self.torch_seconds
+        )
+
+    def why_not(self) -> str:
+        """As a sentence that goes on from "not chosen:"."""
+        what = f"{self.dtype}, {self.shape}{', with gradients' if self.gradients else ''}"
+        if not self.right:
+            return f"on this GPU it was found wrong ({what}: {self.problem})"
+        if self.seconds is None or self.torch_seconds is None:
+            return f"on this GPU it could not be timed ({what}: {self.problem})"
+        return (
+            f"on this GPU PyTorch's own took {1e6 * self.torch_seconds:.3g} microseconds and it "
+            f"{1e6 * self.seconds:.3g} ({what})"
+        )
+
+
+class Proof(NamedTuple):
+    """What was found on a machine, and when (ISO 8601)."""
+
+    machine: Machine
+    taken: str
+    verdicts: tuple[Verdict, ...]
+
+    def find(
+        self, op: str, backend: str, dtype: str, shape: str, gradients: bool
+    ) -> Verdict | None:
+        return _by_key(self).get((op, backend, dtype, shape, gradients))
+
+
+@functools.lru_cache(maxsize=8)
+def _by_key(proof: Proof) -> dict[tuple[Any, ...], Verdict]:
+    return {verdict[:5]: verdict for verdict in proof.verdicts}
+
+
+def _up_to(value: int, limits: Iterable[int], what: str) -> str:
+    for limit in limits:
+        if value <= limit:
+            return f"up to {limit} {what}"
+    return f"more than {limit} {what}"
+
+
+def _norm_class(call: Any) -> list[str]:
+    columns = math.prod(call.normalized_shape or call.tensors[0].shape[-1:])
+    return [_up_to(columns, (1024, 8192), "columns")]
+
+
+def _attention_class(call: Any) -> list[str]:
+    query = call.tensors[0]
+    if call.mask is not None:
+        seen = "bool mask" if call.mask.dtype == torch.bool else "float mask"
+    elif call.key_lengths is not None:
+        seen = "key lengths"
+    else:
+        seen = "causal" if call.is_causal else "no mask"
+    words = [
+        _up_to(query.shape[-1], (64, 128), "values a head"),
+        _up_to(query.shape[-2], (4, 512), "queries"),
+        seen,
+    ]
+    return [*words, "weights"] if call.need_weights else words
+
+
+def _rows_class(call: Any) -> list[str]:
+    first = call.tensors[0]
+    return [_up_to(first.numel() // max(1, first.shape[-1]), (64, 1024), "rows")]
+
+
+def _linear_class(call: Any) -> list[str]:
+    after = call.activation is not None or (len(call.tensors) > 3 and call.tensors[3] is not None)
+    return [*_rows_class(call), *(["activation or residual"] if after else [])]
+
+
+def _loss_class(call: Any) -> list[str]:
+    return [_up_to(call.tensors[0].shape[-1], (1024, 16384), "classes")]
+
+
+_CLASSES: dict[str, Callable[[Any], list[str]]] = {
+    "layer_norm": _norm_class,
+    "add_layer_norm": _norm_class,
+    "attention": _attention_class,
+    "linear": _linear_class,
+    "feed_forward": _rows_class,
+    "cross_entropy": _loss_class,
+    "linear_cross_entropy": _rows_class,
+}
+
+
+def shape_class(call: Any) -> str:
+    """What a `dispatch.Call` has in common with those that a proof of it speaks for."""
+    words = _CLASSES[call.op](call)
+    return ", ".join([*words, "dropout"] if call.dropout_p else words)
+
+
+def machine_of(device: torch.device | int | None = None) -> Machine:
+    """Of a CUDA device (None: the current one)."""
+    major, minor = torch.cuda.get_device_capability(device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    found = importlib.util.find_spec("triton") is not None
+    triton = importlib.metadata.version("triton") if found else "none"
+    return Machine(
+        torch.cuda.get_device_name(device),
+        10 * major + minor,
+        str(driver),
+        torch.__version__,
+        triton,
+        __version__,
+    )
+
+
+def folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "transformer_fast"
+
+
+def path_of(machine: Machine) -> Path:
+    digest = hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]
+    return folder() / f"proof-{digest}.json"
+
+
+def write(proof: Proof) -> Path:
+    """Replace the machine's file, whole or not at all; where it is."""
+    path = path_of(proof.machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "format": _FORMAT,
+        "machine": proof.machine._asdict(),
+        "taken": proof.taken,
+        "verdicts": [verdict._asdict() for verdict in proof.verdicts],
+    }
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".proof-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    known.cache_clear()
+    return path
+
+
+def _checked(kind: Any, content: Any) -> Any:
+    """A NamedTuple from a dictionary of exactly its fields, each of its type."""
+    if not isinstance(content, dict) or content.keys() != set(kind._fields):
+        raise ValueError(f"a {kind.__name__.lower()} has other fields")
+    values = kind(**content)
+    for name, value in values._asdict().items():
+        wanted = kind.__annotations__[name].__forward_arg__.split(" | ")
+        given = "None" if value is None else type(value).__name__
+        if given not in wanted and not (given == "int" and "float" in wanted):
+            raise ValueError(f"{name} is {value!r}")
+    return values
+
+
+def read(machine: Machine) -> tuple[Proof | None, str | None]:
+    """The machine's proof, if there is one; else why there is none, in a sentence."""
+    path = path_of(machine)
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None, f"nothing was measured on this GPU yet: `{COMMAND}` does it, in minutes"
+    except OSError as error:
+        return None, f"{path} cannot be read: {error.strerror}"
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError("it is of another format")
+        verdicts = tuple(_checked(Verdict, one) for one in content["verdicts"])
+        proof = Proof(_checked(Machine, content["machine"]), str(content["taken"]), verdicts)
+    except (ValueError, KeyError, TypeError) as error:
+        return None, f"{path} is ignored, since it is damaged ({error}); `{COMMAND}` replaces it"
+    if proof.machine != machine:
+        return None, f"{path} is ignored, since it is of another machine; `{COMMAND}` replaces it"
+    return proof, None
+
+
+@functools.cache
+def known(device: int) -> tuple[Proof | None, str | None]:
+    """`read` for a CUDA device, once a process."""
+    return read(machine_of(device))
+
+
+def forget() -> list[Path]:
+    """Remove all proofs, of whatever machine; which files those were."""
+    found = sorted(folder().glob("proof-*.json"))
+    for path in found:
+        path.unlink()
+    known.cache_clear()
+    return found
+
+
+def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | None:
+    """Why the proof for a CUDA device does not choose a kernel for a call, or None if it does.
+
+    ``call=None``: for any call at all.
+    """
+    if call is None:
+        return _never(op, backend, torch.cuda.current_device())
+    dtype = str(call.tensors[0].dtype)[6:]
+    return _decide(op, backend, dtype, shape_class(call), call.needs_grad, device.index or 0)
+
+
+def _unmeasured(problem: str | None) -> str:
+    return f"it is not yet proven on this GPU ({problem}), so it runs only when it is named"
+
+
+def _decide(
+    op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int
+) -> str | None:
+    proof, problem = known(device)
+    if proof is None:
+        return _unmeasured(problem)
+    verdict = proof.find(op, backend, dtype, shape, gradients)
+    if verdict is None:
+        return f"`{COMMAND}` did not measure calls like this one on this GPU ({dtype}, {shape})"
+    return None if verdict.chosen else verdict.why_not()
+
+
+# What `torch.compiler.assume_constant_result` does, which would import all of torch._dynamo.
+_decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _never(op: str, backend: str, device: int) -> str | None:
+    proof, problem = known(device)
+    if proof is None:
+        return _unmeasured(problem)
+    mine = [v for v in proof.verdicts if (v.op, v.backend) == (op, backend)]
+    if any(verdict.chosen for verdict in mine):
+        return None
+    return f"on this GPU it was not right and faster than PyTorch's own in any of {len(mine)} cases"
