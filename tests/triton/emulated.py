@@ -268,7 +268,8 @@ def _cases() -> Iterator[tuple[str, Any]]:
     split = {"attention_decode": lambda *sizes: config.DecodeTile(64, 64, 4, 3)}
     decoding = {"b": 2, "h": 4, "t": 1, "s": 200, "groups": 2, "gradients": False}
     decoding["lengths"] = torch.tensor([200, 33])
-    yield "attention decoding", attention(**decoding, **split)
+    alone = {**decoding, "b": 1, "lengths": torch.tensor([150])}
+    yield "attention decoding", attention(**alone, **split)
     yield "attention decoding one split", attention(**decoding)
     yield "layer_norm", norm(37, 512, bf16)
     yield "layer_norm misaligned", norm(9, 500, bf16)

@@ -11,7 +11,7 @@ import triton.language as tl
 from interpreted import jit
 
 from transformer_fast import reference
-from transformer_fast.backends.triton import config, mask_tiles
+from transformer_fast.backends.triton import config, mask_tiles, runtime
 from transformer_fast.backends.triton.attention import attention_forward, make_problem
 from transformer_fast.backends.triton.attention_bwd import attention_backward
 from transformer_fast.backends.triton.operators.attention import attention
@@ -254,6 +254,14 @@ def test_one_query(device, dtype, splits_from, monkeypatch):
     for mask in (None, padding[None, None, None, :], torch.randn(75, device=device).to(dtype)):
         call = arguments(q, k, v, mask, lengths)
         check("attention", attention(*call), call)
+
+
+@pytest.mark.parametrize(("keys", "kernels"), [(64, 1), (640, 2)])
+def test_one_split_needs_no_merging(keys, kernels):
+    q, k = torch.empty(1, 1, 1, 64, device="meta"), torch.empty(1, 1, keys, 64, device="meta")
+    with config.use_architecture(90), runtime.record_launches() as found:
+        attention_forward(q, k, k, None, None, False, 0.125, 0.0, None)
+    assert len(found) == kernels
 
 
 def test_gradients_of_one_query(device):

@@ -92,10 +92,7 @@ def _key_gradients(
     batch, _, queries, keys = problem.sizes
     grad_key, grad_value = like_heads(k, k.shape[-1]), like_heads(v, v.shape[-1])
     tile = config.attention_backward_key(
-        problem.architecture,
-        max(problem.head),
-        problem.half,
-        problem.heavy or problem.group > 1,
+        problem.architecture, max(problem.head), problem.half, problem.heavy
     )
     lists = problem.lists(tile, by_keys=True)
     launch(

@@ -3,8 +3,9 @@
 With T = 1 there is one row of work per head and the keys and values are read once: memory is the
 limit, and B x H rows are too few to fill the machine. So the keys of each (batch, key head) are split
 over several programs, the query heads that share them sit in one tile, and a second kernel merges the
-shares. The split is even over the keys that are really there (``key_lengths``), and how many there are
-depends on shapes only, so a CUDA graph can be replayed as the cache grows.
+shares; a program that has all keys writes the result itself. The split is even over the keys that are
+really there (``key_lengths``), and how many there are depends on shapes only, so a CUDA graph can be
+replayed as the cache grows.
 
 It is used where what a query may see is the same for all heads of a tile; then a hidden value is hidden
 from all of them and is simply read as 0, whatever it holds.
@@ -37,17 +38,19 @@ def attention_decode_kernel(
     length_ptr,
     out_ptr,  # (B, H, splits, DV) fp32: values of the share, not yet divided
     max_ptr,  # (B, H, splits) fp32
-    sum_ptr,  # (B, H, splits) fp32
+    sum_ptr,  # (B, H, splits) fp32; with WHOLE these three are output, shift and norm
     stride_qb, stride_qh,
     stride_kb, stride_kh, stride_ks,
     stride_vb, stride_vh, stride_vs,
     stride_mb, stride_mh, stride_ms,
     stride_length,
+    stride_ob, stride_oh,
     key_heads, keys, splits, scale,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     MASK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr,  # one split, whose share is the result
 ):  # fmt: skip
     program = tl.program_id(0)
     split = program % splits
@@ -88,10 +91,18 @@ def attention_decode_kernel(
         accumulator = dot(narrow(weights, v), v, accumulator * shrink[:, None], PRECISION)
         row_max = new_max
     row = ((b * key_heads + hk) * GROUP + member) * splits + split
+    at = row[:, None] * DV
+    if WHOLE:
+        some = tl.where(row_sum == 0.0, 1.0, row_sum)
+        accumulator = divide(accumulator, some[:, None])
+        row_max = tl.where(row_sum == 0.0, 0.0, row_max)
+        if not NATURAL:
+            row_max += tl.log2(some)
+        at = b * stride_ob + (hk * GROUP + member)[:, None] * stride_oh
     tl.store(max_ptr + row, row_max, mask=member < GROUP)
     tl.store(sum_ptr + row, row_sum, mask=member < GROUP)
     inside = (member < GROUP)[:, None] & (column_v < DV)[None, :]
-    tl.store(out_ptr + row[:, None] * DV + column_v[None, :], accumulator, mask=inside)
+    store(out_ptr + at + column_v[None, :], accumulator, inside)
 
 
 @triton.jit
@@ -154,9 +165,13 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         triton.cdiv(2 * multiprocessors(q.device), pairs), triton.cdiv(keys, tile.each), 64
     )
     head_value = v.shape[-1]
-    shares = torch.empty((batch, heads, splits, head_value), dtype=torch.float32, device=q.device)
-    maxima = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-    sums = torch.empty_like(maxima)
+    whole = splits == 1
+    shares, maxima, sums = output, shift, norm
+    if not whole:
+        parts = (batch, heads, splits)
+        shares = torch.empty((*parts, head_value), dtype=torch.float32, device=q.device)
+        maxima = torch.empty(parts, dtype=torch.float32, device=q.device)
+        sums = torch.empty_like(maxima)
     constants = problem.constants()
     launch(
         attention_decode_kernel,
@@ -175,6 +190,7 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         *mask.strides[:2],
         mask.strides[3],
         problem.stride_length,
+        *output.stride()[:2],
         k.shape[1],
         keys,
         splits,
@@ -184,11 +200,14 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         GROUP=problem.group,
         BLOCK_H=max(16, next_power_of_2(problem.group)),
         BLOCK_S=tile.keys,
+        WHOLE=whole,
         **{
             name: constants[name]
             for name in ("D", "DV", "BLOCK_D", "BLOCK_DV", "MASK", "NATURAL", "PRECISION")
         },
     )
+    if whole:
+        return
     launch(
         attention_merge_kernel,
         (batch * heads,),

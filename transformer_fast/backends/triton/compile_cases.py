@@ -49,9 +49,10 @@ def _attention(
     dropout_p: float = 0.0,
     queries: int = 2048,
     weights: bool = False,
+    group: int = 1,
 ) -> None:
     q = _meta(4, 8, queries, head, dtype=dtype)
-    k = _meta(4, 4, 2048, head, dtype=dtype)
+    k = _meta(4, 8 // group, 2048, head, dtype=dtype)
     attn_mask = None if mask is None else _meta(1, 8, queries, 2048, dtype=mask)
     seed = _meta(dtype=torch.int64) if dropout_p else None
     key_lengths = _meta(4, dtype=torch.int64) if lengths else None
@@ -126,7 +127,10 @@ def cases() -> Iterator[Case]:
                 causal=True,
                 dropout_p=0.1,
             )
-            yield _named(f"{at} one query", _attention, head, dtype, queries=1, lengths=True)
+            yield _named(f"{at} groups, causal", _attention, head, dtype, causal=True, group=2)
+            yield _named(
+                f"{at} one query", _attention, head, dtype, queries=1, lengths=True, group=2
+            )
         for columns in COLUMNS:
             at = f"layer_norm {kind} columns {columns}"
             yield _named(at, _layer_norm, columns, dtype, 0.0)

@@ -49,6 +49,8 @@ def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[s
                     "warps": compiled.warps,
                     "stages": compiled.stages,
                     "fits": compiled.fits,
+                    # Of Hopper's matrix instructions: columns (N) of what one makes.
+                    "columns": sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)}),
                     "instructions": {
                         name: len(re.findall(pattern, code))
                         for name, pattern in _INSTRUCTIONS.items()

@@ -94,7 +94,7 @@ class AttentionTile(NamedTuple):
 
 class _Row(NamedTuple):
     """Tiles for head sizes up to ``head``: half types, the same where registers are scarce (dropout,
-    additive masks, for keys also heads in groups), fp32."""
+    additive masks), fp32."""
 
     head: int
     half: AttentionTile
@@ -125,7 +125,7 @@ _FORWARD = {
     ),
     90: _rows(
         " 64: 128x64 w8 s3 | 128x64 w8 s3 | 32x32 w8 s2",
-        "128: 128x64 w8 s3 | 128x64 w8 s2 | 16x32 w8 s2",
+        "128: 128x128 w8 s2 | 128x64 w8 s2 | 16x32 w8 s2",
         "256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2",
     ),
     100: _rows(
@@ -147,7 +147,7 @@ _BACKWARD_QUERY = {
     ),
     90: _rows(
         " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
-        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
+        "128: 128x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
         "256:  64x32 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
     ),
     100: _rows(
@@ -169,7 +169,7 @@ _BACKWARD_KEY = {
     ),
     90: _rows(
         " 64:  64x64 w4 s2 |  32x64 w4 s2 | 32x32 w8 s2",
-        "128:  64x64 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
+        "128: 64x128 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
         "256:  16x64 w8 s2 |  16x32 w4 s2 | 16x16 w8 s2",
     ),
     100: _rows(

@@ -1,0 +1,59 @@
+"""What the assembler makes of the kernels for five architectures: registers, memory, instructions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = (
+    r"attention bfloat16 head (64|128)( groups, causal|)$|layer_norm bfloat16 columns 512 dropout"
+    r"|feed_forward bfloat16 relu|cross_entropy bfloat16 classes 1000$"
+)
+#: Bytes a thread that may lie on the stack: in dK and dV two accumulators stay in registers.
+SPILLED = {
+    "attention_backward_key_kernel": 256, "attention_backward_query_kernel": 32,
+    "matmul_kernel": 64, "matmul_descriptor_kernel": 64,
+}  # fmt: skip
+#: On sm_100 more, with heads in groups.
+SPILLED_100 = {"attention_backward_key_kernel": 512}
+#: What tells that the matrix unit is used.
+UNIT = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+
+
+def compiled(architecture: int) -> list[dict]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "transformer_fast.backends.triton.compile_report", "--json"]
+    done = subprocess.run(
+        [*command, "--architectures", str(architecture), "--match", CALLS],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    if "nvdisasm" in done.stderr or "cuobjdump" in done.stderr:
+        pytest.skip(f"NVIDIA's disassembler is not here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", UNIT)
+def test_resources(architecture):
+    kernels = compiled(architecture)
+    assert len(kernels) == 20, [k["kernel"] for k in kernels]
+    for one in kernels:
+        about = f"{one['kernel']} of {one['call']}: {one}"
+        assert one["fits"], about
+        assert one["registers"] <= 255, about
+        limits = {**SPILLED, **(SPILLED_100 if architecture == 100 else {})}
+        assert one["spilled"] <= limits.get(one["kernel"], 0), about
+        if "matmul" in one["kernel"] or "attention" in one["kernel"]:
+            assert UNIT[architecture] in one["instructions"], about
+        if architecture == 90 and "attention" in one["kernel"]:
+            # The rare walk after something that is not finite goes in pieces of 16 and 32.
+            rare = {16, 32} if "causal" in one["call"] else set()
+            assert one["columns"], about
+            assert min(set(one["columns"]) - rare) >= 64, about
