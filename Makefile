@@ -59,7 +59,7 @@ SANITIZE_TESTS ?= tests/test_kernels_parity.py tests/test_kernels_lengths.py \
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
 sanitize: setup
-	TRANSFORMER_FAST_BUILD=require \
+	TRANSFORMER_FAST_BUILD=require TRANSFORMER_FAST_CUDA_BUILD=0 \
 	CMAKE_ARGS="-DTF_SANITIZE=ON -DTF_EMULATE_AMX=ON -DTF_SANITIZE_ISAS='$(SANITIZE_ISAS)'" \
 	$(BIN)/python setup.py --quiet build_py --build-lib build/sanitize/lib \
 		build_ext --build-lib build/sanitize/lib --build-temp build/sanitize/native

@@ -5,7 +5,8 @@ TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation w
 CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
 
 The CUDA kernels are built where nvcc is found (CUDA_HOME, PATH, the package nvidia-cuda-nvcc, or
-/usr/local/cuda), GPU or not, for TORCH_CUDA_ARCH_LIST; where it is not, everything else is.
+/usr/local/cuda), GPU or not, for TORCH_CUDA_ARCH_LIST; where it is not, or fails, everything else
+is, unless it is required. TRANSFORMER_FAST_CUDA_BUILD=0 leaves them out.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def find_tool(name: str, module: str, attribute: str) -> str:
 def find_nvcc() -> str:
     """Return nvcc: of CUDA_HOME if that is set, else of PATH, of its Python package, or of the usual
     place."""
+    if os.environ.get("TRANSFORMER_FAST_CUDA_BUILD") == "0":
+        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_BUILD=0)")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         found = shutil.which("nvcc", path=str(Path(home) / "bin"))
@@ -157,13 +160,6 @@ def run(command: list[str]) -> None:
         raise BuildError(f"{Path(command[0]).name} failed at build time: {detail}")
 
 
-def install(built: Path, output_dir: Path) -> None:
-    """Rename a library into place: a process that has the old one loaded keeps the old file."""
-    fresh = output_dir / (built.name + ".new")
-    shutil.copy2(built, fresh)
-    fresh.replace(output_dir / built.name)
-
-
 def build(build_dir: Path, output_dir: Path) -> tuple[str, str]:
     """Configure, compile and put the libraries into output_dir; return torch's version and why there
     are no CUDA kernels, if so."""
@@ -176,36 +172,47 @@ def build(build_dir: Path, output_dir: Path) -> tuple[str, str]:
         import pybind11
     except ImportError:
         raise BuildError("pybind11 was not found at build time") from None
-    nvcc, architectures, cuda_reason = "", "", ""
-    try:
-        nvcc, architectures = find_nvcc(), cuda_architectures()
-    except BuildError as error:
-        cuda_reason = str(error)
     configure = [
-        *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+        *(cmake, "-S", str(ROOT), "-G", "Ninja"),
         f"-DCMAKE_MAKE_PROGRAM={ninja}",
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DTF_TORCH_DIR={torch_dir}",
         f"-DTF_TORCH_VERSION={torch_version}",
-        f"-DTF_NVCC={nvcc}",
-        *([f"-DTF_CUDA_ARCHITECTURES={architectures}"] if nvcc else []),
         *shlex.split(os.environ.get("CMAKE_ARGS", "")),
     ]
-    try:
-        run(configure)
-    except BuildError:
-        # CMake would remember the compiler that failed, also after another one is installed.
-        shutil.rmtree(build_dir, ignore_errors=True)
-        raise
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    run([cmake, "--build", str(build_dir), "--parallel", jobs])
-    install(build_dir / ("_C" + sysconfig.get_config_var("EXT_SUFFIX")), output_dir)
-    if nvcc:
-        install(build_dir / CUDA_LIBRARY, output_dir)
-    else:
+
+    def make(folder: Path, target: str, library: str, *options: str) -> None:
+        try:
+            run([*configure, "-B", str(folder), *options])
+        except BuildError:
+            # CMake would remember the compiler that failed, also after another one is installed.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        run([cmake, "--build", str(folder), "--parallel", jobs, "--target", target])
+        # Renamed into place: a process that has the old one loaded keeps the old file.
+        fresh = output_dir / (library + ".new")
+        shutil.copy2(folder / library, fresh)
+        fresh.replace(output_dir / library)
+
+    make(build_dir, "_C", "_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    try:
+        nvcc = f"-DTF_NVCC={find_nvcc()}"
+    except BuildError as error:
         (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
-    return torch_version, cuda_reason
+        return torch_version, str(error)
+    try:
+        architectures = f"-DTF_CUDA_ARCHITECTURES={cuda_architectures()}"
+        make(build_dir / "cuda", "_C_cuda", CUDA_LIBRARY, nvcc, architectures)
+    except BuildError as error:
+        (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
+        if os.environ.get("TRANSFORMER_FAST_BUILD") == "require":
+            raise
+        # An nvcc that is too old, say; the CPU's kernels are there all the same.
+        warnings.warn(f"installing without CUDA kernels: {error}", stacklevel=1)
+        return torch_version, str(error)
+    return torch_version, ""
 
 
 class CMakeBuild(build_ext):

@@ -175,3 +175,55 @@ def test_torch_too_old_at_run_time(monkeypatch):
     module, why = _native._load()
     assert module is None
     assert "needs torch 2.10 or later; this is 2.9.1+cpu" in why
+
+
+def test_without_nvcc_the_rest_is_there(checkout):
+    code = (
+        "import runpy, sys; sys.argv = ['setup.py', '--name']\n"
+        "module = runpy.run_path('setup.py', run_name='setup')\n"
+        "for call in (module['find_nvcc'], module['cuda_architectures']):\n"
+        "    try:\n"
+        "        print(call())\n"
+        "    except module['BuildError'] as error:\n"
+        "        print(error)\n"
+    )
+    environment = {"CUDA_HOME": "/nowhere", "TORCH_CUDA_ARCH_LIST": "7.5;8.6 9.0a+PTX"}
+    lines = run([sys.executable, "-c", code], checkout, **environment).stdout.splitlines()
+    assert "CUDA_HOME is '/nowhere', where there is no bin/nvcc" in lines
+    assert "86-real;90a-real;90a-virtual" in lines
+    for wrong, said in {"sm_90": "has 'sm_90'", "7.0": "names nothing from compute"}.items():
+        told = run([sys.executable, "-c", code], checkout, TORCH_CUDA_ARCH_LIST=wrong).stdout
+        assert said in told
+    off = run([sys.executable, "-c", code], checkout, TRANSFORMER_FAST_CUDA_BUILD="0").stdout
+    assert "they were switched off at build time" in off
+
+
+def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(checkout, tmp_path):
+    """What stands for CMake gives every library but that of CUDA."""
+    cuda = tmp_path / "cuda" / "bin"
+    cuda.mkdir(parents=True)
+    (cuda / "nvcc").write_text("#!/bin/sh\necho 'nvcc is broken' >&2\nexit 1\n")
+    (cuda / "nvcc").chmod(0o755)
+    cmake = tmp_path / "cmake"
+    cmake.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *TF_NVCC=*) exit 1;; esac\n'
+        'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; esac; '
+        'previous="$word"; done\n'
+        'mkdir -p "$folder"; touch "$folder/_C$SUFFIX"\n'
+    )
+    cmake.chmod(0o755)
+    code = (
+        "import os, pathlib, runpy, sys, sysconfig, warnings; sys.argv = ['setup.py', '--name']\n"
+        "warnings.simplefilter('ignore')\n"
+        "os.environ['SUFFIX'] = sysconfig.get_config_var('EXT_SUFFIX')\n"
+        "module = runpy.run_path('setup.py', run_name='setup')\n"
+        "build = module['build']\n"
+        f"build.__globals__['find_tool'] = lambda name, *_: {str(cmake)!r}\n"
+        "out = pathlib.Path('out'); out.mkdir()\n"
+        "print(build(pathlib.Path('build/x'), out)[1])\n"
+        "print(sorted(path.name.split('.')[0] for path in out.iterdir()))\n"
+    )
+    environment = {"CUDA_HOME": str(tmp_path / "cuda")}
+    lines = run([sys.executable, "-c", code], checkout, **environment).stdout.splitlines()
+    assert lines[-2:] == ["cmake failed at build time: exit status 1", "['_C']"]
