@@ -16,6 +16,7 @@ from .tracing import by_torch, is_torchs
 from .transformer_layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
+    has_torchs_shortcut,
     read_decoder,
     read_encoder,
 )
@@ -46,27 +47,19 @@ def _torchs_zeros(
         or padding is None
         or mask is not None
         or padding.dtype != torch.bool
-        or src.dim() != 3
         or tuple(padding.shape) != tuple(src.shape[:2])
         or not encoder.enable_nested_tensor
-        or not torch.backends.mha.get_fastpath_enabled()
         or (not src.is_meta and torch.is_autocast_enabled(src.device.type))
     ):
         return None
     first = encoder.layers[0]
-    if not isinstance(first, torch.nn.TransformerEncoderLayer) or first.training:
-        return None
-    attention = first.self_attn
     if (
-        first.norm_first
-        or not attention.batch_first
-        or not attention._qkv_same_embed_dim
-        or attention.in_proj_bias is None
-        or attention.num_heads % 2 == 1
-        or not first.activation_relu_or_gelu
-        or first.norm1.eps != first.norm2.eps
+        not isinstance(first, torch.nn.TransformerEncoderLayer)
+        or first.norm_first
+        or not has_torchs_shortcut(first, src)
     ):
         return None
+    attention = first.self_attn
     if torch.is_grad_enabled() and (src.requires_grad or attention.in_proj_weight.requires_grad):
         return None
     if not encoder.mask_check:

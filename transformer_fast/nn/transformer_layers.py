@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch
+from ..functional._check import autocast, wants_grad
 from . import blocks, bypass, masks
 from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
@@ -44,6 +45,44 @@ def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
             if kernel.backend in ("triton", "cuda")
         )
     )
+
+
+def has_torchs_shortcut(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
+    """Whether torch.nn runs an encoder layer like this one as one operator without gradients."""
+    attention, norms = layer.self_attn, (layer.norm1, layer.norm2)
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and x.dim() == 3
+        and not layer.training
+        and isinstance(attention, torch.nn.MultiheadAttention)
+        and attention.batch_first
+        and attention._qkv_same_embed_dim
+        and attention.in_proj_bias is not None
+        and attention.num_heads % 2 == 0
+        and bool(layer.activation_relu_or_gelu)
+        and all(isinstance(norm, torch.nn.LayerNorm) for norm in norms)
+        and norms[0].eps == norms[1].eps
+    )
+
+
+def _as_torchs_shortcut_has_it(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+    """x in autocast's dtype, where torch.nn's one operator gives results of that dtype.
+
+    Torch's composed layer leaves the dtype to the residual, and it asks whether autocast is on for
+    CUDA before it takes the operator, also on the CPU.
+    """
+    if (
+        not x.is_cpu
+        or not torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or not has_torchs_shortcut(layer, x)
+        or any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+    ):
+        return x
+    tensors = (x, *layer.parameters())
+    if wants_grad(*tensors) or torch.overrides.has_torch_function(tensors):
+        return x
+    return autocast(x)[0]  # type: ignore[return-value]
 
 
 class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
@@ -105,6 +144,7 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
             return super().forward(src)
+        src = _as_torchs_shortcut_has_it(self, src)
         same_kind = masks.check_masks(
             src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask"
         )

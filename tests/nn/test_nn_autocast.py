@@ -1,0 +1,122 @@
+"""Under CPU autocast every module gives torch.nn's dtype, and errs as little."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from nn_ruler import cast, fast_path, relative_error, tensors, to_ours
+from torch import Tensor
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def encoder_layer(**options: Any) -> torch.nn.TransformerEncoderLayer:
+    return torch.nn.TransformerEncoderLayer(32, 2, 64, 0.0, **{"batch_first": True, **options})
+
+
+def decoder_layer(**options: Any) -> torch.nn.TransformerDecoderLayer:
+    return torch.nn.TransformerDecoderLayer(32, 2, 64, 0.0, batch_first=True, **options)
+
+
+def encoder(layers: int, norm: bool = False, **options: Any) -> torch.nn.TransformerEncoder:
+    return torch.nn.TransformerEncoder(
+        encoder_layer(**options), layers, torch.nn.LayerNorm(32) if norm else None
+    )
+
+
+#: How PyTorch makes a module, and how many inputs it has.
+MODULES: dict[str, tuple[Any, int]] = {
+    "Linear": (lambda: torch.nn.Linear(32, 64), 1),
+    "LayerNorm": (lambda: torch.nn.LayerNorm(32), 1),
+    "MultiheadAttention": (lambda: torch.nn.MultiheadAttention(32, 2, batch_first=True), 3),
+    "encoder layer": (encoder_layer, 1),
+    "encoder layer, pre-norm": (lambda: encoder_layer(norm_first=True), 1),
+    "encoder layer, sequence first": (lambda: encoder_layer(batch_first=False), 1),
+    "encoder layer, SiLU": (lambda: encoder_layer(activation=torch.nn.functional.silu), 1),
+    "encoder layer, no bias": (lambda: encoder_layer(bias=False), 1),
+    "encoder": (lambda: encoder(2), 1),
+    "encoder, pre-norm": (lambda: encoder(2, norm_first=True), 1),
+    "encoder, norm": (lambda: encoder(1, True), 1),
+    "decoder layer": (decoder_layer, 2),
+    "decoder layer, pre-norm": (lambda: decoder_layer(norm_first=True), 2),
+    "decoder": (lambda: torch.nn.TransformerDecoder(decoder_layer(), 2), 2),
+    "Transformer": (
+        lambda: torch.nn.Transformer(32, 2, 1, 1, 64, 0.0, batch_first=True),
+        2,
+    ),
+}
+
+
+def run(
+    module: torch.nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, grad: bool, **kw: Any
+) -> list[Tensor]:
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype):
+        return tensors(module(*inputs, **kw))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_dtypes_and_numbers(name: str, half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make, inputs = MODULES[name]
+    theirs = make()
+    ours, exact = to_ours(theirs), copy.deepcopy(theirs).double()
+    x = torch.randn(5, 7, 32)
+    for dtype, training, grad in itertools.product(
+        [torch.float32, *HALVES], [True, False], [True, False]
+    ):
+        given = (x.to(dtype),) * inputs
+        oracle = [t.detach() for t in tensors(exact(*cast(given, torch.float64)))]
+        expected = run(theirs.train(training), given, half, grad)
+        got = run(ours.train(training), given, half, grad)
+        case = f"{dtype}, {'train' if training else 'eval'}, {'grad' if grad else 'no_grad'}"
+        assert [t.dtype for t in got] == [t.dtype for t in expected], case
+        allowed = relative_error([t.detach() for t in expected], oracle)
+        error = relative_error([t.detach() for t in got], oracle)
+        assert error <= 2 * allowed + torch.finfo(half).eps, case
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_are_half_types_already(dtype: torch.dtype) -> None:
+    """Torch's operator takes inputs of other dtypes, since autocast makes them the weights'."""
+    theirs = encoder_layer().bfloat16().eval()
+    ours, x = to_ours(theirs), torch.randn(3, 4, 32, dtype=dtype)
+    got, expected = (run(m, (x,), torch.bfloat16, False)[0] for m in (ours, theirs))
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=0, atol=4 * 2**-8 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("why", ["hook", "switched off", "needs gradients", "CUDA's autocast"])
+def test_where_torch_composes_the_layer(why: str) -> None:
+    theirs = encoder_layer().eval()
+    if why == "hook":
+        theirs.linear1.register_forward_hook(lambda *_: None)
+    with fast_path(why != "switched off"):
+        torch.set_autocast_enabled("cuda", why == "CUDA's autocast")
+        try:
+            for module in (theirs, to_ours(theirs)):
+                x = torch.randn(3, 4, 32)
+                (y,) = run(module, (x,), torch.bfloat16, why == "needs gradients")
+                assert y.dtype == torch.float32
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_padding(norm_first: bool) -> None:
+    """Torch's stack makes a nested tensor of it where it can, which raises under autocast."""
+    theirs = encoder(2, norm_first=norm_first).eval()
+    ours, x = to_ours(theirs), torch.randn(3, 4, 32)
+    padding = torch.arange(4) >= torch.tensor([[4], [2], [3]])
+    (got,) = run(ours, (x,), torch.bfloat16, False, src_key_padding_mask=padding)
+    exact = copy.deepcopy(theirs).double()
+    with fast_path(False):
+        oracle = exact(x.double(), src_key_padding_mask=padding)[~padding]
+    assert got.dtype == torch.bfloat16
+    assert relative_error([got[~padding]], [oracle]) <= 2**-6
