@@ -104,6 +104,8 @@ class Kernel:
     refuses: Callable[[Call], str | None] | None = None
     #: Calls that it leaves to a later backend that takes them, as that was measured to be faster.
     yields: tuple[Yield, ...] = ()
+    #: What `explain` adds where a call runs otherwise than the backend's name says, or None.
+    remark: Callable[[Call], str | None] | None = None
 
 
 @dataclass
@@ -419,10 +421,13 @@ class Explanation:
     backend: str | None
     #: What stands against each other backend.
     reasons: dict[str, list[str]]
+    #: What there is to say about how that backend runs it, as a sentence, or None.
+    remark: str | None = None
 
     def __str__(self) -> str:
+        remark = f": {self.remark}" if self.remark is not None else ""
         lines = [
-            f"{self.op} runs on '{self.backend}'."
+            f"{self.op} runs on '{self.backend}'{remark}."
             if self.backend is not None
             else f"{self.op}: this call would be refused."
         ]
@@ -435,12 +440,13 @@ class Explanation:
 
 def explain_call(call: Call, backend: str | None = None) -> Explanation:
     """`explain` for a prepared call."""
-    try:
-        chosen: str | None = select(call, backend).backend
-    except NotImplementedError:
-        chosen = None
     reasons = {k.backend: _why_not_chosen(k, call) for k in _state.kernels[call.op]}
-    return Explanation(call.op, chosen, reasons)
+    try:
+        chosen = select(call, backend)
+    except NotImplementedError:
+        return Explanation(call.op, None, reasons)
+    remark = chosen.remark(call) if chosen.remark is not None else None
+    return Explanation(call.op, chosen.backend, reasons, remark)
 
 
 @contextmanager

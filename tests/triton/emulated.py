@@ -31,7 +31,9 @@ HIT: dict[str, tuple[str, ...]] = {
     "layer_norm": (
         "layer_norm_forward_kernel", "layer_norm_backward_kernel", "column_sum_kernel"
     ),
-    "linear": ("matmul_kernel", "activation_backward_kernel", "mma"),
+    "linear": ("matmul_kernel", "epilogue_kernel", "mma"),
+    "linear few rows": ("epilogue_kernel",),
+    "feed_forward few rows dropout": ("epilogue_kernel",),
     "feed_forward relu dropout": ("matmul_kernel", "mma"),
     "cross_entropy": ("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
 }  # fmt: skip
@@ -206,7 +208,11 @@ def _cases() -> Iterator[tuple[str, Any]]:
 
         return make
 
-    def linear(rows: int, k: int, n: int, activation: str | None, dtype: torch.dtype) -> Any:
+    own = {"few_rows": 0}  # products of our own, however few the rows
+
+    def linear(
+        rows: int, k: int, n: int, activation: str | None, dtype: torch.dtype, **settings: Any
+    ) -> Any:
         def make() -> Any:
             w = normal(n, k, dtype=dtype) * 0.1
             residual = normal(rows, n, dtype=dtype) if activation else None
@@ -217,18 +223,20 @@ def _cases() -> Iterator[tuple[str, Any]]:
                 activation,
                 residual,
             )
-            return "linear", products.linear, arguments, True, {}
+            return "linear", products.linear, arguments, True, settings
 
         return make
 
-    def network(rows: int, m: int, f: int, activation: str, p: float, dtype: torch.dtype) -> Any:
+    def network(
+        rows: int, m: int, f: int, activation: str, p: float, dtype: torch.dtype, **settings: Any
+    ) -> Any:
         def make() -> Any:
             w1, w2 = normal(f, m, dtype=dtype) * 0.1, normal(m, f, dtype=dtype) * 0.1
             arguments = (
                 normal(rows, m, dtype=dtype), w1, normal(f, dtype=dtype), w2, normal(m, dtype=dtype),
                 activation, p, seed if p else None,
             )  # fmt: skip
-            return "feed_forward", networks.feed_forward, arguments, True, {}
+            return "feed_forward", networks.feed_forward, arguments, True, settings
 
         return make
 
@@ -278,9 +286,11 @@ def _cases() -> Iterator[tuple[str, Any]]:
     yield "add_layer_norm dropout", norm(13, 200, bf16, p=0.3)
     yield "linear", linear(70, 96, 136, "gelu", bf16)
     yield "linear plain", linear(150, 100, 40, None, fp16)
-    yield "linear fp32 silu", linear(40, 33, 50, "silu", fp32)
+    yield "linear fp32 silu", linear(40, 33, 50, "silu", fp32, **own)
+    yield "linear few rows", linear(5, 64, 136, "gelu", bf16)
     yield "feed_forward relu dropout", network(70, 64, 96, "relu", 0.2, bf16)
-    yield "feed_forward gelu_tanh dropout", network(33, 64, 96, "gelu_tanh", 0.2, bf16)
+    yield "feed_forward gelu_tanh dropout", network(33, 64, 96, "gelu_tanh", 0.2, bf16, **own)
+    yield "feed_forward few rows dropout", network(33, 64, 100, "silu", 0.2, fp16)
     yield "cross_entropy", loss(9, 1000, 0.1, bf16)
     yield "cross_entropy long rows", loss(5, 5003, 0.0, fp32)
 

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from interpreted import jit
 
+import transformer_fast
 from transformer_fast.backends.triton import activation, config, matmul, philox
 from transformer_fast.reference.dropout import dropout
 from transformer_fast.reference.linear import ACTIVATIONS, activate
@@ -20,6 +21,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def use_tile(monkeypatch, **changes):
+    monkeypatch.setattr(config, "few_rows", 0)
     tile = config.ProductTile(32, 32, 16, 2, 4, 1)._replace(**changes)
     monkeypatch.setattr(config, "matmul", lambda *sizes: tile)
 
@@ -58,10 +60,13 @@ def test_epilogue_forward(device, monkeypatch, sideways, descriptors, slices):
     torch.testing.assert_close(result.output, expected.float())
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_epilogue_backward(device, monkeypatch, name):
+def test_epilogue_backward(device, monkeypatch, name, own):
     use_tile(monkeypatch, slices=2)
     m, n, k = SIZES
+    if not own:
+        monkeypatch.setattr(config, "few_rows", m)
     a, b, z = drawn(m, k).to(device), drawn(k, n).to(device), drawn(m, n).to(device)
     seed = torch.tensor(77, device=device)
     result = matmul.matmul(
@@ -103,8 +108,49 @@ def test_what_descriptors_cannot_describe_is_loaded_through_pointers(device, mon
     torch.testing.assert_close(result.output, (a.double() @ b.double()).bfloat16())
 
 
+def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkeypatch):
+    x = drawn(config.few_rows + 1, 40).to(device)
+    weight, bias, residual = (
+        drawn(24, 40).to(device),
+        drawn(24).to(device),
+        drawn(65, 24).to(device),
+    )
+    products = []
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *a: (products.append(a), addmm(*a))[1])
+    taken = []
+    launch = matmul.launch
+    monkeypatch.setattr(
+        matmul, "launch", lambda *args, **kw: (taken.append(args[0]), launch(*args, **kw))[1]
+    )
+    for rows, rest, kernels in (
+        (64, {}, []),
+        (64, {"activation": activation.RELU, "save_z": True}, [matmul.epilogue_kernel]),
+        (64, {"residual": residual[:64]}, [matmul.epilogue_kernel]),
+        (65, {"residual": residual}, [matmul.matmul_kernel]),
+    ):
+        taken.clear()
+        products.clear()
+        result = matmul.matmul(x[:rows], weight.t(), matmul.Epilogue(bias=bias, **rest))
+        z = x[:rows].double() @ weight.t().double() + bias
+        expected = z.relu() if "activation" in rest else z + rest.get("residual", 0.0)
+        torch.testing.assert_close(result.output, expected.float())
+        if "save_z" in rest:
+            torch.testing.assert_close(result.z, z.float())
+        assert (taken, len(products)) == (kernels, int(rows == 64))
+
+
+def test_explain_says_whose_product_it_is(device):
+    x, weight = drawn(65, 40).to(device), drawn(24, 40).to(device)
+    for rows, told in ((64, True), (65, False)):
+        explained = transformer_fast.explain("linear", x[:rows], weight, backend="triton")
+        assert explained.backend == "triton"
+        assert ("cuBLAS" in str(explained)) == told
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_infinity_and_nan_stay_in_their_rows_and_columns(device):
+def test_infinity_and_nan_stay_in_their_rows_and_columns(device, monkeypatch):
+    monkeypatch.setattr(config, "few_rows", 0)
     a, b = drawn(40, 24), drawn(24, 40)
     a[3], b[:, 7] = float("nan"), float("inf")
     output = matmul.matmul(a.to(device), b.to(device), matmul.Epilogue()).output.cpu()

@@ -20,7 +20,7 @@ KERNELS = {
     "attention_forward_kernel", "attention_backward_query_kernel", "attention_backward_key_kernel",
     "attention_bias_kernel", "attention_weights_kernel", "attention_decode_kernel",
     "attention_merge_kernel", "mask_code_kernel", "tile_list_kernel", "layer_norm_forward_kernel",
-    "layer_norm_backward_kernel", "column_sum_kernel", "matmul_kernel", "activation_backward_kernel",
+    "layer_norm_backward_kernel", "column_sum_kernel", "matmul_kernel", "epilogue_kernel",
     "cross_entropy_forward_kernel", "cross_entropy_backward_kernel",
 }  # fmt: skip
 
@@ -58,6 +58,8 @@ BUGS = [
     ("layer_norm", "layer_norm_forward", r"(ld\.global\.v4\.b32 [^;]*\+ )0 \]", r"\g<1>8 ]", "alignment"),
     ("layer_norm fp32 far from 0", "layer_norm_forward", r"div\.rn\.f32", "div.full.f32", "output"),
     ("add_layer_norm dropout", "layer_norm_forward", r"mul\.hi\.u32", "mul.lo.u32", "normalized"),
+    ("linear few rows", "epilogue", r"@%p\d+ (st\.global)", r"\1", "beyond the tensors"),
+    ("feed_forward few rows dropout", "epilogue", r"mul\.hi\.u32", "mul.lo.u32", "output"),
     ("cross_entropy", "cross_entropy_forward", r"add\.f64", "sub.f64", "grad of input"),
 ]  # fmt: skip
 

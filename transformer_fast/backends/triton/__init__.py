@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ...dispatch import Call, Kernel, compute_capability, register
+from ...dispatch import Call, Kernel, compute_capability, register, rows
 from .operators import attention as attention_operators
 from .operators import cross_entropy as cross_entropy_operators
 from .operators import feed_forward as feed_forward_operators
@@ -27,6 +27,8 @@ MAX_COLUMNS = 16384
 MAX_COLUMNS_BACKWARD = 8192
 #: Larger heads do not fit in registers and shared memory.
 MAX_HEAD = 256
+#: Linear maps of up to so many rows are cuBLAS's products with a kernel behind them; see `matmul`.
+FEW_ROWS = 64
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ACTIVATIONS = frozenset({None, "relu", "gelu", "gelu_tanh", "silu"})
@@ -83,6 +85,12 @@ def _refuse_attention(call: Call) -> str | None:
     return _refuse_place(call)
 
 
+def _remark_on_linear(call: Call) -> str | None:
+    if rows(call) > FEW_ROWS:
+        return None
+    return f"with PyTorch's products (cuBLAS), as of up to {FEW_ROWS} rows nothing reads weights faster"
+
+
 def kernels(interpreted: bool) -> list[Kernel]:
     """What is registered; the interpreter takes CPU tensors too."""
     norms, attention = layer_norm_operators, attention_operators.attention
@@ -92,8 +100,10 @@ def kernels(interpreted: bool) -> list[Kernel]:
         Kernel("layer_norm", "triton", norms.layer_norm, refuses=_refuse_layer_norm),
         Kernel("add_layer_norm", "triton", norms.add_layer_norm, refuses=_refuse_layer_norm),
         Kernel("attention", "triton", attention, mask_gradient=True, refuses=_refuse_attention),
-        Kernel("linear", "triton", linear, refuses=_refuse_place),
-        Kernel("feed_forward", "triton", feed_forward, refuses=_refuse_place),
+        Kernel("linear", "triton", linear, refuses=_refuse_place, remark=_remark_on_linear),
+        Kernel(
+            "feed_forward", "triton", feed_forward, refuses=_refuse_place, remark=_remark_on_linear
+        ),
         Kernel("cross_entropy", "triton", losses.cross_entropy, refuses=_refuse_place),
         Kernel(
             "linear_cross_entropy", "triton", losses.linear_cross_entropy, refuses=_refuse_place

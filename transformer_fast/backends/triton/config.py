@@ -15,11 +15,14 @@ from typing import NamedTuple
 import torch
 
 from ...dispatch import compute_capability
-from . import table_for
+from . import FEW_ROWS, table_for
 from .runtime import INTERPRETED, next_power_of_2
 
 #: Queries and keys of a tile of attention in the interpreter; tests make it smaller for more tiles.
 interpreter_tile = (32, 32)
+
+#: Products of up to so many rows are torch's (cuBLAS); tests set it to have each way.
+few_rows = FEW_ROWS
 
 _forced: int | None = None
 
@@ -291,10 +294,13 @@ def matmul(architecture: int, rows: int, columns: int, half: bool) -> ProductTil
         return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
     if not half:
         return ProductTile(64, 64, 32, 8, 8, 3, slices=2)
-    if rows <= 64:
-        return ProductTile(64, 64, 64, 8, 4, 3 if architecture in (86, 120) else 4, slices=2)
     if architecture in (90, 100):
         return ProductTile(128, 128, 64, 8, 8, 4, True, 4)
     if architecture == 80:
         return ProductTile(128, 128, 32, 8, 8, 4, slices=4)
     return ProductTile(128, 128, 32, 8, 8, 3, slices=4)
+
+
+def epilogue(rows: int) -> RowTile:
+    """Of a product that cuBLAS made: 8 elements a thread of few rows, which make few programs."""
+    return RowTile(16 if rows <= 16 else 64, 64, 4)

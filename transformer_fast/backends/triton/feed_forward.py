@@ -4,7 +4,8 @@ input (..., M), weight1 (F, M), bias1 (F,), weight2 (N, F), bias2 (N,). Two prod
 epilogues. Kept for the backward is one (rows, F) tensor: the hidden values for relu, whose derivative
 they tell, and what the activation was applied to for the others, from which the backward makes the
 hidden values again on its way. There the derivative, the dropout and the sums for bias1 sit in the
-epilogue of grad_output @ W2; the products that no epilogue follows go to torch (cuBLAS).
+epilogue of grad_output @ W2; the products that no epilogue follows go to torch (cuBLAS), and so do all
+of few rows (see `matmul`).
 """
 
 from __future__ import annotations

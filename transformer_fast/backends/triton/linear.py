@@ -1,48 +1,17 @@
 """linear: activation(input @ weight.T + bias) + residual.
 
 input (..., K), weight (N, K), bias (N,), residual (..., N). The products of the backward that no
-epilogue follows go to torch (cuBLAS); there is nothing to gain there.
+epilogue follows go to torch (cuBLAS); there is nothing to gain there. So does the forward's product of
+few rows; see `matmul`.
 """
 
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from .activation import CODES, NONE, activation_slope
-from .arithmetic import store
-from .matmul import Epilogue, matmul
-from .runtime import launch, with_unit_stride
-
-
-@triton.jit
-def activation_backward_kernel(
-    dy_ptr,  # (M, N)
-    z_ptr,  # (M, N): what the activation was applied to
-    dz_ptr,  # (M, N)
-    sum_ptr,  # (tiles of M, N) fp32 or None
-    rows,
-    columns,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    across = tl.cdiv(columns, BLOCK_N)
-    program = tl.program_id(0)
-    tile_m = program // across
-    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = program % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < rows)[:, None] & (n < columns)[None, :]
-    place = m[:, None] * columns + n[None, :]
-    dy = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    dz = dy * activation_slope(z, ACTIVATION)
-    store(dz_ptr + place, dz, inside)
-    if sum_ptr is not None:
-        at = sum_ptr + tile_m.to(tl.int64) * columns + n
-        tl.store(at, tl.sum(tl.where(inside, dz, 0.0), 0), mask=n < columns)
+from .activation import CODES, NONE
+from .matmul import Epilogue, follow, matmul
+from .runtime import with_unit_stride
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -93,8 +62,17 @@ def linear_backward(
     grad_bias = None
     if activation is not None:
         assert z is not None
-        grad, sums = _activation_backward(grad, z, CODES[activation], need_bias)
-        grad_bias = None if sums is None else sums.to(weight.dtype)
+        result = follow(
+            grad.contiguous(),
+            Epilogue(
+                activation=CODES[activation],
+                backward=True,
+                saved=z.reshape(grad.shape).contiguous(),
+                make_sums=need_bias,
+            ),
+        )
+        grad = result.output
+        grad_bias = None if result.sums is None else result.sums.to(weight.dtype)
     elif need_bias:
         grad_bias = grad.sum(0)
     return (
@@ -102,32 +80,3 @@ def linear_backward(
         grad.t() @ x if need_weight else None,
         grad_bias,
     )
-
-
-def _activation_backward(
-    grad: Tensor, z: Tensor, code: int, need_sums: bool
-) -> tuple[Tensor, Tensor | None]:
-    grad, z = grad.contiguous(), z.reshape(grad.shape).contiguous()
-    rows, columns = grad.shape
-    block_m, block_n = 64, 64
-    down = triton.cdiv(rows, block_m)
-    result = torch.empty_like(grad)
-    sums = None
-    if need_sums:
-        sums = torch.empty((down, columns), dtype=torch.float32, device=grad.device)
-    launch(
-        activation_backward_kernel,
-        (down * triton.cdiv(columns, block_n),),
-        grad,
-        z,
-        result,
-        sums,
-        rows,
-        columns,
-        warps=4,
-        stages=1,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        ACTIVATION=code,
-    )
-    return result, None if sums is None else sums.sum(0)

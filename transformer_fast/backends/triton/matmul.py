@@ -11,6 +11,11 @@ Two kernels: one loads through pointers and takes everything; the other, for Hop
 through tensor descriptors (the copy engine computes addresses and fills borders with zeros) and is
 persistent: as many programs as multiprocessors, each walking over output tiles, so that the loads of
 the next tile run under the epilogue of this one.
+
+Up to `config.few_rows` rows the product and its bias are torch's (cuBLAS), and one kernel does the rest
+of the epilogue, if there is one. So few rows are bound by the time to read B: that wants programs that
+share the sum over K, of numbers that depend on every size and on the GPU. cuBLAS has kernels for each
+and chooses among them; fusing saves the write and the read of a few rows, which stay in L2.
 """
 
 from __future__ import annotations
@@ -187,6 +192,27 @@ def matmul_descriptor_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["limit"])
+def epilogue_kernel(
+    product_ptr,  # (M, N) contiguous
+    residual_ptr, saved_ptr, hidden_ptr, sum_ptr, seed_ptr, c_ptr,  # as in matmul_kernel
+    rows, columns, limit, keep_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, BLOCK_N)
+    tile_m, tile_n = tl.program_id(0) // across, tl.program_id(0) % across
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    at = product_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    _epilogue_slice(
+        total, tile_m, m, tile_n * BLOCK_N, None, residual_ptr, saved_ptr, None, hidden_ptr, sum_ptr,
+        seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD,
+    )  # fmt: skip
+
+
 class Epilogue(NamedTuple):
     """What follows the product; see the head of this file."""
 
@@ -205,6 +231,10 @@ class Epilogue(NamedTuple):
     def heavy(self) -> bool:
         """Whether it needs registers beyond those of a bias and a relu."""
         return self.backward or self.dropout.active or self.activation not in (NONE, RELU)
+
+    @property
+    def only_bias(self) -> bool:
+        return self.residual is None and not self.heavy and self.activation == NONE
 
 
 class Result(NamedTuple):
@@ -229,6 +259,9 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
     """``a`` (M, K) @ ``b`` (K, N) and the epilogue; sizes are at least 1."""
     rows, depth = a.shape
     columns = b.shape[1]
+    if rows <= config.few_rows:
+        bias = epilogue.bias
+        return follow(a @ b if bias is None else torch.addmm(bias, a, b), epilogue)
     output = a.new_empty((rows, columns))
     z = torch.empty_like(output) if epilogue.save_z else None
     hidden = torch.empty_like(output) if epilogue.make_hidden else None
@@ -291,4 +324,49 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
             RAGGED=depth % tile.depth != 0,
             **constants,
         )
-    return Result(output, z, hidden, None if sums is None else sums.sum(0))
+    return Result(output, z, hidden, _added(sums))
+
+
+def follow(product: Tensor, epilogue: Epilogue) -> Result:
+    """What the epilogue does after the bias, to a contiguous ``product`` (M, N) that has it."""
+    z = product if epilogue.save_z else None
+    if epilogue.only_bias:
+        return Result(product, z, None, None)
+    rows, columns = product.shape
+    output = torch.empty_like(product)
+    hidden = torch.empty_like(product) if epilogue.make_hidden else None
+    tile = config.epilogue(rows)
+    down, across = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+    sums = None
+    if epilogue.make_sums:
+        sums = torch.empty((down, columns), dtype=torch.float32, device=product.device)
+    launch(
+        epilogue_kernel,
+        (down * across,),
+        product,
+        epilogue.residual,
+        epilogue.saved,
+        hidden,
+        sums,
+        seed_for(epilogue.dropout, epilogue.seed, product.device),
+        output,
+        rows,
+        columns,
+        epilogue.dropout.limit,
+        epilogue.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        ACTIVATION=epilogue.activation,
+        DROPOUT=epilogue.dropout.active,
+        BACKWARD=epilogue.backward,
+    )
+    return Result(output, z, hidden, _added(sums))
+
+
+def _added(sums: Tensor | None) -> Tensor | None:
+    """The column sums of all tiles, from those of each."""
+    if sums is None:
+        return None
+    return sums[0] if sums.shape[0] == 1 else sums.sum(0)
