@@ -107,6 +107,20 @@ def test_nothing_of_ignored_rows_counts():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("backend", [None, "reference", "torch"])
+def test_nothing_of_ignored_rows_counts_in_float64(backend, reduction):
+    """Torch multiplies their gradients by zero, which leaves NaN."""
+    x, target = torch.randn(5, 7, dtype=torch.float64), torch.tensor([1, -100, 6, 0, 3])
+    x[1] = math.nan
+    x.requires_grad_()
+    F.cross_entropy(x, target, reduction=reduction, backend=backend).sum().backward()
+    kept = x.detach()[target >= 0].requires_grad_()
+    TF.cross_entropy(kept, target[target >= 0], reduction=reduction).sum().backward()
+    assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
+    torch.testing.assert_close(x.grad[target >= 0], kept.grad)
+
+
 @pytest.mark.parametrize("values", [(math.nan,), (math.inf,), (-math.inf,) * 7])
 def test_logits_that_are_no_numbers(values):
     """As PyTorch has it: NaN, for these rows only."""

@@ -194,6 +194,15 @@ def test_fakes(name: str) -> None:
             run(OURS[name][0], (args, kwargs), False)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", OURS)
+def test_fakes_with_gradients(name: str) -> None:
+    """The same of every operator of the backward."""
+    for sample in samples(name, torch.float32, True)[:: 16 if name == MHA else 3]:
+        with CrossRefFakeMode():
+            run(OURS[name][0], sample, True)
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "linear"])
 def test_composite_compliance(name: str) -> None:
     """PyTorch's check of functions made of others: subclasses reach what they are made of."""

@@ -96,6 +96,32 @@ def test_weights(name: str, training: bool, kind: Any) -> None:
     torch.testing.assert_close(*(r.as_subclass(Tensor) for r in results))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:enable_nested_tensor")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.parametrize("make", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_sparse_weights_of_networks_in_inference(make: str, layout: str, stacked: bool) -> None:
+    """Of sizes that go through one call if all weights are dense."""
+    torch.manual_seed(0)
+    results: list[Tensor] = []
+    state: dict[str, Tensor] = {}
+    for module in (torch.nn, nn):
+        layer = getattr(module, make)(32, 2, 64, 0.0)
+        if stacked:
+            layer = getattr(module, make.removesuffix("Layer"))(layer, 2)
+        layer.eval()
+        layer.load_state_dict(state or layer.state_dict())
+        state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        for part in layer.modules():
+            if hasattr(part, "linear1"):
+                weight = getattr(part.linear1.weight.detach(), layout)()
+                part.linear1.weight = torch.nn.Parameter(weight, requires_grad=False)
+        x = torch.linspace(-2, 2, 3 * 4 * 32).cos().reshape(3, 4, 32)
+        with torch.no_grad():
+            results.append(layer(*(x,) * INPUTS.get(make, 1)))
+    torch.testing.assert_close(*results)
+
+
 FUNCTIONS: dict[str, Any] = {
     "linear": ((3, 8), (5, 8), (5,)),
     "layer_norm": ((3, 8), [8], (8,), (8,)),

@@ -47,6 +47,7 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
         if (
             (kind is not Tensor and kind is not torch.nn.Parameter)
             or tensor.dtype != dtype
+            or tensor.layout is not torch.strided
             or not tensor.is_cpu
             or (grad and tensor.requires_grad)
         ):
