@@ -9,6 +9,7 @@
 #   make bench-quick      its small cases, in less than three minutes; nothing is kept
 #   make bench-scaling    how time grows with length, batch, threads ...; about 10 minutes
 #   make bench-compare BASE=<git revision or JSON>   what became slower
+#   make gpu-check        kernels on this machine's GPU: right, timed, tiles tried; 25 minutes
 #   make figures   bench, then the report and README's tables from its results
 #   make setup     virtual environment with pinned versions, package, native module
 #   make build     the same; once set up, it only recompiles what changed in csrc/
@@ -16,7 +17,7 @@
 #   make clean     remove what was built; `make distclean` the virtual environment too
 #
 # Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test,
-# example and the bench targets pass on, as in `make compare ARGS="--op attention"`.
+# example, gpu-check and the bench targets pass on, as in `make compare ARGS="--op attention"`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,7 +32,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build compare test sanitize example lint format clean distclean
-.PHONY: peers bench bench-quick bench-scaling bench-compare bench-report figures
+.PHONY: peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -88,6 +89,9 @@ bench-scaling: setup
 bench-compare: setup
 	@test -n "$(BASE)" || { echo "BASE=<git revision or result file> is missing" >&2; exit 2; }
 	$(BIN)/python -m benchmarks compare $(BASE) $(ARGS)
+
+gpu-check: setup
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-report: setup
 	$(BIN)/python -m benchmarks report

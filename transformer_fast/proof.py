@@ -185,17 +185,10 @@ def path_of(machine: Machine) -> Path:
     return folder() / f"proof-{digest}.json"
 
 
-def write(proof: Proof) -> Path:
-    """Replace the machine's file, whole or not at all; where it is."""
-    path = path_of(proof.machine)
+def write_whole(path: Path, content: Any) -> None:
+    """Replace a file by JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "format": _FORMAT,
-        "machine": proof.machine._asdict(),
-        "taken": proof.taken,
-        "verdicts": [verdict._asdict() for verdict in proof.verdicts],
-    }
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".proof-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
         with os.fdopen(handle, "w") as file:
             json.dump(content, file, indent=1)
@@ -203,6 +196,18 @@ def write(proof: Proof) -> Path:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def write(proof: Proof) -> Path:
+    """Replace the machine's file; where it is."""
+    path = path_of(proof.machine)
+    content = {
+        "format": _FORMAT,
+        "machine": proof.machine._asdict(),
+        "taken": proof.taken,
+        "verdicts": [verdict._asdict() for verdict in proof.verdicts],
+    }
+    write_whole(path, content)
     known.cache_clear()
     return path
 

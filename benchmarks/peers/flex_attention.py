@@ -62,7 +62,8 @@ def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given
     )
 
 
-def op(op: str, arguments: tuple[Any, ...]) -> Offer:
+def op(op: str, arguments: tuple[Any, ...], known: bool = False) -> Offer:
+    """``known``: the block mask is made at the first call with a mask or with lengths, and kept."""
     if op != "attention":
         return None
     if arguments[0].device.type != "cuda":
@@ -74,4 +75,18 @@ def op(op: str, arguments: tuple[Any, ...]) -> Offer:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda *given: (attend(compiled, create_block_mask, *given), None)
+    if not known:
+        return lambda *given: (attend(compiled, create_block_mask, *given), None)
+    # The tensors are kept, so that no other has their identity.
+    masks: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+    def run(*given: Any) -> tuple[Tensor, None]:
+        def kept(*asked: Any, **where: Any) -> Any:
+            key = id(given[3]), id(given[4])
+            if key not in masks:
+                masks[key] = create_block_mask(*asked, **where), given
+            return masks[key][0]
+
+        return attend(compiled, kept, *given), None
+
+    return run

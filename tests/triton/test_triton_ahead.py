@@ -57,3 +57,33 @@ def test_resources(architecture):
             rare = {16, 32} if "causal" in one["call"] else set()
             assert one["columns"], about
             assert min(set(one["columns"]) - rare) >= 64, about
+
+
+WARM = """
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+from transformer_fast.backends.triton import compile_cases
+case = next(one for one in compile_cases.cases() if one.name == "layer_norm bfloat16 columns 512")
+print(compile_cases.warm(case, 90))
+"""
+
+
+def test_warming_fills_tritons_cache(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", WARM], capture_output=True, text=True, cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kernels = {path.stem for path in tmp_path.rglob("*.cubin")}
+    assert int(done.stdout) == len(kernels) > 1

@@ -6,12 +6,10 @@ import argparse
 import datetime
 import functools
 import json
-import queue
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,6 +18,7 @@ from rich.table import Table
 from .. import proof
 from ..dispatch import OPS
 from ..measure import device as on_device
+from ..measure.apart import lines_of
 from ..proof import Proof, Verdict
 from .console import bullets, output, progress
 
@@ -55,45 +54,14 @@ def _command(op: str) -> list[str]:
 
 def _verdicts_of(op: str, tick: Callable[[], None]) -> tuple[list[Verdict], str | None]:
     """What a process of its own found about an op, and what went wrong with it, if so."""
-    lines: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
     found: list[Verdict] = []
-    problem = None
-    with subprocess.Popen(
-        _command(op), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
 
-        def read() -> None:
-            for line in process.stdout or ():
-                lines.put(line)
-            lines.put(None)
+    def take(content: Any) -> None:
+        if content is not None:
+            found.append(Verdict(*content))
+        tick()
 
-        readers = [
-            threading.Thread(target=read, daemon=True),
-            threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            while (line := lines.get(timeout=_PATIENCE)) is not None:
-                content = json.loads(line)
-                if content is not None:
-                    found.append(Verdict(*content))
-                tick()
-        except queue.Empty:
-            problem = f"it said nothing for {_PATIENCE:.0f} seconds"
-        except json.JSONDecodeError:
-            problem = "it printed something else"
-        finally:
-            if problem is not None:
-                process.kill()
-            status = process.wait()
-            for reader in readers:
-                reader.join()
-    if problem is None and status != 0:
-        last = errors[-1].strip() if errors else "without a word"
-        problem = f"signal {-status}" if status < 0 else f"status {status}: {last}"
-    return found, problem
+    return found, lines_of(_command(op), take, _PATIENCE)
 
 
 def _summary(console: Console, found: Proof) -> None:
@@ -120,12 +88,8 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     console = output()
     if options.forget:
         return _forget(console)
-    if not torch.cuda.is_available():
-        print(
-            "prove needs an NVIDIA GPU and a PyTorch with CUDA, and this machine has "
-            f"{'no GPU' if torch.version.cuda else f'torch {torch.__version__} without CUDA'}",
-            file=sys.stderr,
-        )
+    if (why := on_device.why_no_gpu("prove")) is not None:
+        print(why, file=sys.stderr)
         return 2
     if options.alone:
         return _alone(options.alone)

@@ -16,7 +16,7 @@ from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
 from ..specs.gpu import GPU_CASES, GpuCase
-from ..testing import call_of, measure, measure_gradients, nan_memory, require_grad
+from ..testing import Parity, call_of, measure, measure_gradients, nan_memory, require_grad
 from . import torch_ops
 from .gradients import BothWays
 
@@ -71,6 +71,14 @@ class HostClock:
         return (time.perf_counter() - start) / repeats
 
 
+def why_no_gpu(command: str) -> str | None:
+    """Why a command cannot measure a GPU here, in a sentence, or None."""
+    if torch.cuda.is_available():
+        return None
+    has = "no GPU" if torch.version.cuda else f"torch {torch.__version__} without CUDA"
+    return f"{command} needs an NVIDIA GPU and a PyTorch with CUDA, and this machine has {has}"
+
+
 def cache_bytes(device: torch.device) -> int:
     """The last cache: of a GPU its L2; elsewhere a guess."""
     if device.type == "cuda":
@@ -101,34 +109,59 @@ def in_turn(
     return samples
 
 
-def _problem(error: Exception) -> str:
+def problem_of(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     where = traceback.extract_tb(error.__traceback__)[-1].name
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
 
-def _on_each(inputs: Sequence[tuple[Any, ...]], run: Callable[..., Any]) -> Call:
+def on_each(inputs: Sequence[tuple[Any, ...]], run: Callable[..., Any]) -> Call:
     return lambda i: run(*inputs[i])
 
 
-def _wrong(
+def parity_of(
+    case: GpuCase,
+    run: Callable[..., Any],
+    dtype: torch.dtype,
+    gradients: bool,
+    device: torch.device,
+) -> Parity:
+    """How far the numbers, or the gradients, of something with the reference's signature are off."""
+    arguments = case.checked.build(dtype, device, torch.Generator().manual_seed(0))
+    with nan_memory():
+        if gradients:
+            return measure_gradients(case.op, run, arguments)
+        return measure(case.op, run(*arguments), arguments)
+
+
+def wrong(
     case: GpuCase, kernel: Kernel, dtype: torch.dtype, gradients: bool, device: torch.device
 ) -> str | None:
     """What is wrong with the kernel's numbers, or None."""
-    generator = torch.Generator().manual_seed(0)
-    arguments = case.checked.build(dtype, device, generator)
     try:
-        with nan_memory():
-            if gradients:
-                parity = measure_gradients(case.op, kernel.run, arguments)
-            else:
-                parity = measure(case.op, kernel.run(*arguments), arguments)
+        parity = parity_of(case, kernel.run, dtype, gradients, device)
     except Exception as error:
-        return _problem(error)
+        return problem_of(error)
     return None if parity.ok else str(parity)
 
 
-def _torchs(op: str, call: dispatch.Call) -> dict[str, Callable[..., Any]]:
+def timed_inputs(
+    case: GpuCase,
+    dtype: torch.dtype,
+    gradients: bool,
+    device: torch.device,
+    generator: torch.Generator,
+) -> Iterator[tuple[Any, ...]]:
+    """As many as `copies_for` asks for, each drawn when its turn comes."""
+    drawn, copies = 0, 1
+    while drawn < copies:
+        arguments = case.timed.build(dtype, device, generator)
+        copies = copies_for(OPS[case.op].bytes(arguments), device)
+        yield require_grad(case.op, arguments) if gradients else arguments
+        drawn += 1
+
+
+def torchs(op: str, call: dispatch.Call) -> dict[str, Callable[..., Any]]:
     """PyTorch's ways to do the work: the backend of that name, and what a user would write."""
     found: dict[str, Callable[..., Any]] = {}
     for kernel in dispatch.kernels(op):
@@ -149,31 +182,26 @@ def judge(
 ) -> Verdict | None:
     """What is to be said of the kernel in a case; None if it does not take such calls."""
     op = case.op
-    generator = torch.Generator().manual_seed(1)
-    first = case.timed.build(dtype, device, generator)
+    inputs = timed_inputs(case, dtype, gradients, device, torch.Generator().manual_seed(1))
+    first = next(inputs)
     with torch.set_grad_enabled(gradients):
-        if gradients:
-            first = require_grad(op, first)
         call = call_of(op, first)
         if dispatch.why_not(kernel, call):
             return None
     known = op, kernel.backend, str(dtype)[6:], shape_class(call), gradients
-    problem = _wrong(case, kernel, dtype, gradients, device)
+    problem = wrong(case, kernel, dtype, gradients, device)
     if problem is not None:
         return Verdict(*known, right=False, problem=problem)
-    others = [first]
-    for _ in range(copies_for(OPS[op].bytes(first), device) - 1):
-        more = case.timed.build(dtype, device, generator)
-        others.append(require_grad(op, more) if gradients else more)
+    others = [first, *inputs]
     calls: dict[str, Call] = {}
-    for name, run in {"own": kernel.run, **_torchs(op, call)}.items():
-        work = _on_each(others, BothWays(op, run) if gradients else run)
+    for name, run in {"own": kernel.run, **torchs(op, call)}.items():
+        work = on_each(others, BothWays(op, run) if gradients else run)
         try:
             with torch.no_grad():
                 work(0)
         except Exception as error:
             if name == "own":
-                return Verdict(*known, right=False, problem=_problem(error))
+                return Verdict(*known, right=False, problem=problem_of(error))
             continue  # PyTorch has no way to do this work
         calls[name] = work
     with torch.no_grad():

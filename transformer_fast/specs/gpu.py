@@ -132,3 +132,37 @@ def _losses() -> Iterator[GpuCase]:
 
 
 GPU_CASES: tuple[GpuCase, ...] = (*_norms(), *_attentions(), *_maps(), *_losses())
+
+
+def _large() -> Iterator[GpuCase]:
+    for size in (64, 128):
+        for length in (512, 1024, 2048, 4096, 8192):
+            for seen in ("no mask", "causal", "key lengths", "documents"):
+                if seen in ("no mask", "causal") or length >= 4096:
+                    # Of more than 1024 queries nothing new is to be checked.
+                    few = min(length, 1024)
+                    yield GpuCase(
+                        "attention",
+                        _attention_case(1, 2, few, few, size, seen),
+                        _attention_case(8, 16, length, length, size, seen),
+                    )
+        for batch in (1, 32):
+            yield GpuCase(
+                "attention",
+                _attention_case(3, 4, 1, 1024, size, "key lengths"),
+                _attention_case(batch, 16, 1, 4096, size, "key lengths"),
+            )
+    for rows in (32768, 65536):
+        yield GpuCase("layer_norm", _bench(257, 1024), _bench(rows, 1024))
+        yield GpuCase("add_layer_norm", _add_bench(257, 1024, 0.1), _add_bench(rows, 1024, 0.1))
+    for rows in (16384, 32768):
+        yield GpuCase(
+            "feed_forward",
+            case("1100x1024x4096, relu", _feed_forward((1100,), 1024, 4096)),
+            case(f"{rows}x1024x4096, relu", _feed_forward((rows,), 1024, 4096)),
+        )
+
+
+_NAMES = {one.name for one in GPU_CASES}
+#: Larger sizes, which ``python -m benchmarks.gpu`` times beside `GPU_CASES`.
+BENCH_CASES: tuple[GpuCase, ...] = tuple(one for one in _large() if one.name not in _NAMES)

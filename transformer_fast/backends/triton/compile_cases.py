@@ -19,7 +19,7 @@ from .cross_entropy import cross_entropy_backward, cross_entropy_forward
 from .feed_forward import feed_forward_backward, feed_forward_forward
 from .layer_norm import add_layer_norm_backward, add_layer_norm_forward
 from .linear import linear_backward, linear_forward
-from .runtime import Launch, record_launches
+from .runtime import Launch, instead_of_launching, record_launches
 
 HEADS = (64, 128, 256)
 COLUMNS = (512, 1024, 4096, 8192)
@@ -151,3 +151,20 @@ def launches(case: Case, architecture: int) -> list[Launch]:
     with config.use_architecture(architecture), record_launches() as found:
         case.run()
     return found
+
+
+def warm(case: Case, architecture: int) -> int:
+    """Compile what a call launches into Triton's cache, for the current GPU; how many kernels."""
+    found = set()
+
+    def compile(launch: Launch) -> None:
+        found.add(
+            launch.kernel.warmup(
+                *launch.args, grid=launch.grid, num_warps=launch.warps, num_stages=launch.stages,
+                **launch.constants,
+            )
+        )  # fmt: skip
+
+    with config.use_architecture(architecture), instead_of_launching(compile):
+        case.run()
+    return len(found)

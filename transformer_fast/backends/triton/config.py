@@ -6,8 +6,9 @@ cases still take several of them.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -202,7 +203,14 @@ _WEIGHTS = {
 }
 
 _Table = dict[int, tuple[_Row, ...]]
-_ATTENTION: tuple[_Table, ...] = (_FORWARD, _BACKWARD_QUERY, _BACKWARD_KEY, _BIAS, _WEIGHTS)
+#: By the name of the function that reads it.
+_ATTENTION: dict[str, _Table] = {
+    "attention_forward": _FORWARD,
+    "attention_backward_query": _BACKWARD_QUERY,
+    "attention_backward_key": _BACKWARD_KEY,
+    "attention_bias": _BIAS,
+    "attention_weights": _WEIGHTS,
+}
 
 
 def _table(table: _Table, architecture: int) -> tuple[_Row, ...]:
@@ -304,3 +312,62 @@ def matmul(architecture: int, rows: int, columns: int, half: bool) -> ProductTil
 def epilogue(rows: int) -> RowTile:
     """Of a product that cuBLAS made: 8 elements a thread of few rows, which make few programs."""
     return RowTile(16 if rows <= 16 else 64, 64, 4)
+
+
+Tile = RowTile | AttentionTile | DecodeTile | ProductTile
+_KINDS: dict[str, Callable[..., Tile]] = {
+    **dict.fromkeys(_ATTENTION, AttentionTile),
+    **dict.fromkeys(("layer_norm_forward", "layer_norm_backward", "cross_entropy"), RowTile),
+    "attention_decode": DecodeTile,
+    "matmul": ProductTile,
+}
+
+
+def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
+    """What is worth a try in place of the tiles that the function ``name`` gives for a call.
+
+    Of attention and products: whatever any architecture has; of the others: less and more of each.
+    ``columns``: of a row, for those that depend on it.
+    """
+    found: list[Tile] = []
+    if name in _ATTENTION:
+        rows = [row for table in _ATTENTION[name].values() for row in table]
+        found += [t for row in rows for t in ((row.half, row.heavy) if half else (row.float,))]
+    elif name == "matmul":
+        found += [matmul(a, 4096, 1024, half) for a in (80, 86, 90)]
+        if half:
+            found.append(ProductTile(64, 64, 64, 8, 4, 4, slices=2))
+            found.append(ProductTile(128, 256, 64, 8, 8, 3, True, 4))
+    elif name == "attention_decode":
+        numbers = itertools.product((32, 64, 128), (128, 256, 512), (4, 8), (2, 3))
+        found += [DecodeTile(*n) for n in numbers]
+    else:
+        if name == "layer_norm_backward":
+            now = layer_norm_backward(columns, 2 if half else 4)
+        else:
+            now = (
+                layer_norm_forward(columns)
+                if name == "layer_norm_forward"
+                else cross_entropy(columns)
+            )
+        for n in sorted({max(1, now.rows // 2), now.rows, 2 * now.rows, 4 * now.rows}):
+            found += [now._replace(rows=n, warps=warps) for warps in (1, 2, 4, 8, 16)]
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
+    """Within the block the function ``name`` gives the tile of these numbers, whatever it is asked."""
+    tile, function = _KINDS[name](*numbers), globals()[name]
+    table = _ATTENTION.get(name, {})
+    before = dict(table)
+    if isinstance(tile, AttentionTile):
+        # In the table itself, since the granule of masks depends on it.
+        table.update(dict.fromkeys(table, (_Row(256, tile, tile, tile),)))
+    else:
+        globals()[name] = lambda *_: tile
+    try:
+        yield
+    finally:
+        globals()[name] = function
+        table.update(before)

@@ -1,0 +1,554 @@
+"""``python -m benchmarks.gpu STAGE... --seconds S --json FILE``: all about a GPU in the time that one
+has it for.
+
+Stages, always in this order:
+
+    env      the GPU, its driver and clocks, torch, Triton, nvcc
+    warm     compiles the Triton kernels, in as many processes as there are processors
+    smoke    each op, backend and dtype in a process of its own that has 20 seconds
+    parity   every case of `specs.gpu.GPU_CASES`, forward and gradients, against fp64
+    bench    our kernels beside PyTorch's and others', by the device's clock and by the host's
+    tune     other tiles than those of `backends.triton.config`, case by case
+
+The file is replaced after every single result, so that what a killed run had is kept; what there
+was no time for is listed as skipped. All work on the GPU is done by other processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from transformer_fast import _native, dispatch, proof
+from transformer_fast.cli.console import bullets, output, progress, until_interrupted
+from transformer_fast.dispatch import Kernel
+from transformer_fast.measure import device as on_device
+from transformer_fast.measure import machine, torch_ops
+from transformer_fast.measure.apart import OUT_OF_TIME, lines_of
+from transformer_fast.measure.contest import PEER_FACTOR
+from transformer_fast.measure.gradients import BothWays
+from transformer_fast.specs import OPS
+from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
+from transformer_fast.testing import call_of, require_grad
+
+from . import peers
+from .peers import flex_attention, liger
+
+FORMAT = 1
+STAGES = ("env", "warm", "smoke", "parity", "bench", "tune")
+#: Backends with something for a GPU.
+BACKENDS = ("cuda", "triton", "torch")
+#: Seconds that one piece of work may take, the start of its process included.
+LIMITS = {"env": 60.0, "warm": 180.0, "smoke": 20.0, "parity": 120.0, "bench": 150.0, "tune": 60.0}
+
+#: Says what is to be done, in JSON.
+Item = dict[str, Any]
+#: Seconds by the device's clock, and by the host's.
+Clocks = Mapping[str, on_device.Clock]
+
+_CASES: dict[tuple[str, str], GpuCase] = {
+    (one.op, one.timed.name): one for one in (*BENCH_CASES, *GPU_CASES)
+}
+
+
+class Session:
+    """The budget, the file, and who works for it."""
+
+    def __init__(self, seconds: float, path: Path, jobs: int) -> None:
+        self.until = time.monotonic() + seconds
+        self.path, self.jobs = path, jobs
+        self.stages: dict[str, dict[str, Any]] = {}
+        self._content = {
+            "format": FORMAT,
+            "commit": machine.commit(),
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "seconds": seconds,
+            "stages": self.stages,
+        }
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def _write(self, stage: str, kind: str, entries: Iterable[Item]) -> None:
+        with self._lock:
+            self.stages[stage][kind] += entries
+            proof.write_whole(self.path, self._content)
+
+    def begin(self, stage: str) -> None:
+        self.stages[stage] = {"results": [], "skipped": []}
+        self._write(stage, "results", [])
+
+    def do(
+        self,
+        stage: str,
+        groups: Sequence[Sequence[Item]],
+        jobs: int,
+        until: float | None = None,
+    ) -> list[Item]:
+        """Each group in a process, so many at once; what each piece of work came to.
+
+        A process that ends too early costs the piece of work that it was at: the next goes on
+        behind it.
+        """
+        until = self.until if until is None else until
+        found: list[Item] = []
+
+        def finish(group: Sequence[Item]) -> None:
+            rest = deque(group)
+
+            def take(line: Item) -> None:
+                entry = {**rest.popleft(), **line}
+                found.append(entry)
+                self._write(stage, "results", [entry])
+
+            while rest and not self._stopped:
+                problem = OUT_OF_TIME
+                if time.monotonic() < until:
+                    problem = lines_of(_command(stage, list(rest)), take, LIMITS[stage], until)
+                if problem == OUT_OF_TIME:
+                    self._write(stage, "skipped", rest)
+                    return
+                if rest:
+                    take({"problem": problem or "its process ended before it was done"})
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for done in [pool.submit(finish, group) for group in groups]:
+                    done.result()
+            except BaseException:
+                self._stopped = True
+                raise
+        return found
+
+
+def _command(stage: str, items: Sequence[Item]) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu", "--alone", stage, json.dumps(items)]
+
+
+# What is to be done.
+
+
+def _dealt(items: Sequence[Item], hands: int) -> list[Sequence[Item]]:
+    """One to each in turn, so that what comes first is begun first."""
+    return [group for i in range(hands) if (group := items[i::hands])]
+
+
+def _checks(first_and_last: bool) -> list[list[Item]]:
+    groups = []
+    for dtype, op in itertools.product(on_device.DTYPES, OPS):
+        cases = on_device.cases_of(op)
+        if first_and_last:
+            cases = [cases[0], cases[-1]]
+        for kernel in dispatch.kernels(op):
+            if kernel.backend in BACKENDS:
+                known = {"op": op, "backend": kernel.backend, "dtype": str(dtype)[6:]}
+                groups.append([{**known, "case": case.timed.name} for case in cases])
+    return groups
+
+
+def rank(case: GpuCase) -> int:
+    """What is asked for first: a run that is cut short is to lose the least."""
+    if case.op != "attention":
+        order = ("add_layer_norm", "layer_norm", "feed_forward", "linear")
+        places = dict(zip(order, (2, 2, 4, 4), strict=True))
+        return places.get(case.op, 5)
+    call = call_of(case.op, case.timed.build(torch.bfloat16, "meta", None))
+    query = call.tensors[0]
+    assert query is not None
+    if query.shape[-2] == 1:
+        return 6
+    if query.shape[-1] > 64:
+        return 3
+    return int(call.mask is not None or call.key_lengths is not None)
+
+
+def bench_items() -> list[Item]:
+    cases = sorted(_CASES.values(), key=rank)
+    return [
+        {"op": case.op, "case": case.timed.name, "dtype": str(dtype)[6:], "gradients": gradients}
+        for dtype in on_device.DTYPES
+        for case in cases
+        for gradients in (False, True)
+    ]
+
+
+_FORWARD, _BACKWARD = ("attention_forward",), ("attention_backward_query", "attention_backward_key")
+_LONG = "(8,16,4096,4096,{}), {}"
+#: What tiles are tried on, and the functions of `config` that give them: forward, and backward.
+TUNED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("attention", _LONG.format(64, "no mask"), _FORWARD, _BACKWARD),
+    ("attention", _LONG.format(64, "causal"), _FORWARD, _BACKWARD),
+    ("attention", _LONG.format(64, "documents"), _FORWARD, _BACKWARD),
+    ("attention", _LONG.format(64, "key lengths"), _FORWARD, _BACKWARD),
+    (
+        "add_layer_norm",
+        "65536x1024, dropout 0.1",
+        ("layer_norm_forward",),
+        ("layer_norm_backward",),
+    ),
+    ("attention", _LONG.format(128, "no mask"), _FORWARD, _BACKWARD),
+    ("attention", _LONG.format(128, "causal"), _FORWARD, _BACKWARD),
+    ("feed_forward", "8192x1024x4096, relu", ("matmul",), ("matmul",)),
+    ("cross_entropy", "8192x32000", ("cross_entropy",), ("cross_entropy",)),
+    ("attention", "(32,16,1,4096,64), key lengths", ("attention_decode",), ()),
+    ("attention", "(1,16,1,4096,64), key lengths", ("attention_decode",), ()),
+)
+
+
+def tune_items() -> list[Item]:
+    """Every tile that is worth a try, in bfloat16; what there is now comes first, as None."""
+    from transformer_fast.backends.triton import config
+
+    items = []
+    for op, name, forward, backward in TUNED:
+        first = _CASES[op, name].timed.build(torch.bfloat16, "meta", None)[0]
+        for function, gradients in (*((f, False) for f in forward), *((f, True) for f in backward)):
+            known: Item = {"op": op, "case": name, "dtype": "bfloat16", "gradients": gradients}
+            known["function"] = function
+            tiles = config.alternatives(function, True, first.shape[-1])
+            items += [{**known, "tile": tile} for tile in (None, *tiles)]
+    return items
+
+
+def _env(session: Session) -> None:
+    session.do("env", [[{}]], 1)
+
+
+def _warm(session: Session) -> None:
+    items: list[Item] = [{"library": "_C_cuda"}]
+    if importlib.util.find_spec("triton") is not None:
+        from transformer_fast.backends.triton import compile_cases
+
+        items += [{"compiled": case.name} for case in compile_cases.cases()]
+    session.do("warm", _dealt(items, session.jobs), session.jobs)
+
+
+def _smoke(session: Session) -> None:
+    session.do("smoke", _checks(first_and_last=True), session.jobs)
+
+
+def _parity(session: Session) -> None:
+    session.do("parity", _checks(first_and_last=False), session.jobs)
+
+
+def _bench(session: Session) -> None:
+    session.do("bench", [bench_items()], 1)
+
+
+def _tune(session: Session) -> None:
+    """First all are compiled and checked, by many processes; then one takes the time of the right."""
+    now = time.monotonic()
+    half = now + 0.5 * (session.until - now)
+    items = tune_items()
+    tried = session.do("tune", _dealt(items, session.jobs), session.jobs, half)
+    right = [item for item in tried if item.get("result") == "right"]
+    timed: dict[str, Item] = {}
+    for item in items:
+        mine = {k: v for k, v in item.items() if k != "tile"}
+        tiles = timed.setdefault(json.dumps(mine), {**mine, "tiles": []})["tiles"]
+        if any(all(one[k] == v for k, v in item.items()) for one in right):
+            tiles.append(item["tile"])
+    session.do("tune", [[item for item in timed.values() if len(item["tiles"]) > 1]], 1)
+
+
+_PLANS: dict[str, Callable[[Session], None]] = dict(
+    zip(STAGES, (_env, _warm, _smoke, _parity, _bench, _tune), strict=True)
+)
+
+
+# What a process does with its share.
+
+
+def _asked(*command: str) -> str | None:
+    """What another program prints, or None if it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def environment(item: Item, device: torch.device, clocks: Clocks) -> Item:
+    found: Item = machine.describe(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= proof.machine_of(device)._asdict()
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory"] = properties.total_memory
+        found["l2"] = properties.L2_cache_size
+        found["cudnn"] = torch.backends.cudnn.version()
+    fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
+    found["nvidia-smi"] = _asked("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
+    found["nvcc"] = (_asked("nvcc", "--version") or "").splitlines()[-1:]
+    found["peers"] = peers.versions([flex_attention, liger])
+    return found
+
+
+def compile_share(item: Item, device: torch.device, clocks: Clocks) -> Any:
+    if "library" in item:
+        return _native.cuda_why_not or "loaded"
+    from transformer_fast.backends.triton import compile_cases, config
+
+    case = next(one for one in compile_cases.cases() if one.name == item["compiled"])
+    return f"{compile_cases.warm(case, config.architecture(device))} kernels"
+
+
+def _kernel(op: str, backend: str) -> Kernel:
+    return next(kernel for kernel in dispatch.kernels(op) if kernel.backend == backend)
+
+
+def check(item: Item, device: torch.device, clocks: Clocks) -> dict[str, str]:
+    """Of the forward pass and of the gradients: "right", "refused: ..." or "wrong: ..."."""
+    op, dtype = item["op"], getattr(torch, item["dtype"])
+    case, kernel = _CASES[op, item["case"]], _kernel(op, item["backend"])
+    found = {}
+    for name, gradients in (("forward", False), ("gradients", True)):
+        drawn = case.checked.build(dtype, device, torch.Generator().manual_seed(0))
+        with torch.set_grad_enabled(gradients):
+            call = call_of(op, require_grad(op, drawn) if gradients else drawn)
+            reasons = dispatch.why_not(kernel, call)
+        if reasons:
+            found[name] = f"refused: {'; '.join(reasons)}"
+        else:
+            wrong = on_device.wrong(case, kernel, dtype, gradients, device)
+            found[name] = "right" if wrong is None else f"wrong: {wrong}"
+    return found
+
+
+_SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def _by_sdpa(backend: SDPBackend) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        with sdpa_kernel(backend):
+            return torch_ops.attention(*arguments)
+
+    return run
+
+
+def contenders(op: str, arguments: tuple[Any, ...], call: dispatch.Call) -> Item:
+    """By name what does the work, or a sentence why it cannot; ours first."""
+    found: Item = {}
+    for kernel in dispatch.kernels(op):
+        if kernel.backend in BACKENDS:
+            reasons = dispatch.why_not(kernel, call)
+            found[kernel.backend] = "; ".join(reasons) if reasons else kernel.run
+    found |= on_device.torchs(op, call)
+    if op == "attention" and not torch_ops.why_not(call.dropout_p):
+        found |= {name: _by_sdpa(backend) for name, backend in _SDPA.items()}
+    others: list[tuple[str, Any, tuple[bool, ...]]] = []
+    # It compiles for long, and half types are alike.
+    if op == "attention" and arguments[0].dtype == torch.bfloat16:
+        others.append(("FlexAttention, mask known", flex_attention, (True,)))
+        others.append(("FlexAttention, mask new", flex_attention, (False,)))
+    if op == "layer_norm":
+        others.append(("Liger", liger, ()))
+    for name, peer, options in others:
+        for offered in peers.contenders([peer], "op", op, arguments, *options):
+            found[name] = offered.run or offered.reason
+    return found
+
+
+def bench(item: Item, device: torch.device, clocks: Clocks) -> Item:
+    """Samples of each contender by each clock, in seconds, or why it has none."""
+    op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
+    case = _CASES[op, item["case"]]
+    torch.compiler.reset()  # each case is compiled for itself, and there is a limit
+    generator = torch.Generator(device).manual_seed(1)
+    inputs = list(on_device.timed_inputs(case, dtype, gradients, device, generator))
+    with torch.set_grad_enabled(gradients):
+        call = call_of(op, inputs[0])
+        rivals = contenders(op, inputs[0], call)
+    found: Item = {}
+    calls: dict[str, on_device.Call] = {}
+    for name, run in rivals.items():
+        if isinstance(run, str):
+            found[name] = {"why_not": run}
+            continue
+        try:
+            parity = on_device.parity_of(case, run, dtype, gradients, device)
+            if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
+                found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}
+                continue
+            work = on_device.on_each(inputs, BothWays(op, run) if gradients else run)
+            with torch.no_grad():
+                work(0)
+        except Exception as error:
+            found[name] = {"why_not": on_device.problem_of(error)}
+            continue
+        calls[name], found[name] = work, {}
+    with torch.no_grad():
+        for clock, take in clocks.items():
+            for name, samples in on_device.in_turn(calls, len(inputs), take).items():
+                found[name][clock] = [float(f"{sample:.5g}") for sample in samples]
+    return found
+
+
+def tune(item: Item, device: torch.device, clocks: Clocks) -> Any:
+    """Of one tile whether it is right; of several the seconds of each, by the device's clock."""
+    from transformer_fast.backends.triton import config
+
+    op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
+    case, kernel = _CASES[op, item["case"]], _kernel(op, "triton")
+    generator = torch.Generator(device).manual_seed(1)
+    drawn = on_device.timed_inputs(case, dtype, gradients, device, generator)
+    work = BothWays(op, kernel.run) if gradients else kernel.run
+
+    def using(tile: Sequence[int] | None) -> Any:
+        return nullcontext() if tile is None else config.use_tile(item["function"], tile)
+
+    def run(tile: Any, *arguments: Any) -> None:
+        with torch.no_grad(), using(tile):
+            work(*arguments)
+
+    if "tiles" not in item:
+        with using(item["tile"]):
+            wrong = on_device.wrong(case, kernel, dtype, gradients, device)
+        if wrong is None:
+            run(item["tile"], *next(drawn))
+        return "right" if wrong is None else f"wrong: {wrong}"
+    inputs = list(drawn)
+    calls = {
+        json.dumps(tile): on_device.on_each(inputs, lambda *given, tile=tile: run(tile, *given))
+        for tile in item["tiles"]
+    }
+    samples = on_device.in_turn(calls, len(inputs), clocks["device"])
+    times = {tile: median(taken) for tile, taken in samples.items()}
+    return dict(sorted(times.items(), key=lambda entry: entry[1]))
+
+
+WORK: dict[str, Callable[[Item, torch.device, Clocks], Any]] = dict(
+    zip(STAGES, (environment, compile_share, check, check, bench, tune), strict=True)
+)
+
+
+def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
+    """A line of JSON for each; nothing else gets to standard output."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    clocks = {"device": on_device.DeviceClock(device), "host": on_device.HostClock(device)}
+    warnings.simplefilter("ignore")
+    for item in items:
+        broken = False
+        try:
+            line = {"result": WORK[stage](item, device, clocks)}
+        except Exception as error:
+            line = {"problem": on_device.problem_of(error)}
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:  # After an illegal access nothing else runs in this process.
+            line, broken = {"problem": on_device.problem_of(error)}, True
+        print(json.dumps(line), file=lines, flush=True)
+        if broken:
+            return 1
+    return 0
+
+
+# The command.
+
+
+def _problems(stage: str, entries: Iterable[Item]) -> list[str]:
+    """What went wrong with one of ours, a sentence each. A tile that is not right is only no tile."""
+    found = []
+    for entry in entries:
+        what = ", ".join(
+            str(v) for k, v in entry.items() if k not in ("result", "problem", "tiles")
+        )
+        if "problem" in entry:
+            told = [entry["problem"]]
+        elif stage in ("smoke", "parity"):
+            told = [v for v in entry["result"].values() if v.startswith("wrong")]
+        elif stage == "bench":
+            told = [v["why_not"] for v in entry["result"].values() if v.get("wrong")]
+        else:
+            told = []
+        found += [f"{stage}, {what}: {one}" for one in told]
+    return found
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="which; none: all of them")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="for all of it (1500)")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the file (gpu.json)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time, unless timed"
+    )
+    # What the command starts itself with.
+    parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if all that ran was right, 1 if not, 2 without a GPU."""
+    if (why := on_device.why_no_gpu("benchmarks.gpu")) is not None:
+        print(why, file=sys.stderr)
+        return 2
+    if options.alone:
+        stage, items = options.alone
+        return alone(stage, json.loads(items), torch.device("cuda", torch.cuda.current_device()))
+    session = Session(options.seconds, options.json, options.jobs)
+    console = output()
+    problems: list[str] = []
+    with progress() as bar:
+        for stage in STAGES:
+            if stage not in (options.stages or STAGES):
+                continue
+            task = bar.add_task(stage, total=None)
+            start = time.monotonic()
+            session.begin(stage)
+            _PLANS[stage](session)
+            bar.remove_task(task)
+            found = session.stages[stage]
+            problems += _problems(stage, found["results"])
+            console.print(
+                f"{stage}: {len(found['results'])} results, {len(found['skipped'])} skipped, "
+                f"{time.monotonic() - start:.0f} seconds",
+                highlight=False,
+            )
+    if problems:
+        console.print("\n[bold]Wrong, or ended too early[/]")
+        bullets(console, problems)
+    console.print(f"\nAll of it is in {options.json}", highlight=False)
+    return 1 if problems else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _arguments()
+    options = parser.parse_args(arguments)
+    if unknown := [stage for stage in options.stages if stage not in STAGES]:
+        parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
+    if options.seconds <= 0 or options.jobs < 1:
+        parser.error("--seconds and --jobs must be above 0")
+    return until_interrupted(run, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
