@@ -87,11 +87,10 @@ inline void run_linear(const TypedLinearArgs& args) {
   });
 }
 
-// Whether a product of m rows reads the weight as it is: where there are instructions that widen
-// float16. bfloat16 is packed as it is, and in pairs, which its instructions want.
+// Whether a product of m rows reads the weight as it is.
 inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
-  return !packed && m <= kMostDirectRows && weight.scalar_type() == ScalarType::Half &&
-         current_isa() != Isa::baseline && (weight.size(1) <= 1 || weight.stride(1) == 1);
+  return !packed && m <= direct_rows(element_of(weight)) &&
+         (weight.size(1) <= 1 || weight.stride(1) == 1);
 }
 
 // By rows of W from `row` on, as they are.

@@ -9,6 +9,8 @@
 // and a caller compiled once writes TF_DISPATCH(layer_norm_rows, input, output, rows).
 #pragma once
 
+#include "cpu/element.h"
+
 namespace tf {
 
 enum class Isa { baseline, avx2, avx512, avx512_bf16, amx };
@@ -39,6 +41,9 @@ bool packs_pieces(long rows);
 // Whether those with a weight do that is packed in fp32. Reading it is most of their work, and it
 // is split as it is read.
 bool splits_panels(long rows);
+
+// Up to how many rows a product reads a weight as it is, in which case no packed copy is kept.
+long direct_rows(Element type);
 
 // What CPUID and the operating system say, feature by feature.
 struct CpuFeatures {

@@ -6,54 +6,120 @@
 namespace tf::TF_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kDirectColumns = 4;  // 16 accumulators of 32 registers
-#else
-constexpr int kDirectColumns = 2;  // 8 of 16
+// How elements are multiplied where they lie: kDepth of a row at once, added up in the lanes.
+template <class T>
+struct InPlace {
+  using Operand = Vec;
+  static constexpr long kDepth = kLanes;
+  TF_INLINE static Operand read(const T* from) { return load(from); }
+  TF_INLINE static Operand read_n(const T* from, long n) { return load_n(from, n); }
+  TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) { return fma(a, b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// vdpbf16ps takes pairs of adjacent k, and these lie side by side.
+template <>
+struct InPlace<BFloat16> {
+  using Operand = __m512bh;
+  static constexpr long kDepth = 2 * kLanes;
+  TF_INLINE static Operand read(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  TF_INLINE static Operand read_n(const BFloat16* from, long n) {
+    return (__m512bh)load_values(from, n);
+  }
+  TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) {
+    return _mm512_dpbf16_ps(sum, a, b);
+  }
+};
 #endif
 
+// to[j] = the sum of x[j]'s lanes.
+template <int kCount>
+TF_INLINE void store_sums(const Vec* x, float* to) {
+#if defined(__AVX512F__)
+  if constexpr (kCount % 4 == 0) {
+    // Transposed, four at a time: half the instructions.
+    TF_UNROLL for (int j = 0; j < kCount; j += 4) {
+      const auto pair_sums = [](Vec a, Vec b) {
+        return _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+      };
+      const __m512d a = pair_sums(x[j], x[j + 1]), b = pair_sums(x[j + 2], x[j + 3]);
+      const Vec four =
+          _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+      const __m256 two = _mm512_castps512_ps256(four) + _mm512_extractf32x8_ps(four, 1);
+      _mm_storeu_ps(to + j, _mm256_castps256_ps128(two) + _mm256_extractf128_ps(two, 1));
+    }
+    return;
+  }
+#endif
+  TF_UNROLL for (int j = 0; j < kCount; ++j) to[j] = reduce_add(x[j]);
+}
+
+// Rows of x that are multiplied at once.
+constexpr long kDirectRows = 4;
+
 // kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
-template <int kRows, int kColumns>
-void dot_products(const TypedLinearArgs& args, const Float16* w, long stride, float* sums) {
+template <class T, int kRows, int kColumns>
+void dot_products(const TypedLinearArgs& args, const T* x, const T* w, long stride, float* sums) {
+  using P = InPlace<T>;
   Vec sum[kRows][kColumns];
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
       zero();
-  const auto* x = static_cast<const Float16*>(args.x);
   const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
-    Vec b[kColumns];
+    typename P::Operand b[kColumns];
     TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * stride + p);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
-      const Vec a = read(x + i * args.x_stride + p);
-      TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = fma(a, b[j], sum[i][j]);
+      const auto a = read(x + i * args.x_stride + p);
+      TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = P::add_products(sum[i][j], a, b[j]);
     }
   };
   long p = 0;
-  for (; p + kLanes <= args.k; p += kLanes) {
+  for (; p + P::kDepth <= args.k; p += P::kDepth) {
     // These rows are read in turn; those after them come next.
     TF_UNROLL for (int j = 0; j < kColumns; ++j)
         _mm_prefetch(reinterpret_cast<const char*>(w + (j + kColumns) * stride + p), _MM_HINT_T1);
-    step(p, [](const Float16* from) { return load(from); });
+    step(p, [](const T* from) { return P::read(from); });
   }
-  if (p < args.k) step(p, [&](const Float16* from) { return load_n(from, args.k - p); });
-  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j)
-      sums[i * kPanel + j] = reduce_add(sum[i][j]);
+  if (p < args.k) step(p, [&](const T* from) { return P::read_n(from, args.k - p); });
+  TF_UNROLL for (int i = 0; i < kRows; ++i) store_sums<kColumns>(sum[i], sums + i * kPanel);
 }
 
-template <int kRows>
+// All rows of x times kColumns rows of W.
+template <class T, int kColumns>
+void direct_columns(const TypedLinearArgs& args, const T* w, long stride, float* sums) {
+  constexpr decltype(&dot_products<T, 1, kColumns>) kByRows[kDirectRows] = {
+      dot_products<T, 1, kColumns>, dot_products<T, 2, kColumns>, dot_products<T, 3, kColumns>,
+      dot_products<T, 4, kColumns>};
+  const auto* x = static_cast<const T*>(args.x);
+  for (long i = 0; i < args.m; i += kDirectRows)
+    kByRows[least(args.m - i, kDirectRows) - 1](args, x + i * args.x_stride, w, stride,
+                                                sums + i * kPanel);
+}
+
+template <class T, int kColumns>
 void direct(const TypedLinearArgs& args, long stride, long begin, long end) {
-  const RowEnds<Float16> row_ends(args, 0);
-  float sums[kRows * kPanel] = {};
+  const RowEnds<T> row_ends(args, 0);
+  float sums[kMostDirectRows * kPanel] = {};
   for (long p = begin; p < end; ++p) {
     const long columns = least(kPanel, args.n - p * kPanel);
-    const auto* w = static_cast<const Float16*>(args.packed) + p * kPanel * stride;
+    const auto* w = static_cast<const T*>(args.packed) + p * kPanel * stride;
     long j = 0;
-    for (; j + kDirectColumns <= columns; j += kDirectColumns)
-      dot_products<kRows, kDirectColumns>(args, w + j * stride, stride, sums + j);
-    for (; j < columns; ++j) dot_products<kRows, 1>(args, w + j * stride, stride, sums + j);
-    const Ends<Float16> ends = row_ends.of_panel(p);
-    for (int i = 0; i < kRows; ++i)
+    for (; j + kColumns <= columns; j += kColumns)
+      direct_columns<T, kColumns>(args, w + j * stride, stride, sums + j);
+    for (; j < columns; ++j) direct_columns<T, 1>(args, w + j * stride, stride, sums + j);
+    const Ends<T> ends = row_ends.of_panel(p);
+    for (long i = 0; i < args.m; ++i)
       row_ends.finish_sound(ends, i, p, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
   }
+}
+
+// Accumulators: up to 16 of 32 registers, or 8 of 16.
+template <class T>
+void direct(const TypedLinearArgs& args, long stride, long begin, long end) {
+#if defined(__AVX512F__)
+  (args.m <= 2 ? direct<T, 8> : direct<T, 4>)(args, stride, begin, end);
+#else
+  direct<T, 2>(args, stride, begin, end);
+#endif
 }
 
 }  // namespace
@@ -92,9 +158,8 @@ void half_linear_block(const TypedLinearArgs& args, long row_begin, long row_end
 
 void half_linear_direct(const TypedLinearArgs& args, long weight_stride, long panel_begin,
                         long panel_end) {
-  static_assert(kMostDirectRows == 4);
-  constexpr decltype(&direct<1>) kByRows[] = {direct<1>, direct<2>, direct<3>, direct<4>};
-  kByRows[args.m - 1](args, weight_stride, panel_begin, panel_end);
+  (args.type == Element::bfloat16 ? direct<BFloat16> : direct<Float16>)(args, weight_stride,
+                                                                        panel_begin, panel_end);
 }
 
 }  // namespace tf::TF_ISA

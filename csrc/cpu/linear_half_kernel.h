@@ -27,9 +27,8 @@ TF_KERNEL_AMX(void half_linear_block(const TypedLinearArgs& args, long row_begin
                                      long panel_begin, long panel_end, void* scratch))
 
 // Panels [panel_begin, panel_end) of y from W as it is, rows weight_stride apart, which is in the
-// place of packed: of float16, whose panels are of fp32 and so twice as long to read, and for 1 to
-// kMostDirectRows rows.
-constexpr long kMostDirectRows = 4;
+// place of packed: for 1 to kMostDirectRows rows.
+constexpr long kMostDirectRows = 8;
 TF_KERNEL_AMX(void half_linear_direct(const TypedLinearArgs& args, long weight_stride,
                                       long panel_begin, long panel_end))
 

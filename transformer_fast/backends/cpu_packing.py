@@ -85,19 +85,16 @@ _MOST_REFUSED = 4096
 #: The time: how often copies were asked for.
 _clock = itertools.count(1)
 
-#: Products of so few rows read weights as they are just as fast, but for bfloat16.
-FEW_ROWS = 4
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def _is_direct(dtype: torch.dtype, rows: int) -> bool:
-    """Whether a product reads the weight as it is: ``is_direct`` in ``csrc/cpu``."""
-    if rows > FEW_ROWS or dtype == torch.bfloat16:
-        return False
+    """Whether so few rows are multiplied that reading the weight as it is takes no longer."""
     assert _native.module is not None  # or no kernel would ask
-    return dtype == torch.float32 or _native.module.isa() != "baseline"
+    return rows <= _native.module.direct_rows(_NAMES[dtype])  # type: ignore[no-any-return]
 
 
-def packed_weight(weight: Tensor, rows: int = FEW_ROWS + 1) -> Tensor | None:
+def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     """The packed copy of a parameter for products of so many rows.
 
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
