@@ -11,11 +11,12 @@ import torch.nn.functional as TF
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import functional as F
-from transformer_fast import nn, strict, use_backend
+from transformer_fast import nn, reference, strict, use_backend
 from transformer_fast.dispatch import kernels
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
-from transformer_fast.testing import check, check_gradients, gradients
+from transformer_fast.testing import check, check_gradients, gradients, nan_memory, promote
+from transformer_fast.testing.gradients import GradientTruth
 
 #: The package has a function of this name.
 reference_cross_entropy = importlib.import_module("transformer_fast.reference.cross_entropy")
@@ -282,6 +283,58 @@ def test_all_logits_are_never_in_memory(monkeypatch, at_once, backend, dtype):
         gradients("linear_cross_entropy", run, arguments)
     assert seen.elements <= 2 * at_once * classes
     check_gradients("linear_cross_entropy", run, arguments)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_losses_that_are_added_up(monkeypatch, backend, dtype, isa):
+    """They are worked out with the losses; where a loss counts for more than others, once more."""
+    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+    x, weight, bias = draw.normal(333, 37), draw.weight(301, 37), draw.normal(301)
+    target = torch.randint(0, 301, (333,))
+    arguments = (x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1)
+    op = "linear_cross_entropy"
+    (kernel,) = (k for k in kernels(op) if k.backend == backend)
+    if kernel.unavailable is not None:
+        pytest.skip(kernel.unavailable)
+
+    def run(*arguments):
+        with monkeypatch.context() as patch, nan_memory():
+            patch.setattr(reference_cross_entropy, "MOST_LOGITS", 96 * 301)
+            return kernel.run(*arguments, True)
+
+    def total(run):
+        return lambda *arguments: run(*arguments).sum()
+
+    expected, true = (
+        gradients(op, total(reference.linear_cross_entropy), given)
+        for given in (arguments, promote(arguments))
+    )
+    truth = GradientTruth(expected, true, dict.fromkeys(true, 0.0))
+    check_gradients(op, total(run), arguments, truth=truth)
+    check_gradients(op, run, arguments)
+    found = gradients(op, total(run), arguments)
+    for name, gradient in gradients(op, total(run), arguments).items():
+        assert torch.equal(gradient, found[name])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
+    """As PyTorch has it, whose mean of no losses is NaN; nor where the loss has an infinite one."""
+    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 1)
+    x, weight = torch.randn(200, 8).to(dtype).requires_grad_(), torch.randn(9, 8).to(dtype)
+    weight.requires_grad_()
+    loss = F.linear_cross_entropy(x, weight, torch.full((200,), -100), backend=backend)
+    assert loss.isnan()
+    for gradient in torch.autograd.grad(loss, (x, weight)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+    target = torch.arange(200) % 9
+    target[70:90] = -100
+    loss = F.linear_cross_entropy(x, weight, target, backend=backend)
+    (gradient,) = torch.autograd.grad(loss, x, torch.tensor(math.inf, dtype=dtype))
+    assert torch.equal(gradient[70:90], torch.zeros_like(gradient[70:90]))
+    assert not gradient[:70].isfinite().any()
 
 
 def test_parts_can_be_differentiated_twice(monkeypatch):

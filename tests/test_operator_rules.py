@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -165,6 +166,25 @@ def test_costs_of_the_loss():
     assert _flops(call) == one
     # Logits are worked out again, for the gradients of both.
     assert _flops(lambda: call().backward()) == one + 3 * one
+
+
+@needs_native
+def test_costs_of_the_loss_in_parts(monkeypatch):
+    """Half types' gradients are worked out with the losses if these are added up."""
+    rules = importlib.import_module("transformer_fast.reference.cross_entropy")
+    monkeypatch.setattr(rules, "MOST_LOGITS", 1)
+    x = torch.randn(200, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 16, dtype=torch.bfloat16, requires_grad=True)
+    one = 2 * 200 * 16 * 30
+
+    def call(**options) -> torch.Tensor:
+        target = torch.arange(200) % 30
+        return functional.linear_cross_entropy(x, weight, target, backend="cpu", **options)
+
+    assert _flops(lambda: call().backward()) == 3 * one
+    assert _flops(lambda: call(reduction="none").square().sum().backward()) == 4 * one
+    with torch.no_grad():
+        assert _flops(call) == one
 
 
 @needs_native

@@ -30,14 +30,6 @@ void* column_panels(Element type, int64_t m, int64_t k, int slot) {
   return bytes_of(shared_scratch(slot), TF_DISPATCH(half_packed_bytes, type, k, m) + kTail);
 }
 
-const void* column_panels_of(const Tensor& weight, int slot) {
-  const HalfRows w = half_rows(weight);
-  const Element type = element_of(weight);
-  void* place = column_panels(type, weight.size(0), weight.size(1), slot);
-  pack_columns(type, w.data, w.stride, weight.size(0), weight.size(1), place);
-  return place;
-}
-
 // Panels take as much memory as their rows do, or, where products are of fp32, twice as much.
 int64_t part_rows(int64_t columns) { return weight_gradient_part(int64_t{8} << 20, columns); }
 
@@ -78,6 +70,23 @@ void run_weight_gradient(const HalfWeightGradientArgs& args) {
 
 }  // namespace
 
+const void* column_panels_of(const Tensor& weight, int slot) {
+  const HalfRows w = half_rows(weight);
+  const Element type = element_of(weight);
+  void* place = column_panels(type, weight.size(0), weight.size(1), slot);
+  pack_columns(type, w.data, w.stride, weight.size(0), weight.size(1), place);
+  return place;
+}
+
+void run_weight_gradient(HalfWeightGradientArgs args, const void* x, int64_t x_stride, int slot) {
+  if (args.grad_weight != nullptr && args.k > 0) {
+    void* panels = column_panels(args.type, args.m, args.k, slot);
+    pack_columns(args.type, x, x_stride, args.m, args.k, panels);
+    args.panels = panels;
+  }
+  run_weight_gradient(args);
+}
+
 void linear_gradients(LinearGradients& call) {
   const int64_t m = call.m, n = call.n, k = call.k;
   const Element type = element_of(call.input);
@@ -101,12 +110,7 @@ void linear_gradients(LinearGradients& call) {
     args.grad = at(call.dy, begin * call.dy_stride);
     args.first = begin == 0;
     args.last = begin + args.m == m;
-    if (call.want_weight && k > 0) {
-      void* panels = column_panels(type, args.m, k, 2);
-      pack_columns(type, at(x.data, begin * x.stride), x.stride, args.m, k, panels);
-      args.panels = panels;
-    }
-    run_weight_gradient(args);
+    run_weight_gradient(args, at(x.data, begin * x.stride), x.stride, 2);
   }
 }
 
@@ -168,14 +172,7 @@ void feed_forward_gradients(FeedForwardGradients& call) {
                     bytes_of(kernel_scratch(), scratch));
       });
     }
-    if (first) {
-      if (wants[1] && k > 0) {
-        void* panels = column_panels(type, count, k, 4);
-        pack_columns(type, at(x.data, begin * x.stride), x.stride, count, k, panels);
-        sums1.panels = panels;
-      }
-      run_weight_gradient(sums1);
-    }
+    if (first) run_weight_gradient(sums1, at(x.data, begin * x.stride), x.stride, 4);
     if (wants[3] || wants[4]) run_weight_gradient(sums2);
   }
 }

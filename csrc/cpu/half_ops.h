@@ -15,6 +15,7 @@
 namespace tf {
 
 struct HalfFeedForwardArgs;
+struct HalfWeightGradientArgs;
 
 inline bool is_half(const torch::stable::Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -63,6 +64,11 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
               int64_t activation, Tensor* preactivation = nullptr);
 void linear_gradients(LinearGradients& call);
+// A weight in panels of its columns, in shared scratch `slot`, so that run_linear() multiplies by W
+// instead of W^T.
+const void* column_panels_of(const Tensor& weight, int slot);
+// Rows of args.grad with rows x of X (x_stride apart), whose panels go to shared scratch `slot`.
+void run_weight_gradient(HalfWeightGradientArgs args, const void* x, int64_t x_stride, int slot);
 
 Tensor feed_forward(const Tensor& input, const Tensor& weight1,
                     const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,

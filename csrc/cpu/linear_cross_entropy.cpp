@@ -1,13 +1,18 @@
-// The operators cpu_linear_cross_entropy and cpu_linear_cross_entropy_backward: cross entropy of
-// x W^T + b. The logits of a vocabulary are far larger than all else in a step of training, and
-// fresh pages for them cost more than their arithmetic. So they are worked out for some rows and
-// classes at a time, in scratch; the backward works them out again.
+// Cross entropy of x W^T + b. The logits of a vocabulary are far larger than all else in a step of
+// training, and fresh pages for them cost more than their arithmetic. So they are worked out in
+// scratch, a part at a time.
+// cpu_linear_cross_entropy and cpu_linear_cross_entropy_backward, of fp32: some rows and classes at
+// a time; the backward works the logits out again.
+// cpu_linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
+// gradient in place, so that losses and gradients together take three products.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <tuple>
 
 #include "cpu/cross_entropy_host.h"
+#include "cpu/half_host.h"
+#include "cpu/linear_backward_half_kernel.h"
 #include "cpu/linear_backward_host.h"
 
 namespace tf {
@@ -146,6 +151,89 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
   return {grad_input, grad_weight, grad_bias};
 }
 
+// The losses, and the gradients of sum over rows of grad (1 without it) * loss: of input in its
+// dtype, of weight and bias in fp32. What is not wanted comes back empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
+    std::optional<Tensor> grad, Tensor input, Tensor weight, std::optional<Tensor> bias,
+    Tensor target, int64_t part_rows, int64_t ignored, double smoothing, bool want_input,
+    bool want_weight, bool want_bias) {
+  const char* op = "linear_cross_entropy_gradients";
+  STD_TORCH_CHECK(input.is_cpu() && is_half(input) && input.dim() == 2, op,
+                  ": input must be (rows, inputs), bfloat16 or float16, and on the CPU");
+  check_weight(op, "weight", weight, input.size(1), bias, input.scalar_type());
+  STD_TORCH_CHECK(part_rows > 0, op, ": part_rows must be positive");
+  const int64_t rows = input.size(0), n = weight.size(0), k = weight.size(1);
+  target = checked_target(op, target, rows, n, ignored);
+  if (grad) {
+    check_float(op, "grad", *grad);
+    STD_TORCH_CHECK(grad->dim() == 1 && grad->size(0) == rows, op, ": grad must be (", rows, ")");
+    grad = as_contiguous(*grad);
+  }
+  bias = as_contiguous(bias);
+  Tensor losses = fresh_float(input, {rows});
+  Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
+  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh_float(weight, {0});
+  Tensor grad_bias = fresh_float(weight, {want_bias ? n : 0});
+  if (rows == 0 || n == 0) {
+    for (Tensor* tensor : {&losses, &grad_input, &grad_weight, &grad_bias})
+      torch::stable::zero_(*tensor);
+    return {losses, grad_input, grad_weight, grad_bias};
+  }
+  const Element type = element_of(input);
+  const half::HalfRows x = half::half_rows(input);
+  const void* panels = half::panels_of(weight, std::nullopt, 0);
+  const bool through = want_input && k > 0, sums = want_weight || want_bias;
+  const void* columns = through ? half::column_panels_of(weight, 1) : nullptr;
+  // The kernel is given no last part, so that it rounds nothing: the sums are the result.
+  HalfWeightGradientArgs gradient{};
+  gradient.type = type;
+  gradient.sums = floats_if(want_weight, grad_weight);
+  gradient.bias_sums = floats_if(want_bias, grad_bias);
+  gradient.grad_weight = gradient.sums;
+  gradient.grad_bias = gradient.bias_sums;
+  gradient.n = gradient.grad_stride = n;
+  gradient.k = k;
+
+  // Parts of about as many rows each.
+  const int64_t parts = (rows + part_rows - 1) / part_rows;
+  const int64_t most = (rows + parts - 1) / parts;
+  CrossEntropyRows so_far(most);
+  std::vector<float> ones(grad ? 0 : most, 1.0f), known(2 * most);
+  void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * most * n);
+  for (int64_t row = 0; row < rows; row += most) {
+    const int64_t m = std::min(most, rows - row);
+    const auto* x_rows = static_cast<const uint16_t*>(x.data) + row * x.stride;
+    half::run_linear(
+        {type, x_rows, panels, half::data_of(bias), nullptr, logits, m, k, n, x.stride, 0, n, 0});
+    CrossEntropyArgs args{};
+    args.type = type;
+    args.logits = logits;
+    args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
+    args.stride = args.columns = args.classes = n;
+    args.ignored = ignored;
+    args.smoothing = static_cast<float>(smoothing);
+    so_far.set(args);
+    run_cross_entropy(args, m);
+    CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
+                             known.data(), known.data() + m);
+    if (!through && !sums) continue;
+    const float* scale =
+        grad ? static_cast<const float*>(grad->const_data_ptr()) + row : ones.data();
+    run_cross_entropy_gradient({args, known.data(), known.data() + m, scale, logits, n}, m);
+    if (through)
+      half::run_linear({type, logits, columns, nullptr, nullptr,
+                        static_cast<uint16_t*>(grad_input.mutable_data_ptr()) + row * k, m, n, k, n,
+                        k, k, 0});
+    if (!sums) continue;
+    gradient.grad = logits;
+    gradient.m = m;
+    gradient.first = row == 0;
+    half::run_weight_gradient(gradient, x_rows, x.stride, kSumsSlot);
+  }
+  trim_shared_scratch();
+  return {losses, grad_input, grad_weight, grad_bias};
+}
+
 }  // namespace
 }  // namespace tf
 
@@ -158,9 +246,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "Tensor target, Tensor known, int ignore_index, float label_smoothing, bool want_input, "
       "bool want_weight, bool want_bias) -> (Tensor grad_input, Tensor grad_weight, "
       "Tensor grad_bias)");
+  m.def(
+      "cpu_linear_cross_entropy_gradients(Tensor? grad, Tensor input, Tensor weight, Tensor? bias, "
+      "Tensor target, int part_rows, int ignore_index, float label_smoothing, bool want_input, "
+      "bool want_weight, bool want_bias) -> (Tensor losses, Tensor grad_input, "
+      "Tensor grad_weight, Tensor grad_bias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_linear_cross_entropy", TORCH_BOX(&tf::linear_cross_entropy));
   m.impl("cpu_linear_cross_entropy_backward", TORCH_BOX(&tf::linear_cross_entropy_backward));
+  m.impl("cpu_linear_cross_entropy_gradients", TORCH_BOX(&tf::linear_cross_entropy_gradients));
 }

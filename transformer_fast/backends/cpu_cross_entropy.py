@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _native, autograd
 from ..autograd import CrossEntropy, LinearCrossEntropy, needs_function
+from ..autograd.function import only
 from ..dispatch import kernels
 from ..reference import in_parts
 
@@ -31,8 +32,9 @@ def linear_cross_entropy(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
+    summed: bool = False,
 ) -> Tensor:
-    """Of fp32 the operator makes a part of the logits at a time, of half types this function."""
+    """An operator makes a part of the logits at a time."""
     if input.dtype != torch.float32:
         (own,) = (kernel for kernel in kernels("linear") if kernel.backend == "cpu")
 
@@ -40,7 +42,21 @@ def linear_cross_entropy(
             logits = own.run(x, w, b, None, None)
             return cross_entropy(logits, t, ignore_index, label_smoothing)
 
-        return in_parts(losses, input, weight, bias, target)
+        def gradients(
+            grad: Tensor | None,
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            target: Tensor,
+            rows: int,
+            wants: Sequence[bool],
+        ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+            result, *found = _ops.cpu_linear_cross_entropy_gradients(
+                grad, input, weight, bias, target, rows, ignore_index, label_smoothing, *wants
+            )
+            return (result, *only(wants, found))  # type: ignore[return-value]
+
+        return in_parts(losses, input, weight, bias, target, ignore_index, summed, gradients)
     if needs_function(input, weight, bias):
         return LinearCrossEntropy.apply(
             "cpu", input, weight, bias, target, ignore_index, label_smoothing
@@ -153,6 +169,29 @@ def _fake_linear_backward(
     )
 
 
+def _fake_linear_gradients(
+    grad: Tensor | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    part_rows: int,
+    ignore_index: int,
+    label_smoothing: float,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, inputs = input.shape
+    classes = weight.shape[0]
+    return (
+        input.new_empty((rows,), dtype=torch.float32),
+        input.new_empty((rows, inputs) if want_input else (0,)),
+        weight.new_empty((classes, inputs) if want_weight else (0,), dtype=torch.float32),
+        weight.new_empty((classes if want_bias else 0,), dtype=torch.float32),
+    )
+
+
 def _register() -> None:
     autograd.register("cross_entropy", "cpu", _forward, _backward)
     autograd.register("linear_cross_entropy", "cpu", _linear_forward, _linear_backward)
@@ -163,6 +202,7 @@ def _register() -> None:
         "cpu_cross_entropy_backward": _fake_backward,
         "cpu_linear_cross_entropy": _fake_linear_cross_entropy,
         "cpu_linear_cross_entropy_backward": _fake_linear_backward,
+        "cpu_linear_cross_entropy_gradients": _fake_linear_gradients,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"transformer_fast::{name}", fake)

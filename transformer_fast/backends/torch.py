@@ -172,11 +172,12 @@ def linear_cross_entropy(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
+    summed: bool = False,
 ) -> Tensor:
     def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
         return cross_entropy(F.linear(x, w, b), t, ignore_index, label_smoothing)
 
-    return reference.in_parts(losses, input, weight, bias, target)
+    return reference.in_parts(losses, input, weight, bias, target, ignore_index, summed)
 
 
 def _refuse_attention(call: Call) -> str | None:

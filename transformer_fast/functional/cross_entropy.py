@@ -229,9 +229,11 @@ def linear_cross_entropy(
 
     What `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13) computes, in which class weights,
     probabilities as target, weights of more than two dimensions and ``options`` are left to
-    PyTorch. The logits are made a part at a time, in the backward once more: at most 2^24 of them,
-    or those of 64 rows. Half types' are made as a whole in programs of torch.compile and, on all
-    backends but the CPU's fp32 kernel, under transforms of torch.func.
+    PyTorch. The logits are made a part at a time: at most 2^24 of them, or those of 64 rows. The
+    CPU's fp32 kernel makes them once more in the backward, and so do all with reduction "none"; else
+    the gradients are worked out with the losses, at the price of fp32 sums of the weight's size.
+    All logits are made at once in programs of torch.compile and under transforms of torch.func, but
+    for that kernel, and for second derivatives.
 
     Args:
         input: (in_features,) or (N, in_features).
@@ -273,6 +275,6 @@ def linear_cross_entropy(
         ignore_index=ignore_index, label_smoothing=label_smoothing,
     )  # fmt: skip
     *_, flat, ignored, _ = arguments
-    losses = select(call, backend).run(*arguments)
+    losses = select(call, backend).run(*arguments, reduction != "none")
     total = _reduce(losses, flat, ignored, reduction).to(_result_dtype(input))
     return total.view(target.shape) if reduction == "none" else total

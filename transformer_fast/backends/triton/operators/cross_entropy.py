@@ -105,6 +105,7 @@ def linear_cross_entropy(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
+    summed: bool = False,
 ) -> Tensor:
     """`linear`, then `cross_entropy`: the logits (N, V) are in memory as a whole, and so is their
     gradient in the backward."""
