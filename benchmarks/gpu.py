@@ -32,11 +32,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from rich.progress import Progress, TaskID
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_fast import _native, dispatch, proof
@@ -87,14 +89,19 @@ class Session:
         }
         self._lock = threading.Lock()
         self._stopped = False
+        self._planned = 0
+        #: Told how much of a stage is done, and of how much.
+        self.changed: Callable[[int, int], object] = lambda done, planned: None
 
     def _write(self, stage: str, kind: str, entries: Iterable[Item]) -> None:
         with self._lock:
             self.stages[stage][kind] += entries
             proof.write_whole(self.path, self._content)
+            self.changed(sum(map(len, self.stages[stage].values())), self._planned)
 
     def begin(self, stage: str) -> None:
         self.stages[stage] = {"results": [], "skipped": []}
+        self._planned = 0
         self._write(stage, "results", [])
 
     def do(
@@ -110,6 +117,7 @@ class Session:
         behind it.
         """
         until = self.until if until is None else until
+        self._planned += sum(map(len, groups))
         found: list[Item] = []
 
         def finish(group: Sequence[Item]) -> None:
@@ -506,6 +514,10 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def _show(bar: Progress, task: TaskID, done: int, planned: int) -> None:
+    bar.update(task, completed=done, total=planned)
+
+
 def run(options: argparse.Namespace) -> int:
     """0 if all that ran was right, 1 if not, 2 without a GPU."""
     if (why := on_device.why_no_gpu("benchmarks.gpu")) is not None:
@@ -521,7 +533,8 @@ def run(options: argparse.Namespace) -> int:
         for stage in STAGES:
             if stage not in (options.stages or STAGES):
                 continue
-            task = bar.add_task(stage, total=None)
+            task = bar.add_task(stage, total=0)
+            session.changed = partial(_show, bar, task)
             start = time.monotonic()
             session.begin(stage)
             _PLANS[stage](session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,12 +83,15 @@ def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkey
         monkeypatch.setitem(
             gpu._PLANS, stage, lambda s, stage=stage, items=items: s.do(stage, [items], 1)
         )
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, where there is a progress bar
     given = ["bench", "smoke", "env", "--json", str(tmp_path / "gpu.json")]
     assert gpu.main(given) == 1
     found = written(tmp_path)
     assert list(found) == ["env", "smoke", "bench"]
     assert found["env"]["results"][0]["result"] == {"gpu": "NVIDIA Test"}
-    text = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    text = " ".join(shown.out.split())
+    assert "1/1" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.err)
     assert "env: 1 results, 0 skipped" in text
     assert "wrong: error 7" in text
     assert "wrong: x" in text
