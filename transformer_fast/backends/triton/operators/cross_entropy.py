@@ -107,7 +107,10 @@ def linear_cross_entropy(
     label_smoothing: float,
     summed: bool = False,
 ) -> Tensor:
-    """`linear`, then `cross_entropy`: the logits (N, V) are in memory as a whole, and so is their
-    gradient in the backward."""
-    logits = linear(input, weight, bias, None, None)
-    return cross_entropy(logits, target, ignore_index, label_smoothing)
+    """`linear`, then `cross_entropy`, of as many rows at a time as `in_parts` says."""
+
+    def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
+        logits = linear(x, w, b, None, None)
+        return cross_entropy(logits, t, ignore_index, label_smoothing)
+
+    return reference.in_parts(losses, input, weight, bias, target)
