@@ -18,9 +18,15 @@ from nn_ruler import (
     reference_error,
     relative_error,
     run,
+    tensors,
     to_ours,
 )
+from torch import Tensor
+from torch._subclasses.fake_utils import CrossRefFakeMode
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_map
 
 from transformer_fast import _native, strict
 from transformer_fast.nn import masks
@@ -110,6 +116,8 @@ def check(
     padded_inference = cls is torch.nn.Transformer and not training and not grad
     with fast_path(not padded_inference):
         rows = errors(cases(cls, dtype, training, grad), grad, derive)
+    if derive is Tangents:  # derivatives have the budget of gradients
+        rows = [(0.0, 0.0, *row[:2]) for row in rows]
     assert len(rows) >= (3 if cls is torch.nn.Linear else 7)
     scale = EPS[dtype] / EPS[torch.float32]
     # Where a softmax saturates, a gradient's rounding in fp32 tells nothing of that in fp64, so
@@ -140,6 +148,45 @@ def test_kernels_take_every_sample(cls: type, training: bool) -> None:
 @pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])
 def test_second_derivatives(cls: type) -> None:
     check(cls, torch.float32, True, True, Differentiated)
+
+
+class Tangents(torch.nn.Module):
+    """The derivatives of a module's outputs along one direction of its inputs and parameters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        def dual(leaf: Any) -> Any:
+            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+                return leaf
+            along = torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).to(leaf.dtype)
+            return forward_ad.make_dual(leaf, along.reshape(leaf.shape))
+
+        parameters = dict(self.module.named_parameters())
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), fast_path(False):
+            found = torch.func.functional_call(
+                self.module, tree_map(dual, parameters), tree_map(dual, args), kwargs
+            )
+            return [forward_ad.unpack_dual(y).tangent for y in tensors(found)]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])
+def test_forward_mode(cls: type) -> None:
+    check(cls, torch.float32, True, False, Tangents)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])
+def test_fakes(cls: type, training: bool) -> None:
+    """Every operator's fake has the shape, dtype and strides of what the operator makes."""
+    found = cases(cls, torch.float32, training, grad=training)
+    for case in found[:: max(1, len(found) // 4)]:
+        with CrossRefFakeMode():
+            run(case.ours, case.args, case.kwargs, training)
 
 
 @pytest.mark.parametrize(
