@@ -59,13 +59,13 @@ class EmulatedTiles {
       std::memcpy(static_cast<char*>(to) + row * stride, from + row * kRowBytes, kRowBytes);
   }
 
-  // C += A B for pairs of bfloat16, B's rows holding pairs (SDM volume 2, TDPBF16PS): each pair of
-  // products is added as vdpbf16ps adds it.
+  // C += A B for pairs of bfloat16, B's rows holding pairs. As in SDM volume 2, TDPBF16PS, the
+  // products of a row are summed by themselves and C is added last, so that it is rounded once.
   void multiply_add(int c, int a, int b) {
     expect(c != a && c != b && a != b);
     uint8_t *sums = at(c), *left = at(a), *right = at(b);
     for (int row = 0; row < kRows; ++row) {
-      __m512 sum = _mm512_loadu_ps(sums + row * kRowBytes);
+      __m512 sum = _mm512_setzero_ps();
       for (int pair = 0; pair < kRowBytes / 4; ++pair) {
         int32_t two;
         std::memcpy(&two, left + row * kRowBytes + 4 * pair, sizeof(two));
@@ -73,6 +73,7 @@ class EmulatedTiles {
             sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(two)),
             reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + pair * kRowBytes)));
       }
+      sum = _mm512_add_ps(_mm512_loadu_ps(sums + row * kRowBytes), sum);
       _mm512_storeu_ps(sums + row * kRowBytes, sum);
     }
   }
