@@ -264,11 +264,11 @@ def cross_entropies(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
 
 # Attention -------------------------------------------------------------------------------------
 
-#: With the weight 0: kernels are wrong there, and being mended.
 #: Shapes of masks over (B, H, T, S): which dimensions are not 1.
 MASK_SHAPES = ("BHTS", "TS", "BS", "BT", "HS", "HTS", "S", "B", "T", "BHS", "BTS")
 BOOL_MASKS = ("random", "dense", "sparse", "all", "nothing", "empty rows", "blocks")
-FLOAT_MASKS = (*("normal", "hiding", "lowest", "zeros", "float of a bool"),)
+FLOAT_MASKS = ("normal", "hiding", "lowest", "zeros", "float of a bool")
+LARGE_MASKS = ("large", "alibi", "rising", "steep")
 
 
 def mask_of(numbers: Numbers, kind: str, shape: str, b: int, h: int, t: int, s: int) -> Tensor:
@@ -302,9 +302,12 @@ def mask_of(numbers: Numbers, kind: str, shape: str, b: int, h: int, t: int, s: 
     return mask
 
 
-SCORES = {
-    "normal": 5, "std 30": 0, "std 100": 0, "std 300": 0, "rising keys": 0, "equal keys": 1,
-    "zero queries": 1, "small": 1, "denormal": 0, "one far key": 0,
+SCORES = {"normal": 5, "equal keys": 1, "zero queries": 1, "small": 1}
+# In half types only: in fp32 the rounding of such a score, which no order of summing avoids, is
+# more than twice the reference's in some calls.
+LARGE_SCORES = {
+    **SCORES, "std 30": 1, "std 100": 1, "std 300": 1, "rising keys": 1, "denormal": 1,
+    "one far key": 1,
 }  # fmt: skip
 
 
@@ -337,7 +340,8 @@ def attentions(draw: Draw, dtype: torch.dtype) -> Drawn:
     work = max(1, b * h * t * s * (d + dv))
     if work > 1_000_000:
         t = max(1, min(t, 1_000_000 // max(1, b * h * s * (d + dv))))
-    kind = draw(kinds(SCORES))
+    large = dtype != torch.float32
+    kind = draw(kinds(LARGE_SCORES if large else SCORES))
     values = draw(kinds({"normal": 5, "small": 1, "large": 1, "far": 1, "equal rows": 1}))
     scale = draw(st.sampled_from((None, None, None, 0.3, 0.0, -0.5)))
     q, k = numbers.normal(b, h, t, d), numbers.normal(b, kv_heads, s, d)
@@ -364,7 +368,8 @@ def attentions(draw: Draw, dtype: torch.dtype) -> Drawn:
     mask = None
     if draw(st.integers(0, 2)):
         form = draw(st.sampled_from(MASK_SHAPES))
-        mask = mask_of(numbers, draw(st.sampled_from(BOOL_MASKS + FLOAT_MASKS)), form, b, h, t, s)
+        forms = BOOL_MASKS + FLOAT_MASKS + (LARGE_MASKS if large else ())
+        mask = mask_of(numbers, draw(st.sampled_from(forms)), form, b, h, t, s)
         if draw(st.integers(0, 3)) == 0:
             mask = mask.expand(b, h, t, s)
         elif draw(st.booleans()):
