@@ -157,7 +157,9 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
             size = max(size, largest * torch.finfo(dtype).eps)
         same = (got == true) | (got.isnan() & true.isnan())
         error = torch.where(same, 0.0, (got - true).abs())
-        if not bool((error <= torch.finfo(dtype).eps / 2 * size).all()):
+        # Where everything cancels (the loss of a certain target), fp64 has its own rounding.
+        limit = torch.finfo(dtype).eps / 2 * size + 4 * torch.finfo(torch.float64).eps
+        if not bool((error <= limit).all()):
             raise Wrong(f"{op}: the reference in fp64 is not the definition: {name}")
 
 
