@@ -10,22 +10,15 @@
 // result.
 #include "cpu/layer_norm_backward_kernel.h"
 
-#include "cpu/half.h"
+#include "cpu/column_sums.h"
 #include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 // Rows summed up before they are added to the block's share: sums of few terms stay exact.
-constexpr long kChain = 32;
+constexpr long kRowChain = 32;
 constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
-
-template <class F>
-TF_INLINE void each_vector(long n, const F& f) {
-  long j = 0;
-  for (; j + kLanes <= n; j += kLanes) f(j, static_cast<long>(kLanes));
-  if (j < n) f(j, n - j);
-}
 
 template <class T>
 struct Row {
@@ -52,20 +45,7 @@ struct Row {
 // 1 / sqrt((n - 1) sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
 template <class T>
 float annotated_share(const Row<T>& in, long n) {
-  Vec sum = zero();
-  float rest = 0.0f;
-  each_vector(n, [&](long j, long count) {
-    if (count == kLanes) {
-      const Vec h = in.normal(j, count);
-      sum = fma(h, h, sum);
-    } else {
-      for (long i = j; i < n; ++i) {
-        const float h = (load_one(in.source + i) - in.mean) * in.rstd;
-        rest += h * h;
-      }
-    }
-  });
-  const float square = (reduce_add(sum) + rest) * static_cast<float>(n - 1);
+  const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(n - 1);
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
@@ -73,15 +53,15 @@ template <class T>
 void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
   const long n = args.n;
   const Row<T> in(args, row);
-  Vec sum_g = zero(), sum_gh = zero();
-  each_vector(n, [&](long j, long count) {
+  float sums[2];  // of g, and of g h
+  row_sums(n, sums, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
     const Vec g = in.weighted(j, count);
-    sum_g = sum_g + g;
-    sum_gh = fma(g, in.normal(j, count), sum_gh);  // g is 0 in the lanes beyond the row
+    to[0] = to[0] + g;
+    to[1] = fma(g, in.normal(j, count), to[1]);  // g is 0 in the lanes beyond the row
   });
   const float inverse = 1.0f / static_cast<float>(n);
   const float share = args.annotated ? annotated_share(in, n) : inverse;
-  const Vec mean_g = set1(reduce_add(sum_g) * inverse), mean_gh = set1(reduce_add(sum_gh) * share);
+  const Vec mean_g = set1(sums[0] * inverse), mean_gh = set1(sums[1] * share);
   const bool drops = args.grad_input != nullptr && args.dropout.on;
   if (drops) {
     const long rows_in_row = n / args.dropout_columns;
@@ -145,7 +125,7 @@ void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
     if (source) source_gradient<T>(args, row, factors);
     if (share == nullptr) continue;
     add_share<T>(args, row, chain, chain + n);
-    if ((row - begin) % kChain == kChain - 1) move_into(chain, 2 * n, share);
+    if ((row - begin) % kRowChain == kRowChain - 1) move_into(chain, 2 * n, share);
   }
   if (share != nullptr) move_into(chain, 2 * n, share);
 }

@@ -2,15 +2,13 @@
 // for the passes after it; the variance is taken around the mean, never as E[x^2] - E[x]^2.
 #include "cpu/layer_norm_half_kernel.h"
 
-#include "cpu/half.h"
+#include "cpu/column_sums.h"
 #include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-constexpr long kStep = 4 * kLanes;
-
-TF_INLINE long room(long n) { return (n + kStep - 1) / kStep * kStep; }
+TF_INLINE long room(long n) { return round_up(n, kLanes); }
 
 TF_INLINE Vec rounded(Vec x, const BFloat16*) { return from_bf16(to_bf16(x)); }
 TF_INLINE Vec rounded(Vec x, const Float16*) { return from_fp16(to_fp16(x)); }
@@ -61,39 +59,18 @@ TF_INLINE float begin_row(const HalfLayerNormArgs& args, long row, const Workspa
   const T* residual = static_cast<const T*>(args.residual) + (add ? row * args.residual_stride : 0);
   T* sum = static_cast<T*>(args.sum) + (add ? row * args.n : 0);
   if (add && args.dropout.on) row_factors(args, row, work.factors);
-  Vec total[4] = {zero(), zero(), zero(), zero()};
-  for (long j = 0; j < args.n; j += kStep) {
-    TF_UNROLL for (int u = 0; u < 4; ++u) {
-      const long at = j + u * kLanes, count = args.n - at;
-      Vec s = zero();
-      if (count > 0) {
-        s = load_some(x + at, count);
-        if (add) {
-          if (args.dropout.on) s = drop(s, load_some(work.factors + at, count));
-          s = rounded(s + load_some(residual + at, count), x);
-          store_some(sum + at, s, count);
-        }
-      }
-      store(work.row + at, s);
-      total[u] = total[u] + s;
+  float total[1];
+  row_sums(args.n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    Vec s = load_some(x + j, count);
+    if (add) {
+      if (args.dropout.on) s = drop(s, load_some(work.factors + j, count));
+      s = rounded(s + load_some(residual + j, count), x);
+      store_some(sum + j, s, count);
     }
-  }
-  return reduce_add((total[0] + total[1]) + (total[2] + total[3]));
-}
-
-TF_INLINE float sum_of_squares(const float* row, long n, float mean) {
-  const Vec centre = set1(mean);
-  Vec square[4] = {zero(), zero(), zero(), zero()};
-  long j = 0;
-  for (; j + kStep <= n; j += kStep) {
-    TF_UNROLL for (int u = 0; u < 4; ++u) {
-      const Vec d = load(row + j + u * kLanes) - centre;
-      square[u] = fma(d, d, square[u]);
-    }
-  }
-  float rest = 0.0f;
-  for (; j < n; ++j) rest += (row[j] - mean) * (row[j] - mean);
-  return reduce_add((square[0] + square[1]) + (square[2] + square[3])) + rest;
+    store(work.row + j, s);
+    to[0] = to[0] + s;
+  });
+  return total[0];
 }
 
 template <class T>

@@ -46,6 +46,14 @@ def _constant_rows(draw: Draw) -> tuple[Any, ...]:
     return x, (48,), draw.normal(48), draw.normal(48), _EPS
 
 
+def _outlier(draw: Draw) -> tuple[Any, ...]:
+    # Equal small squares beside one large square: a running sum of all of them rounds every one of
+    # them the same way.
+    x = draw.normal(2, 4096, scale=0.0)
+    x[:, 15] = 3.0
+    return x, (4096,), None, None, _EPS
+
+
 def _strided_affine(draw: Draw) -> tuple[Any, ...]:
     x, weight = draw.normal(11, 40), draw.normal(40, 2)[:, 1]
     return x, (40,), weight, draw.normal(1).expand(40), _EPS
@@ -67,6 +75,7 @@ _CASES = (
     case("values of the size of eps", _plain(9, 96, scale=3e-3)),
     case("large eps", _plain(9, 96, eps=0.5)),
     case("constant rows", _constant_rows),
+    case("one outlier in a long row", _outlier),
     case("transposed", _laid_out(56, 8, change=lambda x: x.t())),
     case("every third row", _laid_out(27, 48, change=lambda x: x[::3])),
     case("columns of wider rows", _laid_out(9, 100, change=lambda x: x[:, 3:67])),
