@@ -113,4 +113,4 @@ def linear_cross_entropy(
         logits = linear(x, w, b, None, None)
         return cross_entropy(logits, t, ignore_index, label_smoothing)
 
-    return reference.in_parts(losses, input, weight, bias, target)
+    return reference.in_parts(losses, input, weight, bias, target, ignore_index, summed)
