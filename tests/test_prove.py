@@ -253,6 +253,7 @@ def test_the_command_from_end_to_end(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(prove, "_command", commands.__getitem__)
+    monkeypatch.setenv("COLUMNS", "300")
     prove_that(verdict(op="cross_entropy"), verdict(seconds=5.0))
     assert main(["prove", "--op", *commands]) == 1
     text = capsys.readouterr().out

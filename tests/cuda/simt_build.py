@@ -104,6 +104,6 @@ def program(
             text = text.replace(before, after)
         (sources / name).write_text(text)
     out = folder / f"{Path(main).stem}-{sanitizer.partition(',')[0]}"
-    options = ["-O1", "-g", f"-fsanitize={sanitizer}", f"-I{folder / 'csrc'}", f"-I{HERE}"]
+    options = [f"-fsanitize={sanitizer}", f"-I{folder / 'csrc'}", f"-I{HERE}"]
     _finish(_compile(out, [*options, str(HERE / main), str(HERE / "simt.cpp")]))
     return out

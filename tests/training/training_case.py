@@ -79,7 +79,7 @@ def torchrun(script: Path, arguments: list[str]) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        told = [process.communicate(timeout=120)[0] for process in processes]
+        told = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
