@@ -8,10 +8,9 @@ What is hidden is decided as in the reference; see `attention_kernel` for NaN at
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from . import config
@@ -19,7 +18,7 @@ from .attention_decode import attention_decode, decodes
 from .attention_kernel import attention_forward_kernel
 from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
 from .philox import Dropout, dropout_arguments, seed_for
-from .runtime import dot_precision, launch, next_power_of_2, with_unit_stride
+from .runtime import Plan, ceil_div, dot_precision, keep, next_power_of_2, with_unit_stride
 from .tiles import FLOAT_MASK, LOG2E
 
 
@@ -83,7 +82,7 @@ class Problem(NamedTuple):
         if self.mask.data is None:
             return None
         assert self.owner is not None
-        across = triton.cdiv(self.sizes[3], tile.keys)
+        across = ceil_div(self.sizes[3], tile.keys)
         if not config.lists_pay(
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
@@ -124,8 +123,8 @@ def make_problem(
         mask,
         attn_mask,
         key_lengths,
-        is_causal,
-        scale,
+        bool(is_causal),
+        float(scale),
         natural,
         dropout,
         seed_for(dropout, seed, query.device),
@@ -159,7 +158,11 @@ def log_sum_exp(
 def like_heads(query: Tensor, size: int) -> Tensor:
     """An empty (B, H, T, size); in memory (B, T, H, size), so that joining the heads is free."""
     batch, heads, length, _ = query.shape
-    return query.new_empty((batch, length, heads, size)).transpose(1, 2)
+    strides = (length * heads * size, size, heads * size, 1)
+    return query.new_empty_strided((batch, heads, length, size), strides)
+
+
+_plans: dict[Any, Plan] = {}
 
 
 def attention_forward(
@@ -184,47 +187,48 @@ def attention_forward(
     if decodes(problem):
         attention_decode(problem, output, shift, norm)
         return output, shift, norm
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     tile = config.attention_forward(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )
-    lists = problem.lists(tile)
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
-    launch(
-        attention_forward_kernel,
-        (triton.cdiv(queries, tile.queries) * batch * heads,),
-        q,
-        k,
-        v,
-        mask.data,
-        key_lengths,
-        problem.seed,
-        None if lists is None else lists.counts,
-        None if lists is None else lists.numbers,
-        output,
-        shift,
-        norm,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *output.stride()[:3],
-        *mask.strides,
-        problem.stride_length,
-        0 if lists is None else lists.stride_b,
-        0 if lists is None else lists.stride_h,
-        0 if lists is None else lists.capacity,
-        heads,
-        problem.group,
-        queries,
-        keys,
-        problem.kernel_scale,
-        problem.dropout.limit,
-        problem.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_T=tile.queries,
-        BLOCK_S=tile.keys,
-        LISTED=lists is not None,
-        RAGGED=keys % tile.keys != 0,
-        **problem.constants(),
-    )
+    lists = None if mask.data is None else problem.lists(tile)
+    found = (None, None, 0, 0, 0) if lists is None else lists
+    # All that a plan is made of, or that decides about it.
+    known = (
+        tile, problem.sizes, problem.head, problem.group, q.dtype, q.stride(), k.stride(), v.stride(),
+        mask.kind, mask.strides, problem.stride_length, lists is None, found[2:], problem.causal,
+        problem.kernel_scale, problem.natural, problem.dropout, dot_precision(q.dtype),
+    )  # fmt: skip
+    plan = _plans.get(known)
+    if plan is None:
+        plan = Plan(
+            attention_forward_kernel,
+            (ceil_div(queries, tile.queries) * batch * heads,),
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *output.stride()[:3],
+            *mask.strides,
+            problem.stride_length,
+            *found[2:],
+            heads,
+            problem.group,
+            queries,
+            keys,
+            problem.kernel_scale,
+            problem.dropout.limit,
+            problem.dropout.scale,
+            warps=tile.warps,
+            stages=tile.stages,
+            BLOCK_T=tile.queries,
+            BLOCK_S=tile.keys,
+            LISTED=lists is not None,
+            RAGGED=keys % tile.keys != 0,
+            **problem.constants(),
+        )
+        keep(_plans, known, plan)
+    counts, numbers = found[:2]
+    plan(
+        q, k, v, mask.data, key_lengths, problem.seed, counts, numbers, output, shift, norm
+    )  # fmt: skip
     return output, shift, norm

@@ -18,7 +18,17 @@ from .attention_gradient_tile import load_share, tile_gradients
 from .tiles import key_end, load_rows
 
 
-@triton.jit(do_not_specialize=["limit", "splits", "stride_length"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "queries",
+        "mask_batch",
+        "mask_queries",
+        "splits",
+        "limit",
+        "stride_length",
+    ]
+)
 def attention_bias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dw_ptr, mask_ptr, length_ptr, seed_ptr,
     shift_ptr, norm_ptr, delta_ptr,

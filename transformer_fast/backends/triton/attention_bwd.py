@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from . import config
 from .attention import Problem, like_heads, make_problem
 from .attention_bias_kernel import attention_bias_kernel
 from .attention_bwd_kernel import attention_backward_key_kernel, attention_backward_query_kernel
-from .runtime import launch, multiprocessors, with_unit_stride
+from .runtime import ceil_div, launch, multiprocessors, with_unit_stride
 
 
 def _query_gradient(
@@ -32,7 +31,7 @@ def _query_gradient(
     lists = problem.lists(tile)
     launch(
         attention_backward_query_kernel,
-        (triton.cdiv(queries, tile.queries) * batch * heads,),
+        (ceil_div(queries, tile.queries) * batch * heads,),
         q,
         k,
         v,
@@ -97,7 +96,7 @@ def _key_gradients(
     lists = problem.lists(tile, by_keys=True)
     launch(
         attention_backward_key_kernel,
-        (triton.cdiv(keys, tile.keys) * batch * k.shape[1],),
+        (ceil_div(keys, tile.keys) * batch * k.shape[1],),
         q,
         k,
         v,
@@ -164,10 +163,10 @@ def _mask_gradient(
     tile = config.attention_bias(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )
-    own_tiles = triton.cdiv(shape[2], tile.queries) * triton.cdiv(shape[3], tile.keys)
+    own_tiles = ceil_div(shape[2], tile.queries) * ceil_div(shape[3], tile.keys)
     programs = shape[0] * shape[1] * own_tiles
     items = (batch // shape[0]) * (heads // shape[1])
-    items *= triton.cdiv(queries, tile.queries) if shape[2] == 1 else 1
+    items *= ceil_div(queries, tile.queries) if shape[2] == 1 else 1
     splits = max(1, min(items, 4 * multiprocessors(q.device) // programs))
     kind = owner.dtype if splits == 1 else torch.float32
     shares = torch.empty((splits, *shape), dtype=kind, device=q.device)

@@ -23,10 +23,10 @@ import triton.language as tl
 
 from .arithmetic import dot, narrow, store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import any_not_finite, key_end, load_rows, store_rows, tile_number
+from .tiles import PER_BATCH, any_not_finite, key_end, load_rows, store_rows, tile_number
 
 
-@triton.jit(do_not_specialize=["limit", "stride_length"])
+@triton.jit(do_not_specialize=PER_BATCH)
 def attention_backward_query_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, Hkv, S, D)
@@ -176,7 +176,7 @@ def attention_backward_query_kernel(
                 store(clean_at, clean * grad_scale, inside)
 
 
-@triton.jit(do_not_specialize=["limit", "stride_length"])
+@triton.jit(do_not_specialize=PER_BATCH)
 def attention_backward_key_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, Hkv, S, D)

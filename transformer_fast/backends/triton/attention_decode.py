@@ -22,14 +22,14 @@ from torch import Tensor
 
 from . import config
 from .arithmetic import divide, dot, narrow, product, store
-from .runtime import launch, multiprocessors, next_power_of_2
-from .tiles import key_end, largest, load_rows, power, visible_scores
+from .runtime import ceil_div, launch, multiprocessors, next_power_of_2
+from .tiles import PER_BATCH, key_end, largest, load_rows, power, visible_scores
 
 if TYPE_CHECKING:
     from .attention import Problem
 
 
-@triton.jit(do_not_specialize=["stride_length"])
+@triton.jit(do_not_specialize=PER_BATCH)
 def attention_decode_kernel(
     q_ptr,  # (B, H, 1, D)
     k_ptr,  # (B, Hkv, S, D)
@@ -105,7 +105,7 @@ def attention_decode_kernel(
     store(out_ptr + at + column_v[None, :], accumulator, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH)
 def attention_merge_kernel(
     share_ptr,  # (B, H, splits, DV) fp32
     max_ptr,  # (B, H, splits) fp32
@@ -161,9 +161,7 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
     batch, heads, _, keys = problem.sizes
     tile = config.attention_decode(problem.architecture, max(problem.head), problem.half)
     pairs = batch * k.shape[1]
-    splits = min(
-        triton.cdiv(2 * multiprocessors(q.device), pairs), triton.cdiv(keys, tile.each), 64
-    )
+    splits = min(ceil_div(2 * multiprocessors(q.device), pairs), ceil_div(keys, tile.each), 64)
     head_value = v.shape[-1]
     whole = splits == 1
     shares, maxima, sums = output, shift, norm

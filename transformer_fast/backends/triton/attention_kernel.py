@@ -26,6 +26,7 @@ import triton.language as tl
 from .arithmetic import divide, dot, narrow, product, store
 from .philox import keep_tile
 from .tiles import (
+    PER_BATCH,
     any_not_finite,
     key_end,
     largest,
@@ -57,7 +58,7 @@ def _online_step(
     return new_max, row_sum, accumulator
 
 
-@triton.jit(do_not_specialize=["limit", "stride_length"])
+@triton.jit(do_not_specialize=PER_BATCH)
 def attention_forward_kernel(
     q_ptr,  # (B, H, T, D)
     k_ptr,  # (B, Hkv, S, D)

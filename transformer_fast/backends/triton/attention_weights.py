@@ -17,11 +17,11 @@ from .arithmetic import product, store
 from .attention import Problem
 from .attention_gradient_tile import load_share
 from .philox import keep_tile
-from .runtime import launch
+from .runtime import ceil_div, launch
 from .tiles import key_end, load_rows, power, visible_scores
 
 
-@triton.jit(do_not_specialize=["limit", "stride_length"])
+@triton.jit(do_not_specialize=["queries", "limit", "stride_length"])
 def attention_weights_kernel(
     q_ptr, k_ptr, mask_ptr, length_ptr, seed_ptr, shift_ptr, norm_ptr,
     weight_ptr,  # (B, H, T, S) contiguous
@@ -79,7 +79,7 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
     tile = config.attention_weights(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )
-    tiles = triton.cdiv(queries, tile.queries) * triton.cdiv(keys, tile.keys)
+    tiles = ceil_div(queries, tile.queries) * ceil_div(keys, tile.keys)
     launch(
         attention_weights_kernel,
         (tiles * batch * heads,),

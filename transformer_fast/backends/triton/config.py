@@ -61,6 +61,7 @@ class RowTile(NamedTuple):
     per_multiprocessor: int = 1
 
 
+@cache
 def layer_norm_forward(columns: int) -> RowTile:
     """32 elements a thread: a warp holds 1024, and 32 such warps on a multiprocessor keep 64 KB of
     loads in flight, several times what hides the latency of memory."""
@@ -70,6 +71,7 @@ def layer_norm_forward(columns: int) -> RowTile:
     return RowTile(max(1, 1024 // block), block, max(1, min(16, block // 1024)))
 
 
+@cache
 def layer_norm_backward(columns: int, item: int) -> RowTile:
     """8 elements a thread, so that x, dy and two sums stay in registers, and few programs, because
     each leaves a share of dweight and dbias to write and add; loads run several chunks ahead."""
@@ -81,6 +83,7 @@ def layer_norm_backward(columns: int, item: int) -> RowTile:
     return RowTile(max(1, 2048 // block), block, warps, stages, 2 if warps == 8 else 1)
 
 
+@cache
 def cross_entropy(columns: int) -> RowTile:
     """16 elements a thread, each with its logit and two sums in registers; longer rows in blocks."""
     block = min(4096, max(16, next_power_of_2(columns)))

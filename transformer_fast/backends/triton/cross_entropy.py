@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import config
 from .arithmetic import divide, store
-from .runtime import launch
+from .runtime import ceil_div, launch
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
@@ -133,7 +133,7 @@ def cross_entropy_forward(
     tile = config.cross_entropy(columns)
     launch(
         cross_entropy_forward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        (ceil_div(rows, tile.rows),),
         input,
         target,
         losses,
@@ -169,7 +169,7 @@ def cross_entropy_backward(
     tile = config.cross_entropy(columns)
     launch(
         cross_entropy_backward_kernel,
-        (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),),
+        (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns),),
         grad,
         input,
         target,

@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from . import config
@@ -28,7 +27,7 @@ from .layer_norm_kernel import (
     layer_norm_forward_kernel,
 )
 from .philox import dropout_arguments, seed_for
-from .runtime import launch, multiprocessors, with_unit_stride
+from .runtime import ceil_div, launch, multiprocessors, with_unit_stride
 
 
 def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
@@ -37,7 +36,7 @@ def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> 
     block_shares, block_columns = 32, 32
     launch(
         column_sum_kernel,
-        (triton.cdiv(columns, block_columns), 2),
+        (ceil_div(columns, block_columns), 2),
         partial,
         first,
         second,
@@ -52,11 +51,15 @@ def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> 
 
 def _as_rows(tensor: Tensor, columns: int) -> Tensor:
     """(N, C) with unit stride in C; a view wherever the strides allow."""
-    return with_unit_stride(tensor.reshape(-1, columns))
+    if tensor.dim() != 2 or tensor.shape[1] != columns:
+        tensor = tensor.reshape(-1, columns)
+    return with_unit_stride(tensor)
 
 
 def _vector(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.reshape(-1).contiguous()
+    if tensor is None or (tensor.dim() == 1 and tensor.is_contiguous()):
+        return tensor
+    return tensor.reshape(-1).contiguous()
 
 
 def _forward(
@@ -70,10 +73,10 @@ def _forward(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     columns = math.prod(normalized_shape)
-    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
     total = None if residual is None else torch.empty_like(output)
     rows = input.numel() // columns
-    mean = torch.empty(rows, dtype=torch.float32, device=input.device)
+    mean = input.new_empty(rows, dtype=torch.float32)
     rstd = torch.empty_like(mean)
     x = _as_rows(input, columns)
     r = None if residual is None else _as_rows(residual, columns)
@@ -81,7 +84,7 @@ def _forward(
     tile = config.layer_norm_forward(columns)
     launch(
         layer_norm_forward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        (ceil_div(rows, tile.rows),),
         x,
         r,
         _vector(weight),
@@ -122,7 +125,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     columns = math.prod(normalized_shape)
     rows = x.numel() // columns
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     drop = dropout_arguments(dropout_p)
     grad_input = torch.empty_like(grad_x) if drop.active else grad_x
     kind = x.dtype if weight is None else weight.dtype
@@ -130,9 +133,7 @@ def _backward(
     grad_weight = x.new_empty(shape, dtype=kind) if need_weight else None
     grad_bias = x.new_empty(shape, dtype=kind) if need_bias else None
     tile = config.layer_norm_backward(columns, x.element_size())
-    programs = min(
-        triton.cdiv(rows, tile.rows), tile.per_multiprocessor * multiprocessors(x.device)
-    )
+    programs = min(ceil_div(rows, tile.rows), tile.per_multiprocessor * multiprocessors(x.device))
     partial = None
     if need_weight or need_bias:
         partial = torch.empty((2, programs, columns), dtype=torch.float32, device=x.device)

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .runtime import launch, recording
-from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, key_end
+from .runtime import ceil_div, launch, recording
+from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, key_end
 
 _CHUNK = 64
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
@@ -62,7 +62,7 @@ def prepare_mask(mask: Tensor | None) -> Mask:
     return Mask(FLOAT_MASK, mask.float() if mask.dtype == torch.float64 else mask, strides)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"])
 def mask_code_kernel(
     mask_ptr,
     code_ptr,  # (Bm, Hm, granules in T, granules in S) uint8
@@ -97,7 +97,12 @@ def mask_code_kernel(
     tl.store(code_ptr + program, (some + some * every).to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=["stride_length"])
+@triton.jit(
+    do_not_specialize=(
+        *PER_BATCH, "stride_b", "stride_h", "stride_t", "heads", "tiles", "others", "granules_t",
+        "granules_s",
+    )
+)  # fmt: skip
 def tile_list_kernel(
     code_ptr,
     length_ptr,  # (B,) or None
@@ -171,7 +176,7 @@ def tile_list_kernel(
 def _codes(mask: Mask, granule: tuple[int, int]) -> Tensor:
     assert mask.data is not None
     batch, heads, queries, keys = mask.data.shape
-    down, across = triton.cdiv(queries, granule[0]), triton.cdiv(keys, granule[1])
+    down, across = ceil_div(queries, granule[0]), ceil_div(keys, granule[1])
     codes = torch.empty((batch, heads, down, across), dtype=torch.uint8, device=mask.data.device)
     launch(
         mask_code_kernel,
@@ -256,7 +261,7 @@ def _lists(
     batch, _, queries, keys = sizes
     rows_b = codes.shape[0] if lengths is None else batch
     rows_h = codes.shape[1]
-    down, across = triton.cdiv(queries, block[0]), triton.cdiv(keys, block[1])
+    down, across = ceil_div(queries, block[0]), ceil_div(keys, block[1])
     tiles, others = (across, down) if by_keys else (down, across)
     device = codes.device
     counts = torch.empty((rows_b * rows_h * tiles, 2), dtype=torch.int32, device=device)

@@ -32,7 +32,7 @@ from . import config
 from .activation import NONE, RELU, activate, activation_slope
 from .arithmetic import dot, store
 from .philox import Dropout, keep_tile, seed_for
-from .runtime import dot_precision, launch, multiprocessors
+from .runtime import ceil_div, dot_precision, launch, multiprocessors
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _tile_at(
     return group * GROUP + rest % height, rest // height
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["rows", "limit"])
 def matmul_kernel(
     a_ptr,  # (M, K)
     b_ptr,  # (K, N)
@@ -161,7 +161,7 @@ def matmul_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["rows", "limit"])
 def matmul_descriptor_kernel(
     a_tiles,  # descriptor of (M, K) in blocks of (BLOCK_M, BLOCK_K)
     b_tiles,  # descriptor of (N, K) or (K, N)
@@ -267,7 +267,7 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
     hidden = torch.empty_like(output) if epilogue.make_hidden else None
     half = a.dtype != torch.float32
     tile = config.matmul(config.architecture(a.device), rows, columns, half)
-    down, across = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+    down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
     sums = None
     if epilogue.make_sums:
         sums = torch.empty((down, columns), dtype=torch.float32, device=a.device)

@@ -8,6 +8,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Dropout(NamedTuple):
     scale: float
 
 
+@lru_cache(256)
 def dropout_arguments(p: float) -> Dropout:
     """``word >= floor(p * 2^32)`` as ``word > limit``, which p = 1 fits without a special case.
 

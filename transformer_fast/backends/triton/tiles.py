@@ -25,6 +25,14 @@ BOOL_MASK = 1
 FLOAT_MASK = 2
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
 
+#: Parameters that change from batch to batch and decide about no instruction that counts: their
+#: values (1, multiples of 16) shall not ask for variants of a kernel. Strides are not among them:
+#: loads are wide only if rows are known to start at multiples of 16 bytes.
+PER_BATCH = (
+    "queries", "keys", "splits", "capacity", "stride_list_b", "stride_list_h", "stride_length",
+    "limit",
+)  # fmt: skip
+
 
 @triton.jit
 def load_rows(
