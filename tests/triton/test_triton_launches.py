@@ -1,0 +1,330 @@
+"""A launch that was made before is made again with the right variant, and variants are few.
+
+Kernels are compiled by a stand-in that only counts, so these run in a process of their own with the
+interpreter off: the tests start this file.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = ("variants", "stream", "batches", "fallback", "order")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launches(case):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, __file__, case], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Machine:
+    """Triton as on a GPU of compute capability 9.0, but for the compiler and the driver."""
+
+    def __init__(self) -> None:
+        import torch
+        import triton.compiler
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import CompiledKernel
+        from triton.runtime import driver
+
+        machine = self
+        self.compiled: list[Any] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.stream = 7
+
+        class Binary(CompiledKernel):  # type: ignore[misc]
+            def __init__(self, src: Any, target: Any, options: Any) -> None:
+                self.src, self.name, self.packed_metadata = src, src.fn.__name__, None
+                self.module, self.function, self.metadata = self, id(self), None
+                self.hash = f"{src.hash()} {options['num_warps']} {options['num_stages']}"
+                machine.compiled.append(self)
+
+            def _run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+                machine.launches.append((self, (x, y, z), stream, rest[5:]))
+
+        class Driver:
+            def get_current_device(self) -> int:
+                return 0
+
+            def get_current_stream(self, device: int) -> int:
+                return machine.stream
+
+            def get_current_target(self) -> Any:
+                return GPUTarget("cuda", 90, 32)
+
+            def get_active_torch_device(self) -> Any:
+                return torch.device("cpu")
+
+        def compiles(src: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+            return Binary(src, target, options)
+
+        triton.compiler.compile = triton.compile = compiles
+        driver.set_active(Driver())
+
+    def take(self) -> list[tuple[Any, ...]]:
+        found, self.launches = self.launches, []
+        return found
+
+
+def _calls() -> list[Any]:
+    """Calls that differ in one thing each, which another variant or another number depends on."""
+    import torch
+
+    from transformer_fast.backends.triton import layer_norm as norms
+    from transformer_fast.backends.triton.attention import attention_forward
+    from transformer_fast.backends.triton.attention_bwd import attention_backward
+    from transformer_fast.backends.triton.cross_entropy import cross_entropy_forward
+    from transformer_fast.backends.triton.linear import linear_forward
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+    def heads(
+        b: int = 2, h: int = 4, t: int = 48, d: int = 64, dtype: Any = bf16, off: int = 0,
+        pad: int = 0, row: int = 0,
+    ) -> Any:  # fmt: skip
+        strides = (h * (t * (d + row) + pad), t * (d + row) + pad, d + row, 1)
+        whole = torch.zeros(b * strides[0] + off, dtype=dtype)
+        return whole.as_strided((b, h, t, d), strides, off)
+
+    def attend(q: Any, k: Any, mask: Any = None, lengths: Any = None, *flags: Any) -> Any:
+        causal, scale, p = flags or (False, 0.125, 0.0)
+        seed = torch.tensor(3) if p else None
+        return lambda: attention_forward(q, k, k, mask, lengths, causal, scale, p, seed)
+
+    q, k = heads(), heads(t=64)
+    found = [attend(q, k)]
+    for dtype in (fp16, fp32):
+        found.append(attend(heads(dtype=dtype), heads(t=64, dtype=dtype)))
+    for change in (
+        {"off": 1},
+        {"off": 8},
+        {"pad": 8},
+        {"pad": 16},
+        {"row": 8},
+        {"row": 4},
+        {"b": 3},
+    ):
+        found.append(attend(heads(**{**change, "b": 2}), k) if "b" not in change else attend(
+            heads(b=3), heads(b=3, t=64)))  # fmt: skip
+        if "b" not in change:
+            found.append(attend(q, heads(t=64, **change)))
+    for t in (1, 40, 47, 49, 64, 70):
+        found += [attend(heads(t=t), k), attend(q, heads(t=t)), attend(heads(d=t), heads(d=t))]
+    found += [attend(q, k, None, None, True, 0.125, 0.0), attend(q, k, None, None, False, 1.0, 0.0)]
+    found += [attend(q, k, None, None, False, 0.125, p) for p in (0.1, 0.2, 1.0)]
+    found.append(attend(heads(h=8), k))
+    for kind in (torch.bool, bf16, fp32):
+        for shape in ((2, 1, 1, 64), (1, 1, 48, 64), (2, 4, 48, 64)):
+            mask = torch.zeros(shape, dtype=kind)
+            found += [attend(q, k, mask), attend(q, k, mask, None, True, 0.125, 0.1)]
+        found.append(attend(q, k, torch.zeros(48, 72, dtype=kind)[:, 3:67][None, None]))
+    for kind in (torch.int32, torch.int64):
+        lengths = torch.tensor([3, 0, 4, 0], dtype=kind)
+        found += [attend(q, k, None, lengths[:2]), attend(q, k, None, lengths[::2])]
+    shift = torch.zeros(2, 4, 48)
+    for causal in (False, True):
+        found.append(
+            lambda causal=causal: attention_backward(
+                q, None, q, k, k, None, None, causal, 0.125, 0.0, None, q, None, shift, shift, False
+            )
+        )
+
+    def norm(x: Any, w: Any, eps: float = 1e-5, p: float = 0.0) -> Any:
+        if not p:
+            return lambda: norms.layer_norm_forward(x, (x.shape[-1],), w, w, eps)
+        seed = torch.tensor(3)
+        return lambda: norms.add_layer_norm_forward(x, x, (x.shape[-1],), w, None, eps, p, seed)
+
+    for dtype in (bf16, fp16, fp32):
+        for columns in (512, 500, 16):
+            x, w = torch.zeros(9, columns, dtype=dtype), torch.zeros(columns, dtype=dtype)
+            found += [
+                norm(x, w),
+                norm(x[:1], w),
+                norm(x, None),
+                norm(x, w, 1.0),
+                norm(x, w, 1e-5, 0.1),
+            ]
+            flat = torch.zeros(9 * columns + 3, dtype=dtype)
+            found += [norm(flat[1 : 1 + 9 * columns].view(9, columns), w)]
+            found += [
+                norm(x, flat[1 : 1 + columns]),
+                norm(flat[: 9 * columns].view(-1, columns), w),
+            ]
+            found += [norm(x.float(), w), norm(x[:, : columns // 2], None)]
+    for activation in (None, "relu", "gelu"):
+        for rows, depth in ((70, 64), (70, 60), (1, 64)):
+            x, w = torch.zeros(rows, depth), torch.zeros(32, depth)
+            found.append(
+                lambda x=x, w=w, a=activation: linear_forward(x, w, w[:, 0].clone(), a, None, False)
+            )
+    target = torch.zeros(10, dtype=torch.int64)
+    for classes in (100, 96):
+        for smoothing in (0.0, 0.1):
+            for targets in (target[:5], target[::2]):
+                found.append(
+                    lambda c=classes, s=smoothing, y=targets: cross_entropy_forward(
+                        torch.zeros(5, c), y, -100, s
+                    )
+                )
+    return found
+
+
+def _told(launches: list[tuple[Any, ...]]) -> list[Any]:
+    """Variants, grids and arguments; of pointers whether there is one and where it is aligned."""
+    import torch
+
+    told = []
+    for binary, grid, stream, args in launches:
+        row: list[Any] = []
+        for kind, value in zip(binary.src.signature.values(), args, strict=True):
+            if kind.startswith("*"):
+                place = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                row.append(("pointer", place % 16))
+            elif kind != "constexpr" or value not in (None, 0):
+                row.append((type(value), value))
+        told.append((binary.hash, grid, stream, row))
+    return told
+
+
+def variants(machine: Machine) -> None:
+    from transformer_fast.backends.triton import attention, runtime
+
+    calls = _calls()
+    wanted = []
+    for call in calls:
+        runtime._plans.clear()
+        attention._plans.clear()
+        call()
+        wanted.append(_told(machine.take()))
+        assert wanted[-1]
+    compiled = len(machine.compiled)
+    order = [*range(len(calls))] * 3
+    random.Random(0).shuffle(order)
+    for number in order:
+        calls[number]()
+        assert _told(machine.take()) == wanted[number], number
+    assert len(machine.compiled) == compiled
+    assert compiled > 60
+
+
+def stream(machine: Machine) -> None:
+    """A CUDA graph is captured on a stream of its own, and kernels must follow."""
+    call = _calls()[0]
+    for number in (1, 2, 1, 3):
+        machine.stream = number
+        call()
+        assert [found[2] for found in machine.take()] == [number]
+
+
+def batches(machine: Machine) -> None:
+    """Padded batches of any size and length, forward and backward, with and without causality."""
+    import torch
+
+    from transformer_fast import functional
+
+    numbers = random.Random(0)
+    for _ in range(80):
+        b, t, s = (numbers.randrange(1, most) for most in (8, 200, 200))
+        s, t = s + 1, 1 if numbers.random() < 0.1 else t
+        causal = numbers.random() < 0.5
+        q = torch.zeros(b, t, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
+        k = torch.zeros(b, s, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
+        lengths = torch.full((b,), s)
+        q.requires_grad_()
+        y = functional.scaled_dot_product_attention(q, k, k, is_causal=causal, key_lengths=lengths)
+        y.backward(y.detach())
+        x = torch.zeros(b, t, 512, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.ones(512, dtype=torch.bfloat16, requires_grad=True)
+        functional.layer_norm(x, (512,), w, w).backward(x.detach())
+        h = functional.linear(
+            x.detach(), torch.zeros(512, 512, dtype=torch.bfloat16), activation="relu"
+        )
+        assert h.shape == x.shape
+    count: dict[str, int] = {}
+    for binary in machine.compiled:
+        count[binary.name] = count.get(binary.name, 0) + 1
+    print(count)
+    for name, most in MOST_VARIANTS.items():
+        assert 0 < count.pop(name) <= most, name
+    assert not count, count
+
+
+#: With causality and raggedness, which are code of their own.
+MOST_VARIANTS = {
+    "attention_forward_kernel": 4,
+    "attention_backward_query_kernel": 4,
+    "attention_backward_key_kernel": 8,
+    "attention_decode_kernel": 1,
+    "layer_norm_forward_kernel": 1,
+    "layer_norm_backward_kernel": 1,
+    "column_sum_kernel": 1,
+    "matmul_descriptor_kernel": 1,
+    "matmul_kernel": 1,
+}
+
+
+def fallback(machine: Machine) -> None:
+    """Without `CompiledKernel.__getitem__` every launch is an ordinary call."""
+    from transformer_fast.backends.triton import runtime
+
+    calls = _calls()[:3]
+    wanted = []
+    for call in calls:
+        call()
+        wanted.append(_told(machine.take()))
+    runtime._plans.clear()
+    runtime.CompiledKernel = int  # type: ignore[misc, assignment]
+    for call, one in zip(calls * 2, wanted * 2, strict=True):
+        call()
+        assert _told(machine.take()) == one
+
+
+def order(machine: Machine) -> None:
+    """Tensors, numbers, constants: what a plan takes a kernel's parameters to be."""
+    import importlib
+    import pkgutil
+
+    from transformer_fast.backends import triton as backend
+    from transformer_fast.backends.triton import runtime
+
+    seen = set()
+    for module in pkgutil.iter_modules(backend.__path__):
+        for name, kernel in vars(
+            importlib.import_module(f"{backend.__name__}.{module.name}")
+        ).items():
+            if not name.endswith("_kernel") or not hasattr(kernel, "params"):
+                continue
+            seen.add(name)
+            count = runtime._tensors(kernel.fn)
+            names = runtime._parameters(kernel.fn)
+            assert names == tuple(p.name for p in kernel.params)
+            assert all(n.endswith(("_ptr", "_tiles")) for n in names[:count]), name
+            constants = [p.is_constexpr for p in kernel.params]
+            assert constants == sorted(constants), name
+            assert set(kernel.do_not_specialize) & set(names), name
+    assert len(seen) >= 17, seen
+
+
+if __name__ == "__main__":
+    machine = Machine()
+    import transformer_fast
+    from transformer_fast import dispatch
+    from transformer_fast.backends import triton as backend
+    from transformer_fast.backends.triton import config
+
+    for kernel in backend.kernels(interpreted=True):
+        dispatch.register(kernel)
+    with config.use_architecture(90), transformer_fast.use_backend("triton"):
+        globals()[sys.argv[1]](machine)
