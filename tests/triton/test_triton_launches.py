@@ -271,7 +271,7 @@ MOST_VARIANTS = {
     "layer_norm_backward_kernel": 1,
     "column_sum_kernel": 1,
     "matmul_descriptor_kernel": 1,
-    "matmul_kernel": 1,
+    "epilogue_kernel": 1,
 }
 
 

@@ -192,7 +192,7 @@ def matmul_descriptor_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["limit"])
+@triton.jit(do_not_specialize=["rows", "limit"])
 def epilogue_kernel(
     product_ptr,  # (M, N) contiguous
     residual_ptr, saved_ptr, hidden_ptr, sum_ptr, seed_ptr, c_ptr,  # as in matmul_kernel
@@ -336,7 +336,7 @@ def follow(product: Tensor, epilogue: Epilogue) -> Result:
     output = torch.empty_like(product)
     hidden = torch.empty_like(product) if epilogue.make_hidden else None
     tile = config.epilogue(rows)
-    down, across = triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)
+    down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
     sums = None
     if epilogue.make_sums:
         sums = torch.empty((down, columns), dtype=torch.float32, device=product.device)
