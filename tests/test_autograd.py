@@ -58,7 +58,6 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("op", CASES)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_compiled_whole(op, compiler):
     arguments = arguments_of(op)
     expected = gradients(op, arguments)
@@ -161,7 +160,6 @@ def of_input(op: str, run: Any) -> tuple[Any, Tensor]:
 
 
 @pytest.mark.parametrize("op", CASES)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_forward_mode(op):
     function, input = of_input(op, dispatched(op))
     reference, _ = of_input(op, OPS[op].reference)

@@ -197,7 +197,6 @@ def test_hooks_and_parametrisations_are_seen() -> None:
             torch.testing.assert_close(after, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_autocast_and_transforms_hold() -> None:
     linear, theirs = nn.Linear(8, 8), torch.nn.Linear(8, 8)
     theirs.load_state_dict(linear.state_dict())

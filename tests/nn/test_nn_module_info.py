@@ -172,7 +172,6 @@ class Tangents(torch.nn.Module):
             return [forward_ad.unpack_dual(y).tangent for y in tensors(found)]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])
 def test_forward_mode(cls: type) -> None:
     check(cls, torch.float32, True, False, Tangents)

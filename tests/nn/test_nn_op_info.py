@@ -180,7 +180,6 @@ def test_second_derivatives(name: str) -> None:
     check(name, torch.float32, True, OURS[name][0], Differentiated)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", OURS)
 def test_forward_mode(name: str) -> None:
     check(name, torch.float32, False, OURS[name][0], tangents)
