@@ -168,5 +168,7 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for name in _MODELS:
         for size in _QUICK if scope.quick else _SIZES:
             for training in (False, True):
-                label = f"{name}, d = {size[0]}, {'training' if training else 'evaluation'}"
+                width, batch, length, threads = size
+                kind = "training" if training else "evaluation"
+                label = f"{name}, d = {width}, ({batch},{length}), {threads} threads, {kind}"
                 yield label, functools.partial(_contest, scope, name, *size, training)

@@ -396,7 +396,10 @@ def attentions(draw: Draw, dtype: torch.dtype) -> Drawn:
         if not bool(torch.isfinite(k).all() and torch.isfinite(v).all()):
             k, v = numbers.normal(*k.shape), numbers.normal(*v.shape)
     names: tuple[str, ...] = ()
-    if draw(st.booleans()) and min(q.numel(), k.numel(), v.numel()) > 0:
+    # Where one key has all but a rounding of a row, gradients of half types are rounding error (README,
+    # Limits).
+    known = not (large and kind == "rising keys")
+    if draw(st.booleans()) and known and min(q.numel(), k.numel(), v.numel()) > 0:
         names = ("query", "key", "value")
         # A mask in fp32 over half types has the gradient of scores that are no more exact than they.
         if mask is not None and mask.dtype == dtype and draw(st.booleans()):

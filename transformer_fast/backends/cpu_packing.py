@@ -99,7 +99,8 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
 
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
-    if _is_direct(weight.dtype, rows) or _is_traced():
+    # In this order: torch.compile cannot trace a question to the native module.
+    if _is_traced() or _is_direct(weight.dtype, rows):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
@@ -199,7 +200,7 @@ class PackedWeights:
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if _is_direct(weights[0].dtype, rows) or _is_traced():
+        if _is_traced() or _is_direct(weights[0].dtype, rows):
             return [None] * len(weights)
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last

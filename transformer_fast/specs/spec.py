@@ -67,8 +67,8 @@ class OpSpec:
         return self.flops(arguments) * self.useful_share(arguments)
 
     def named(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """The arguments by name."""
-        return dict(zip(self.arguments, arguments, strict=True))
+        """The arguments by name; hints behind them, which only some kernels take, are left out."""
+        return dict(zip(self.arguments, arguments[: len(self.arguments)], strict=True))
 
     def case(self, name: str) -> Case:
         """The case or bench case of that name."""
