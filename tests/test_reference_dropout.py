@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from transformer_fast import functional
-from transformer_fast.reference.dropout import draw_seed, dropout, philox_words
+from transformer_fast.reference.dropout import draw_seed, dropout, philox_numbers, threshold
 
 
 def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int = 10) -> tuple[int, ...]:
@@ -44,26 +44,40 @@ def test_our_yardstick_gives_the_published_words(counter, key, words):
 
 
 def test_seed_zero_starts_with_the_published_words():
-    assert tuple(philox_words(torch.tensor(0), 1, 4)[0].tolist()) == PUBLISHED[0][2]
+    numbers = philox_numbers(torch.tensor(0), 1, 8)[0]
+    assert tuple((numbers[0::2] + (numbers[1::2] << 16)).tolist()) == PUBLISHED[0][2]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 0x299F31D0A4093822, 2**63 - 1])
-def test_words_follow_the_counter_layout(seed):
+def test_numbers_follow_the_counter_layout(seed):
     rows, columns = 37, 23
-    words = philox_words(torch.tensor(seed), rows, columns)
-    assert words.shape == (rows, columns)
+    numbers = philox_numbers(torch.tensor(seed), rows, columns)
+    assert numbers.shape == (rows, columns)
     for row in (0, 1, 5, 36):
         for column in range(columns):
-            block = philox4x32((column // 4, row, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
-            assert words[row, column].item() == block[column % 4]
+            block = philox4x32((column // 8, row, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+            word = block[column % 8 // 2]
+            assert numbers[row, column].item() == word >> 16 * (column % 2) & 0xFFFF
 
 
 def test_kept_elements_are_those_at_or_above_the_threshold():
     seed, p = torch.tensor(77), 0.3
-    words = philox_words(seed, 50, 41)
+    numbers = philox_numbers(seed, 50, 41)
     y = dropout(torch.ones(50, 41), p, seed)
-    assert torch.equal(y != 0, words >= math.floor(p * 2**32))
+    assert torch.equal(y != 0, numbers >= 19661)  # 0.3 * 2^16 = 19660.8
     assert torch.equal(y.unique(), torch.tensor([0.0, 1 / 0.7]))
+
+
+@pytest.mark.parametrize(
+    ("p", "bound"),
+    [(1e-300, 1), (2**-16, 1), (0.1, 6554), (0.5, 32768), (1 - 2**-16, 65535), (1 - 2**-53, 65535)],
+)
+def test_neither_all_nor_nothing_is_dropped_by_rounding(p, bound):
+    assert threshold(p) == bound
+    numbers = philox_numbers(torch.tensor(0), 1000, 800)
+    assert (numbers.min(), numbers.max()) == (0, 65535)  # so both ends are met below
+    y = dropout(torch.ones(1000, 800), p, torch.tensor(0))
+    assert torch.equal(y == 0, numbers < bound)
 
 
 def test_leading_dimensions_are_rows():

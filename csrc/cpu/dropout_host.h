@@ -22,7 +22,7 @@ inline Dropout make_dropout(const char* op, double p,
                       seed->numel() == 1,
                   op, ": seed must be an int64 scalar on the CPU");
   return {true, static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())),
-          static_cast<uint32_t>(p * 4294967296.0), static_cast<float>(1.0 / (1.0 - p))};
+          dropout_threshold(p), static_cast<float>(1.0 / (1.0 - p))};
 }
 
 }  // namespace tf

@@ -1,5 +1,5 @@
-// Dropout's random words: Philox4x32-10 (Salmon et al. 2011), kPanel words at a time; for kernel
-// files only. The same words as transformer_fast/reference/dropout.py.
+// Dropout's random numbers: Philox4x32-10 (Salmon et al. 2011), 4 kLanes numbers of 16 bits at a
+// time; for kernel files only. The pattern is that of transformer_fast/reference/dropout.py.
 #pragma once
 
 #include "cpu/dropout.h"
@@ -24,14 +24,21 @@ TF_INLINE Words join(Words a, Words b) {
 }
 TF_INLINE Words even_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }
 TF_INLINE Words odd_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
-// Counters first, first + 1, ..., so that even_pairs() and odd_pairs() give words in their order.
+// Counters first, first + 1, ..., so that at_least() gives the bits of even_pairs() and odd_pairs()
+// in their order.
 TF_INLINE Words counters(uint64_t first) {
   return _mm512_add_epi64(words(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
 }
-// `value` where the word is at least `limit`, else 0.
-TF_INLINE Vec at_least(Words a, uint32_t limit, Vec value) {
-  return _mm512_maskz_mov_ps(_mm512_cmpge_epu32_mask(a, _mm512_set1_epi32(static_cast<int>(limit))),
-                             value);
+using KeepBits = uint64_t;
+// A bit for each number, set where it is at least `limit`.
+TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
+  const __m512i least = _mm512_set1_epi16(static_cast<short>(limit));
+  return _mm512_cmpge_epu16_mask(even, least) |
+         static_cast<KeepBits>(_mm512_cmpge_epu16_mask(odd, least)) << 32;
+}
+// `value` in the lanes whose bit is set, else 0.
+TF_INLINE Vec where_set(KeepBits bits, Vec value) {
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), value);
 }
 
 #elif defined(__AVX2__)
@@ -49,12 +56,19 @@ TF_INLINE Words join(Words a, Words b) {
 TF_INLINE Words even_pairs(Words a, Words b) { return _mm256_unpacklo_epi64(a, b); }
 TF_INLINE Words odd_pairs(Words a, Words b) { return _mm256_unpackhi_epi64(a, b); }
 TF_INLINE Words counters(uint64_t first) {
-  return _mm256_add_epi64(words(first), _mm256_setr_epi64x(0, 2, 1, 3));
+  return _mm256_add_epi64(words(first), _mm256_setr_epi64x(0, 1, 2, 3));
 }
-TF_INLINE Vec at_least(Words a, uint32_t limit, Vec value) {
-  const __m256i least = _mm256_set1_epi32(static_cast<int>(limit));
-  const __m256i keep = _mm256_cmpeq_epi32(_mm256_max_epu32(a, least), a);
-  return _mm256_and_ps(_mm256_castsi256_ps(keep), value);
+using KeepBits = uint32_t;
+TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
+  const __m256i least = _mm256_set1_epi16(static_cast<short>(limit));
+  even = _mm256_cmpeq_epi16(_mm256_max_epu16(even, least), even);
+  odd = _mm256_cmpeq_epi16(_mm256_max_epu16(odd, least), odd);
+  return static_cast<KeepBits>(_mm256_movemask_epi8(_mm256_packs_epi16(even, odd)));
+}
+TF_INLINE Vec where_set(KeepBits bits, Vec value) {
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each);
+  return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(set, each)), value);
 }
 
 #else
@@ -73,39 +87,56 @@ TF_INLINE Words odd_pairs(Words a, Words b) { return _mm_unpackhi_epi64(a, b); }
 TF_INLINE Words counters(uint64_t first) {
   return _mm_add_epi64(words(first), _mm_set_epi64x(1, 0));
 }
-TF_INLINE Vec at_least(Words a, uint32_t limit, Vec value) {
-  // Signed comparison is the only one: shift both by 2^31.
-  const __m128i half = _mm_set1_epi32(static_cast<int>(0x80000000u));
-  const __m128i least = _mm_xor_si128(_mm_set1_epi32(static_cast<int>(limit)), half);
-  const __m128i drop = _mm_cmplt_epi32(_mm_xor_si128(a, half), least);
-  return _mm_andnot_ps(_mm_castsi128_ps(drop), value);
+using KeepBits = uint32_t;
+TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
+  // There is no unsigned comparison: limit - a with saturation is 0 where a is at least the limit.
+  const __m128i least = _mm_set1_epi16(static_cast<short>(limit));
+  even = _mm_cmpeq_epi16(_mm_subs_epu16(least, even), _mm_setzero_si128());
+  odd = _mm_cmpeq_epi16(_mm_subs_epu16(least, odd), _mm_setzero_si128());
+  return static_cast<KeepBits>(_mm_movemask_epi8(_mm_packs_epi16(even, odd)));
+}
+TF_INLINE Vec where_set(KeepBits bits, Vec value) {
+  const __m128i each = _mm_setr_epi32(1, 2, 4, 8);
+  const __m128i set = _mm_and_si128(_mm_set1_epi32(static_cast<int>(bits)), each);
+  return _mm_and_ps(_mm_castsi128_ps(_mm_cmpeq_epi32(set, each)), value);
 }
 
 #endif
 
+constexpr long kDraw = 4 * kLanes;  // elements that one evaluation of Philox decides
+
+// Which of the kDraw elements from (row, column) on are kept: a bit for each. `column` is a
+// multiple of 8.
+TF_INLINE KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column) {
+  const Words first = words(0xD2511F53u), second = words(0xCD9E8D57u);
+  Words c0 = counters(column / 8), c1 = words(row), c2 = words(row >> 32), c3 = words(0);
+  uint32_t key0 = static_cast<uint32_t>(dropout.seed);
+  uint32_t key1 = static_cast<uint32_t>(dropout.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const Words a = multiply(c0, first), b = multiply(c2, second);
+    c0 = xor_of(high_half(b), c1, words(key0));
+    c2 = xor_of(high_half(a), c3, words(key1));
+    c1 = b;
+    c3 = a;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  const Words low = join(c0, c1), high = join(c2, c3);
+  return at_least(even_pairs(low, high), odd_pairs(low, high), dropout.limit);
+}
+
 // factors[j] = what dropout multiplies element (row, column + j) of its tensor by: 0 or
-// dropout.scale. `column` is a multiple of 4; writes up to the next multiple of 2 kLanes.
+// dropout.scale. `column` is a multiple of 8; writes up to the next multiple of 2 kLanes.
 inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column, long count,
                             float* factors) {
-  const Words first = words(0xD2511F53u), second = words(0xCD9E8D57u);
   const Vec scale = set1(dropout.scale);
-  for (long j = 0; j < count; j += 2 * kLanes) {
-    Words c0 = counters((column + static_cast<uint64_t>(j)) / 4), c1 = words(row);
-    Words c2 = words(row >> 32), c3 = words(0);
-    uint32_t key0 = static_cast<uint32_t>(dropout.seed);
-    uint32_t key1 = static_cast<uint32_t>(dropout.seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      const Words a = multiply(c0, first), b = multiply(c2, second);
-      c0 = xor_of(high_half(b), c1, words(key0));
-      c2 = xor_of(high_half(a), c3, words(key1));
-      c1 = b;
-      c3 = a;
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-    const Words low = join(c0, c1), high = join(c2, c3);
-    store(factors + j, at_least(even_pairs(low, high), dropout.limit, scale));
-    store(factors + j + kLanes, at_least(odd_pairs(low, high), dropout.limit, scale));
+  for (long j = 0; j < count; j += kDraw) {
+    const KeepBits keep = keep_bits(dropout, row, column + static_cast<uint64_t>(j));
+    store(factors + j, where_set(keep, scale));
+    store(factors + j + kLanes, where_set(keep >> kLanes, scale));
+    if (j + 2 * kLanes >= count) break;
+    store(factors + j + 2 * kLanes, where_set(keep >> 2 * kLanes, scale));
+    store(factors + j + 3 * kLanes, where_set(keep >> 3 * kLanes, scale));
   }
 }
 

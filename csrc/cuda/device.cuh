@@ -166,11 +166,12 @@ TF_DEVICE float reduce(float x, Combine combine, float* scratch) {
 }
 
 // Which elements dropout drops depends on (seed, element position) only; see
-// transformer_fast/reference/dropout.py for the positions.
+// transformer_fast/reference/dropout.py for the pattern: an element's random number is one of the
+// eight of 16 bits that one call of Philox gives.
 struct Dropout {
   bool on;              // false: nothing is dropped, and the rest is not read
   const int64_t* seed;  // in device memory; may be null where all is dropped
-  uint32_t limit;       // an element is kept iff its random word is at least this
+  uint32_t limit;       // an element is kept iff its random number is at least this
   float scale;          // of what is kept; 0: nothing is kept
 };
 
@@ -178,7 +179,8 @@ struct Words {
   uint32_t word[4];
 };
 
-// Philox4x32-10 (Salmon et al. 2011): the words of elements 4 group ... 4 group + 3 of a row.
+// Philox4x32-10 (Salmon et al. 2011): the words of elements 8 group ... 8 group + 7 of a row; the
+// number of the first is the low half of the first word, of the second its high half, and so on.
 TF_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   uint32_t c0 = group, c1 = static_cast<uint32_t>(row), c2 = static_cast<uint32_t>(row >> 32);
   uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
@@ -192,25 +194,43 @@ TF_DEVICE Words philox(uint64_t seed, uint64_t row, uint32_t group) {
   return {{c0, c1, c2, c3}};
 }
 
-// What dropout multiplies kCount elements of a row by, from `column` on; with kCount a multiple of
-// 4, `column` is one, too.
+TF_DEVICE uint64_t seed_of(const Dropout& dropout) {
+  return dropout.scale == 0.0f ? 0 : static_cast<uint64_t>(*dropout.seed);
+}
+
+// Flags of elements 8 group ... 8 group + 7 of a row: bit i is set where element i is kept. For
+// kernels whose threads hold other elements than those that they draw for: eight flags fit a byte.
+TF_DEVICE uint32_t keep_bits(const Dropout& dropout, uint64_t seed, uint64_t row, uint32_t group) {
+  const Words words = philox(seed, row, group);
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t word = words.word[i / 2];
+    bits |= ((i % 2 != 0 ? word >> 16 : word & 0xffffu) >= dropout.limit ? 1u : 0u) << i;
+  }
+  return bits;
+}
+
+// What dropout multiplies kCount elements of a row by, from `column` on, a multiple of kCount; at
+// most eight of them come from one call of Philox.
 template <int kCount>
 TF_DEVICE void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column,
                                float (&factors)[kCount]) {
-  const uint64_t seed = dropout.scale == 0.0f ? 0 : static_cast<uint64_t>(*dropout.seed);
-  if constexpr (kCount == 1) {
-    const Words words = philox(seed, row, static_cast<uint32_t>(column / 4));
-    uint32_t word = words.word[0];
+  constexpr int kPart = kCount < 8 ? kCount : 8;
+  static_assert(8 % kPart == 0 && kCount % kPart == 0, "columns of one call");
+  const uint64_t seed = seed_of(dropout);
 #pragma unroll
-    for (int i = 1; i < 4; ++i) word = static_cast<int>(column % 4) == i ? words.word[i] : word;
-    factors[0] = word >= dropout.limit ? dropout.scale : 0.0f;
-  } else {
+  for (int i = 0; i < kCount; i += kPart) {
+    Words words = philox(seed, row, static_cast<uint32_t>((column + i) / 8));
+    uint32_t (&word)[4] = words.word;
+    const uint32_t at = static_cast<uint32_t>(column) % 8;  // 0 where kCount is at least 8
+    if (kPart <= 4 && (at & 4) != 0) word[0] = word[2], word[1] = word[3];
+    if (kPart <= 2 && (at & 2) != 0) word[0] = word[1];
+    if (kPart <= 1 && (at & 1) != 0) word[0] >>= 16;
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const Words words = philox(seed, row, static_cast<uint32_t>((column + i) / 4));
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        factors[i + j] = words.word[j] >= dropout.limit ? dropout.scale : 0.0f;
+    for (int j = 0; j < kPart; ++j) {
+      const uint32_t number = j % 2 != 0 ? word[j / 2] >> 16 : word[j / 2] & 0xffffu;
+      factors[i + j] = number >= dropout.limit ? dropout.scale : 0.0f;
     }
   }
 }

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/dropout.h"
 #include "cuda/launch.cuh"
 
 #ifdef TF_SIMT
@@ -132,8 +133,8 @@ inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor
   STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long &&
                       seed->is_cuda() == like.is_cuda() && seed->get_device() == like.get_device(),
                   op, ": dropout needs a seed, one int64 on the device of the first tensor");
-  return {true, static_cast<const int64_t*>(seed->const_data_ptr()),
-          static_cast<uint32_t>(p * 4294967296.0), static_cast<float>(1.0 / (1.0 - p))};
+  return {true, static_cast<const int64_t*>(seed->const_data_ptr()), dropout_threshold(p),
+          static_cast<float>(1.0 / (1.0 - p))};
 }
 
 // Blocks are counted in 31 bits.

@@ -44,7 +44,7 @@ constexpr Element kType = sizeof(T) == 4            ? Element::float32
 template <class T>
 void norms(int64_t rows, int64_t columns) {
   const int64_t count = rows * columns, seed = 7;
-  const Dropout dropout{true, &seed, 1u << 30, 4.0f / 3.0f};
+  const Dropout dropout{true, &seed, 1u << 14, 4.0f / 3.0f};
   const Array<T> input(count), residual(count), weight(columns), bias(columns), grad(count);
   Array<T> output(count, false), sum(count, false);
   Array<float> mean(rows, false), rstd(rows, false);

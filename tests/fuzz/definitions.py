@@ -46,13 +46,14 @@ def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
     assert seed is not None
     columns = shape[-1]
     rows = math.prod(shape[:-1])
-    counter = np.zeros((rows, -(-columns // 4), 4), np.uint64)
+    counter = np.zeros((rows, -(-columns // 8), 4), np.uint64)
     counter[..., 0] = np.arange(counter.shape[1])[None, :]
     counter[..., 1] = (np.arange(rows) % 2**32)[:, None]
     counter[..., 2] = (np.arange(rows) // 2**32)[:, None]
     words = philox((seed % 2**32, (seed >> 32) % 2**32), counter)
-    words = words.reshape(rows, 4 * counter.shape[1])[:, :columns]
-    stays = words >= np.uint64(math.floor(p * 2.0**32))
+    numbers = np.stack([words % 2**16, words // 2**16], axis=-1)
+    numbers = numbers.reshape(rows, 8 * counter.shape[1])[:, :columns]
+    stays = numbers >= min(max(math.floor(p * 65536 + 0.5), 1), 65535)
     return (stays / (1.0 - p)).reshape(shape)
 
 

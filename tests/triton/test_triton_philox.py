@@ -8,25 +8,25 @@ import triton.language as tl
 from interpreted import jit
 
 from transformer_fast.backends.triton import philox
-from transformer_fast.reference.dropout import philox_words
+from transformer_fast.reference.dropout import philox_numbers, threshold
 
 SEED = 0x7123456789ABCDEF
 
 
-def words(seed: int, row: int, group: int) -> list[int]:
+def numbers(seed: int, row: int, group: int) -> list[int]:
     c = [group, row & 0xFFFFFFFF, row >> 32, 0]
     k = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
+    return [half for word in c for half in (word & 0xFFFF, word >> 16)]
 
 
 def test_the_other_writing_agrees_with_the_reference():
-    expected = philox_words(torch.tensor(SEED), 3, 8)
+    expected = philox_numbers(torch.tensor(SEED), 3, 16)
     for row in range(3):
-        found = [*words(SEED, row, 0), *words(SEED, row, 1)]
+        found = [*numbers(SEED, row, 0), *numbers(SEED, row, 1)]
         assert found == expected[row].tolist()
 
 
@@ -58,7 +58,7 @@ _flags_kernel = jit(_flags, do_not_specialize=["limit", "first_row"])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0, 1e-9])
 @pytest.mark.parametrize("first_row", [0, 2**31 - 2, 2**32 - 1, 2**40 + 3])
 def test_flags(p, first_row, device):
-    rows, columns, first_column = 4, 16, 20
+    rows, columns, first_column = 4, 32, 24
     drop = philox.dropout_arguments(p)
     seed = torch.tensor(SEED, device=device)
     tile = torch.full((rows, columns), -1, dtype=torch.int8, device=device)
@@ -66,8 +66,8 @@ def test_flags(p, first_row, device):
     _flags_kernel[(1,)](seed, tile, each, first_row, first_column, drop.limit, rows, columns)
     expected = [
         [
-            words(SEED, first_row + r, (first_column + c) // 4)[(first_column + c) % 4]
-            >= int(p * 2**32)
+            numbers(SEED, first_row + r, (first_column + c) // 8)[(first_column + c) % 8]
+            >= (threshold(p) if p < 1 else 2**16)
             for c in range(columns)
         ]
         for r in range(rows)
@@ -79,6 +79,6 @@ def test_flags(p, first_row, device):
 
 def test_probabilities_at_the_ends():
     assert not philox.dropout_arguments(0.0).active
-    assert not philox.dropout_arguments(2.0**-33).active, "no word is below floor(p * 2^32) = 0"
-    assert philox.dropout_arguments(1.0) == (True, -1, 0.0)
-    assert philox.dropout_arguments(0.5) == (True, 2**31 - 1, 2.0)
+    assert philox.dropout_arguments(2.0**-33)[:2] == (True, 0), "one number in 2^16 is dropped"
+    assert philox.dropout_arguments(1.0) == (True, 2**16 - 1, 0.0)
+    assert philox.dropout_arguments(0.5) == (True, 2**15 - 1, 2.0)

@@ -1,9 +1,17 @@
 """Dropout whose pattern depends on (seed, element position) only.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the tensor is
-viewed as (rows, columns), columns being its last dimension. Element (row, column) reads word
-``column % 4`` of Philox(counter = (column // 4, row mod 2^32, row div 2^32, 0), key = seed), and is
-kept iff that word is at least floor(p * 2^32). Every backend draws the same words.
+viewed as (rows, columns), columns being its last dimension. One call serves eight columns: the four
+words of Philox(counter = (column // 8, row mod 2^32, row div 2^32, 0), key = seed) are eight numbers
+of 16 bits, and element (row, column) reads number ``column % 8``, that is word ``column % 8 // 2``,
+its low half where ``column`` is even and its high half where it is odd. The element is kept iff its
+number is at least
+
+    threshold(p) = floor(p * 2^16 + 1/2), but at least 1 where p > 0 and at most 2^16 - 1 where p < 1,
+
+so an element is dropped with probability threshold(p) / 2^16, which is p up to 2^-17 unless p or
+1 - p is smaller than that, and is never 0 or 1 unless p is. What is kept is multiplied by 1 / (1 - p)
+of the p that was asked for. Every backend draws the same numbers.
 """
 
 from __future__ import annotations
@@ -28,10 +36,15 @@ def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox_words(seed: Tensor, rows: int, columns: int) -> Tensor:
-    """The random words of a (rows, columns) tensor, as int64 in [0, 2^32)."""
+def threshold(p: float) -> int:
+    """Elements whose number of 16 bits is below this are dropped; p in (0, 1)."""
+    return min(max(int(p * 2**16 + 0.5), 1), 2**16 - 1)
+
+
+def philox_numbers(seed: Tensor, rows: int, columns: int) -> Tensor:
+    """The random numbers of a (rows, columns) tensor, as int64 in [0, 2^16)."""
     device = seed.device
-    groups = (columns + 3) // 4
+    groups = (columns + 7) // 8
     row = torch.arange(rows, device=device, dtype=torch.int64)[:, None]
     group = torch.arange(groups, device=device, dtype=torch.int64)[None, :]
     zero = torch.zeros((rows, groups), device=device, dtype=torch.int64)
@@ -42,7 +55,8 @@ def philox_words(seed: Tensor, rows: int, columns: int) -> Tensor:
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1).reshape(rows, groups * 4)[:, :columns]
+    numbers = [half for word in (c0, c1, c2, c3) for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(numbers, dim=-1).reshape(rows, groups * 8)[:, :columns]
 
 
 def dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
@@ -54,5 +68,5 @@ def dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
     assert seed is not None
     columns = input.shape[-1] if input.dim() else 1
     rows = input.numel() // columns if columns else 0
-    keep = philox_words(seed.to(input.device), rows, columns) >= int(p * 2**32)
+    keep = philox_numbers(seed.to(input.device), rows, columns) >= threshold(p)
     return torch.where(keep.reshape(input.shape), input * (1.0 / (1.0 - p)), 0.0)

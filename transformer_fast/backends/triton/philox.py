@@ -1,8 +1,6 @@
-"""Dropout flags from Philox4x32-10, keyed by (seed, element position) like the reference.
+"""Dropout flags from Philox4x32-10, keyed by (seed, element position).
 
-Element (row, column) of the dropped tensor, seen as (rows, columns) with columns its last
-dimension, reads word ``column % 4`` of Philox(counter = (column // 4, row mod 2^32, row div 2^32,
-0), key = seed) and is kept iff the word is at least floor(p * 2^32).
+The pattern is that of ``reference/dropout.py``: one call gives numbers of 16 bits for eight columns.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -16,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...reference.dropout import threshold
+
 
 class Dropout(NamedTuple):
-    """Dropout as kernels take it: keep iff word > limit, kept values are multiplied by scale."""
+    """Dropout as kernels take it: keep iff number > limit, kept values are multiplied by scale."""
 
     active: bool
     limit: int
@@ -27,19 +27,12 @@ class Dropout(NamedTuple):
 
 @lru_cache(256)
 def dropout_arguments(p: float) -> Dropout:
-    """``word >= floor(p * 2^32)`` as ``word > limit``, which p = 1 fits without a special case.
-
-    ``limit`` is the int32 with the bits of that uint32, so that its Triton type never changes.
-    """
-    bound = int(p * 2**32)
-    if bound == 0:
+    """``number >= threshold`` as ``number > limit``; no number of 16 bits is kept with p = 1."""
+    if p == 0.0:
         return Dropout(False, 0, 1.0)
-    limit = bound - 1
-    return Dropout(
-        True,
-        limit - 2**32 if limit >= 2**31 else limit,
-        1.0 / (1.0 - p) if p < 1.0 else 0.0,
-    )
+    if p == 1.0:
+        return Dropout(True, 2**16 - 1, 0.0)
+    return Dropout(True, threshold(p) - 1, 1.0 / (1.0 - p))
 
 
 def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Tensor | None:
@@ -52,33 +45,44 @@ def seed_for(dropout: Dropout, seed: Tensor | None, device: torch.device) -> Ten
 
 
 @triton.jit
+def _words(seed, rows, groups):
+    """The four words of ``groups`` of eight columns in ``rows``, both int64 of one shape."""
+    c0 = groups.to(tl.uint32)
+    c1 = (rows & 0xFFFFFFFF).to(tl.uint32)
+    c2 = (rows >> 32).to(tl.uint32)
+    return tl.philox(seed, c0, c1, c2, c0 * 0)
+
+
+@triton.jit
+def _keep_halves(word, limit):
+    """Flags of a word's two numbers along a new last dimension."""
+    low = (word & 0xFFFF).to(tl.int32) > limit
+    high = (word >> 16).to(tl.int32) > limit
+    return tl.join(low.to(tl.int8), high.to(tl.int8))
+
+
+@triton.jit
 def keep_tile(seed, rows, first_column, limit, COLUMNS: tl.constexpr):
     """Flags [R, COLUMNS] of the rows (int64 [R]) and of the columns from ``first_column`` on.
 
-    ``first_column`` must be a multiple of 4: one Philox call then serves four columns.
+    ``first_column`` and ``COLUMNS`` must be multiples of 8: one Philox call serves eight columns.
     """
-    groups = first_column // 4 + tl.arange(0, COLUMNS // 4)
-    zero = (rows * 0).to(tl.uint32)[:, None] + (groups * 0).to(tl.uint32)[None, :]
-    c0 = zero + groups.to(tl.uint32)[None, :]
-    c1 = zero + (rows & 0xFFFFFFFF).to(tl.uint32)[:, None]
-    c2 = zero + (rows >> 32).to(tl.uint32)[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, zero)
-    bound = limit.to(tl.uint32, bitcast=True)
+    groups = (first_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.int64)[None, :]
+    w0, w1, w2, w3 = _words(seed, rows[:, None] + groups * 0, groups + rows[:, None] * 0)
     # Compared before they are interleaved: flags are a quarter of the words' size.
-    even = tl.join((w0 > bound).to(tl.int8), (w2 > bound).to(tl.int8))
-    odd = tl.join((w1 > bound).to(tl.int8), (w3 > bound).to(tl.int8))
-    flags = tl.reshape(tl.join(even, odd), [rows.shape[0], COLUMNS])
-    return flags != 0
+    even = tl.join(_keep_halves(w0, limit), _keep_halves(w2, limit))
+    odd = tl.join(_keep_halves(w1, limit), _keep_halves(w3, limit))
+    # [R, groups, half, word // 2, word % 2]
+    flags = tl.permute(tl.join(even, odd), (0, 1, 3, 4, 2))
+    return tl.reshape(flags, [rows.shape[0], COLUMNS]) != 0
 
 
 @triton.jit
 def keep_elements(seed, rows, columns, limit):
     """Flags of elements at any (row, column), both int64 of one shape; one Philox call each."""
-    c0 = (columns // 4).to(tl.uint32)
-    c1 = (rows & 0xFFFFFFFF).to(tl.uint32)
-    c2 = (rows >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c0 * 0)
-    word = columns % 4
-    even = tl.where(word == 0, w0, w2)
-    odd = tl.where(word == 1, w1, w3)
-    return tl.where(word % 2 == 0, even, odd) > limit.to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = _words(seed, rows, columns // 8)
+    low = tl.where(columns % 8 < 4, w0, w2)
+    high = tl.where(columns % 8 < 4, w1, w3)
+    word = tl.where(columns % 4 < 2, low, high)
+    number = tl.where(columns % 2 == 0, word & 0xFFFF, word >> 16)
+    return number.to(tl.int32) > limit
