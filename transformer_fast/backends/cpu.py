@@ -156,7 +156,7 @@ def shape_of_statistics(input: Tensor, normalized: int) -> Sequence[int]:
     return shape if math.prod(shape) == rows else (rows,)
 
 
-def _fake_layer_norm(
+def fake_layer_norm(
     input: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -306,7 +306,7 @@ def _register() -> None:
     register_fakes()
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
-            "cpu_layer_norm": _fake_layer_norm,
+            "cpu_layer_norm": fake_layer_norm,
             "cpu_layer_norm_alone": _fake_layer_norm_alone,
             "cpu_add_layer_norm_alone": _fake_add_layer_norm_alone,
             "cpu_attention": _fake_attention,

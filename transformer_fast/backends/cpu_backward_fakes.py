@@ -1,4 +1,5 @@
-"""What the operators of `cpu_backward` return, without computing it: for torch.compile and opcheck."""
+"""What the operators of `native_pairs` and `cpu_backward` return, without computing it: for
+torch.compile and opcheck."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def _fake_dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
     return input.new_empty(input.shape)
 
 
-def _fake_layer_norm_backward(
+def fake_layer_norm_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
     source: Tensor,
@@ -88,7 +89,7 @@ def _fake_linear_with_preactivation(
     return input.new_empty(shape), input.new_empty(shape)
 
 
-def _fake_linear_backward(
+def fake_linear_backward(
     grad: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -105,7 +106,7 @@ def _fake_linear_backward(
     )
 
 
-def _fake_feed_forward_training(
+def fake_feed_forward_training(
     input: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,
@@ -123,7 +124,7 @@ def _fake_feed_forward_training(
     )
 
 
-def _fake_feed_forward_backward(
+def fake_feed_forward_backward(
     grad: Tensor,
     input: Tensor,
     weight1: Tensor,
@@ -155,12 +156,12 @@ def register_fakes() -> None:
     if _native.module is not None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_dropout": _fake_dropout,
-            "cpu_layer_norm_backward": _fake_layer_norm_backward,
+            "cpu_layer_norm_backward": fake_layer_norm_backward,
             "cpu_attention_backward": _fake_attention_backward,
             "cpu_linear_with_preactivation": _fake_linear_with_preactivation,
-            "cpu_linear_backward": _fake_linear_backward,
-            "cpu_feed_forward_training": _fake_feed_forward_training,
-            "cpu_feed_forward_backward": _fake_feed_forward_backward,
+            "cpu_linear_backward": fake_linear_backward,
+            "cpu_feed_forward_training": fake_feed_forward_training,
+            "cpu_feed_forward_backward": fake_feed_forward_backward,
             "cpu_embedding_backward": _fake_embedding_backward,
         }
         for name, fake in fakes.items():

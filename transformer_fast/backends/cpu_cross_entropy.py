@@ -66,26 +66,6 @@ def linear_cross_entropy(
     )[0]
 
 
-def _forward(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    return _ops.cpu_cross_entropy(input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
-
-
-def _backward(
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    known: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    wants: Sequence[bool],
-) -> tuple[Tensor]:
-    return (
-        _ops.cpu_cross_entropy_backward(grad, input, target, known, ignore_index, label_smoothing),
-    )
-
-
 def _linear_forward(
     input: Tensor,
     weight: Tensor,
@@ -135,7 +115,7 @@ def _fake_linear_cross_entropy(
     return input.new_empty((rows,)), input.new_empty((2, rows))
 
 
-def _fake_backward(
+def fake_cross_entropy_backward(
     grad: Tensor,
     input: Tensor,
     target: Tensor,
@@ -193,13 +173,12 @@ def _fake_linear_gradients(
 
 
 def _register() -> None:
-    autograd.register("cross_entropy", "cpu", _forward, _backward)
     autograd.register("linear_cross_entropy", "cpu", _linear_forward, _linear_backward)
     if _native.module is None:
         return
     fakes: dict[str, Callable[..., Any]] = {
         "cpu_cross_entropy": _fake_cross_entropy,
-        "cpu_cross_entropy_backward": _fake_backward,
+        "cpu_cross_entropy_backward": fake_cross_entropy_backward,
         "cpu_linear_cross_entropy": _fake_linear_cross_entropy,
         "cpu_linear_cross_entropy_backward": _fake_linear_backward,
         "cpu_linear_cross_entropy_gradients": _fake_linear_gradients,
