@@ -135,7 +135,23 @@ def loss_calls(device):
     yield ops.cuda_cross_entropy_backward, (losses, x, target, lse, -100, 0.1)
 
 
-@pytest.mark.parametrize("calls", [norm_calls, loss_calls])
+def attention_calls(device):
+    q = rows_of((2, 5, 4, 24), torch.float32, device, 1).transpose(1, 2)
+    k, v = (rows_of((2, 2, 7, 24), torch.float32, device, seed) for seed in (2, 3))
+    mask, seed = rows_of((4, 1, 7), torch.float32, device, 4), SEED.to(device)
+    lengths = torch.tensor([7, 3], device=device)
+    statistics = rows_of((2, 4, 5), torch.float32, device, 5), torch.ones(2, 4, 5, device=device)
+    rest = (True, 0.2, 0.3, seed)
+    yield ops.cuda_attention, (q, k, v, mask, lengths, *rest, True)
+    yield ops.cuda_attention, (q, k, v, None, None, *rest, False)
+    weights = rows_of((2, 4, 5, 7), torch.float32, device, 6)
+    last = q, weights, q, k, v, mask, lengths, *rest, *statistics
+    yield ops.cuda_attention_backward, (*last, True, True, True, True)
+    yield ops.cuda_attention_backward, (*last, False, False, True, False)
+    yield ops.cuda_attention_backward, (*last, True, True, False, False)
+
+
+@pytest.mark.parametrize("calls", [norm_calls, loss_calls, attention_calls])
 def test_opcheck(calls, device):
     for operator, arguments in calls(device):
         torch.library.opcheck(
@@ -163,7 +179,10 @@ def test_wrong_calls_are_errors(name, device):
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_one_graph_forward_and_backward(op, device):
-    case = {"layer_norm": "three dimensions", "add_layer_norm": "dropout"}.get(op, "padding")
+    case = {
+        "layer_norm": "three dimensions", "add_layer_norm": "dropout",
+        "attention": "dropout, weights, causal",
+    }.get(op, "padding")  # fmt: skip
     arguments = OPS[op].case(case).build(torch.float32, device, torch.Generator().manual_seed(0))
     run = the_kernel(op).run
 

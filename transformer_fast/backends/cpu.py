@@ -190,7 +190,7 @@ def _fake_add_layer_norm_alone(
     return output, torch.empty_like(output)
 
 
-def _fake_attention(
+def fake_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -309,7 +309,7 @@ def _register() -> None:
             "cpu_layer_norm": fake_layer_norm,
             "cpu_layer_norm_alone": _fake_layer_norm_alone,
             "cpu_add_layer_norm_alone": _fake_add_layer_norm_alone,
-            "cpu_attention": _fake_attention,
+            "cpu_attention": fake_attention,
             "cpu_pack_weight": _fake_pack_weight,
             "cpu_linear": _fake_linear,
             "cpu_feed_forward": _fake_feed_forward,

@@ -48,7 +48,7 @@ def _gradient_like(tensor: Tensor, wanted: bool) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-def _fake_attention_backward(
+def fake_attention_backward(
     grad: Tensor,
     grad_weights: Tensor | None,
     query: Tensor,
@@ -60,7 +60,7 @@ def _fake_attention_backward(
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
-    output: Tensor,
+    output: Tensor | None,
     weights: Tensor | None,
     shift: Tensor,
     norm: Tensor,
@@ -157,7 +157,7 @@ def register_fakes() -> None:
         fakes: dict[str, Callable[..., Any]] = {
             "cpu_dropout": _fake_dropout,
             "cpu_layer_norm_backward": fake_layer_norm_backward,
-            "cpu_attention_backward": _fake_attention_backward,
+            "cpu_attention_backward": fake_attention_backward,
             "cpu_linear_with_preactivation": _fake_linear_with_preactivation,
             "cpu_linear_backward": fake_linear_backward,
             "cpu_feed_forward_training": fake_feed_forward_training,

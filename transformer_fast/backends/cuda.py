@@ -7,7 +7,8 @@ The operators are in a library of their own that is loaded only with a PyTorch t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,22 @@ import torch
 from torch import Tensor
 
 from .. import _native, autograd
-from ..autograd import AddLayerNorm, CrossEntropy, LayerNorm, needs_function
+from ..autograd import AddLayerNorm, Attention, CrossEntropy, LayerNorm, needs_function
 from ..dispatch import Call, Kernel, register
 from . import native_pairs
-from .cpu import fake_layer_norm
-from .cpu_backward_fakes import fake_layer_norm_backward
+from .cpu import fake_attention, fake_layer_norm
+from .cpu_backward_fakes import fake_attention_backward, fake_layer_norm_backward
 from .cpu_cross_entropy import fake_cross_entropy_backward
-from .native_pairs import ACTIVATIONS
+from .native_pairs import ACTIVATIONS, on
 
 _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: The oldest generation that the library has code for, as compute capability.
 OLDEST = (8, 0)
+#: Of more keys a kernel takes longer than its launch, and other backends are made for that.
+MAX_KEYS = 512
+#: Larger heads have no tiles.
+MAX_HEAD = 128
 
 
 def _kernel(op: str, function: Any, results: int = 1, **limits: Any) -> Kernel:
@@ -57,6 +62,84 @@ def _linear_forward(
     )
 
 
+def _attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _ops.cuda_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, _lengths(key_lengths), is_causal, scale, dropout_p,
+        on(query.device, seed), need_weights,
+    )  # fmt: skip
+
+
+def _attention_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    wants: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return _ops.cuda_attention_backward(  # type: ignore[no-any-return]
+        grad, grad_weights, query, key, value, attn_mask, _lengths(key_lengths), is_causal, scale,
+        dropout_p, on(query.device, seed), row_max, row_sum, *wants,
+    )  # fmt: skip
+
+
+def _lengths(key_lengths: Tensor | None) -> Tensor | None:
+    """In one of the two types that kernels read."""
+    if key_lengths is None or key_lengths.dtype in (torch.int32, torch.int64):
+        return key_lengths
+    return key_lengths.to(torch.int64)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    enable_gqa: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    arguments = (
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights
+    )  # fmt: skip
+    if needs_function(query, key, value, attn_mask):
+        output, weights, _, _ = Attention.apply("cuda", *arguments)
+    else:
+        output, weights, _, _ = _attention_forward(*arguments)
+    return output, weights if need_weights else None
+
+
+def _fake_attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return fake_attention_backward(*arguments[:11], *(None, None), *arguments[11:])
+
+
 def _fake_layer_norm(*arguments: Any) -> tuple[Tensor, ...]:
     output, total, mean, rstd = fake_layer_norm(*arguments)
     return output, total, mean.flatten(), rstd.flatten()
@@ -80,6 +163,8 @@ def _fake_cross_entropy(
 _FAKES: dict[str, Callable[..., Any]] = {
     "cuda_layer_norm": _fake_layer_norm,
     "cuda_layer_norm_backward": _fake_layer_norm_backward,
+    "cuda_attention": fake_attention,
+    "cuda_attention_backward": _fake_attention_backward,
     "cuda_cross_entropy": _fake_cross_entropy,
     "cuda_cross_entropy_backward": fake_cross_entropy_backward,
 }
@@ -102,11 +187,23 @@ def _refuse_place(call: Call) -> str | None:
     return None
 
 
+def _refuse_attention(call: Call) -> str | None:
+    sizes = [tensor.shape[-1] for tensor in call.tensors[:3] if tensor is not None]
+    if max(sizes) > MAX_HEAD:
+        return f"it takes head sizes up to {MAX_HEAD} and the call has {max(sizes)}"
+    key = call.tensors[1]
+    assert key is not None
+    if key.shape[-2] > MAX_KEYS:
+        return f"it takes up to {MAX_KEYS} keys and the call has {key.shape[-2]}"
+    return _refuse_place(call)
+
+
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     """What is registered, for tensors on this kind of device."""
     found = (
         _kernel("layer_norm", LayerNorm),
         _kernel("add_layer_norm", AddLayerNorm, 2),
+        Kernel("attention", "cuda", attention, mask_gradient=True, refuses=_refuse_attention),
         _kernel("cross_entropy", CrossEntropy),
     )
     return [
@@ -117,7 +214,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
             gradients=True,
             dropout=True,
             unavailable=unavailable,
-            refuses=_refuse_place,
+            refuses=kernel.refuses or _refuse_place,
             proven=frozenset(),
         )
         for kernel in found
@@ -125,6 +222,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
 
 
 native_pairs.register("cuda", _linear_forward)
+autograd.register("attention", "cuda", _attention_forward, _attention_backward)
 
 if _native.cuda_why_not is None:
     register_fakes()

@@ -1,0 +1,313 @@
+// The backward of attention.cuh.
+//
+// With K' = keep / (1 - p), dW the gradient of the returned weights (usually absent), and all
+// products elementwise unless written with @:
+//
+//   dP = K' (dO @ V^T + dW),   delta = rowsum(P dP)
+//   dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
+//
+// One kernel has 64 queries a block and makes delta, dQ and the gradient of the mask; a second has
+// 64 keys and makes dK and dV, over all query heads that share them. Each works P out again. delta
+// is taken from the very dP that it is subtracted from, not from the rounded output: where one key
+// has almost all of a row the difference is what is left of both. So the first kernel walks twice
+// over the keys unless they are one tile. No atomics, so results are the same in every run.
+#pragma once
+
+#include "cuda/attention.cuh"
+
+namespace tf::cuda {
+
+struct AttentionBackwardArgs {
+  AttentionArgs call;
+  HeadsView grad;
+  const void* grad_weights;  // (batch, heads, queries, keys) contiguous, may be null
+  HeadsView grad_query, grad_key, grad_value;  // written; data may be null
+  float* delta;            // (batch, heads, queries), written by the first kernel
+  void* grad_scores;       // dS, (batch, heads, queries, keys) contiguous, may be null
+  bool grad_scores_float;  // fp32, whatever the type of the query
+};
+
+// What scores of the row are exponentiated with: exp2((score - row_max) exponent) share.
+TF_DEVICE float share_of(const AttentionArgs& args, int64_t row) {
+  const float sum = args.row_sum[row];
+  return sum == 0.0f ? 0.0f : 1.0f / sum;
+}
+
+// Gradient of the returned weights at a place, 0 where there is none.
+template <class T>
+TF_DEVICE float grad_weight(const AttentionBackwardArgs& args, const AttentionHead<T>& head,
+                            int query, int key) {
+  if (args.grad_weights == nullptr || query >= args.call.queries || key >= args.call.keys)
+    return 0.0f;
+  const int64_t at = (head.first_row + query) * args.call.keys + key;
+  return to_float(static_cast<const T*>(args.grad_weights)[at]);
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::threads, 2)
+    attention_backward_query_kernel(const AttentionBackwardArgs backward) {
+  using T = typename Tile::Type;
+  const AttentionArgs& args = backward.call;
+  TF_SHARED(shared);
+  unsigned char* queries = shared;
+  unsigned char* grads = queries + Tile::own_bytes;
+  unsigned char* keys = grads + Tile::own_bytes;  // two tiles each
+  unsigned char* values = keys + 2 * Tile::bytes;
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const AttentionBlock block(args.queries, Tile::own, args.heads, args.causal);
+  const AttentionHead<T> head(args, block.batch, block.head);
+  const int row = block.first + threadIdx.x / kWarp * 16;
+  const bool idle = row >= args.queries;
+  const T* query = head_of<T>(args.query, block.batch, block.head);
+  const T* grad = head_of<T>(backward.grad, block.batch, block.head);
+  const T* key = head_of<T>(args.key, block.batch, block.head / args.group);
+  const T* value = head_of<T>(args.value, block.batch, block.head / args.group);
+
+  const int tiles = key_tiles<Tile>(head, block.first + Tile::own, backward.grad_scores != nullptr);
+  const int steps = tiles == 1 ? 1 : 2 * tiles;
+  const auto load_step = [&](int step) {
+    const int first = (step < tiles ? step : step - tiles) * Tile::rows;
+    const auto exists = [&](int row) { return row < head.end; };
+    load_rows<Tile, Tile::rows>(keys + step % 2 * Tile::bytes, args.key, key, first, exists);
+    load_rows<Tile, Tile::rows>(values + step % 2 * Tile::bytes, args.value, value, first, exists);
+  };
+  const auto exists = [&](int row) { return row < args.queries; };
+  load_rows<Tile, Tile::own>(queries, args.query, query, block.first, exists);
+  load_rows<Tile, Tile::own>(grads, backward.grad, grad, block.first, exists);
+  if (steps > 0) load_step(0);
+  cp_async_commit();
+
+  float sums[Tile::sums][4] = {}, row_max[2] = {}, share[2] = {}, delta[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (row + g + 8 * i < args.queries) {
+      row_max[i] = args.row_max[head.first_row + row + g + 8 * i];
+      share[i] = share_of(args, head.first_row + row + g + 8 * i);
+    }
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) load_step(step + 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();  // everybody's copies have landed
+    if (!idle) {
+      const int first = (step < tiles ? step : step - tiles) * Tile::rows;
+      float p[Tile::scores][4] = {}, dp[Tile::scores][4] = {};
+      multiply<Tile>(p, queries, keys + step % 2 * Tile::bytes);
+      multiply<Tile>(dp, grads, values + step % 2 * Tile::bytes);
+      head.template to_scores<false>(p, row, first);
+      if (backward.grad_weights != nullptr)
+#pragma unroll
+        for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            dp[n][i] +=
+                grad_weight<T>(backward, head, row + g + i / 2 * 8, first + 8 * n + 2 * t + i % 2);
+      if (args.dropout.on)
+        head.template each_factor<false, Tile::scores>(
+            row, first, [&](int n, int i, float factor) { dp[n][i] = drop(dp[n][i], factor); });
+#pragma unroll
+      for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // Gradients of what is hidden may be NaN.
+          if (p[n][i] == -INFINITY) dp[n][i] = 0.0f;
+          p[n][i] = head.weight(p[n][i], row_max[i / 2], share[i / 2]);
+        }
+      if (step < tiles) {
+#pragma unroll
+        for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) delta[i / 2] += p[n][i] * dp[n][i];
+        if (step == tiles - 1) {
+          delta[0] = reduce_row(delta[0], Add{});
+          delta[1] = reduce_row(delta[1], Add{});
+        }
+      }
+      if (step == steps - 1 || step >= tiles) {
+#pragma unroll
+        for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[n][i] *= dp[n][i] - delta[i / 2];
+        const auto store_scores = [&](auto* to) {
+#pragma unroll
+          for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int at = row + g + i / 2 * 8, column = first + 8 * n + 2 * t + i % 2;
+              if (at < args.queries && column < args.keys)
+                assign(to[(head.first_row + at) * args.keys + column], p[n][i]);
+            }
+        };
+        if (backward.grad_scores != nullptr) {
+          if (backward.grad_scores_float)
+            store_scores(static_cast<float*>(backward.grad_scores));
+          else
+            store_scores(static_cast<T*>(backward.grad_scores));
+        }
+        accumulate<Tile>(sums, p, keys + step % 2 * Tile::bytes);
+      }
+    }
+    __syncthreads();  // nobody reads the tiles that the next step fills
+  }
+  if (idle) return;
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (t == 0 && row + g + 8 * i < args.queries)
+      backward.delta[head.first_row + row + g + 8 * i] = delta[i];
+  if (backward.grad_query.data == nullptr) return;
+  const float factors[2] = {args.scale, args.scale};
+  store_sums<Tile>(backward.grad_query, block.batch, block.head, row, args.queries, sums, factors);
+  // Keys beyond the end were loaded as 0, so only a mask or causality hides what is not finite.
+  uint32_t again = 0;
+  if (args.causal || args.mask_type != MaskType::none) again = rows_not_finite(sums);
+  if (again != 0) __syncwarp();  // other lanes stored the first result
+  for (int r = 0; again != 0; ++r, again >>= 1) {
+    const float highest = of_row(row_max[0], row_max[1], r),
+                inverse = of_row(share[0], share[1], r), sum = of_row(delta[0], delta[1], r);
+    const int at = row + r;
+    if ((again & 1) == 0 || at >= args.queries) continue;
+    float exact[Tile::head / kWarp] = {};
+    for (int s = 0; s < head.end; ++s) {
+      const T* key_row = key + s * args.key.row;
+      const float score = head.score_of(query + at * args.query.row, key_row, at, s);
+      if (score == -INFINITY) continue;
+      const float dp = head.dot(backward.grad, grad + at * backward.grad.row, args.value,
+                                value + s * args.value.row) +
+                       grad_weight<T>(backward, head, at, s);
+      const float ds =
+          head.weight(score, highest, inverse) * (drop(dp, head.factor_of(at, s)) - sum);
+#pragma unroll
+      for (int j = 0; j < Tile::head / kWarp; ++j) {
+        const int column = lane + j * kWarp;
+        if (column < args.key.size) exact[j] += ds * to_float(key_row[column * args.key.column]);
+      }
+    }
+    T* to = const_cast<T*>(head_of<T>(backward.grad_query, block.batch, block.head)) +
+            at * backward.grad_query.row;
+#pragma unroll
+    for (int j = 0; j < Tile::head / kWarp; ++j)
+      if (lane + j * kWarp < args.key.size) assign(to[lane + j * kWarp], exact[j] * args.scale);
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::threads, 2)
+    attention_backward_key_kernel(const AttentionBackwardArgs backward) {
+  using T = typename Tile::Type;
+  const AttentionArgs& args = backward.call;
+  TF_SHARED(shared);
+  unsigned char* keys = shared;
+  unsigned char* values = keys + Tile::own_bytes;
+  unsigned char* queries = values + Tile::own_bytes;  // two tiles each
+  unsigned char* grads = queries + 2 * Tile::bytes;
+  // Of the queries of two tiles: row_max, share, delta.
+  float* statistics = reinterpret_cast<float*>(grads + 2 * Tile::bytes);
+  const int lane = threadIdx.x % kWarp, t = lane % 4;
+  const AttentionBlock block(args.keys, Tile::own, args.heads / args.group, false);
+  const int first_head = block.head * args.group;
+  const int row = block.first + threadIdx.x / kWarp * 16;  // of the warp's first key
+  const int end = AttentionHead<T>(args, block.batch, first_head).end;
+  const bool idle = row >= end;
+  const T* key = head_of<T>(args.key, block.batch, block.head);
+  const T* value = head_of<T>(args.value, block.batch, block.head);
+
+  // Tiles of queries that see some of the keys.
+  const int skipped = args.causal ? block.first / Tile::rows : 0;
+  int tiles = (args.queries + Tile::rows - 1) / Tile::rows - skipped;
+  if (tiles < 0 || block.first >= end) tiles = 0;
+  const int steps = tiles * args.group;
+  const auto load_step = [&](int step) {
+    const AttentionHead<T> head(args, block.batch, first_head + step / tiles);
+    const int first = (skipped + step % tiles) * Tile::rows;
+    // Queries that see nothing may hold anything.
+    const auto sees = [&](int row) {
+      return row < args.queries && args.row_sum[head.first_row + row] != 0.0f;
+    };
+    load_rows<Tile, Tile::rows>(queries + step % 2 * Tile::bytes, args.query,
+                                head_of<T>(args.query, block.batch, head.head), first, sees);
+    load_rows<Tile, Tile::rows>(grads + step % 2 * Tile::bytes, backward.grad,
+                                head_of<T>(backward.grad, block.batch, head.head), first, sees);
+    for (int i = threadIdx.x; i < Tile::rows; i += Tile::threads) {
+      float* to = statistics + step % 2 * 3 * Tile::rows + i;
+      const bool inside = first + i < args.queries;
+      const int64_t at = head.first_row + first + i;
+      to[0] = inside ? args.row_max[at] : 0.0f;
+      to[Tile::rows] = inside ? share_of(args, at) : 0.0f;
+      to[2 * Tile::rows] = inside ? backward.delta[at] : 0.0f;
+    }
+  };
+  const auto exists = [&](int row) { return row < end; };
+  load_rows<Tile, Tile::own>(keys, args.key, key, block.first, exists);
+  load_rows<Tile, Tile::own>(values, args.value, value, block.first, exists);
+  if (steps > 0) load_step(0);
+  cp_async_commit();
+
+  float key_sums[Tile::sums][4] = {}, value_sums[Tile::sums][4] = {};
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) load_step(step + 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();  // everybody's copies have landed
+    if (!idle) {
+      const AttentionHead<T> head(args, block.batch, first_head + step / tiles);
+      const int first = (skipped + step % tiles) * Tile::rows;
+      const float* statistic = statistics + step % 2 * 3 * Tile::rows + 2 * t;
+      float p[Tile::scores][4] = {}, dp[Tile::scores][4] = {};
+      multiply<Tile>(p, keys, queries + step % 2 * Tile::bytes);
+      multiply<Tile>(dp, values, grads + step % 2 * Tile::bytes);
+      head.template to_scores<true>(p, row, first);
+      if (backward.grad_weights != nullptr)
+#pragma unroll
+        for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            dp[n][i] += grad_weight<T>(backward, head, first + 8 * n + 2 * t + i % 2,
+                                       row + lane / 4 + i / 2 * 8);
+      // p becomes what multiplied the values, and dp the gradient of the scores.
+      const auto finish = [&](int n, int i, float factor) {
+        const int at = 8 * n + i % 2;
+        const bool hidden = p[n][i] == -INFINITY;
+        const float weight = head.weight(p[n][i], statistic[at], statistic[Tile::rows + at]);
+        dp[n][i] =
+            hidden ? 0.0f : weight * (drop(dp[n][i], factor) - statistic[2 * Tile::rows + at]);
+        p[n][i] = drop(weight, factor);
+      };
+      if (args.dropout.on) {
+        head.template each_factor<true, Tile::scores>(row, first, finish);
+      } else {
+#pragma unroll
+        for (int n = 0; n < Tile::scores; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) finish(n, i, 1.0f);
+      }
+      accumulate<Tile>(value_sums, p, grads + step % 2 * Tile::bytes);
+      accumulate<Tile>(key_sums, dp, queries + step % 2 * Tile::bytes);
+    }
+    __syncthreads();  // nobody reads the tiles that the next step fills
+  }
+  const float scale[2] = {args.scale, args.scale}, one[2] = {1.0f, 1.0f};
+  if (backward.grad_key.data != nullptr)
+    store_sums<Tile>(backward.grad_key, block.batch, block.head, row, args.keys, key_sums, scale);
+  if (backward.grad_value.data != nullptr)
+    store_sums<Tile>(backward.grad_value, block.batch, block.head, row, args.keys, value_sums, one);
+}
+
+inline void launch_attention_backward(const AttentionBackwardArgs& backward, Stream stream) {
+  const AttentionArgs& args = backward.call;
+  by_head(args.type, larger_head(args), [&]<class T, int kHead>() {
+    // Two blocks of half types at once on an A100, and one of fp32 where there are 99 KiB.
+    using Tile = AttentionTile<T, kHead, (sizeof(T) == 2 ? 64 : 32) / (kHead == 128 ? 2 : 1)>;
+    constexpr size_t kShared = 2 * Tile::own_bytes + 4 * Tile::bytes;
+    const int64_t queries = attention_blocks(args, args.queries, args.heads, Tile::own);
+    const int64_t keys = attention_blocks(args, args.keys, args.heads / args.group, Tile::own);
+    if (queries > 0)
+      launch(attention_backward_query_kernel<Tile>, dim3(static_cast<unsigned>(queries)),
+             Tile::threads, kShared, stream, backward);
+    if (keys > 0 && (backward.grad_key.data || backward.grad_value.data))
+      launch(attention_backward_key_kernel<Tile>, dim3(static_cast<unsigned>(keys)), Tile::threads,
+             kShared + 6 * Tile::rows * sizeof(float), stream, backward);
+  });
+}
+
+}  // namespace tf::cuda
