@@ -37,8 +37,9 @@ struct BackwardWorkspace {
   Operand *keys, *values, *key_rows, *query, *grad, *query_turned, *grad_turned, *p, *ds, *ds_rows;
   float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
   float *minus, *delta;          // per row of the block
-  float *read, *grad_key, *grad_value, *grad_query, *bias, *factors;
-  bool* started;  // per panel: its sums for keys are begun
+  float *read, *grad_key, *grad_value, *grad_query, *bias;
+  KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
+  bool* started;   // per panel: its sums for keys are begun
   long bytes = 0;
 
   BackwardWorkspace(const AttentionBackwardArgs& args, void* scratch)
@@ -76,7 +77,7 @@ struct BackwardWorkspace {
     take(grad_value, value_up * sum_stride);
     take(grad_query, kRows * query_stride);
     take(bias, kPanel + 16);
-    take(factors, kPanel);
+    take(keep, kRows);
     take(started, tile_keys / kPanel);
   }
 };
@@ -181,6 +182,7 @@ class BackwardRows : protected Scores {
                      work.values + index * work.value_panel, false, work.slopes[panel.slot], kPanel,
                      meanwhile);
       derived.finish_waiting();
+      panel.draws = waiting_.count == 0 || panel.start / kDraw != waiting_.start / kDraw;
       waiting_ = panel;
       softened_ = 0;
       panel = panel_from(panel.start + kPanel, 1 - panel.slot);
@@ -206,9 +208,9 @@ class BackwardRows : protected Scores {
     const Vec minus = set1(work.minus[i]), delta = set1(work.delta[i]);
     const float* slopes = work.slopes[panel.slot] + i * kPanel;
     const long row = row_of(i);
+    Vec f[2];
     if (args.dropout.on)
-      dropout_factors(args.dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(panel.start),
-                      kPanel, work.factors);
+      panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       const Vec y = exponent(x[u], minus);
       const auto none = less(y, set1(kNegligible));
@@ -216,9 +218,8 @@ class BackwardRows : protected Scores {
       Vec slope = load_slope(panel, row, slopes, u);
       p[u] = unmixed;
       if (args.dropout.on) {
-        const Vec f = load(work.factors + u * kLanes);
-        p[u] = unmixed * f;
-        slope = drop(slope, f);
+        p[u] = unmixed * f[u];
+        slope = drop(slope, f[u]);
       }
       ds[u] = select(none, zero(), unmixed * (slope - delta));
     }

@@ -9,7 +9,6 @@
 #include "cpu/attention_next_keys.h"
 #include "cpu/attention_scores.h"
 #include "cpu/attention_workspace.h"
-#include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -84,9 +83,9 @@ class Block : Scores {
   }
 
   TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
-    dropout_factors(args.dropout, static_cast<uint64_t>(row_of(i)),
-                    static_cast<uint64_t>(panel.start), kPanel, work.factors);
-    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * load(work.factors + u * kLanes);
+    Vec f[2];
+    panel_factors(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i], f[0], f[1]);
+    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * f[u];
   }
 
   template <class Meanwhile>
@@ -322,6 +321,7 @@ class Block : Scores {
         group.count = 0;
       }
       add_to(group, panel);
+      panel.draws = waiting_.count == 0 || panel.start / kDraw != waiting_.start / kDraw;
       waiting_ = panel;
       softened_ = 0;
       panel = panel_from(panel.start + kPanel, 1 - panel.slot);

@@ -23,6 +23,7 @@ class Scores {
     int slot;           // of its scores
     bool plain;         // all rows see all of it, and no mask adds to it
     bool direct;        // all rows see all of it but for a mask whose values can be loaded
+    bool draws = true;  // its dropout is not known from the panel before
   };
 
   // A row of the block among those of all queries.
@@ -37,9 +38,9 @@ class Scores {
       if (sight.mask_hides_tile(start, count)) continue;
       const bool whole = count == kPanel && sight.visible(0, start, count) == count;
       const bool direct = whole && shape.mask != nullptr && shape.mask_stride[3] == 1;
-      return {start, count, slot, whole && !mask_adds(start, count), direct};
+      return {start, count, slot, whole && !mask_adds(start, count), direct, true};
     }
-    return {start, 0, slot, false, false};
+    return {start, 0, slot, false, false, true};
   }
 
   // Whether the mask changes any score of the panel; only asked of masks that are alike for all

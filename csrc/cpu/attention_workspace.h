@@ -5,6 +5,7 @@
 #include "cpu/attention_mask.h"
 #include "cpu/attention_typed.h"
 #include "cpu/half_product.h"
+#include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -23,7 +24,8 @@ struct Workspace {
   float *scores[2], *sums;
   float* total;  // per row: kLanes partial sums of the probabilities
   float* minus;  // per row: what is added to scores before the exponential
-  float *bias, *factors;
+  float* bias;
+  KeepBits* keep;       // per row: which of two panels of probabilities dropout keeps
   bool* known;          // per row: whether `minus` is set
   bool* plain;          // per row: done again, with the slower exponents()
   bool* broken;         // per row: done again, without pieces
@@ -49,7 +51,7 @@ struct Workspace {
     take(total, rows * kLanes);
     take(minus, rows);
     take(bias, kPanel + 16);
-    take(factors, kPanel);
+    take(keep, rows);
     take(known, rows);
     take(plain, rows);
     take(broken, rows);

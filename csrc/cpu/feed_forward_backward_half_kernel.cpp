@@ -58,13 +58,14 @@ void block(const HalfFeedForwardBackwardArgs& call, long begin, long end, void* 
         const Ends<T> ends(nullptr, j, args.f, args.activation);
         const PairedRows<T> hidden = paired(j);
         const long have = args.f - j;
-        return [=](long i, Vec& low, Vec& high) __attribute__((always_inline)) {
+        return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
           const T* from = z + i * args.f + j;
           Vec h_low = load_some(from, have);
           Vec h_high = have > kLanes ? load_some(from + kLanes, have - kLanes) : zero();
           Vec factors[2];
           if (args.dropout.on) {
-            hidden_factors(args.dropout, args.row + begin + i, j, factors[0], factors[1]);
+            panel_factors(args.dropout, args.row + begin + i, j, j % kDraw == 0, keep, factors[0],
+                          factors[1]);
             low = drop(low, factors[0]);
             high = drop(high, factors[1]);
           }

@@ -18,13 +18,14 @@ void block(const HalfFeedForwardArgs& args, long begin, long end, void* scratch)
       args, begin, end, scratch,
       [&](long j) {
         const Ends<T> ends(args.bias1, j, args.f, args.activation);
-        return [=](long i, Vec& low, Vec& high) __attribute__((always_inline)) {
+        return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
           ends.start(low, high);
           if (kept != nullptr) ends.write(kept + i * args.f + j, low, high);
           ends.activate(low, high);
           if (args.dropout.on) {
             Vec factors[2];
-            hidden_factors(args.dropout, args.row + begin + i, j, factors[0], factors[1]);
+            panel_factors(args.dropout, args.row + begin + i, j, j % kDraw == 0, keep, factors[0],
+                          factors[1]);
             low = drop(low, factors[0]);
             high = drop(high, factors[1]);
           }

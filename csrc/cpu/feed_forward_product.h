@@ -19,21 +19,14 @@ long feed_forward_scratch_bytes(const HalfFeedForwardArgs& args, long rows) {
   using P = Product<T>;
   return (P::block_size(rows, args.k) + P::block_size(rows, args.f)) *
              static_cast<long>(sizeof(typename P::Operand)) +
-         P::buffer_size(rows) * static_cast<long>(sizeof(float));
-}
-
-// What dropout multiplies kPanel hidden units of a row by.
-TF_INLINE void hidden_factors(const Dropout& dropout, long row, long column, Vec& low, Vec& high) {
-  float factors[kPanel];
-  dropout_factors(dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(column), kPanel,
-                  factors);
-  low = load(factors);
-  high = load(factors + kLanes);
+         P::buffer_size(rows) * static_cast<long>(sizeof(float)) +
+         rows * static_cast<long>(sizeof(KeepBits));
 }
 
 // Rows [begin, end). For each panel of hidden units, from column j on, first(j) gives a function
-// that makes the hidden units of a row, (i, low, high) -> low, high, from the first product's, and
-// after(j) is called when all rows have passed. Without y there is no second product.
+// that makes the hidden units of a row, (i, low, high, keep) -> low, high, from the first
+// product's, with the row's bits for panel_factors(), and after(j) is called when all rows have
+// passed. Without y there is no second product.
 template <class T, class First, class After>
 void two_products(const HalfFeedForwardArgs& args, long begin, long end, void* scratch,
                   const First& first, const After& after) {
@@ -44,6 +37,7 @@ void two_products(const HalfFeedForwardArgs& args, long begin, long end, void* s
   Operand* x = static_cast<Operand*>(scratch);
   Operand* hidden = x + P::block_size(rows, args.k);
   float* sums = reinterpret_cast<float*>(hidden + P::block_size(rows, args.f));
+  KeepBits* keep = reinterpret_cast<KeepBits*>(sums + P::buffer_size(rows));
   const auto* w1 = static_cast<const Operand*>(args.packed1);
   const auto* w2 = static_cast<const Operand*>(args.packed2);
   P::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x);
@@ -52,7 +46,7 @@ void two_products(const HalfFeedForwardArgs& args, long begin, long end, void* s
     P::multiply(x, rows, args.k, w1,
                 j + kPanel < args.f || w2 == nullptr ? w1 + P::panel_size(args.k) : w2, sums,
                 [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                  middle(i, low, high);
+                  middle(i, low, high, keep[i]);
                   P::put(P::chunk(hidden, args.f, i, j), low, high);
                 });
     after(j);

@@ -22,6 +22,7 @@ constexpr long kPad = 16;  // keeps the rows of y out of each other's cache sets
 struct Workspace {
   Operand *x, *hidden;
   float *y, *sums, *units;
+  KeepBits* keep;  // per row: which of two panels of hidden units dropout keeps
   long y_stride, bytes = 0;
 
   Workspace(const FeedForwardArgs& args, long rows, void* scratch)
@@ -36,6 +37,7 @@ struct Workspace {
     take(y, round_up(rows, 16) * y_stride);
     take(sums, P::buffer_size(rows));
     take(units, round_up(args.f, kPanel));
+    take(keep, rows);
   }
 };
 
@@ -43,27 +45,27 @@ struct Workspace {
 // x W1^T, and what is kept on the way.
 template <bool kTrains>
 TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long row, long unit,
-                      Vec& low, Vec& high) {
+                      KeepBits& keep, Vec& low, Vec& high) {
   if constexpr (!kTrains) return ends.finish(low, high);
   const long place = row * args.f + unit, count = least(kPanel, args.f - unit);
-  const auto keep = [&](float* at) __attribute__((always_inline)) {
+  const auto write = [&](float* at) __attribute__((always_inline)) {
     // Where the next panel will write: stores a row apart are nothing that hardware foresees.
     _mm_prefetch(reinterpret_cast<const char*>(at + place + kPanel), _MM_HINT_T1);
     store_some(at + place, low, count);
     if (count > kLanes) store_some(at + place + kLanes, high, count - kLanes);
   };
   ends.start(low, high);
-  if (args.preactivation != nullptr) keep(args.preactivation);
-  float factors[kPanel];
+  if (args.preactivation != nullptr) write(args.preactivation);
+  Vec factors[2];
   if (args.dropout.on)
-    dropout_factors(args.dropout, static_cast<uint64_t>(args.row + row),
-                    static_cast<uint64_t>(unit), kPanel, factors);
-  const auto dropped = [&](Vec x, long from) __attribute__((always_inline)) {
-    return args.dropout.on ? drop(x, load(factors + from)) : x;
+    panel_factors(args.dropout, args.row + row, unit, unit % kDraw == 0, keep, factors[0],
+                  factors[1]);
+  const auto dropped = [&](Vec x, int u) __attribute__((always_inline)) {
+    return args.dropout.on ? drop(x, factors[u]) : x;
   };
   if (args.slope_at == nullptr) {
     low = dropped(activate(low, args.activation), 0);
-    high = dropped(activate(high, args.activation), kLanes);
+    high = dropped(activate(high, args.activation), 1);
   } else {
     const float* at = args.slope_at + place;
     _mm_prefetch(reinterpret_cast<const char*>(at + kPanel), _MM_HINT_T1);
@@ -71,25 +73,26 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     Vec h[2] = {load_some(at, count),
                 count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
     low = through_activation(dropped(low, 0), h[0], args.activation);
-    high = through_activation(dropped(high, kLanes), h[1], args.activation);
+    high = through_activation(dropped(high, 1), h[1], args.activation);
     if (args.panels != nullptr) {
       float* to = args.panels + weight_gradient_place(args.m, row, unit);
       store(to, dropped(h[0], 0));
-      store(to + kLanes, dropped(h[1], kLanes));
+      store(to + kLanes, dropped(h[1], 1));
     }
   }
-  if (args.hidden != nullptr) keep(args.hidden);
+  if (args.hidden != nullptr) write(args.hidden);
 }
 
 // A row of the result by fp32 FMA, for numbers that have no pieces.
 template <bool kTrains>
 void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long row,
-           float* units, float* y) {
+           float* units, KeepBits& keep, float* y) {
   const float* x = args.x + row * args.x_stride;
   Vec low, high;
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
     P::plain_row([&](long p) { return x[p]; }, args.k, w1, low, high);
-    middle<kTrains>(args, Ends<float>(args.bias1, j, args.f, args.activation), row, j, low, high);
+    middle<kTrains>(args, Ends<float>(args.bias1, j, args.f, args.activation), row, j, keep, low,
+                    high);
     store(units + j, low);
     store(units + j + kLanes, high);
   }
@@ -122,7 +125,7 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
                     if (kTrains && P::is_odd(low, high))
                       P::plain_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
                                    low, high);
-                    middle<kTrains>(args, ends, begin + i, f + j, low, high);
+                    middle<kTrains>(args, ends, begin + i, f + j, work.keep[i], low, high);
                     // In the very pieces that a linear map splits its rows into.
                     P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
                   });
@@ -140,7 +143,7 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
     float* sums = work.y + i * work.y_stride;
     for (long j = 0; j < args.n; j += kPanel) {
       if (!P::is_odd(load(sums + j), load(sums + j + kLanes))) continue;
-      plain<kTrains>(args, w1, w2, begin + i, work.units, sums);
+      plain<kTrains>(args, w1, w2, begin + i, work.units, work.keep[i], sums);
       break;
     }
     const float* residual = args.residual;

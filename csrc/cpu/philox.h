@@ -107,7 +107,7 @@ constexpr long kDraw = 4 * kLanes;  // elements that one evaluation of Philox de
 
 // Which of the kDraw elements from (row, column) on are kept: a bit for each. `column` is a
 // multiple of 8.
-TF_INLINE KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column) {
+inline KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column) {
   const Words first = words(0xD2511F53u), second = words(0xCD9E8D57u);
   Words c0 = counters(column / 8), c1 = words(row), c2 = words(row >> 32), c3 = words(0);
   uint32_t key0 = static_cast<uint32_t>(dropout.seed);
@@ -138,6 +138,18 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t colum
     store(factors + j + 2 * kLanes, where_set(keep >> 2 * kLanes, scale));
     store(factors + j + 3 * kLanes, where_set(keep >> 3 * kLanes, scale));
   }
+}
+
+// What dropout multiplies kPanel columns of a row by, from `column` on, a multiple of kPanel. kDraw
+// is two panels: `keep` holds the bits of both, and is worked out anew if `draws`.
+TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool draws,
+                             KeepBits& keep, Vec& low, Vec& high) {
+  const long inside = column % kDraw;
+  if (draws)
+    keep = keep_bits(dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(column - inside));
+  const KeepBits bits = keep >> inside;
+  low = where_set(bits, set1(dropout.scale));
+  high = where_set(bits >> kLanes, set1(dropout.scale));
 }
 
 // What dropout makes of x: 0 where dropped, whatever x is.
