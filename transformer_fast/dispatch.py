@@ -106,6 +106,9 @@ class Kernel:
     yields: tuple[Yield, ...] = ()
     #: What `explain` adds where a call runs otherwise than the backend's name says, or None.
     remark: Callable[[Call], str | None] | None = None
+    #: Makes a function of tensors, which calls ``run`` without gradients and with all else fixed,
+    #: one that takes less time to lead to its kernels; see `memo`.
+    record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
 
 @dataclass

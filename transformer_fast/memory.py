@@ -21,10 +21,12 @@ from pathlib import Path
 
 import torch
 
-from . import _native
+from . import _native, memo
 from .backends import cpu_packing
 
-__all__ = ["forget_packed", "kept", "limit", "packed", "release", "set_limit"]
+__all__ = [
+    "forget_calls", "forget_packed", "kept", "limit", "packed", "release", "set_limit",
+]  # fmt: skip
 
 _MOST = 1 << 30
 
@@ -75,6 +77,12 @@ def forget_packed(module: torch.nn.Module | None = None) -> None:
     columns however they are written, is found by itself.
     """
     cpu_packing.forget(module)
+
+
+def forget_calls() -> None:
+    """Drop what is remembered of calls on GPUs (which kernel takes them, what it launches), at most
+    4096 of each op. No tensors are kept with it."""
+    memo.forget()
 
 
 def _memory(root: Path = Path("/")) -> int:

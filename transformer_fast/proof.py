@@ -208,7 +208,7 @@ def write(proof: Proof) -> Path:
         "verdicts": [verdict._asdict() for verdict in proof.verdicts],
     }
     write_whole(path, content)
-    known.cache_clear()
+    _forget_known()
     return path
 
 
@@ -247,6 +247,16 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
     return proof, None
 
 
+#: How often what is `known` has changed.
+epoch = 0
+
+
+def _forget_known() -> None:
+    global epoch
+    epoch += 1
+    known.cache_clear()
+
+
 @functools.cache
 def known(device: int) -> tuple[Proof | None, str | None]:
     """`read` for a CUDA device, once a process."""
@@ -258,7 +268,7 @@ def forget() -> list[Path]:
     found = sorted(folder().glob("proof-*.json"))
     for path in found:
         path.unlink()
-    known.cache_clear()
+    _forget_known()
     return found
 
 

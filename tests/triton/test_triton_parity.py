@@ -6,14 +6,15 @@ taking turns from case to case.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from harness import SATURATED
 
-from transformer_fast import dispatch
-from transformer_fast.backends.triton import config, matmul
+from transformer_fast import dispatch, functional, memo, use_backend
+from transformer_fast.backends.triton import config, matmul, plans
 from transformer_fast.specs import OPS
 from transformer_fast.testing import (
     all_among_nan,
@@ -71,3 +72,62 @@ def test_outputs_and_gradients(op, case, dtype, few_rows, device, monkeypatch):
         assert own.isdisjoint(made) == (few_rows is not None)
     # The results on the way to the gradients; without gradients the same kernels run.
     check(op, seen[0], arguments)
+
+
+def public_calls(device):
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16).to(device)
+
+    q, w, v = (lambda: normal(2, 2, 20, 16)), (lambda: normal(16, 16)), (lambda: normal(16))
+    x = lambda: normal(3, 5, 16)  # noqa: E731
+    y = functional.scaled_dot_product_attention
+    mask = torch.rand(2, 1, 20, 20).to(device) > 0.5
+    lengths = torch.tensor([20, 3], device=device)
+    yield y, (q, q, q), {}
+    yield y, (q, q, q), {"is_causal": True, "key_lengths": lengths, "dropout_p": 0.3}
+    yield y, (q, q, q, lambda: mask.clone()), {"need_weights": True}
+    yield functional.layer_norm, (x, lambda: (16,), v, v), {}
+    yield functional.add_layer_norm, (x, x, lambda: (16,), v, v), {"dropout_p": 0.2}
+    yield functional.linear, (x, w, v), {"activation": "gelu", "residual": normal(3, 5, 16)}
+    yield functional.feed_forward, (x, w, v, w, v), {"dropout_p": 0.2}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("wants", [False, True])
+def test_remembered_public_calls_give_the_same_bits(number, wants, device, monkeypatch):
+    torch.manual_seed(1)
+    function, makers, options = list(public_calls(device))[number]
+    calls = [[make() for make in makers] for _ in range(5)]
+    if wants:
+        for x in itertools.chain(*calls):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.requires_grad_()
+
+    def all_bits():
+        found = []
+        for seed, arguments in enumerate(calls):
+            torch.manual_seed(seed)
+            y = function(*arguments, **options)
+            found += y if isinstance(y, tuple) else [y]
+            assert all(one.requires_grad == wants for one in found)
+            if wants:
+                given = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+                found += [
+                    g.clone().requires_grad_() for g in torch.autograd.grad(found[-1].sum(), given)
+                ]
+        return found
+
+    with use_backend("triton"):
+        wanted = all_bits()
+        monkeypatch.setattr(plans, "replays_interpreted", True)
+        monkeypatch.setattr(memo, "on_cpu", True)
+        memo.forget()
+        found = all_bits()
+        assert [run for _, run in memo._calls.values()]
+        plans_made = [p for store in memo._stores for p in store.values() if callable(p)]
+        assert len(plans_made) >= 2 * wants  # of the forward and of the backward
+        assert plans._NEVER not in plans_made
+        memo.forget()
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)

@@ -176,6 +176,8 @@ def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -
             f"output with shape {list(target)} doesn't match the broadcast shape "
             f"{list(torch.broadcast_shapes(target, mask.shape))}"
         )
+    if mask.dim() == len(target) == 4:
+        return mask
     mask = mask.reshape((1,) * (len(target) - mask.dim()) + tuple(mask.shape))
     lead = mask.shape[:-3]
     if all(size == 1 for size in lead):

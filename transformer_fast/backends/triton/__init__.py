@@ -19,6 +19,7 @@ from .operators import cross_entropy as cross_entropy_operators
 from .operators import feed_forward as feed_forward_operators
 from .operators import layer_norm as layer_norm_operators
 from .operators import linear as linear_operators
+from .plans import Replayed
 
 #: Architectures whose tiles, warps and stages `config` has.
 ARCHITECTURES = (80, 86, 90, 100, 120)
@@ -119,6 +120,7 @@ def kernels(interpreted: bool) -> list[Kernel]:
             activations=_ACTIVATIONS,
             unavailable=_why_not_installed(),
             proven=frozenset(),
+            record=Replayed,
         )
         for kernel in found
     ]

@@ -8,7 +8,7 @@ What is hidden is decided as in the reference; see `attention_kernel` for NaN at
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from .attention_decode import attention_decode, decodes
 from .attention_kernel import attention_forward_kernel
 from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
 from .philox import Dropout, dropout_arguments, seed_for
-from .runtime import Plan, ceil_div, dot_precision, keep, next_power_of_2, with_unit_stride
+from .plans import each_time
+from .runtime import ceil_div, dot_precision, launch, next_power_of_2, with_unit_stride
 from .tiles import FLOAT_MASK, LOG2E
 
 
@@ -88,9 +89,9 @@ class Problem(NamedTuple):
         ):
             return None
         granule = config.attention_granule(self.architecture, max(self.head), self.half)
-        return tile_lists(
+        return each_time(  # type: ignore[no-any-return]
+            tile_lists,
             self.owner,
-            self.mask,
             self.sizes,
             self.lengths,
             self.causal,
@@ -162,9 +163,6 @@ def like_heads(query: Tensor, size: int) -> Tensor:
     return query.new_empty_strided((batch, heads, length, size), strides)
 
 
-_plans: dict[Any, Plan] = {}
-
-
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -193,42 +191,41 @@ def attention_forward(
     )
     lists = None if mask.data is None else problem.lists(tile)
     found = (None, None, 0, 0, 0) if lists is None else lists
-    # All that a plan is made of, or that decides about it.
-    known = (
-        tile, problem.sizes, problem.head, problem.group, q.dtype, q.stride(), k.stride(), v.stride(),
-        mask.kind, mask.strides, problem.stride_length, lists is None, found[2:], problem.causal,
-        problem.kernel_scale, problem.natural, problem.dropout, dot_precision(q.dtype),
-    )  # fmt: skip
-    plan = _plans.get(known)
-    if plan is None:
-        plan = Plan(
-            attention_forward_kernel,
-            (ceil_div(queries, tile.queries) * batch * heads,),
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *output.stride()[:3],
-            *mask.strides,
-            problem.stride_length,
-            *found[2:],
-            heads,
-            problem.group,
-            queries,
-            keys,
-            problem.kernel_scale,
-            problem.dropout.limit,
-            problem.dropout.scale,
-            warps=tile.warps,
-            stages=tile.stages,
-            BLOCK_T=tile.queries,
-            BLOCK_S=tile.keys,
-            LISTED=lists is not None,
-            RAGGED=keys % tile.keys != 0,
-            **problem.constants(),
-        )
-        keep(_plans, known, plan)
     counts, numbers = found[:2]
-    plan(
-        q, k, v, mask.data, key_lengths, problem.seed, counts, numbers, output, shift, norm
-    )  # fmt: skip
+    launch(
+        attention_forward_kernel,
+        (ceil_div(queries, tile.queries) * batch * heads,),
+        q,
+        k,
+        v,
+        mask.data,
+        key_lengths,
+        problem.seed,
+        counts,
+        numbers,
+        output,
+        shift,
+        norm,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *output.stride()[:3],
+        *mask.strides,
+        problem.stride_length,
+        *found[2:],
+        heads,
+        problem.group,
+        queries,
+        keys,
+        problem.kernel_scale,
+        problem.dropout.limit,
+        problem.dropout.scale,
+        warps=tile.warps,
+        stages=tile.stages,
+        BLOCK_T=tile.queries,
+        BLOCK_S=tile.keys,
+        LISTED=lists is not None,
+        RAGGED=keys % tile.keys != 0,
+        **problem.constants(),
+    )
     return output, shift, norm

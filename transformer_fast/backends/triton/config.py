@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ... import memo
 from ...dispatch import compute_capability
 from . import FEW_ROWS, table_for
 from .runtime import INTERPRETED, next_power_of_2
@@ -34,7 +35,8 @@ def use_architecture(architecture: int) -> Iterator[None]:
     global _forced
     before, _forced = _forced, architecture
     try:
-        yield
+        with memo.under(architecture):
+            yield
     finally:
         _forced = before
 
@@ -370,7 +372,8 @@ def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
     else:
         globals()[name] = lambda *_: tile
     try:
-        yield
+        with memo.under((name, tile)):
+            yield
     finally:
         globals()[name] = function
         table.update(before)

@@ -215,7 +215,6 @@ def _cache(mask: Tensor) -> dict[object, object] | None:
 
 def tile_lists(
     owner: Tensor,
-    mask: Mask,
     sizes: tuple[int, int, int, int],
     lengths: Tensor | None,
     causal: bool,
@@ -227,7 +226,6 @@ def tile_lists(
 
     ``owner`` is the mask tensor as the caller gave it: what is found is kept with it.
     """
-    assert mask.data is not None
     cache = _cache(owner)
     # A stream that did not make a list may run ahead of its making.
     stream = torch.cuda.current_stream(owner.device).cuda_stream if owner.is_cuda else None
@@ -240,7 +238,7 @@ def tile_lists(
         return cache[list_key]  # type: ignore[index, return-value]
     codes = cache.get(code_key) if cache is not None else None
     if codes is None:
-        codes = _codes(mask, granule)
+        codes = _codes(prepare_mask(owner), granule)
         if cache is not None:
             cache[code_key] = codes
     lists = _lists(codes, sizes, None if by_keys else lengths, causal, granule, block, by_keys)  # type: ignore[arg-type]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import plans
 
 #: Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -68,110 +71,6 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return tuple(code.co_varnames[: code.co_argcount])
 
 
-@cache
-def _tensors(function: Any) -> int:
-    """How many tensors (and descriptors) a kernel begins with."""
-    return sum(name.endswith(("_ptr", "_tiles")) for name in _parameters(function))
-
-
-#: Plans and variants beyond which all are forgotten: every batch may have sizes of its own.
-MOST_KEPT = 4096
-
-
-def keep(store: dict[Any, Any], key: Any, value: Any) -> Any:
-    """Put ``value`` into a store that forgets everything when it holds MOST_KEPT; returns it."""
-    if len(store) >= MOST_KEPT:
-        store.clear()
-    store[key] = value
-    return value
-
-
-class Plan:
-    """A launch with everything fixed but its tensors; calling it with them launches.
-
-    From an argument list Triton derives at every call which variant of a kernel is needed, which
-    takes longer than many a kernel runs. Here it derives it once for each dtype, device and
-    alignment to 16 bytes of the tensors: with the other arguments fixed it looks at nothing else.
-    Its switches (``TRITON_DEBUG``, instrumentation) hold for what was not launched before.
-    """
-
-    __slots__ = ("constants", "described", "grid", "kernel", "rest", "stages", "variants", "warps")
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        *rest: Any,
-        warps: int,
-        stages: int,
-        **constants: Any,
-    ) -> None:
-        """``rest``: the arguments after the tensors."""
-        self.kernel, self.grid, self.rest, self.constants = kernel, grid, rest, constants
-        self.warps, self.stages = warps, stages
-        # Descriptors are made anew for every call and have sizes of their own.
-        self.described = _parameters(kernel.fn)[0].endswith("_tiles")
-        self.variants: dict[Any, Callable[..., Any] | None] = {}
-
-    def __call__(self, *tensors: Any) -> None:
-        """Launch on the current stream of the first tensor's device; other tensors may be None."""
-        if _instead is not None:
-            args = (*tensors, *self.rest)
-            _instead(Launch(self.kernel, self.grid, args, self.constants, self.warps, self.stages))
-            return
-        if 0 in self.grid:
-            return
-        device = (tensors[0].base if self.described else tensors[0]).device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._run(device, tensors)
-        else:
-            self._run(device, tensors)
-
-    def _run(self, device: torch.device, tensors: tuple[Any, ...]) -> None:
-        if INTERPRETED or self.described:
-            self._call(tensors)
-            return
-        places = [0 if x is None else x.data_ptr() for x in tensors]
-        # A compiled kernel belongs to the device on which it was loaded.
-        key = (device, *[None if x is None else x.dtype for x in tensors])
-        bits = 0
-        for place in places:
-            bits |= place
-        if bits & 15:
-            key += (*[place & 15 == 0 for place in places],)
-        found = self.variants.get(key)
-        if found is None:
-            found = _launcher(self._call(tensors), self)
-            if found is not None:
-                keep(self.variants, key, found)
-        else:
-            # Addresses save Triton asking each tensor, and the driver, for them.
-            found(places)
-
-    def _call(self, tensors: tuple[Any, ...]) -> Any:
-        return self.kernel[self.grid](
-            *tensors, *self.rest, num_warps=self.warps, num_stages=self.stages, **self.constants
-        )
-
-
-def _launcher(compiled: Any, plan: Plan) -> Callable[[list[int]], Any] | None:
-    """What launches the compiled kernel of a plan on tensors at these addresses.
-
-    ``compiled[grid]`` takes all parameters in order in Triton 3.6 and 3.7. None where that is not
-    there: then every launch is an ordinary call of the kernel.
-    """
-    if not isinstance(compiled, CompiledKernel) or not hasattr(CompiledKernel, "__getitem__"):
-        return None
-    names = _parameters(plan.kernel.fn)
-    fixed = (plan.constants[name] for name in names[len(names) - len(plan.constants) :])
-    run, tail = compiled[(*plan.grid, 1, 1)[:3]], (*plan.rest, *fixed)
-    return lambda places: run(*places, *tail)
-
-
-_plans: dict[Any, Plan] = {}
-
-
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -180,18 +79,86 @@ def launch(
     stages: int,
     **constants: Any,
 ) -> None:
-    """Run ``kernel`` on the current stream of the first tensor's device."""
-    function = kernel.fn
-    count = _tensors(function)
-    rest, fixed = args[count:], (*constants.values(),)
-    # 1, 1.0 and True are equal, but kernels of their own.
-    kinds = (*map(type, rest), *map(type, fixed))
-    key = (function, grid, rest, warps, stages, *constants, *fixed, kinds)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = Plan(kernel, grid, *rest, warps=warps, stages=stages, **constants)
-        keep(_plans, key, plan)
-    plan(*args[:count])
+    """Run ``kernel`` on the current stream of the first tensor's device.
+
+    ``args``: the first is a tensor or a descriptor of one. ``constants``: in the kernel's order or not.
+    """
+    if _instead is not None:
+        _instead(Launch(kernel, grid, args, constants, warps, stages))
+        return
+    if 0 in grid:
+        return
+    first = args[0].base if isinstance(args[0], TensorDescriptor) else args[0]
+    device = first.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(kernel, grid, args, warps, stages, constants)
+    else:
+        _launch(kernel, grid, args, warps, stages, constants)
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    warps: int,
+    stages: int,
+    constants: dict[str, Any],
+) -> None:
+    recorder = plans.recorder()
+    if recorder is not None:
+        recorder.paused = True  # the interpreter computes with tensors of its own
+    try:
+        compiled = kernel[grid](*args, num_warps=warps, num_stages=stages, **constants)
+    finally:
+        if recorder is not None:
+            recorder.paused = False
+    if recorder is None:
+        return
+    if not isinstance(compiled, CompiledKernel) or not hasattr(CompiledKernel, "__getitem__"):
+        options = {"num_warps": warps, "num_stages": stages, **constants}
+        recorder.step(partial(kernel[grid], **options), *args)
+        return
+    # What `compiled[grid]` does in Triton 3.6 and 3.7 when no hook is set.
+    active = triton.runtime.driver.active
+    stream = recorder.once("stream", active.get_current_stream, active.get_current_device())
+    names = _parameters(kernel.fn)
+    fixed = [constants[name] for name in names[len(args) :]]
+    recorder.step(
+        compiled.run, *(*grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata,
+        None, None, None, *map(_replayed, args), *fixed,
+    )  # fmt: skip
+
+
+def _replayed(argument: Any) -> Any:
+    """How an argument of a launch is made at a replay: an address saves Triton asking the driver."""
+    if isinstance(argument, Tensor):
+        return plans.Pointer(argument)
+    if isinstance(argument, TensorDescriptor):
+        rest = {k: v for k, v in vars(argument).items() if k != "base"}
+        return plans.Live(partial(_descriptor, rest), plans.Pointer(argument.base, address=False))
+    return argument
+
+
+def _descriptor(rest: dict[str, Any], base: Tensor) -> TensorDescriptor:
+    """A descriptor like one that has been checked, of another tensor."""
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(rest, base=base)
+    return made
+
+
+def _allowed() -> bool:
+    """Whether launches may be replayed: nobody takes them, and no hook of Triton's looks at them."""
+    return (
+        _instead is None
+        and (not INTERPRETED or plans.replays_interpreted)
+        and not getattr(_knobs.launch_enter_hook, "calls", ())
+        and not getattr(_knobs.launch_exit_hook, "calls", ())
+    )
+
+
+_knobs = triton.knobs.runtime
+plans.allowed = _allowed
 
 
 @cache

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .... import memo
+from .. import plans
+
 _library = torch.library.Library("transformer_fast", "FRAGMENT")
 _RUNTIME = __name__.rpartition(".operators.")[0] + ".runtime"
 
@@ -20,9 +23,10 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     torch would answer meta tensors with the fake.
     """
     name = schema.partition("(")[0]
+    planned = plans.Planned(implementation)
     _library.define(schema)
     for place in ("CUDA", "CPU"):
-        _library.impl(name, implementation, place)
+        _library.impl(name, planned, place)
     torch.library.register_fake(f"transformer_fast::{name}", fake, lib=_library)
     overload = getattr(torch.ops.transformer_fast, name).default
 
@@ -30,8 +34,13 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
         if torch.compiler.is_compiling():
             return overload(*arguments)
         runtime = sys.modules.get(_RUNTIME)
-        if runtime is not None and runtime.recording():
+        if runtime is not None and (runtime.recording() or plans.recorder() is not None):
             return implementation(*arguments)
+        if memo.quiet():
+            # PyTorch's way to an operator in Python takes longer than all else.
+            result = planned.replay(arguments)
+            if result is not NotImplemented:
+                return result
         return overload(*arguments)
 
     return call

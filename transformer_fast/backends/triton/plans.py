@@ -1,0 +1,330 @@
+"""Calls of launchers, replayed: what they allocate and launch, without what leads there.
+
+A launcher is Python that works out sizes, strides, tiles and constants, allocates results and
+launches kernels; PyTorch's ops may stand between. All of it depends on what `memo.describe` tells of
+its arguments and on nothing else. So when such a call is made the second time, a `Recorder` writes down
+what happens as the source of a Python function, which later calls run instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ... import memo
+
+aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+#: What the interpreter runs is not replayed unless a test asks for it: tests change tiles by hand.
+replays_interpreted = False
+
+
+class _Now(threading.local):
+    recorder: Recorder | None = None
+
+
+_now = _Now()
+
+
+def recorder() -> Recorder | None:
+    """What writes down the steps of the call that this thread is making, if anything does."""
+    found = _now.recorder
+    return None if found is None or found.paused else found
+
+
+def each_time(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function that is to be called at each replay, too: it keeps what it made."""
+    found = recorder()
+    return function(*arguments) if found is None else found.each_time(function, *arguments)
+
+
+class Pointer:
+    """Stands among a step's arguments for the address of a tensor, or for any tensor there."""
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: Tensor, address: bool = True) -> None:
+        self.tensor, self.address = tensor, address
+
+
+class Live:
+    """Stands among a step's arguments for what a function of some gives at each replay."""
+
+    __slots__ = ("arguments", "function")
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+
+class Name(str):
+    """Stands among a step's arguments for what `Recorder.once` gave."""
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what is allocated, computed and launched while it is the mode in force."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        super().__init__()
+        #: False once something has happened that cannot be replayed.
+        self.complete = True
+        self._lines: list[tuple[str | None, str]] = []
+        self._names: dict[int, str] = {}
+        self._views: dict[int, tuple[Tensor, Callable[[], str]]] = {}
+        self._made: set[int] = set()
+        self._alive: list[Any] = []
+        self._known: dict[str, Any] = {"empty_strided": torch.empty_strided}
+        self._used: set[str] = set()
+        self.paused = False
+        for place, value in enumerate(arguments):
+            if isinstance(value, Tensor):
+                self._name(value, f"a{place}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.paused:
+            return result
+        if func in _ALLOCATIONS:
+            self._allocate(result)
+        elif isinstance(result, Tensor):
+            if func is aten.detach.default and id(args[0]) in self._made:
+                # Under a mode PyTorch makes its factories' results in two steps.
+                self._name(result, self._names[id(args[0])])
+            elif id(result) in self._names:  # in place
+                self._line(None, self._text(Live(func, *args), kwargs))
+            elif args and self._is_view(func, args[0], result):
+                self._alive.append(result)
+                self._views[id(result)] = (
+                    args[0],
+                    lambda: self._bound("v", Live(func, *args), kwargs),
+                )
+            else:
+                name = self._bound("t", Live(func, *args), kwargs)
+                self._name(result, name)
+        elif isinstance(result, (tuple, list)) and all(isinstance(r, Tensor) for r in result):
+            name = self._bound("r", Live(func, *args), kwargs)
+            self._unpack(name, result)
+        else:
+            self.complete = False  # its data decide what follows
+        return result
+
+    @staticmethod
+    def _is_view(func: Any, base: Any, result: Tensor) -> bool:
+        return (
+            isinstance(base, Tensor)
+            and not func._schema.is_mutable
+            and result.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        )
+
+    def each_time(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function, now and at each replay; its result is a tuple.
+
+        Numbers in the result must not depend on data.
+        """
+        self.paused = True
+        try:
+            result = function(*arguments)
+        finally:
+            self.paused = False
+        self._unpack(self._bound("r", Live(function, *arguments)), result)
+        return result
+
+    def step(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Something that was done and is to be done at each replay."""
+        self._line(None, self._text(Live(function, *arguments)))
+
+    def once(self, name: str, function: Callable[..., Any], *arguments: Any) -> Name:
+        """The result of a function that is called once in each replay, by a name of its own."""
+        if name not in self._used:
+            self._used.add(name)
+            self._line(None, f"{name} = {self._text(Live(function, *arguments))}")
+        return Name(name)
+
+    def function(self, count: int, result: Any) -> Callable[..., Any] | None:
+        """What was written down, as a function of ``count`` arguments; None if it is not complete."""
+        told = self._text(result)
+        if not self.complete:
+            return None
+        lines = [text for name, text in self._lines if name is None or name in self._used]
+        head = f"def replay({', '.join(f'a{n}' for n in range(count))}):"
+        source = "\n    ".join([head, *lines, f"return {told}"])
+        exec(source, self._known)
+        return self._known["replay"]  # type: ignore[no-any-return]
+
+    def _allocate(self, result: Tensor) -> None:
+        size, strides, dtype = tuple(result.shape), tuple(result.stride()), result.dtype
+        text = None
+        for other in self._alive:
+            name = self._names.get(id(other))
+            if name is None or other.dtype != dtype or other.device != result.device:
+                continue
+            # The fewer arguments there are to read, the sooner PyTorch is done.
+            self.paused = True
+            alike = other.shape == result.shape and torch.empty_like(other).stride() == strides
+            self.paused = False
+            if alike:
+                self._known["empty_like"] = torch.empty_like
+                text = f"empty_like({name})"
+            else:
+                text = f"{name}.new_empty_strided({size}, {strides})"
+            self._used.add(name)
+            break
+        if text is None:
+            where = f"dtype={self._constant(dtype)}, device={self._constant(result.device)}"
+            text = f"empty_strided({size}, {strides}, {where})"
+        name = f"t{len(self._lines)}"
+        self._line(name, f"{name} = {text}")
+        self._name(result, name)
+        self._made.add(id(result))
+
+    def _name(self, tensor: Tensor, name: str) -> None:
+        self._alive.append(tensor)  # as long as ids are names
+        self._names[id(tensor)] = name
+
+    def _unpack(self, name: str, result: Sequence[Any]) -> None:
+        for place, value in enumerate(result):
+            if isinstance(value, Tensor):
+                self._name(value, f"{name}[{place}]")
+        self._used.add(name)
+
+    def _line(self, name: str | None, text: str) -> None:
+        self._lines.append((name, text))
+
+    def _bound(self, letter: str, live: Live, kwargs: dict[str, Any] | None = None) -> str:
+        text = self._text(live, kwargs)
+        name = f"{letter}{len(self._lines)}"
+        self._line(None, f"{name} = {text}")
+        return name
+
+    def _constant(self, value: Any) -> str:
+        if value is None or type(value) in (int, bool, str):
+            return repr(value)
+        name = f"c{len(self._known)}"
+        self._known[name] = value
+        return name
+
+    def _text(self, value: Any, kwargs: dict[str, Any] | None = None) -> str:
+        """The expression that gives ``value`` at a replay."""
+        if isinstance(value, Live):
+            given = [self._text(one) for one in value.arguments]
+            given += [f"{k}={self._text(v)}" for k, v in (kwargs or {}).items()]
+            return f"{self._constant(value.function)}({', '.join(given)})"
+        if isinstance(value, Name):
+            return value
+        if isinstance(value, Pointer):
+            base = value.tensor
+            while id(base) not in self._names and id(base) in self._views:
+                base = self._views[id(base)][0]
+            offset = value.tensor.data_ptr() - base.data_ptr()
+            if not value.address:
+                return self._text(value.tensor if offset else base)
+            return f"{self._text(base)}.data_ptr()" + (f" + {offset}" if offset else "")
+        if isinstance(value, Tensor):
+            name = self._names.get(id(value))
+            if name is None and id(value) in self._views:
+                name = self._names[id(value)] = self._views[id(value)][1]()
+            if name is None:
+                self.complete = False  # it lives on between calls, or was made unseen
+                return "None"
+            self._used.add(name)
+            return name
+        if isinstance(value, (tuple, list)) and any(isinstance(v, (Tensor, tuple)) for v in value):
+            kind = type(value)
+            inner = "".join(f"{self._text(one)}, " for one in value)
+            if hasattr(kind, "_fields"):
+                return f"{self._constant(kind)}({inner})"
+            return f"({inner})" if kind is tuple else f"[{inner}]"
+        return self._constant(value)
+
+
+def record(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(the result of a call, what replays it or None)."""
+    # One tensor given twice has two names, for the next call may give two.
+    given: list[Any] = []
+    for value in arguments:
+        twice = isinstance(value, Tensor) and any(value is other for other in given)
+        given.append(value.detach() if twice else value)
+    with Recorder(given) as found:
+        _now.recorder = found
+        try:
+            result = function(*given)
+        finally:
+            _now.recorder = None
+    return result, found.function(len(given), result)
+
+
+_SEEN, _NEVER = object(), object()
+#: Told by `runtime` when it is imported: whether a plan may be used now, and what runs it on a device.
+allowed: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+def _on(device: int, plan: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return plan(*arguments)
+    return plan(*arguments)
+
+
+class Replayed:
+    """A function that is recorded when it is called first, and replayed. All its calls are alike."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.plan: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if _now.recorder is not None or not allowed():
+            return self.function(*arguments)
+        if self.plan is None:
+            result, plan = record(self.function, arguments)
+            self.plan = plan or self.function
+            return result
+        return _on(arguments[0].get_device(), self.plan, arguments)
+
+
+class Planned:
+    """A function whose calls are recorded when they are made for the second time, and replayed."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.store = memo.new_store()
+
+    def __call__(self, *arguments: Any) -> Any:
+        if _now.recorder is not None or not allowed():
+            return self.function(*arguments)
+        key = memo.describe(arguments)
+        known = self.store.get(key)
+        if key is None or known is _NEVER:
+            return self.function(*arguments)
+        if known is None:
+            memo.keep(self.store, key, _SEEN)
+            return self.function(*arguments)
+        if known is not _SEEN:
+            return _on(arguments[0].get_device(), known, arguments)
+        result, plan = record(self.function, arguments)
+        memo.keep(self.store, key, plan or _NEVER)
+        return result
+
+    def replay(self, arguments: tuple[Any, ...]) -> Any:
+        """The result of a call that can be replayed, or `NotImplemented`."""
+        if not allowed():
+            return NotImplemented
+        known = self.store.get(memo.describe(arguments))
+        if known is None or known is _NEVER or known is _SEEN:
+            return NotImplemented
+        return _on(arguments[0].get_device(), known, arguments)

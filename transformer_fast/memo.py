@@ -1,0 +1,224 @@
+"""Calls that were made before, and what came of looking at them.
+
+Whether a call's arguments fit, which kernel takes it and what that kernel is given depend on shapes,
+strides, dtypes, devices, flags and a few switches, not on data. On a GPU finding it out takes longer
+than many a kernel runs, so it is remembered by exactly these. At most `MOST` calls are, and `forget`
+frees them. Nothing is remembered of calls that something else looks at: programs that are traced,
+modes and transforms, tensor subclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import proof
+from .dispatch import Call, Kernel, _state, select
+from .reference.dropout import draw_seed
+
+#: Calls beyond which all are forgotten: every batch may have sizes of its own.
+MOST = 4096
+#: Whether calls on CPU tensors are remembered too, which tests of GPU kernels without a GPU want.
+on_cpu = False
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_CONSTANT = frozenset({int, float, bool, str, type(None)})
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_C = torch._C
+_profiles = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_stores: list[dict[Any, Any]] = []
+_circumstances: Any = None
+
+
+def new_store() -> dict[Any, Any]:
+    """A store that `forget` empties."""
+    store: dict[Any, Any] = {}
+    _stores.append(store)
+    return store
+
+
+def keep(store: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put ``value`` into a store, which forgets everything when it holds `MOST`."""
+    if len(store) >= MOST:
+        store.clear()
+    store[key] = value
+
+
+def forget() -> None:
+    """Drop what is remembered; the next calls are looked at again."""
+    for store in _stores:
+        store.clear()
+
+
+@contextmanager
+def under(circumstances: Any) -> Iterator[None]:
+    """Within the block calls are remembered apart: something hashable that kernels depend on."""
+    global _circumstances
+    before = _circumstances
+    _circumstances = (before, circumstances)
+    try:
+        yield
+    finally:
+        _circumstances = before
+
+
+def quiet() -> bool:
+    """Whether nobody looks at the ops that are called now."""
+    return not (
+        _C._len_torch_dispatch_stack()
+        or _C._is_torch_function_mode_enabled()
+        or forward_ad._current_level >= 0
+        or _C._are_functorch_transforms_active()
+        or _C._get_tracing_state() is not None
+        or _profiles()
+    )
+
+
+def describe(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
+    """All that a call with these arguments depends on but for data, to look it up by.
+
+    Of tensors dtype, shape, strides, device and whether they begin on 16 bytes, for which kernels
+    have variants. None for tensors that are more or less than their memory.
+    """
+    parts: list[Any] = [_circumstances]
+    places: list[int] = []
+    bits = 0
+    precise = False
+    device = -1
+    try:
+        for value in arguments:
+            kind = type(value)
+            if kind in _PLAIN:
+                place = value.data_ptr()
+                if not place or value.is_neg():  # nothing in it, a meta tensor, zeros of autograd's
+                    return None
+                places.append(place)
+                bits |= place
+                device = value.get_device()
+                dtype = value.dtype
+                precise = precise or dtype is torch.float32
+                parts += (dtype, value.shape, value.stride(), device)
+            elif kind in _CONSTANT:
+                # 1, 1.0 and True are equal, but variants of their own.
+                parts += (kind, value)
+            elif kind is tuple or kind is list or kind is torch.Size:
+                for one in value:
+                    if type(one) is not int:
+                        return None
+                parts.append(tuple(value))
+            else:
+                return None
+    except RuntimeError:  # sparse tensors have no strides, nested ones no shape
+        return None
+    if bits & 15:
+        parts.append(tuple([place & 15 == 0 for place in places]))
+    where = "cuda" if device >= 0 else "cpu"
+    if torch.is_autocast_enabled(where):
+        parts.append(torch.get_autocast_dtype(where))
+    if precise:
+        parts.append(_C._get_fp32_precision_getter("cuda", "matmul"))
+    return tuple(parts)
+
+
+_calls = new_store()
+_SEEN = object()
+
+
+def key_of(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What to look a call of a public function up by, or None if it is not to be remembered."""
+    first = tensors[0]
+    if type(first) not in _PLAIN or (first.is_cpu and not on_cpu) or _is_compiling():
+        return None
+    if not quiet():
+        return None
+    told = describe((*tensors, *others))
+    if told is None:
+        return None
+    wants = 0
+    if _is_grad_enabled():
+        for tensor in tensors:
+            wants = 2 * wants + (tensor is not None and tensor.requires_grad)
+    return (op, _state.backend, _state.strict, wants, proof.epoch, *told)
+
+
+def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
+    """What runs a call that was made before, given the same tensors as `key_of`."""
+    if key is None:
+        return None
+    known = _calls.get(key)
+    if known is None or known is _SEEN or known[0] is not _state.kernels[key[0]]:
+        return None
+    return known[1]  # type: ignore[no-any-return]
+
+
+def run(
+    key: tuple[Any, ...] | None,
+    tensors: tuple[Tensor | None, ...],
+    call: Call,
+    arguments: tuple[Any, ...],
+    backend: str | None,
+    finish: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Run a call by the kernel that `select` gives, and remember it the second time it is made.
+
+    ``finish``: what is done to the kernel's result.
+    """
+    kernel = select(call, backend)
+    if key is not None:
+        kernels = _state.kernels[call.op]
+        if key not in _calls:
+            keep(_calls, key, _SEEN)
+        else:
+            runs = _remembered(kernel, tensors, call, arguments, finish)
+            if runs is not None:
+                keep(_calls, key, (kernels, runs))
+    result = kernel.run(*arguments)
+    return result if finish is None else finish(result)
+
+
+def _remembered(
+    kernel: Kernel,
+    tensors: tuple[Tensor | None, ...],
+    call: Call,
+    arguments: tuple[Any, ...],
+    finish: Callable[[Any], Any] | None,
+) -> Callable[..., Any] | None:
+    """The call as a function of its tensors; None if more than those went into its arguments."""
+    places: list[int | None] = []
+    drawn: list[int] = []
+    for at, value in enumerate(arguments):
+        if not isinstance(value, Tensor):
+            places.append(None)
+            continue
+        among = [n for n, tensor in enumerate(tensors) if tensor is value]
+        if among:
+            # One tensor given twice goes where it went; that it was one is part of no key.
+            taken = [n for n in among if n not in places]
+            places.append((taken or among)[0])
+        elif 0.0 < call.dropout_p < 1.0 and value.dim() == 0 and value.dtype is torch.int64:
+            drawn.append(at)
+            places.append(None)
+        else:
+            return None
+    fixed = [None if isinstance(value, Tensor) else value for value in arguments]
+    moved = [(at, n) for at, n in enumerate(places) if n is not None]
+    kernel_run = kernel.run
+
+    def again(*given: Any) -> Any:
+        filled = fixed.copy()
+        for at, n in moved:
+            filled[at] = given[n]
+        for at in drawn:
+            filled[at] = draw_seed(given[0].device)
+        result = kernel_run(*filled)
+        return result if finish is None else finish(result)
+
+    if kernel.record is not None and not call.needs_grad:
+        return kernel.record(again)
+    return again
