@@ -148,6 +148,18 @@ def test_mask_gradient(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_query_lengths(kernel):
+    if kernel.op != "attention":
+        return
+    told = "the call has query_lengths and it takes none"
+    call = accepted(kernel)._replace(query_lengths=torch.tensor([1]))
+    if kernel.query_lengths:
+        assert told not in why_not(kernel, call)
+    check_refusal(dataclasses.replace(kernel, query_lengths=False), call, told)
+    assert told not in why_not(kernel, call._replace(query_lengths=None))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_dropout(kernel):
     call = accepted(kernel)
     told = "the call has dropout and it has none"

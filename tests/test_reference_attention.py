@@ -147,6 +147,28 @@ def test_key_lengths_at_and_beyond_the_ends(lengths, dtype):
         assert (row > 0).sum(dim=-1).unique().tolist() == [max(0, min(4, length))]
 
 
+@pytest.mark.parametrize("garbage", [NAN, INF])
+@pytest.mark.parametrize("lengths", [[2, 0], [-1, 3], [9, 1]])
+def test_beyond_query_lengths_there_is_nothing(lengths, garbage):
+    """Neither what stands there nor the gradients of what comes out have any effect."""
+    q, k, v = (torch.randn(2, 2, n, 6) for n in (3, 5, 5))
+    lengths = torch.tensor(lengths)
+    beyond = (torch.arange(3) >= lengths[:, None])[:, None, :, None]
+
+    def run(query, upstream, **given):
+        leaves = [x.detach().requires_grad_() for x in (query, k, v)]
+        results = attend(*leaves, weights=True, **given)
+        ups = [upstream[..., : r.shape[-1]].expand(r.shape) for r in results]
+        return (*results, *torch.autograd.grad(results, leaves, ups))
+
+    found = run(q.masked_fill(beyond, garbage), torch.ones(2, 1, 3, 9).masked_fill(beyond, garbage),
+                query_lengths=lengths)  # fmt: skip
+    upstream = torch.ones(2, 1, 3, 9).masked_fill(beyond, 0.0)
+    for got, plain in zip(found, run(q, upstream), strict=True):
+        want = plain.masked_fill(beyond, 0.0) if plain.shape[-2] == 3 else plain
+        torch.testing.assert_close(got, want)
+
+
 # Garbage at hidden places ------------------------------------------------------------------------
 
 
@@ -276,9 +298,11 @@ def test_weights_only_when_asked_for():
 
 def torch_has_it(arguments):
     """Whether torch's op takes the call and promises the same as we do."""
-    _, key, _, mask, lengths, causal, _, p, _, _, weights = arguments
+    _, key, _, mask, lengths, causal, _, p, _, _, weights, ends = arguments
     rows_are_seen = mask is None or mask.dtype != torch.bool or bool(mask.any(dim=-1).all())
-    plain = lengths is None and p == 0.0 and not weights and not (mask is not None and causal)
+    plain = (
+        lengths is ends is None and p == 0.0 and not weights and not (mask is not None and causal)
+    )
     return plain and rows_are_seen and bool(key.isfinite().all())
 
 
@@ -292,7 +316,7 @@ CASES_OF_TORCH = [case for case in OPS["attention"].cases if torch_has_it(built(
 @pytest.mark.parametrize("case", CASES_OF_TORCH, ids=str)
 def test_agrees_with_torch(case):
     arguments = built(case)
-    query, key, value, mask, _, causal, scale, _, _, gqa, _ = arguments
+    query, key, value, mask, _, causal, scale, _, _, gqa, *_ = arguments
     expected = F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=gqa
     )

@@ -100,9 +100,11 @@ ADD_LAYER_NORM_BUGS = {
 
 
 def attention_bug(bug: str):
-    def run(q, k, v, mask, lengths, causal, scale, p, seed, gqa, need):
+    def run(q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends):
         def right(q=q, k=k, v=v, mask=mask, lengths=lengths, causal=causal, scale=scale):
-            return reference.attention(q, k, v, mask, lengths, causal, scale, p, seed, gqa, need)
+            return reference.attention(
+                q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends
+            )
 
         if bug == "scale 1 / D":
             return right(scale=1 / q.shape[-1])

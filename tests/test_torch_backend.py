@@ -163,6 +163,7 @@ def test_the_default_is_pytorchs_for_every_op():
                 {"attn_mask": mask},
                 {"attn_mask": torch.zeros(5, 5, requires_grad=True)},
                 {"is_causal": True, "key_lengths": lengths},
+                {"is_causal": True, "query_lengths": lengths},
                 {"dropout_p": 0.1, "need_weights": True},
             )
         ]

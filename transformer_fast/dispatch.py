@@ -51,6 +51,7 @@ class Call(NamedTuple):
     need_weights: bool = False
     #: Of layer_norm; empty: the last dimension of the first tensor.
     normalized_shape: tuple[int, ...] = ()
+    query_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Kernel:
     dtypes: frozenset[torch.dtype] = ANY_DTYPE
     gradients: bool = False
     mask_gradient: bool = False
+    query_lengths: bool = False
     dropout: bool = False
     activations: frozenset[str | None] | None = None  # None: any, callables too
     #: A sentence when this kernel cannot run here at all (not built, no GPU...).
@@ -213,6 +215,12 @@ def _check_gradients(kernel: Kernel, call: Call) -> str | None:
     return None
 
 
+def _check_query_lengths(kernel: Kernel, call: Call) -> str | None:
+    if call.query_lengths is not None and not kernel.query_lengths:
+        return "the call has query_lengths and it takes none"
+    return None
+
+
 def _check_dropout(kernel: Kernel, call: Call) -> str | None:
     if call.dropout_p != 0.0 and not kernel.dropout:
         return "the call has dropout and it has none"
@@ -248,6 +256,7 @@ _CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
     _check_dtype,
     _check_one_dtype,
     _check_gradients,
+    _check_query_lengths,
     _check_dropout,
     _check_transforms,
     _check_activation,
@@ -275,6 +284,8 @@ def _fits(kernel: Kernel, call: Call) -> bool:
         if not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
             return False
     if call.dropout_p != 0.0 and not kernel.dropout:
+        return False
+    if call.query_lengths is not None and not kernel.query_lengths:
         return False
     if kernel.activations is not None:
         activation = call.activation

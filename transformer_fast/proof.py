@@ -116,7 +116,7 @@ def _attention_class(call: Any) -> list[str]:
     query = call.tensors[0]
     if call.mask is not None:
         seen = "bool mask" if call.mask.dtype == torch.bool else "float mask"
-    elif call.key_lengths is not None:
+    elif call.key_lengths is not None or call.query_lengths is not None:
         seen = "key lengths"
     else:
         seen = "causal" if call.is_causal else "no mask"

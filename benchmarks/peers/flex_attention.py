@@ -44,7 +44,7 @@ def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given
 
     The block mask is made at each call, as our kernels look for what is hidden at each call.
     """
-    query, key, value, mask, lengths, causal, scale, _, _, gqa, _ = given
+    query, key, value, mask, lengths, causal, scale, _, _, gqa, *_ = given
     b, h, t, s = (*query.shape[:3], key.shape[2])
     if mask is not None:
         mask = mask.expand(b, h, t, s)
@@ -72,6 +72,8 @@ def op(op: str, arguments: tuple[Any, ...], known: bool = False) -> Offer:
         return "it has no dropout"
     if arguments[10]:
         return "it gives no weights"
+    if arguments[11] is not None:
+        return "it takes no query lengths"
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)

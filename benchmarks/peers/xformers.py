@@ -39,13 +39,15 @@ def bias(query: Tensor, keys: int, mask: Tensor | None, lengths: Tensor | None) 
 def op(op: str, arguments: tuple[Any, ...]) -> Offer:
     if op != "attention":
         return None
-    query, key, _, mask, lengths, causal, _, dropout_p, _, _, need_weights = arguments
+    query, key, _, mask, lengths, causal, _, dropout_p, _, _, need_weights, ends = arguments
     if query.device.type != "cuda":
         return "it runs on cuda tensors"
     if dropout_p:
         return "it drops other elements for the same seed"
     if need_weights:
         return "it gives no weights"
+    if ends is not None:
+        return "it takes no query lengths"
     if query.shape[1] != key.shape[1]:
         return "grouped heads take another form of call"
     if causal and (mask is not None or lengths is not None):

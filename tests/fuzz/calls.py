@@ -405,7 +405,8 @@ def attentions(draw: Draw, dtype: torch.dtype) -> Drawn:
         if mask is not None and mask.dtype == dtype and draw(st.booleans()):
             names = (*names, "attn_mask")
     gqa = group > 1
-    given = (q, k, v, mask, lengths, causal, scale, p, seed, gqa, weights)
+    query_lengths = numbers.integers(b, end=t + 1) if draw(st.integers(0, 5)) == 5 else None
+    given = (q, k, v, mask, lengths, causal, scale, p, seed, gqa, weights, query_lengths)
     return Drawn(given, names, draw(st.integers(0, 3)))
 
 

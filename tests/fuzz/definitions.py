@@ -188,7 +188,7 @@ def near_a_kink(x: Array, weight: Array, bias: Array | None, by: float) -> bool:
 
 def attention(
     q: Array, k: Array, v: Array, mask: Any, lengths: Any, causal: bool, scale: float | None,
-    p: float, seed: int | None, gqa: bool,
+    p: float, seed: int | None, gqa: bool, query_lengths: Any = None,
 ) -> tuple[tuple[Array, Array], Callable[[Array, Array | None], Gradients]]:  # fmt: skip
     """(output, weights after dropout); the function takes the gradients of both."""
     batch, heads, queries, size = q.shape
@@ -209,6 +209,8 @@ def attention(
         sees &= np.arange(keys)[None, :] <= np.arange(queries)[:, None]
     if lengths is not None:
         sees &= np.arange(keys)[None, None, None, :] < lengths[:, None, None, None]
+    if query_lengths is not None:
+        sees &= np.arange(queries)[None, None, :, None] < query_lengths[:, None, None, None]
     weights = np.zeros(sees.shape)
     output = np.zeros((batch, heads, queries, value_size))
     factor = kept(sees.shape, p, seed)

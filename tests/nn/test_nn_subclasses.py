@@ -187,10 +187,16 @@ def test_nested_tensors(layout: torch.layout) -> None:
         torch.testing.assert_close(one.transpose(0, 1), expected)
 
 
-def test_key_lengths_are_integers() -> None:
+@pytest.mark.parametrize("name", ["key_lengths", "query_lengths"])
+def test_lengths_are_integers_of_each_sequence(name: str) -> None:
     q = torch.randn(2, 2, 3, 8)
-    with pytest.raises(TypeError, match="integer dtype, not torch"):
-        F.scaled_dot_product_attention(q, q, q, key_lengths=torch.ones(2, dtype=torch.complex64))
+    for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(2), torch.ones(2).bool()):
+        with pytest.raises(TypeError, match=f"{name} must have an integer dtype, not torch"):
+            F.scaled_dot_product_attention(q, q, q, **{name: wrong})
+    with pytest.raises(ValueError, match=rf"{name} must have shape \[2\]"):
+        F.scaled_dot_product_attention(q, q, q, **{name: torch.ones(3, dtype=torch.int64)})
+    with pytest.raises(TypeError, match=name):
+        F.scaled_dot_product_attention(q, q, q, **{name: [1, 2]})  # type: ignore[arg-type]
 
 
 LOSSES = [

@@ -180,7 +180,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
         b: int = 1, h: int = 2, t: int = 70, s: int = 150, d: int = 64, dv: int | None = None,
         groups: int = 1, dtype: torch.dtype = bf16, mask: Any = None, lengths: Any = None,
         causal: bool = False, p: float = 0.0, weights: bool = False, packed: bool = False,
-        gradients: bool = True, **settings: Any,
+        gradients: bool = True, query_lengths: Any = None, **settings: Any,
     ) -> Any:  # fmt: skip
         def make() -> Any:
             q = normal(b, h, t, d, dtype=dtype)
@@ -190,7 +190,8 @@ def _cases() -> Iterator[tuple[str, Any]]:
                 q, k, v = (x.transpose(1, 2) for x in normal(b, t, 3, h, d, dtype=dtype).unbind(2))
             given = mask() if callable(mask) else mask
             arguments = (
-                q, k, v, given, lengths, causal, None, p, seed if p else None, groups > 1, weights
+                q, k, v, given, lengths, causal, None, p, seed if p else None, groups > 1, weights,
+                query_lengths,
             )  # fmt: skip
             return "attention", attentions.attention, arguments, gradients, settings
 
@@ -257,6 +258,24 @@ def _cases() -> Iterator[tuple[str, Any]]:
     yield "attention odd head", attention(t=33, s=70, d=40, dv=24, causal=True)
     spaced = torch.tensor([150, 0, 0, 33, 0, 0])[::3]
     yield "attention causal strided lengths", attention(b=2, lengths=spaced, causal=True)
+    yield "attention query lengths", attention(b=2, t=140, h=1, query_lengths=spaced)
+    yield (
+        "attention causal query lengths groups",
+        attention(b=2, t=140, s=140, groups=2, causal=True, query_lengths=spaced),
+    )
+    yield (
+        "attention query lengths mask lists dropout weights",
+        attention(
+            b=2,
+            h=1,
+            t=140,
+            mask=lambda: patchy(140, 150),
+            query_lengths=spaced,
+            p=0.3,
+            weights=True,
+            **listed,
+        ),
+    )
     yield "attention mask", attention(mask=lambda: patchy(70, 150))
     yield (
         "attention mask lists",

@@ -338,7 +338,7 @@ def test_offsets_beyond_32_bits(device, far):
     "spaced", [lambda x: x.repeat_interleave(3)[::3], lambda x: x[:1].expand(3)]
 )
 def test_key_lengths_of_any_stride(device, listed, spaced, monkeypatch):
-    """Every kernel that reads lengths: forward, both of the backward, mask, weights, lists, decoding."""
+    """Every kernel that reads lengths, of keys or of queries."""
     monkeypatch.setattr(config, "lists_pay", lambda *sizes: listed)
     whole = torch.tensor([21, 40, 3], device=device)
     lengths = spaced(whole)
@@ -349,6 +349,8 @@ def test_key_lengths_of_any_stride(device, listed, spaced, monkeypatch):
         arguments(q, k, v, mask, lengths, p=0.1, weights=True),
         arguments(q, k, v, None, lengths, causal=True),
         arguments(q[:, :, :1], k, v, None, lengths),
+        (*arguments(q, k, v, None, lengths, weights=True), lengths // 2),
+        (*arguments(q, k, v, mask, None, p=0.1), lengths // 2),
     ):
         check("attention", attention(*call), call)
         check_gradients("attention", attention, call)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _native, small
 from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
+from ..reference import taking_query_lengths
 from .cpu_backward import ACTIVATIONS
 from .cpu_backward_fakes import register_fakes
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
@@ -59,6 +60,7 @@ def add_layer_norm(
     )[:2]
 
 
+@taking_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,
@@ -326,6 +328,7 @@ def _register() -> None:
             attention,
             gradients=True,
             mask_gradient=True,
+            query_lengths=True,
             dropout=True,
             refuses=_refuse_attention,
         ),

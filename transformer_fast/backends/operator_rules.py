@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 _NORM = "input:...* residual:...* grad:...* grad_sum:...* source:...* x:...* mean:... rstd:..."
 _FLAT_NORM = _NORM.replace("mean:... rstd:...", "mean:# rstd:#")
 _ATTENTION = (
-    "query:bhtd key:bhsd value:bhse mask:bhts attn_mask:bhts key_lengths:b grad:bhte "
+    "query:bhtd key:bhsd value:bhse mask:bhts attn_mask:bhts key_lengths:b query_lengths:b grad:bhte "
     "grad_weights:bhts output:bhte weights:bhts shift:bht norm:bht"
 )
 _ATTENTION_PRODUCTS = "bhtsd bhtse"

@@ -14,5 +14,6 @@ for _op in OPS:
             gradients=True,
             mask_gradient=True,
             dropout=True,
+            query_lengths=True,
         )
     )

@@ -41,6 +41,7 @@ def add_layer_norm(
     return F.layer_norm(total, normalized_shape, weight, bias, eps), total
 
 
+@reference.taking_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,
@@ -235,6 +236,7 @@ def _register() -> None:
             attention,
             gradients=True,
             mask_gradient=True,
+            query_lengths=True,
             dropout=True,
             refuses=_refuse_attention,
         ),

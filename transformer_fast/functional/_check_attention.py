@@ -187,12 +187,12 @@ def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -
     return mask.reshape(math.prod(batch), *mask.shape[-3:])
 
 
-def check_lengths(key_lengths: Tensor, batch: int) -> None:
-    kind = key_lengths.dtype
+def check_lengths(name: str, lengths: Tensor, batch: int) -> None:
+    kind = lengths.dtype
     if kind == torch.bool or kind.is_floating_point or kind.is_complex:
-        raise TypeError(f"key_lengths must have an integer dtype, not {kind}")
-    if tuple(key_lengths.shape) != (batch,):
+        raise TypeError(f"{name} must have an integer dtype, not {kind}")
+    if tuple(lengths.shape) != (batch,):
         raise ValueError(
-            f"key_lengths must have shape [{batch}], one length per batch element, not "
-            f"{list(key_lengths.shape)}"
+            f"{name} must have shape [{batch}], one length per batch element, not "
+            f"{list(lengths.shape)}"
         )

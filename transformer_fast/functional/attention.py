@@ -46,6 +46,7 @@ def prepare_attend(
     dropout_p: float,
     need_weights: bool,
     enable_gqa: bool = False,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
     seed = draw_seed(query.device) if 0.0 < dropout_p < 1.0 else None
     tensors = (query, key, value)
@@ -59,11 +60,13 @@ def prepare_attend(
         is_causal,
         key_lengths,
         need_weights,
+        query_lengths=query_lengths,
     )
-    return call, (
+    arguments = (
         query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed, enable_gqa,
         need_weights,
     )  # fmt: skip
+    return call, arguments if query_lengths is None else (*arguments, query_lengths)
 
 
 _output = operator.itemgetter(0)
@@ -81,6 +84,7 @@ def attend(
     need_weights: bool = False,
     *,
     enable_gqa: bool = False,
+    query_lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on (B, H, T, D) for callers that have checked their arguments; no checks here.
@@ -89,8 +93,9 @@ def attend(
     padding mask (B, 1, 1, S) need not be expanded. Returns (output, weights or None).
     """
     call, arguments = prepare_attend(
-        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, need_weights, enable_gqa
-    )
+        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, need_weights, enable_gqa,
+        query_lengths,
+    )  # fmt: skip
     return select(call, backend).run(*arguments)
 
 
@@ -105,6 +110,7 @@ def prepare_scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
     need_weights: bool = False,
 ) -> tuple[Call, tuple[Any, ...]]:
     require_tensor(NAME, "query", 1, query)
@@ -112,6 +118,7 @@ def prepare_scaled_dot_product_attention(
     require_tensor(NAME, "value", 3, value)
     require_optional_tensor(NAME, "attn_mask", 4, attn_mask)
     require_optional_tensor(NAME, "key_lengths", None, key_lengths)
+    require_optional_tensor(NAME, "query_lengths", None, query_lengths)
     p = require_float(NAME, "dropout_p", dropout_p)
     check_flags(is_causal, enable_gqa)
     if scale is not None:
@@ -127,7 +134,9 @@ def prepare_scaled_dot_product_attention(
         check_mask_dtype(attn_mask, query)
     if not 0.0 <= p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    require_same_device("query", query, attn_mask=attn_mask, key_lengths=key_lengths)
+    require_same_device(
+        "query", query, attn_mask=attn_mask, key_lengths=key_lengths, query_lengths=query_lengths
+    )
     if is_folded(query, key, value, enable_gqa):
         batch = query.shape[:1]
     else:
@@ -136,10 +145,13 @@ def prepare_scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask = mask_to_four(attn_mask, batch, (query.shape[1], query.shape[2], key.shape[2]))
     if key_lengths is not None:
-        check_lengths(key_lengths, query.shape[0])
+        check_lengths("key_lengths", key_lengths, query.shape[0])
+    if query_lengths is not None:
+        check_lengths("query_lengths", query_lengths, query.shape[0])
     return prepare_attend(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, p, need_weights, enable_gqa
-    )
+        query, key, value, attn_mask, key_lengths, is_causal, scale, p, need_weights, enable_gqa,
+        query_lengths,
+    )  # fmt: skip
 
 
 def scaled_dot_product_attention(
@@ -153,6 +165,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
     need_weights: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -170,6 +183,8 @@ def scaled_dot_product_attention(
         scale: multiplies the scores; None means 1 / sqrt(D).
         enable_gqa: key and value may have fewer heads, a divisor of the query's.
         key_lengths: int (B,), keys at positions >= key_lengths[b] are hidden. None: all are real.
+        query_lengths: int (B,), rows at positions >= query_lengths[b] are no queries: they give zeros,
+            and neither what stands there nor in their gradients has any effect. None: all are.
         need_weights: also return the probabilities (..., H, T, S), after dropout.
         backend: None lets the dispatcher choose; a name never falls back.
 
@@ -190,7 +205,7 @@ def scaled_dot_product_attention(
         return again(*tensors)
     if is_torchs(query, key, value, attn_mask):
         require_unnamed("attention", backend)
-        if key_lengths is None and not need_weights:
+        if key_lengths is None and query_lengths is None and not need_weights:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=enable_gqa,
@@ -206,6 +221,7 @@ def scaled_dot_product_attention(
         scale,
         enable_gqa,
         key_lengths=key_lengths,
+        query_lengths=query_lengths,
         need_weights=need_weights,
     )
     lead = result_lead(query, key, value, enable_gqa)

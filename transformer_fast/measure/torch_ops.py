@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..reference import taking_query_lengths
 from ..reference.linear import activate
 
 
@@ -66,6 +67,7 @@ def _joined_mask(
     return mask, is_causal
 
 
+@taking_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,

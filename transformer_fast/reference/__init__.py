@@ -3,7 +3,7 @@
 Every backend's entry has the signature of the function of the same name here.
 """
 
-from .attention import attention, visible_places
+from .attention import attention, taking_query_lengths, visible_places
 from .cross_entropy import cross_entropy, in_parts, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
@@ -23,5 +23,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "taking_query_lengths",
     "visible_places",
 ]

@@ -3,11 +3,13 @@
     output = softmax(scale * Q K^T + mask) V
 
 Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broadcastable to
-(B, H, T, S), key_lengths (B,). Decided here, for every backend:
+(B, H, T, S), key_lengths and query_lengths (B,). Decided here, for every backend:
 
 - a bool mask says where a query may attend; a float mask is added, and its -inf hides;
 - causal is aligned to the upper left: query t sees keys s <= t;
 - keys at positions >= key_lengths[b] are hidden;
+- queries at positions >= query_lengths[b] are no queries: they see nothing, and what stands there,
+  or in the gradients of their results, reaches nothing;
 - a query that sees nothing gets output 0, weights 0 and gradients 0;
 - what stands at hidden places (NaN, inf) never reaches the output of a query it is hidden from;
 - half types are computed in fp32 and rounded once, at the end.
@@ -15,7 +17,10 @@ Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broa
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +49,30 @@ def visible_places(
         real = (position < key_lengths.to(device)[:, None])[:, None, None, :]
         visible = real if visible is None else visible & real
     return visible
+
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def taking_query_lengths(attention: Attention) -> Attention:
+    """``attention`` with ``query_lengths`` as one more argument, for one that knows none.
+
+    Rows beyond are 0 on the way in and on the way out, and so are their gradients.
+    """
+
+    @functools.wraps(attention)
+    def run(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        if len(arguments) == 11 or arguments[11] is None:
+            return attention(*arguments[:11])
+        query, *rest, query_lengths = arguments
+        position = torch.arange(query.shape[-2], device=query.device)
+        beyond = (position >= query_lengths.to(query.device)[:, None])[:, None, :, None]
+        output, weights = attention(query.masked_fill(beyond, 0.0), *rest)
+        if weights is not None:
+            weights = weights.masked_fill(beyond, 0.0)
+        return output.masked_fill(beyond, 0.0), weights
+
+    return run
 
 
 def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
@@ -76,6 +105,7 @@ def _mix(weights: Tensor, value: Tensor) -> Tensor:
     return (weights[..., None, :] @ value)[..., 0, :]
 
 
+@taking_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,

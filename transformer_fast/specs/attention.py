@@ -23,15 +23,19 @@ def _flops(arguments: tuple[Any, ...]) -> float:
 
 
 def _bytes(arguments: tuple[Any, ...]) -> float:
-    query, key, value, mask, key_lengths, *_, need_weights = arguments
+    query, key, value, mask, key_lengths, *_ = arguments
     batch, heads, length, keys, _, value_size = _sizes(arguments)
-    written = batch * heads * length * (value_size + (keys if need_weights else 0))
+    written = batch * heads * length * (value_size + (keys if arguments[10] else 0))
     return bytes_of(query, key, value, mask, key_lengths) + written * query.element_size()
 
 
 def _useful_share(arguments: tuple[Any, ...]) -> float:
     query, key, _, mask, key_lengths, is_causal, *_ = arguments
     visible = visible_places(query, key, mask, key_lengths, is_causal)
+    if (query_lengths := ATTENTION.named(arguments)["query_lengths"]) is not None:
+        position = torch.arange(query.shape[-2], device=query.device)
+        real = (position < query_lengths[:, None])[:, None, :, None]
+        visible = real if visible is None else visible & real
     if visible is None or visible.numel() == 0:
         return 1.0
     return int(torch.count_nonzero(visible)) / visible.numel()
@@ -43,7 +47,7 @@ ATTENTION = OpSpec(
     paper='"Attention Is All You Need", section 3.2.1',
     arguments=(
         "query", "key", "value", "attn_mask", "key_lengths", "is_causal", "scale", "dropout_p",
-        "seed", "enable_gqa", "need_weights",
+        "seed", "enable_gqa", "need_weights", "query_lengths",
     ),
     results=("output", "weights"),
     gradients_of=("query", "key", "value", "attn_mask"),

@@ -28,9 +28,23 @@ def arrange(
     seed: Tensor | None = None,
     gqa: bool = False,
     weights: bool = False,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The positional arguments of ``reference.attention``."""
-    return query, key, value, mask, lengths, causal, scale, dropout_p, seed, gqa, weights
+    return (
+        query,
+        key,
+        value,
+        mask,
+        lengths,
+        causal,
+        scale,
+        dropout_p,
+        seed,
+        gqa,
+        weights,
+        query_lengths,
+    )
 
 
 def _attention(
@@ -44,6 +58,7 @@ def _attention(
     key_heads: int | None = None,
     mask: Make | None = None,
     lengths: Make | None = None,
+    query_lengths: Make | None = None,
     dropout_p: float = 0.0,
     spread: float = 1.0,
     **rest: Any,
@@ -60,6 +75,7 @@ def _attention(
             value,
             mask=None if mask is None else mask(draw, *sizes),
             lengths=None if lengths is None else lengths(draw, *sizes),
+            query_lengths=None if query_lengths is None else query_lengths(draw, *sizes),
             dropout_p=dropout_p,
             seed=draw.seed() if 0.0 < dropout_p < 1.0 else None,
             gqa=h != heads,
@@ -165,6 +181,20 @@ def _lengths_at_the_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return torch.tensor([ends[i % 4] for i in range(b)], dtype=torch.int32, device=draw.device)
 
 
+def _query_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Every second of a longer tensor; the last has no query at all.
+    lengths = torch.tensor([t - i * t // max(1, b - 1) for i in range(b)], device=draw.device)
+    return lengths.repeat_interleave(2)[::2]
+
+
+def _query_lengths_at_the_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return _lengths_at_the_ends(draw, b, h, s, t)
+
+
+def _one_query_length(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return torch.tensor([t // 2], device=draw.device).expand(b)
+
+
 # Layouts.
 
 
@@ -215,6 +245,16 @@ def _garbage_beyond_lengths(draw: Draw) -> tuple[Any, ...]:
     hidden = torch.arange(37, device=draw.device) >= lengths[:, None]
     key.masked_fill_(hidden[:, None, :, None], math.nan)
     value.masked_fill_(hidden[:, None, :, None], math.inf)
+    return arguments
+
+
+def _garbage_beyond_query_lengths(draw: Draw) -> tuple[Any, ...]:
+    arguments = _attention(
+        3, 2, 37, 37, 16, causal=True, query_lengths=_lengths, lengths=_lengths, weights=True
+    )(draw)
+    hidden = (torch.arange(37, device=draw.device) >= arguments[4][:, None])[:, None, :, None]
+    for x, garbage in zip(arguments[:3], (math.nan, math.inf, math.nan), strict=True):
+        x.masked_fill_(hidden, garbage)
     return arguments
 
 
@@ -280,6 +320,22 @@ CASES = (
     ),
     case("key lengths, many tiles", _attention(3, 1, 70, 600, 16, lengths=_lengths)),
     case("garbage beyond key lengths", _garbage_beyond_lengths),
+    case("query lengths", _attention(3, 2, 37, 21, 16, query_lengths=_query_lengths)),
+    case("query lengths at the ends",
+         _attention(4, 2, 17, 23, 16, query_lengths=_query_lengths_at_the_ends)),
+    case("query lengths, one query", _attention(3, 8, 1, 40, 16, query_lengths=_query_lengths)),
+    case("query lengths, many tiles",
+         _attention(3, 1, 290, 200, 16, query_lengths=_query_lengths, lengths=_lengths)),
+    case("query lengths and causal, many tiles",
+         _attention(3, 1, 290, 290, 16, query_lengths=_query_lengths, causal=True)),
+    case("query lengths, mask, fewer key heads",
+         _attention(3, 4, 70, 300, 16, key_heads=2, query_lengths=_query_lengths, mask=_bool_ts)),
+    case("query lengths, float mask",
+         _attention(3, 2, 17, 23, 16, query_lengths=_query_lengths, mask=_float_hts)),
+    case("query lengths, weights, dropout",
+         _attention(3, 2, 37, 23, 16, query_lengths=_one_query_length, weights=True,
+                    dropout_p=0.2)),
+    case("garbage beyond query lengths", _garbage_beyond_query_lengths),
     case("garbage in the future", _garbage_in_the_future),
     case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
     case("one key head", _attention(2, 4, 17, 23, 16, key_heads=1, causal=True)),

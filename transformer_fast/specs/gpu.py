@@ -63,6 +63,7 @@ _VISIBLE: dict[str, dict[str, Any]] = {
     "no mask": {},
     "causal": {"causal": True},
     "key lengths": {"lengths": _padding},
+    "lengths of both": {"lengths": _padding, "query_lengths": _padding},
     "documents": {"mask": _documents},
     "bias": {"mask": _bias},
 }

@@ -67,8 +67,12 @@ class OpSpec:
         return self.flops(arguments) * self.useful_share(arguments)
 
     def named(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """The arguments by name; hints behind them, which only some kernels take, are left out."""
-        return dict(zip(self.arguments, arguments[: len(self.arguments)], strict=True))
+        """The arguments by name; hints behind them, which only some kernels take, are left out.
+
+        The last may be missing where None is their default.
+        """
+        missing = (None,) * (len(self.arguments) - len(arguments))
+        return dict(zip(self.arguments, (*arguments, *missing), strict=False))
 
     def case(self, name: str) -> Case:
         """The case or bench case of that name."""

@@ -29,7 +29,7 @@ def scaled(op: str, arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...
     names = [name for name in OPS[op].gradients_of if name != "attn_mask"]
     return tuple(
         value.detach() * factor if name in names and is_floating(value) else value
-        for name, value in zip(OPS[op].arguments, arguments, strict=True)
+        for name, value in zip(OPS[op].arguments, arguments, strict=False)
     )
 
 
@@ -70,6 +70,7 @@ def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
         named.get("key_lengths"),
         named.get("need_weights", False),
         named.get("normalized_shape", ()),
+        named.get("query_lengths"),
     )
 
 
@@ -84,5 +85,5 @@ def require_grad(
     names = spec.gradients_of if names is None else names
     return tuple(
         value.detach().requires_grad_() if name in names and is_floating(value) else value
-        for name, value in zip(spec.arguments, arguments, strict=True)
+        for name, value in zip(spec.arguments, arguments, strict=False)
     )

@@ -100,7 +100,14 @@ def kernels(interpreted: bool) -> list[Kernel]:
     found = (
         Kernel("layer_norm", "triton", norms.layer_norm, refuses=_refuse_layer_norm),
         Kernel("add_layer_norm", "triton", norms.add_layer_norm, refuses=_refuse_layer_norm),
-        Kernel("attention", "triton", attention, mask_gradient=True, refuses=_refuse_attention),
+        Kernel(
+            "attention",
+            "triton",
+            attention,
+            mask_gradient=True,
+            query_lengths=True,
+            refuses=_refuse_attention,
+        ),
         Kernel("linear", "triton", linear, refuses=_refuse_place, remark=_remark_on_linear),
         Kernel(
             "feed_forward", "triton", feed_forward, refuses=_refuse_place, remark=_remark_on_linear

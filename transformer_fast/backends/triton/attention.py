@@ -40,6 +40,7 @@ class Problem(NamedTuple):
     sizes: tuple[int, int, int, int]
     group: int
     architecture: int
+    query_lengths: Tensor | None = None
 
     @property
     def head(self) -> tuple[int, int]:
@@ -48,6 +49,10 @@ class Problem(NamedTuple):
     @property
     def stride_length(self) -> int:
         return 0 if self.lengths is None else self.lengths.stride(0)
+
+    @property
+    def stride_query_length(self) -> int:
+        return 0 if self.query_lengths is None else self.query_lengths.stride(0)
 
     @property
     def half(self) -> bool:
@@ -111,6 +116,7 @@ def make_problem(
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
+    query_lengths: Tensor | None = None,
 ) -> Problem:
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -132,6 +138,7 @@ def make_problem(
         (batch, heads, queries, keys),
         heads // key.shape[1],
         config.architecture(query.device),
+        query_lengths,
     )
 
 
@@ -173,10 +180,11 @@ def attention_forward(
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(output, shift, norm): the last two (B, H, T) fp32, for the backward and the weights."""
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths
     )
     batch, heads, queries, keys = problem.sizes
     output = like_heads(query, value.shape[-1])
@@ -200,6 +208,7 @@ def attention_forward(
         v,
         mask.data,
         key_lengths,
+        query_lengths,
         problem.seed,
         counts,
         numbers,
@@ -212,6 +221,7 @@ def attention_forward(
         *output.stride()[:3],
         *mask.strides,
         problem.stride_length,
+        problem.stride_query_length,
         *found[2:],
         heads,
         problem.group,

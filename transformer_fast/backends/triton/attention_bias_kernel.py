@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .arithmetic import store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import key_end, load_rows
+from .tiles import load_rows, sequence_end
 
 
 @triton.jit(
@@ -27,10 +27,11 @@ from .tiles import key_end, load_rows
         "splits",
         "limit",
         "stride_length",
+        "stride_query_length",
     ]
 )
 def attention_bias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dw_ptr, mask_ptr, length_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dw_ptr, mask_ptr, length_ptr, query_length_ptr, seed_ptr,
     shift_ptr, norm_ptr, delta_ptr,
     share_ptr,  # (splits, Bm, Hm, Tm, S)
     stride_qb, stride_qh, stride_qt,
@@ -38,7 +39,7 @@ def attention_bias_kernel(
     stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gt,
     stride_mb, stride_mh, stride_mt, stride_ms,
-    stride_length,
+    stride_length, stride_query_length,
     batch, heads, group, queries, keys,
     mask_batch, mask_heads, mask_queries, splits,
     scale, limit, keep_scale,
@@ -82,11 +83,12 @@ def attention_bias_kernel(
         h = (own_h + left % many_h).to(tl.int64)
         b = (own_b + left // many_h).to(tl.int64)
         query = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        end = key_end(length_ptr, stride_length, b, keys)
+        end = sequence_end(length_ptr, stride_length, b, keys)
+        query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
         at = q_ptr + b * stride_qb + h * stride_qh
-        q = load_rows(at, query, stride_qt, column, queries, D, True)
+        q = load_rows(at, query, stride_qt, column, query_end, D, True)
         at = do_ptr + b * stride_gb + h * stride_gh
-        do = load_rows(at, query, stride_gt, column_v, queries, DV, True)
+        do = load_rows(at, query, stride_gt, column_v, query_end, DV, True)
         at = k_ptr + b * stride_kb + (h // group) * stride_kh
         k = load_rows(at, key, stride_ks, column, end, D, True)
         at = v_ptr + b * stride_vb + (h // group) * stride_vh
@@ -99,7 +101,7 @@ def attention_bias_kernel(
         delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
         _, dscores = tile_gradients(
             q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
-            mask_ptr + b * stride_mb + h * stride_mh, stride_mt, stride_ms, queries, keys, limit,
+            mask_ptr + b * stride_mb + h * stride_mh, stride_mt, stride_ms, query_end, keys, limit,
             keep_scale, True, False, True, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
         )  # fmt: skip
         total += dscores

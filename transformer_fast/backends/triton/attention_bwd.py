@@ -41,6 +41,7 @@ def _query_gradient(
         extra,
         mask.data,
         problem.lengths,
+        problem.query_lengths,
         problem.seed,
         None if lists is None else lists.counts,
         None if lists is None else lists.numbers,
@@ -56,6 +57,7 @@ def _query_gradient(
         *grad_query.stride()[:3],
         *mask.strides,
         problem.stride_length,
+        problem.stride_query_length,
         0 if lists is None else lists.stride_b,
         0 if lists is None else lists.stride_h,
         0 if lists is None else lists.capacity,
@@ -104,6 +106,7 @@ def _key_gradients(
         grad_weights,
         mask.data,
         problem.lengths,
+        problem.query_lengths,
         problem.seed,
         None if lists is None else lists.counts,
         None if lists is None else lists.numbers,
@@ -120,6 +123,7 @@ def _key_gradients(
         *grad_value.stride()[:3],
         *mask.strides,
         problem.stride_length,
+        problem.stride_query_length,
         0 if lists is None else lists.stride_b,
         0 if lists is None else lists.stride_h,
         0 if lists is None else lists.capacity,
@@ -180,6 +184,7 @@ def _mask_gradient(
         grad_weights,
         mask.data,
         problem.lengths,
+        problem.query_lengths,
         problem.seed,
         shift,
         norm,
@@ -191,6 +196,7 @@ def _mask_gradient(
         *grad_output.stride()[:3],
         *mask.strides,
         problem.stride_length,
+        problem.stride_query_length,
         batch,
         heads,
         problem.group,
@@ -229,6 +235,7 @@ def attention_backward(
     shift: Tensor,
     norm: Tensor,
     need_mask: bool,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if ``need_mask``, of the additive attn_mask.
 
@@ -236,7 +243,7 @@ def attention_backward(
     gradient of the returned weights, and then ``weights`` are those.
     """
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths
     )
     grad_output = with_unit_stride(grad_output)
     extra = None

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .arithmetic import dot, narrow, store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import PER_BATCH, any_not_finite, key_end, load_rows, store_rows, tile_number
+from .tiles import PER_BATCH, any_not_finite, load_rows, sequence_end, store_rows, tile_number
 
 
 @triton.jit(do_not_specialize=PER_BATCH)
@@ -37,6 +37,7 @@ def attention_backward_query_kernel(
     extra_ptr,  # (B, H, T) fp32, rowsum(W dW), or None
     mask_ptr,
     length_ptr,
+    query_length_ptr,
     seed_ptr,
     count_ptr,
     number_ptr,
@@ -51,7 +52,7 @@ def attention_backward_query_kernel(
     stride_gb, stride_gh, stride_gt,
     stride_dqb, stride_dqh, stride_dqt,
     stride_mb, stride_mh, stride_mt, stride_ms,
-    stride_length,
+    stride_length, stride_query_length,
     stride_list_b, stride_list_h, capacity,
     heads, group, queries, keys,
     scale, grad_scale,
@@ -74,15 +75,17 @@ def attention_backward_query_kernel(
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     k_base = k_ptr + b * stride_kb + (h // group) * stride_kh
     v_base = v_ptr + b * stride_vb + (h // group) * stride_vh
-    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, query, stride_qt, column, queries, D, True)
+    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
+    at = q_ptr + b * stride_qb + h * stride_qh
+    q = load_rows(at, query, stride_qt, column, query_end, D, True)
     at = do_ptr + b * stride_gb + h * stride_gh
-    do = load_rows(at, query, stride_gt, column_v, queries, DV, True)
+    do = load_rows(at, query, stride_gt, column_v, query_end, DV, True)
     at = out_ptr + b * stride_ob + h * stride_oh
-    out = load_rows(at, query, stride_ot, column_v, queries, DV, True)
+    out = load_rows(at, query, stride_ot, column_v, query_end, DV, True)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     row = bh.to(tl.int64) * queries + query
     if extra_ptr is not None:
-        delta += tl.load(extra_ptr + row, mask=query < queries, other=0.0)
+        delta += tl.load(extra_ptr + row, mask=query < query_end, other=0.0)
     tl.store(delta_ptr + row, delta, mask=query < queries)
     shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
     share = shift
@@ -97,7 +100,7 @@ def attention_backward_query_kernel(
 
     BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
     MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
-    end = key_end(length_ptr, stride_length, b, keys)
+    end = sequence_end(length_ptr, stride_length, b, keys)
     list_ptr = number_ptr
     if LISTED:
         list_row = b * stride_list_b + h * stride_list_h + tile
@@ -114,6 +117,9 @@ def attention_backward_query_kernel(
         full = full_end // BLOCK_S
         if MASK != 0:
             full = 0
+    if query_length_ptr is not None:
+        live = (first < query_end).to(tl.int32)
+        full, total = full * live, total * live
 
     dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     if LISTED or MASK == 0:
@@ -124,7 +130,7 @@ def attention_backward_query_kernel(
             v = load_rows(v_base, key, stride_vs, column_v, keys, DV, False)
             _, dscores = tile_gradients(
                 q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
-                mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                mask_base, stride_mt, stride_ms, query_end, keys, limit, keep_scale,
                 False, False, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
             dq = dot(narrow(dscores, k), k, dq, PRECISION)
@@ -136,10 +142,12 @@ def attention_backward_query_kernel(
             v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
             _, dscores = tile_gradients(
                 q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale, end,
-                mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                mask_base, stride_mt, stride_ms, query_end, keys, limit, keep_scale,
                 True, False, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
             dq = dot(narrow(dscores, k), k, dq, PRECISION)
+    if query_length_ptr is not None:
+        dq = tl.where((query < query_end)[:, None], dq, 0.0)
     dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
     store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, queries, D)
 
@@ -162,7 +170,7 @@ def attention_backward_query_kernel(
                     v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
                     _, dscores = tile_gradients(
                         q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
-                        end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                        end, mask_base, stride_mt, stride_ms, query_end, keys, limit, keep_scale,
                         True, False, BOUNDED, False, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
                     )  # fmt: skip
                     inside = (key < end)[:, None] & (some < D)[None, :]
@@ -172,7 +180,7 @@ def attention_backward_query_kernel(
                     piece = tl.where(tl.abs(piece.to(tl.float32)) < float("inf"), piece, 0.0)
                     clean = dot(narrow(dscores, piece), piece, clean, PRECISION)
                 clean_at = dq_base + query.to(tl.int64)[:, None] * stride_dqt + some[None, :]
-                inside = (query < queries)[:, None] & (some < D)[None, :]
+                inside = (query < query_end)[:, None] & (some < D)[None, :]
                 store(clean_at, clean * grad_scale, inside)
 
 
@@ -185,6 +193,7 @@ def attention_backward_key_kernel(
     dw_ptr,  # (B, H, T, S) contiguous, or None
     mask_ptr,
     length_ptr,
+    query_length_ptr,
     seed_ptr,
     count_ptr,  # lists by keys
     number_ptr,
@@ -200,7 +209,7 @@ def attention_backward_key_kernel(
     stride_dkb, stride_dkh, stride_dks,
     stride_dvb, stride_dvh, stride_dvs,
     stride_mb, stride_mh, stride_mt, stride_ms,
-    stride_length,
+    stride_length, stride_query_length,
     stride_list_b, stride_list_h, capacity,
     key_heads, group, queries, keys,
     scale, grad_scale,
@@ -221,15 +230,17 @@ def attention_backward_key_kernel(
     start = tile * BLOCK_S
     key = start + tl.arange(0, BLOCK_S)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    end = key_end(length_ptr, stride_length, b, keys)
+    end = sequence_end(length_ptr, stride_length, b, keys)
     k = load_rows(k_ptr + b * stride_kb + hk * stride_kh, key, stride_ks, column, end, D, True)
     v = load_rows(v_ptr + b * stride_vb + hk * stride_vh, key, stride_vs, column_v, end, DV, True)
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
-    all_tiles = tl.cdiv(queries, BLOCK_T)
+    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
+    all_tiles = tl.cdiv(query_end, BLOCK_T)
     if start >= end:
         all_tiles = 0
+    BOUND_QUERIES: tl.constexpr = RAGGED or query_length_ptr is not None
 
     dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_S, BLOCK_DV], tl.float32)
@@ -243,56 +254,68 @@ def attention_backward_key_kernel(
             mask_base = mask_ptr + b * stride_mb + h * stride_mh
         list_ptr = number_ptr
         first = 0
+        first_full = 0
         if LISTED:
             list_row = b * stride_list_b + h * stride_list_h + tile
-            full = tl.minimum(tl.load(count_ptr + list_row * 2), all_tiles)
-            total = tl.minimum(tl.load(count_ptr + list_row * 2 + 1), all_tiles)
+            live = (all_tiles > 0).to(tl.int32)
+            full = tl.load(count_ptr + list_row * 2) * live
+            total = tl.load(count_ptr + list_row * 2 + 1) * live
             list_ptr = number_ptr + list_row * 2 * capacity
         else:
-            # Tiles of queries on the diagonal come last in the numbering, first in the tensor.
-            full = all_tiles
-            total = all_tiles
+            # Tiles of queries on the diagonal come last in the walk and first in the tensor, where
+            # the one that has the last query is the last of all.
+            end_full = all_tiles
+            if query_length_ptr is not None:
+                end_full = tl.minimum(query_end // BLOCK_T, all_tiles)
             if CAUSAL:
                 first = tl.minimum(start // BLOCK_T, all_tiles)
-                total = all_tiles - first
-                full = all_tiles - tl.minimum(tl.cdiv(start + BLOCK_S - 1, BLOCK_T), all_tiles)
+                first_full = tl.minimum(tl.cdiv(start + BLOCK_S - 1, BLOCK_T), all_tiles)
+            total = all_tiles - first
+            full = tl.maximum(end_full - first_full, 0)
             if MASK != 0:
                 full = 0
+        unmasked = full
+        if LISTED and query_length_ptr is not None:
+            unmasked = full * 0  # tiles that the mask shows may lie beyond the last query
         if LISTED or MASK == 0:
-            for i in range(0, full):
-                number = tile_number(i, full, all_tiles - full, list_ptr, capacity, LISTED)
+            for i in range(0, unmasked):
+                number = tile_number(i, full, first_full, list_ptr, capacity, LISTED)
                 query = number * BLOCK_T + tl.arange(0, BLOCK_T)
-                q = load_rows(q_base, query, stride_qt, column, queries, D, RAGGED)
-                do = load_rows(do_base, query, stride_gt, column_v, queries, DV, RAGGED)
+                q = load_rows(q_base, query, stride_qt, column, query_end, D, BOUND_QUERIES)
+                do = load_rows(do_base, query, stride_gt, column_v, query_end, DV, BOUND_QUERIES)
                 row = row_base + query
-                shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+                shift = tl.load(shift_ptr + row, mask=query < query_end, other=0.0)
                 share = shift
                 if NATURAL:
-                    share = load_share(norm_ptr, row, query < queries)
-                delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+                    share = load_share(norm_ptr, row, query < query_end)
+                delta = tl.load(delta_ptr + row, mask=query < query_end, other=0.0)
                 kept, dscores = tile_gradients(
                     q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
-                    end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    False, True, False, RAGGED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    end, mask_base, stride_mt, stride_ms, query_end, keys, limit, keep_scale,
+                    False, True, False, BOUND_QUERIES, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL,
+                    PRECISION,
                 )  # fmt: skip
                 dv = dot(narrow(kept, do), do, dv, PRECISION)
                 dk = dot(narrow(dscores, q), q, dk, PRECISION)
-        if CAUSAL or MASK != 0:
-            for i in range(full, total):
+        if CAUSAL or MASK != 0 or query_length_ptr is not None:
+            for i in range(unmasked, total):
                 number = tile_number(i, full, first - full, list_ptr, capacity, LISTED)
+                if query_length_ptr is not None and not LISTED:
+                    number += tl.where(number >= first_full, full, 0)
                 query = number * BLOCK_T + tl.arange(0, BLOCK_T)
-                q = load_rows(q_base, query, stride_qt, column, queries, D, RAGGED)
-                do = load_rows(do_base, query, stride_gt, column_v, queries, DV, RAGGED)
+                q = load_rows(q_base, query, stride_qt, column, query_end, D, BOUND_QUERIES)
+                do = load_rows(do_base, query, stride_gt, column_v, query_end, DV, BOUND_QUERIES)
                 row = row_base + query
-                shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
+                shift = tl.load(shift_ptr + row, mask=query < query_end, other=0.0)
                 share = shift
                 if NATURAL:
-                    share = load_share(norm_ptr, row, query < queries)
-                delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+                    share = load_share(norm_ptr, row, query < query_end)
+                delta = tl.load(delta_ptr + row, mask=query < query_end, other=0.0)
                 kept, dscores = tile_gradients(
                     q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed, scale,
-                    end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
-                    True, True, RAGGED_KEYS, RAGGED, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL, PRECISION,
+                    end, mask_base, stride_mt, stride_ms, query_end, keys, limit, keep_scale,
+                    True, True, RAGGED_KEYS, BOUND_QUERIES, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL,
+                    PRECISION,
                 )  # fmt: skip
                 dv = dot(narrow(kept, do), do, dv, PRECISION)
                 dk = dot(narrow(dscores, q), q, dk, PRECISION)
@@ -311,7 +334,7 @@ def attention_backward_key_kernel(
             PIECE: tl.constexpr = 16
             WIDEST: tl.constexpr = BLOCK_D if BLOCK_D > BLOCK_DV else BLOCK_DV
             CHUNK: tl.constexpr = 32 if WIDEST > 32 else WIDEST
-            pieces = tl.cdiv(queries, PIECE)
+            pieces = tl.cdiv(query_end, PIECE)
             # In small pieces: this rare walk must not cost the common one registers.
             for first_column in range(0, WIDEST, CHUNK):
                 some = first_column + tl.arange(0, CHUNK)
@@ -321,7 +344,7 @@ def attention_backward_key_kernel(
                     h = hk * group + j // pieces
                     query = j % pieces * PIECE + tl.arange(0, PIECE)
                     row = (b * key_heads * group + h) * queries + query
-                    inside = query < queries
+                    inside = query < query_end
                     shift = tl.load(shift_ptr + row, mask=inside, other=0.0)
                     share = shift
                     if NATURAL:
@@ -340,7 +363,7 @@ def attention_backward_key_kernel(
                     mask_base = mask_ptr + b * stride_mb + h * stride_mh
                     kept, dscores = tile_gradients(
                         q, k, v, do, query, key, start, row, shift, share, delta, dw_ptr, seed,
-                        scale, end, mask_base, stride_mt, stride_ms, queries, keys, limit, keep_scale,
+                        scale, end, mask_base, stride_mt, stride_ms, query_end, keys, limit, keep_scale,
                         True, True, RAGGED_KEYS, True, CAUSAL, MASK, MASK_ROWS, DROPOUT, NATURAL,
                         PRECISION,
                     )  # fmt: skip

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import config
 from .arithmetic import divide, dot, narrow, product, store
 from .runtime import ceil_div, launch, multiprocessors, next_power_of_2
-from .tiles import PER_BATCH, key_end, largest, load_rows, power, visible_scores
+from .tiles import PER_BATCH, largest, load_rows, power, sequence_end, visible_scores
 
 if TYPE_CHECKING:
     from .attention import Problem
@@ -66,7 +66,7 @@ def attention_decode_kernel(
     if MASK != 0:
         # With GROUP > 1 the mask does not depend on the head.
         mask_base = mask_ptr + b * stride_mb + hk * stride_mh
-    end = key_end(length_ptr, stride_length, b, keys)
+    end = sequence_end(length_ptr, stride_length, b, keys)
     each = tl.cdiv(tl.cdiv(end, splits), BLOCK_S) * BLOCK_S
     last = tl.minimum(split * each + each, end)
     row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -149,6 +149,7 @@ def decodes(problem: Problem) -> bool:
     return (
         queries == 1
         and not problem.causal
+        and problem.query_lengths is None
         and not problem.dropout.active
         and problem.group <= 64
         and uniform

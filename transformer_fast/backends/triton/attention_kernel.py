@@ -28,10 +28,10 @@ from .philox import keep_tile
 from .tiles import (
     PER_BATCH,
     any_not_finite,
-    key_end,
     largest,
     load_rows,
     power,
+    sequence_end,
     store_rows,
     tile_number,
     visible_scores,
@@ -65,6 +65,7 @@ def attention_forward_kernel(
     v_ptr,  # (B, Hkv, S, DV)
     mask_ptr,  # broadcastable to (B, H, T, S) through its strides, or None
     length_ptr,  # (B,) or None
+    query_length_ptr,  # (B,) or None
     seed_ptr,  # () int64 or None
     count_ptr,  # lists of visible tiles, or None
     number_ptr,
@@ -76,7 +77,7 @@ def attention_forward_kernel(
     stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot,
     stride_mb, stride_mh, stride_mt, stride_ms,
-    stride_length,
+    stride_length, stride_query_length,
     stride_list_b, stride_list_h, capacity,
     heads, group, queries, keys,
     scale,
@@ -101,7 +102,9 @@ def attention_forward_kernel(
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     k_base = k_ptr + b * stride_kb + (h // group) * stride_kh
     v_base = v_ptr + b * stride_vb + (h // group) * stride_vh
-    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, query, stride_qt, column, queries, D, True)
+    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
+    q_base = q_ptr + b * stride_qb + h * stride_qh
+    q = load_rows(q_base, query, stride_qt, column, query_end, D, True)
     dropout_row = bh.to(tl.int64) * queries + query
     seed = 0
     if DROPOUT:
@@ -112,7 +115,7 @@ def attention_forward_kernel(
 
     BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
     MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
-    end = key_end(length_ptr, stride_length, b, keys)
+    end = sequence_end(length_ptr, stride_length, b, keys)
     list_ptr = number_ptr
     if LISTED:
         row = b * stride_list_b + h * stride_list_h + tile
@@ -129,6 +132,9 @@ def attention_forward_kernel(
         full = full_end // BLOCK_S
         if MASK != 0:
             full = 0
+    if query_length_ptr is not None:
+        live = (first < query_end).to(tl.int32)
+        full, total = full * live, total * live
 
     row_max = tl.full([BLOCK_T], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_T], tl.float32)
@@ -161,6 +167,10 @@ def attention_forward_kernel(
                 True, DROPOUT, NATURAL, PRECISION,
             )  # fmt: skip
 
+    if query_length_ptr is not None:
+        real = query < query_end
+        row_sum = tl.where(real, row_sum, 0.0)
+        accumulator = tl.where(real[:, None], accumulator, 0.0)
     # A row that sees nothing has l = 0: output 0, and m = 0 keeps the backward free of infinities.
     some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     share = divide(1.0, some_sum)
@@ -213,5 +223,5 @@ def attention_forward_kernel(
                     other = (~finite).to(tl.float32).to(v.dtype)
                     spoilt = dot(seen, other, spoilt, PRECISION)
                 at = out_base + query.to(tl.int64)[:, None] * stride_ot + some[None, :]
-                inside = (query < queries)[:, None] & (some < DV)[None, :] & (spoilt == 0.0)
+                inside = (query < query_end)[:, None] & (some < DV)[None, :] & (spoilt == 0.0)
                 store(at, clean, inside)

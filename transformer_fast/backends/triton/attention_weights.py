@@ -18,17 +18,17 @@ from .attention import Problem
 from .attention_gradient_tile import load_share
 from .philox import keep_tile
 from .runtime import ceil_div, launch
-from .tiles import key_end, load_rows, power, visible_scores
+from .tiles import load_rows, power, sequence_end, visible_scores
 
 
-@triton.jit(do_not_specialize=["queries", "limit", "stride_length"])
+@triton.jit(do_not_specialize=["queries", "limit", "stride_length", "stride_query_length"])
 def attention_weights_kernel(
-    q_ptr, k_ptr, mask_ptr, length_ptr, seed_ptr, shift_ptr, norm_ptr,
+    q_ptr, k_ptr, mask_ptr, length_ptr, query_length_ptr, seed_ptr, shift_ptr, norm_ptr,
     weight_ptr,  # (B, H, T, S) contiguous
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_ks,
     stride_mb, stride_mh, stride_mt, stride_ms,
-    stride_length,
+    stride_length, stride_query_length,
     heads, group, queries, keys,
     scale, limit, keep_scale,
     D: tl.constexpr, DV: tl.constexpr,
@@ -46,8 +46,10 @@ def attention_weights_kernel(
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     key = start + tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
-    end = key_end(length_ptr, stride_length, b, keys)
-    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, query, stride_qt, column, queries, D, True)
+    end = sequence_end(length_ptr, stride_length, b, keys)
+    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
+    at = q_ptr + b * stride_qb + h * stride_qh
+    q = load_rows(at, query, stride_qt, column, query_end, D, True)
     at = k_ptr + b * stride_kb + (h // group) * stride_kh
     k = load_rows(at, key, stride_ks, column, end, D, True)
     mask_base = mask_ptr
@@ -55,7 +57,8 @@ def attention_weights_kernel(
         mask_base = mask_ptr + b * stride_mb + h * stride_mh
     scores, visible = visible_scores(
         product(q, tl.trans(k), PRECISION), query[:, None], key[None, :], scale, end, mask_base,
-        stride_mt, stride_ms, queries, keys, True, False, CAUSAL, MASK, MASK_ROWS, NATURAL,
+        stride_mt, stride_ms, query_end, keys, True, query_length_ptr is not None, CAUSAL, MASK,
+        MASK_ROWS, NATURAL,
     )  # fmt: skip
     row = bh.to(tl.int64) * queries + query
     shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)
@@ -87,6 +90,7 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
         k,
         mask.data,
         problem.lengths,
+        problem.query_lengths,
         problem.seed,
         shift,
         norm,
@@ -95,6 +99,7 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
         *k.stride()[:3],
         *mask.strides,
         problem.stride_length,
+        problem.stride_query_length,
         heads,
         problem.group,
         queries,

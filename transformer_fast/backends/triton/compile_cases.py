@@ -46,6 +46,7 @@ def _attention(
     causal: bool = False,
     mask: torch.dtype | None = None,
     lengths: bool = False,
+    query_lengths: bool = False,
     dropout_p: float = 0.0,
     queries: int = 2048,
     weights: bool = False,
@@ -56,13 +57,14 @@ def _attention(
     attn_mask = None if mask is None else _meta(1, 8, queries, 2048, dtype=mask)
     seed = _meta(dtype=torch.int64) if dropout_p else None
     key_lengths = _meta(4, dtype=torch.int64) if lengths else None
+    ends = _meta(4, dtype=torch.int64) if query_lengths else None
     arguments = (q, k, k, attn_mask, key_lengths, causal, 0.125, dropout_p, seed)
-    output, shift, norm = attention_forward(*arguments)
+    output, shift, norm = attention_forward(*arguments, ends)
     if weights:
-        attention_weights(make_problem(*arguments), shift, norm)
+        attention_weights(make_problem(*arguments, ends), shift, norm)
     if queries > 1:
         learned = attn_mask is not None and attn_mask.is_floating_point()
-        attention_backward(output, None, *arguments, output, None, shift, norm, learned)
+        attention_backward(output, None, *arguments, output, None, shift, norm, learned, ends)
 
 
 def _layer_norm(columns: int, dtype: torch.dtype, dropout_p: float) -> None:
@@ -126,6 +128,9 @@ def cases() -> Iterator[Case]:
                 lengths=True,
                 causal=True,
                 dropout_p=0.1,
+            )
+            yield _named(
+                f"{at} lengths of both", _attention, head, dtype, lengths=True, query_lengths=True
             )
             yield _named(f"{at} groups, causal", _attention, head, dtype, causal=True, group=2)
             yield _named(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .runtime import ceil_div, launch, recording
-from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, key_end
+from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, sequence_end
 
 _CHUNK = 64
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
@@ -133,7 +133,7 @@ def tile_list_kernel(
     tile = program % tiles
     rest = program // tiles
     base = code_ptr + (rest // heads) * stride_b + (rest % heads) * stride_h
-    end = key_end(length_ptr, stride_length, rest // heads, keys)
+    end = sequence_end(length_ptr, stride_length, rest // heads, keys)
     full_count = 0
     part_count = 0
     for start in range(0, others, CHUNK):

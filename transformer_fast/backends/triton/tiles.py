@@ -30,7 +30,7 @@ _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
 #: loads are wide only if rows are known to start at multiples of 16 bytes.
 PER_BATCH = (
     "queries", "keys", "splits", "capacity", "stride_list_b", "stride_list_h", "stride_length",
-    "limit",
+    "stride_query_length", "limit",
 )  # fmt: skip
 
 
@@ -148,12 +148,12 @@ def visible_scores(
 
 
 @triton.jit
-def key_end(length_ptr, stride, batch, keys):
-    """How many keys of a sequence there are: all, or its length, kept between 0 and ``keys``."""
-    end = keys
+def sequence_end(length_ptr, stride, batch, places):
+    """How many places of a sequence are real: all, or its length, kept between 0 and ``places``."""
+    end = places
     if length_ptr is not None:
         length = tl.load(length_ptr + batch.to(tl.int64) * stride)
-        end = tl.maximum(tl.minimum(length.to(tl.int64), keys), 0).to(tl.int32)
+        end = tl.maximum(tl.minimum(length.to(tl.int64), places), 0).to(tl.int32)
     return end
 
 

@@ -24,11 +24,15 @@ def _run(
     dropout_p: float,
     seed: Tensor | None,
     need_weights: bool,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     from ..attention import attention_forward, make_problem
     from ..attention_weights import attention_weights
 
-    arguments = (query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed)
+    arguments = (
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+        query_lengths,
+    )  # fmt: skip
     output, shift, norm = attention_forward(*arguments)
     weights = absent(query)
     if need_weights:
@@ -52,6 +56,7 @@ def _fake(
     dropout_p: float,
     seed: Tensor | None,
     need_weights: bool,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     batch, heads, length, _ = query.shape
     shift = query.new_empty((batch, heads, length), dtype=torch.float32)
@@ -78,6 +83,7 @@ def _run_backward(
     shift: Tensor,
     norm: Tensor,
     need_mask: bool,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     from ..attention_bwd import attention_backward
 
@@ -98,6 +104,7 @@ def _run_backward(
         shift,
         norm,
         need_mask,
+        query_lengths,
     )
     return dquery, dkey, dvalue, given(dmask, query)
 
@@ -119,6 +126,7 @@ def _fake_backward(
     shift: Tensor,
     norm: Tensor,
     need_mask: bool,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     dmask = absent(query)
     if need_mask:
@@ -135,7 +143,7 @@ def _fake_backward(
 _forward = define(
     "triton_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask,"
     " Tensor? key_lengths, bool is_causal, float scale, float dropout_p, Tensor? seed,"
-    " bool need_weights) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool need_weights, Tensor? query_lengths=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -143,7 +151,7 @@ _backward = define(
     "triton_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key,"
     " Tensor value, Tensor? attn_mask, Tensor? key_lengths, bool is_causal, float scale,"
     " float dropout_p, Tensor? seed, Tensor output, Tensor? weights, Tensor shift, Tensor norm,"
-    " bool need_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool need_mask, Tensor? query_lengths=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
 )
@@ -166,10 +174,11 @@ def _attention_backward(
     shift: Tensor,
     norm: Tensor,
     wants: Sequence[bool],
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     return _backward(  # type: ignore[no-any-return]
         grad, grad_weights, query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p,
-        seed, output, weights, shift, norm, wants[3],
+        seed, output, weights, shift, norm, wants[3], query_lengths,
     )  # fmt: skip
 
 
@@ -188,16 +197,18 @@ def attention(
     seed: Tensor | None,
     enable_gqa: bool,
     need_weights: bool,
+    query_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     if query.numel() == 0 or value.numel() == 0:
         return reference.attention(
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            enable_gqa, need_weights,
+            enable_gqa, need_weights, query_lengths,
         )  # fmt: skip
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
     arguments = (
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights,
+        query_lengths,
     )  # fmt: skip
     if needs_function(query, key, value, attn_mask):
         output, weights, _, _ = Attention.apply("triton", *arguments)  # type: ignore[no-untyped-call]
