@@ -17,6 +17,7 @@ NAMES = (
     "TRANSFORMER_FAST_STRICT",
     "TRANSFORMER_FAST_CPU_ISA",
     "TRANSFORMER_FAST_PACKED_MB",
+    "TRANSFORMER_FAST_CUDA_GRAPHS",
 )
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...backends.cpu_blocks import empty_cache
 from ...nn import bypass
 from ..embedding import OutputProjection
+from . import captured
 from .kernels import Linear, bind_layer_norm, bind_linear, bind_stack, product_dtype
 from .layers import StackWeights
 from .reordering import Reordering, select_rows
@@ -100,6 +101,8 @@ class CachedDecoder:
         if self._bound != (rows, length):
             self._bind(x, rows, length)
         start, self.length = self.length, self.length + length
+        if self.steps is not None:
+            return self.steps.step(x, self.cache, start)
         if self.whole is not None:
             x = self.whole(x, self.cache, start)
         else:
@@ -110,9 +113,18 @@ class CachedDecoder:
                 x = feed_forward.step(x)
         if length > 1:
             x = x.view(rows, length, -1)[:, -1]
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        return self.logits(x)
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.logits(x if self.final_norm is None else self.final_norm(x))
+
+    def _step_at(self, x: Tensor, caches: Tensor, place: captured.Place) -> Tensor:
+        for cache, (own, cross, feed_forward) in zip(caches, self.layers, strict=True):
+            x = own.step_at(x, cache, place)
+            if cross is not None:
+                x = cross.step(x)
+            x = feed_forward.step(x)
+        return self._logits(x)
 
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
@@ -130,6 +142,9 @@ class CachedDecoder:
         final = self.stack.final_norm
         self.final_norm = None if final is None else bind_layer_norm(x[:rows], final)
         self.logits = bind_project(self.project, rows)
+        self.steps: captured.Steps | None = None
+        if length == 1 and self.whole is None and captured.wanted(x):
+            self.steps = captured.Steps(x, self.capacity, self._step_at)
 
     def spread(self, beams: int) -> None:
         """Make ``beams`` equal sequences of each."""

@@ -26,7 +26,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 def product_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of matrix products with ``tensor``: its own, or autocast's."""
     kind = tensor.device.type
-    if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return tensor.dtype
 

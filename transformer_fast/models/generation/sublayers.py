@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cpu_blocks import empty_cache
+from .captured import Place
 from .kernels import (
     bind_attention,
     bind_enter,
@@ -44,6 +45,8 @@ class SelfAttention:
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
         self.attention = bind_attention(query, keys, None, None, self.causal)
+        lengths = torch.empty(rows, dtype=torch.int64, device=keys.device)
+        self.attention_at = bind_attention(query, keys, None, lengths, False)
         self.shape = (rows, length, 3, self.heads, self.size)
 
     def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
@@ -55,6 +58,19 @@ class SelfAttention:
         keys, values = cache.narrow(3, 0, start + length).unbind(0)
         y = self.attention(
             qkv.select(0, 0), keys, values, None, None, self.causal, self.scale, 0.0, None, False,
+            False,
+        )[0]  # fmt: skip
+        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        return self.join(y, x)
+
+    def step_at(self, x: Tensor, cache: Tensor, place: Place) -> Tensor:
+        """`step` of one token, with nothing in it that changes from one to the next."""
+        qkv = self.project_in(x if self.enter is None else self.enter(x))
+        qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
+        cache.index_copy_(3, place.index, qkv.narrow(0, 1, 2).to(cache.dtype))
+        keys, values = cache.narrow(3, 0, place.places).unbind(0)
+        y = self.attention_at(
+            qkv.select(0, 0), keys, values, None, place.lengths, False, self.scale, 0.0, None, False,
             False,
         )[0]  # fmt: skip
         y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))

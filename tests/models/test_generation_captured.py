@@ -1,0 +1,282 @@
+"""Decoding steps that are recorded and replayed, as CUDA graphs are: on the CPU, by a stand-in.
+
+The stand-in keeps what a graph keeps: operators and the very tensors they had, results included. It
+refuses what cannot be captured, and what it records has no effect until it is replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from models_ruler import lively, small, small_language_model, tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from transformer_fast import models
+from transformer_fast.models.generation import cached, captured, one_by_one
+
+#: The host waits for the device, or sends it something.
+REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "lift_fresh")
+
+
+def storage(x: Tensor) -> Any:
+    return x.untyped_storage()._cdata
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self.before: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.rpartition("::")[2]
+        if name in REFUSED:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        made = {storage(x) for x in self.made}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and storage(value) not in made:
+                self.before.setdefault(storage(value), (value, value.clone()))
+        result = func(*args, **kwargs)
+        given = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        fresh = [
+            (i, x)
+            for i, x in enumerate(tree_leaves(result))
+            if isinstance(x, Tensor) and storage(x) not in given
+        ]
+        self.made += [x for _, x in fresh]
+        self.calls.append((func, args, kwargs, fresh))
+        return result
+
+    def undo(self) -> None:
+        for value, old in self.before.values():
+            value.copy_(old)
+        for x in self.made:  # whoever reads them before a replay is found out
+            if x.is_floating_point():
+                x.fill_(float("nan"))
+
+    def replay(self) -> None:
+        for func, args, kwargs, fresh in self.calls:
+            found = tree_leaves(func(*args, **kwargs))
+            for i, x in fresh:
+                x.copy_(found[i])
+
+
+class Recorder:
+    """Takes the place of `captured.record`."""
+
+    def __init__(self) -> None:
+        self.tried = self.recorded = self.replayed = 0
+
+    def __call__(self, run):
+        self.tried += 1
+        recording = Recording()
+        with recording:
+            result = run()
+        recording.undo()
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            recording.replay()
+            return result
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    one = Recorder()
+    monkeypatch.setattr(captured, "record", one)
+    monkeypatch.setattr(captured, "_LEAST_PLACES", 4)
+    return one
+
+
+@contextlib.contextmanager
+def capturing(monkeypatch: pytest.MonkeyPatch, looks: int = 1):
+    """Within the block CPU tensors are decoded as those on a GPU are."""
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "wanted", lambda x: True)
+        patch.setattr(cached, "bind_stack", lambda *given: None)
+        patch.setattr(one_by_one.Task, "looks", property(lambda task: looks))
+        yield
+
+
+METHODS = {
+    "greedy": models.Greedy(),
+    "sampling": models.Sampling(top_k=5, seed=3),
+    "beams": models.BeamSearch(3),
+    "beams that stop early": models.BeamSearch(4, early_stop=True, n_best=2),
+}
+
+
+@pytest.mark.parametrize("looks", [1, 8])
+@pytest.mark.parametrize("towards_end", [-9.0, 0.5, 1.5])
+@pytest.mark.parametrize("method", METHODS)
+def test_same_tokens(method, towards_end, looks, recorder, monkeypatch):
+    """Of an encoder-decoder; sources of several lengths end one after the other, or never."""
+    torch.manual_seed(1)
+    model = lively(small(norm_first=looks == 8), towards_end)
+    source = tokens(23, [7, 3, 5, 1, 6])
+    plain = model.generate(source, METHODS[method], max_new_tokens=20)
+    with capturing(monkeypatch, looks):
+        found = model.generate(source, METHODS[method], max_new_tokens=20)
+    assert torch.equal(found.tokens, plain.tokens)
+    assert torch.equal(found.lengths, plain.lengths)
+    if towards_end < 0:
+        assert plain.tokens.shape[-1] == 20
+        # For 4, 8, 16 and all 21 places, twice where beams move between two buffers.
+        moves = isinstance(METHODS[method], models.BeamSearch)
+        assert recorder.recorded == (7 if moves else 4)
+        assert recorder.replayed >= 8
+
+
+@pytest.mark.parametrize("lengths", [None, [9, 2, 5]])
+def test_language_model(lengths, recorder, monkeypatch):
+    torch.manual_seed(2)
+    model = lively(small_language_model())
+    prompt = torch.randint(3, 19, (3, 9))
+    given = None if lengths is None else torch.tensor(lengths)
+    plain = model.generate(prompt, max_new_tokens=25, prompt_lengths=given, end_token=-1)
+    with capturing(monkeypatch):
+        found = model.generate(prompt, max_new_tokens=25, prompt_lengths=given, end_token=-1)
+        again = model.generate(prompt, max_new_tokens=25, prompt_lengths=given, end_token=-1)
+    assert torch.equal(found.tokens, plain.tokens)
+    assert torch.equal(again.tokens, plain.tokens)
+    assert recorder.replayed >= 30
+
+
+class Looks(torch.nn.Linear):
+    """A projection that looks at what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.isfinite().all().item()
+        return super().forward(x)
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(recorder, monkeypatch):
+    torch.manual_seed(3)
+    decoder = torch.nn.TransformerDecoder(
+        torch.nn.TransformerDecoderLayer(16, 2, 24, batch_first=True), 2
+    ).eval()
+    embedding, project, memory = torch.nn.Embedding(19, 16), Looks(16, 19), torch.randn(3, 5, 16)
+
+    def run() -> models.Generated:
+        return models.generate(
+            decoder, memory, embed=lambda tokens, start: embedding(tokens), project=project,
+            prefix=1, end_token=-1, max_new_tokens=12,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        plain = run()
+        with capturing(monkeypatch):
+            assert torch.equal(run().tokens, plain.tokens)
+    assert (recorder.tried, recorder.recorded) == (1, 0)
+
+
+class NoWaits(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.rpartition("::")[2]
+        assert name not in REFUSED, f"the host waits for {name}"
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, result)):
+            assert not isinstance(x, Tensor) or x.is_meta, f"{name}: something is on the host"
+        return result
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
+    """On meta tensors, which have the candidates of a GPU without proven kernels, and no values."""
+    monkeypatch.setattr(captured, "wanted", lambda x: True)
+    with torch.device("meta"), torch.no_grad():
+        if crossed:
+            model: Any = small(norm_first=norm_first)
+            half, memory = model.decoder, torch.empty(2, 7, 16)
+        else:
+            model = small_language_model(norm_first=norm_first)
+            half, memory = model.encoder, None
+        weights = cached_weights(half.stack, crossed)
+        decoder = cached.CachedDecoder(
+            weights, half.embedding.vectors, model.output, memory, None, 40
+        )
+        decoder.start(torch.empty(2, 3, dtype=torch.int64))
+        decoder.spread(2)
+        with NoWaits():
+            for _ in range(3):
+                decoder.reorder(torch.empty(4, dtype=torch.int64))
+                logits = decoder.step(torch.empty(4, dtype=torch.int64))
+    assert decoder.steps is not None
+    assert logits.shape == (4, 19)
+
+
+def cached_weights(stack: Any, crossed: bool) -> Any:
+    from transformer_fast.models.generation.layers import read_stack
+
+    return read_stack(stack, crossed=crossed)
+
+
+class Stream:
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def wait_stream(self, other: Any) -> None:
+        self.told.append("wait")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_recording_a_graph(fails, monkeypatch):
+    """What is asked of torch.cuda, and that a capture ends however it went."""
+    told: list[str] = []
+
+    class Graph:
+        def capture_begin(self, capture_error_mode: str) -> None:
+            told.append(f"begin {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            told.append("end")
+
+        def replay(self) -> None:
+            told.append("replay")
+
+    def run() -> Tensor:
+        told.append("run")
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(3)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(told))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(told))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    begun = ["wait", "begin thread_local", "run", "end"]
+    if fails:
+        with pytest.raises(RuntimeError, match="not permitted"):
+            captured.record(run)
+        assert told == begun
+        return
+    replay = captured.record(run)
+    assert told == [*begun, "wait"]
+    assert replay() is replay()
+    assert told[5:] == ["replay", "replay"]
+
+
+class OnAGpu(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_only_where_it_is_switched_on(monkeypatch):
+    there = torch.zeros(2, 3).as_subclass(OnAGpu)
+    assert not captured.wanted(there)
+    monkeypatch.setattr(captured, "_switched_on", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert captured.wanted(there)
+    assert not captured.wanted(torch.zeros(2, 3))
