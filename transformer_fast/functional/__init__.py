@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.nn.functional as _torch_functional
 
-from .attention import scaled_dot_product_attention
+from .attention import scaled_dot_product_attention, varlen_attn
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, layer_norm
@@ -23,6 +23,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "scaled_dot_product_attention",
+    "varlen_attn",
 ]
 
 

@@ -196,3 +196,16 @@ def check_lengths(name: str, lengths: Tensor, batch: int) -> None:
             f"{name} must have shape [{batch}], one length per batch element, not "
             f"{list(lengths.shape)}"
         )
+
+
+def check_starts(cu_seq_q: Tensor, cu_seq_k: Tensor) -> None:
+    for name, starts in {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}.items():
+        if starts.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, not {starts.dtype}")
+        if starts.dim() != 1 or starts.shape[0] == 0:
+            raise ValueError(f"{name} must have shape [sequences + 1], not {list(starts.shape)}")
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise ValueError(
+            "cu_seq_q and cu_seq_k must be of the same sequences, but there are "
+            f"{cu_seq_q.shape[0] - 1} and {cu_seq_k.shape[0] - 1}"
+        )

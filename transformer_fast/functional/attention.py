@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from ._check_attention import (
     check_mask_dtype,
     check_qkv,
     check_sizes,
+    check_starts,
     fold,
     is_folded,
     mask_to_four,
@@ -198,7 +200,7 @@ def scaled_dot_product_attention(
 
     Source: "Attention Is All You Need", section 3.2.1.
     """
-    tensors = (query, key, value, attn_mask, key_lengths)
+    tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
     remembered = memo.key_of("attention", tensors, others)
     if (again := memo.find(remembered)) is not None:
@@ -231,3 +233,95 @@ def scaled_dot_product_attention(
     output, weights = select(call, backend).run(*arguments)
     output = output.reshape(*lead, *output.shape[-2:])
     return (output, weights.reshape(*lead, *weights.shape[-2:])) if need_weights else output
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention of packed sequences, each to its own keys, like `torch.nn.attention.varlen`'s.
+
+    The same as `scaled_dot_product_attention` of the sequences padded to ``max_q`` and ``max_k``
+    with ``query_lengths`` and ``key_lengths``: the same dropout for a seed, and zeros where there is
+    nothing to attend to. Nothing waits for the device, so that CUDA graphs can be captured.
+
+    Args:
+        query: (N, H, D), the queries of all sequences, one behind the other.
+        key: (M, H, D). value: (M, H, Dv).
+        cu_seq_q: int (B + 1,), rising from 0 to N at most; sequence b has the queries
+            [cu_seq_q[b], cu_seq_q[b + 1]). Rows behind the last are no queries: they give zeros.
+        cu_seq_k: int (B + 1,), likewise for keys. A sequence may have no queries, or no keys.
+        max_q, max_k: the longest sequence's queries and keys, or more. What a sequence has beyond
+            them is left out.
+        is_causal: query t of a sequence sees its keys s <= t (upper-left aligned).
+        scale, dropout_p, enable_gqa, backend: as in `scaled_dot_product_attention`.
+
+    Returns:
+        (N, H, Dv).
+
+    Raises:
+        RuntimeError, TypeError, ValueError: arguments that do not fit; values of cu_seq_q and
+            cu_seq_k are not looked at.
+    """
+    for place, (name, x) in enumerate(
+        {"query": query, "key": key, "value": value, "cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
+        .items()
+    ):  # fmt: skip
+        require_tensor("varlen_attn", name, place + 1, x)
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} must have shape (rows, heads, head size), not {list(x.shape)}"
+            )
+    check_starts(cu_seq_q, cu_seq_k)
+    require_same_device("query", query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
+    found = scaled_dot_product_attention(
+        _padded(query, cu_seq_q, max_q),
+        _padded(key, cu_seq_k, max_k),
+        _padded(value, cu_seq_k, max_k),
+        None,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        key_lengths=cu_seq_k.diff(),
+        query_lengths=cu_seq_q.diff(),
+        backend=backend,
+    )
+    assert isinstance(found, Tensor)
+    return _packed(found, cu_seq_q, query.shape[0])
+
+
+def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Rows (N, H, D) as (B, H, length, D); what stands behind a sequence's end is not to be read."""
+    batch = starts.shape[0] - 1
+    if x.shape[0] == 0:
+        return x.new_zeros((batch, x.shape[1], length, x.shape[2]))
+    place = starts[:-1, None] + torch.arange(length, device=x.device)
+    rows = x.index_select(0, place.clamp_(0, x.shape[0] - 1).flatten())
+    return rows.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
+    """(B, H, T, D) as rows (N, H, D); those that no sequence has are zero."""
+    batch, _, length, _ = x.shape
+    row = torch.arange(rows, device=x.device)
+    flat = x.transpose(1, 2).flatten(0, 1)
+    if flat.shape[0] == 0:
+        return flat.new_zeros((rows, *flat.shape[1:]))
+    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+    within = row - starts.index_select(0, sequence)
+    none = (sequence == batch) | (within < 0) | (within >= length)
+    place = (sequence * length + within).masked_fill_(none, 0)
+    return flat.index_select(0, place).masked_fill(none[:, None, None], 0.0)

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Where a step's token stands, as the device knows it."""
 
     #: int64 (1,)
-    index: Tensor
+    position: Tensor
     #: int64 (R,), the tokens with this one.
     lengths: Tensor
     #: How many places of the cache are read.
@@ -81,7 +81,7 @@ class Steps:
         self, sample: Tensor, capacity: int, run: Callable[[Tensor, Tensor, Place], Tensor]
     ) -> None:
         self.input = torch.empty_like(sample, memory_format=torch.contiguous_format)
-        self.index = torch.zeros(1, dtype=torch.int64, device=sample.device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=sample.device)
         self.capacity, self.run = capacity, run
         #: By buffer and number of places; None: seen once.
         self.kinds: dict[tuple[int, int], Callable[[], Tensor] | None] = {}
@@ -90,15 +90,15 @@ class Steps:
     def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
         """Logits; those of the step before are overwritten."""
         self.input.copy_(x)
-        self.index.fill_(start)
+        self.position.fill_(start)
         places = _LEAST_PLACES
         while places < start + 1:
             places *= 2
         places = min(places, self.capacity)
 
         def run() -> Tensor:
-            lengths = (self.index + 1).expand(self.input.shape[0])
-            return self.run(self.input, cache, Place(self.index, lengths, places))
+            lengths = (self.position + 1).expand(self.input.shape[0])
+            return self.run(self.input, cache, Place(self.position, lengths, places))
 
         kind = cache.data_ptr(), places
         if kind not in self.kinds or not self.recordable:

@@ -67,7 +67,7 @@ class SelfAttention:
         """`step` of one token, with nothing in it that changes from one to the next."""
         qkv = self.project_in(x if self.enter is None else self.enter(x))
         qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
-        cache.index_copy_(3, place.index, qkv.narrow(0, 1, 2).to(cache.dtype))
+        cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
         keys, values = cache.narrow(3, 0, place.places).unbind(0)
         y = self.attention_at(
             qkv.select(0, 0), keys, values, None, place.lengths, False, self.scale, 0.0, None, False,
