@@ -41,7 +41,7 @@ def exact(value: Any) -> Any:
 def _defined(op: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[..., Any]]:
     given = [exact(x) for x in arguments]
     if op == "attention":
-        rest, need_weights = [*given[:10], given[11]], given[10]
+        rest, need_weights = [*given[:10], *given[11:]], given[10]
         rest[8] = None if rest[8] is None else int(rest[8])
         (output, weights), back = definitions.attention(*rest)
         return (output, weights if need_weights else None), back

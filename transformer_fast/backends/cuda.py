@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import _native, autograd
 from ..autograd import AddLayerNorm, Attention, CrossEntropy, LayerNorm, needs_function
 from ..dispatch import Call, Kernel, register
+from ..reference import taking_query_lengths
 from . import native_pairs
 from .cpu import fake_attention, fake_layer_norm
 from .cpu_backward_fakes import fake_attention_backward, fake_layer_norm_backward
@@ -111,6 +112,7 @@ def _lengths(key_lengths: Tensor | None) -> Tensor | None:
     return key_lengths.to(torch.int64)
 
 
+@taking_query_lengths
 def attention(
     query: Tensor,
     key: Tensor,
@@ -203,7 +205,14 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     found = (
         _kernel("layer_norm", LayerNorm),
         _kernel("add_layer_norm", AddLayerNorm, 2),
-        Kernel("attention", "cuda", attention, mask_gradient=True, refuses=_refuse_attention),
+        Kernel(
+            "attention",
+            "cuda",
+            attention,
+            mask_gradient=True,
+            query_lengths=True,
+            refuses=_refuse_attention,
+        ),
         _kernel("cross_entropy", CrossEntropy),
     )
     return [
