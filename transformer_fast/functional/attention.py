@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -71,7 +70,8 @@ def prepare_attend(
     return call, arguments if query_lengths is None else (*arguments, query_lengths)
 
 
-_output = operator.itemgetter(0)
+def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
+    return results[0]
 
 
 def attend(
