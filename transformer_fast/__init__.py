@@ -18,6 +18,7 @@ from ._sdpa import disable_sdpa, enable_sdpa
 from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
 from .accelerate.graph.report import compile_reports
+from .backends.triton import warm
 from .dispatch import Explanation, strict, use_backend
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "restore",
     "strict",
     "use_backend",
+    "warm",
 ]
 
 

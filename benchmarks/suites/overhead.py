@@ -1,18 +1,25 @@
-"""What a call costs beside its work: the public functions on next to no data, and small models."""
+"""What a call costs beside its work: the public functions on next to no data, and small models.
+
+Calls of Triton's kernels are measured without a GPU: compiler and driver are stubbed, so what is left
+is the host's part, all that leads to the launch. Beside it stands PyTorch's op, with its work on the CPU.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from transformer_fast import functional
-from transformer_fast.measure.contest import Contender, Contest
+from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.ops import op_contest
 from transformer_fast.specs import OPS, Case
+from transformer_fast.testing.launcher import stubbed
 
 from ..scope import Maker, Scope
 from . import tutorials
@@ -103,8 +110,85 @@ def _contest(scope: Scope, op: str) -> Contest:
     )  # fmt: skip
 
 
+#: Calls in each piece of work, since the stub is put in place around them.
+CALLS = 100
+
+
+class _Alike(NamedTuple):
+    """Of what was never computed: only dtypes and shapes can be right."""
+
+    ok: bool
+    error: float = 0.0
+    ratio: float = 0.0
+
+
+def _host_arguments(op: str) -> tuple[Any, ...]:
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    if op == "attention":
+        return tuple(zeros(1, 2, 4, 16) for _ in range(3))
+    return zeros(4, 16), (16,), zeros(16), zeros(16)
+
+
+_HOST: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (functional.scaled_dot_product_attention, F.scaled_dot_product_attention),
+    "layer_norm": (functional.layer_norm, F.layer_norm),
+}
+
+
+def _host_contest(op: str, backward: bool) -> Contest:
+    ours, theirs = _HOST[op]
+
+    def calls(call: Callable[..., Any], *arguments: Any) -> Any:
+        if not backward:
+            return [call(*arguments) for _ in range(CALLS)][-1]
+        own = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
+        wanted = [x for x in own if isinstance(x, torch.Tensor)]
+        with torch.enable_grad():
+            for _ in range(CALLS):
+                result = call(*own)
+                found = torch.autograd.grad(result, wanted, result)
+        return tuple(found)
+
+    def stubbed_calls(*arguments: Any) -> Any:
+        with stubbed() as machine:
+            machine.launches = None
+            return calls(ours, *arguments)
+
+    def judge(result: Any, arguments: Arguments) -> _Alike:
+        wanted = calls(theirs, *arguments)
+        pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True)
+        return _Alike(all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs))
+
+    name = "triton, launcher stubbed"
+    what = "forward and backward" if backward else "call"
+    return Contest(
+        op,
+        f"{CALLS} times {what}, the host's part",
+        [[_host_arguments(op)] for _ in range(2)],
+        [Contender(name, stubbed_calls), Contender("torch", functools.partial(calls, theirs))],
+        judge,
+        flops=0.0, bytes=0.0, useful_flops=0.0, dtype=torch.bfloat16, chosen=name, reference="torch",
+    )  # fmt: skip
+
+
+def _host_can_be_measured() -> bool:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None or torch.cuda.is_available():
+        return False
+    from transformer_fast.backends.triton.runtime import INTERPRETED
+
+    return not INTERPRETED
+
+
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for op in scope.ops:
         yield f"{op} call", functools.partial(_contest, scope, op)
+    if _host_can_be_measured():
+        for op in _HOST:
+            if op in scope.ops:
+                for backward, what in ((False, "call"), (True, "gradients")):
+                    yield f"{op} {what} on triton", functools.partial(_host_contest, op, backward)
     if scope.ops == tuple(OPS):
         yield from tutorials.suite(scope)

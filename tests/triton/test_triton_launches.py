@@ -11,11 +11,14 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-CASES = ("variants", "stream", "batches", "fallback", "order")
+if TYPE_CHECKING:
+    from transformer_fast.testing.launcher import Machine
+
+CASES = ("variants", "stream", "batches", "fallback", "order", "host")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -26,55 +29,6 @@ def test_launches(case):
         [sys.executable, __file__, case], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-class Machine:
-    """Triton as on a GPU of compute capability 9.0, but for the compiler and the driver."""
-
-    def __init__(self) -> None:
-        import torch
-        import triton.compiler
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler.compiler import CompiledKernel
-        from triton.runtime import driver
-
-        machine = self
-        self.compiled: list[Any] = []
-        self.launches: list[tuple[Any, ...]] = []
-        self.stream = 7
-
-        class Binary(CompiledKernel):  # type: ignore[misc]
-            def __init__(self, src: Any, target: Any, options: Any) -> None:
-                self.src, self.name, self.packed_metadata = src, src.fn.__name__, None
-                self.module, self.function, self.metadata = self, id(self), None
-                self.hash = f"{src.hash()} {options['num_warps']} {options['num_stages']}"
-                machine.compiled.append(self)
-
-            def _run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
-                machine.launches.append((self, (x, y, z), stream, rest[5:]))
-
-        class Driver:
-            def get_current_device(self) -> int:
-                return 0
-
-            def get_current_stream(self, device: int) -> int:
-                return machine.stream
-
-            def get_current_target(self) -> Any:
-                return GPUTarget("cuda", 90, 32)
-
-            def get_active_torch_device(self) -> Any:
-                return torch.device("cpu")
-
-        def compiles(src: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
-            return Binary(src, target, options)
-
-        triton.compiler.compile = triton.compile = compiles
-        driver.set_active(Driver())
-
-    def take(self) -> list[tuple[Any, ...]]:
-        found, self.launches = self.launches, []
-        return found
 
 
 def _calls() -> list[Any]:
@@ -274,6 +228,49 @@ def batches(machine: Machine) -> None:
     assert not count, count
 
 
+def host(machine: Machine) -> None:
+    """What the host does for a call that was made before: Python functions and built-in ones."""
+    import torch
+
+    from transformer_fast import functional
+
+    machine.launches = None
+    count = [0]
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        count[0] += event in ("call", "c_call")
+
+    bf16 = torch.bfloat16
+    q = torch.zeros(2, 48, 8, 64, dtype=bf16).transpose(1, 2)
+    x, w, bias = torch.zeros(128, 512, dtype=bf16), torch.zeros(512, 512, dtype=bf16), None
+    gain = torch.ones(512, dtype=bf16)
+    lengths = torch.full((2,), 48)
+    calls = {
+        "attention": lambda *a: functional.scaled_dot_product_attention(
+            q, q, q, key_lengths=lengths
+        ),
+        "layer_norm": lambda *a: functional.layer_norm(x, (512,), gain, gain),
+        "add_layer_norm": lambda *a: functional.add_layer_norm(x, x, (512,), gain, gain),
+        "linear": lambda *a: functional.linear(x, w, bias, activation="relu"),
+        "feed_forward": lambda *a: functional.feed_forward(x, w, bias, w, bias),
+    }
+    for name, call in calls.items():
+        for _ in range(5):
+            call()
+        count[0] = 0
+        sys.setprofile(look)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        assert count[0] <= MOST_CALLS[name], (name, count[0])
+
+
+#: Function calls of one call of the public function; not remembered it makes 150 to 400.
+MOST_CALLS = {
+    "attention": 66, "layer_norm": 62, "add_layer_norm": 70, "linear": 58, "feed_forward": 76,
+}  # fmt: skip
+
 #: With causality and raggedness, which are code of their own.
 MOST_VARIANTS = {
     "attention_forward_kernel": 4,
@@ -345,13 +342,7 @@ def order(machine: Machine) -> None:
 
 
 if __name__ == "__main__":
-    machine = Machine()
-    import transformer_fast
-    from transformer_fast import dispatch
-    from transformer_fast.backends import triton as backend
-    from transformer_fast.backends.triton import config
+    from transformer_fast.testing.launcher import Machine, stubbed
 
-    for kernel in backend.kernels(interpreted=True):
-        dispatch.register(kernel)
-    with config.use_architecture(90), transformer_fast.use_backend("triton"):
+    with stubbed() as machine:
         globals()[sys.argv[1]](machine)

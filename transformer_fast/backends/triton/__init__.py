@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -90,6 +92,46 @@ def _remark_on_linear(call: Call) -> str | None:
     if rows(call) > FEW_ROWS:
         return None
     return f"with PyTorch's products (cuBLAS), as of up to {FEW_ROWS} rows nothing reads weights faster"
+
+
+def warm(
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16,),
+    heads: Iterable[int] = (64,),
+    columns: Iterable[int] = (512,),
+    classes: Iterable[int] = (),
+    device: torch.device | int | None = None,
+) -> int:
+    """Compile the Triton kernels that calls of these sizes need, so that no step waits for it.
+
+    Numbers of rows, queries, keys and sequences have no variants of their own; masks, causality,
+    lengths, dropout and activations have, forward and backward, and are all compiled. Triton keeps them
+    on disk, so that a process after this one only loads them.
+
+    Args:
+        dtypes: of the calls' tensors. heads: sizes of an attention head, D.
+        columns: values that a norm takes at once, M. classes: of a loss.
+        device: a GPU; None: the current one.
+
+    Returns:
+        How many kernels the calls launch; what several share is counted for each.
+
+    Raises:
+        NotImplementedError: Triton is not installed. RuntimeError: there is no such GPU.
+    """
+    if (why_not := _why_not_installed()) is not None:
+        raise NotImplementedError(why_not)
+    from . import compile_cases, config
+
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    elif isinstance(device, int):
+        device = torch.device("cuda", device)
+    architecture = config.architecture(device)
+    if architecture == 0:
+        raise RuntimeError(f"kernels are compiled for a GPU, and device {str(device)!r} is none")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        cases = compile_cases.cases(dtypes, heads, columns, classes)
+        return sum(compile_cases.warm(case, architecture) for case in cases)
 
 
 def kernels(interpreted: bool) -> list[Kernel]:

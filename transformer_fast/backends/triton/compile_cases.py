@@ -5,7 +5,7 @@ They are made with meta tensors, through the same launchers as real calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -108,11 +108,17 @@ def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
     return Case(name, lambda: function(*args, **kwargs))
 
 
-def cases() -> Iterator[Case]:
-    """Every call; its kernels depend on the architecture."""
-    for dtype in DTYPES:
+def cases(
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    heads: Iterable[int] = HEADS,
+    columns: Iterable[int] = COLUMNS,
+    classes: Iterable[int] = CLASSES,
+) -> Iterator[Case]:
+    """Every call, for these sizes of heads, rows of a norm and classes of a loss; its kernels depend on
+    the architecture."""
+    for dtype in dtypes:
         kind = str(dtype).removeprefix("torch.")
-        for head in HEADS:
+        for head in heads:
             at = f"attention {kind} head {head}"
             yield _named(at, _attention, head, dtype)
             yield _named(
@@ -136,19 +142,19 @@ def cases() -> Iterator[Case]:
             yield _named(
                 f"{at} one query", _attention, head, dtype, queries=1, lengths=True, group=2
             )
-        for columns in COLUMNS:
-            at = f"layer_norm {kind} columns {columns}"
-            yield _named(at, _layer_norm, columns, dtype, 0.0)
-            yield _named(f"{at} dropout", _layer_norm, columns, dtype, 0.1)
+        for width in columns:
+            at = f"layer_norm {kind} columns {width}"
+            yield _named(at, _layer_norm, width, dtype, 0.0)
+            yield _named(f"{at} dropout", _layer_norm, width, dtype, 0.1)
         at = f"feed_forward {kind}"
         yield _named(f"{at} relu, dropout", _feed_forward, dtype, "relu", 0.1)
         yield _named(f"{at} gelu, dropout", _feed_forward, dtype, "gelu", 0.1)
         yield _named(f"{at} few rows", _feed_forward, dtype, "silu", 0.1, rows=16)
         yield _named(f"linear {kind} odd sizes", _linear, dtype)
-        for classes in CLASSES:
-            at = f"cross_entropy {kind} classes {classes}"
-            yield _named(at, _cross_entropy, classes, dtype, 0.0)
-            yield _named(f"{at} smoothing", _cross_entropy, classes, dtype, 0.1)
+        for count in classes:
+            at = f"cross_entropy {kind} classes {count}"
+            yield _named(at, _cross_entropy, count, dtype, 0.0)
+            yield _named(f"{at} smoothing", _cross_entropy, count, dtype, 0.1)
 
 
 def launches(case: Case, architecture: int) -> list[Launch]:
