@@ -295,7 +295,7 @@ def test_everybody_has_a_row_for_attention(small):
     clocks = {"device": Clock(*[1e-5] * 9)}
     found = gpu.bench(item("attention", dtype="bfloat16"), CPU, clocks)
     assert set(found) == {
-        *("triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
+        *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
         *("FlexAttention, mask known", "FlexAttention, mask new"),
     }
     assert found["triton"]["why_not"].startswith("it runs on cuda tensors")

@@ -139,7 +139,8 @@ def attention(
 
 
 def _fake_attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return fake_attention_backward(*arguments[:11], *(None, None), *arguments[11:])
+    results: tuple[Any, ...] = (None, None)
+    return fake_attention_backward(*arguments[:11], *results, *arguments[11:])
 
 
 def _fake_layer_norm(*arguments: Any) -> tuple[Tensor, ...]:
