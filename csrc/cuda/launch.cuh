@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/device.cuh"
 
@@ -21,13 +23,10 @@ void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream,
 #else
 using Stream = cudaStream_t;
 
-// What CUDA said was wrong, as an exception; `operators.h` turns it into torch's.
-struct Error {
-  const char* message;
-};
-
+// What CUDA said was wrong, as an exception of the kind that torch makes a RuntimeError of.
 inline void check(cudaError_t code) {
-  if (code != cudaSuccess) throw Error{cudaGetErrorString(code)};
+  if (code != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(code));
 }
 
 // Of the current device; asking the driver at every call would take longer than a launch.

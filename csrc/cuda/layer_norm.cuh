@@ -10,7 +10,7 @@
 // run.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/column_sums.cuh"
 
 namespace tf::cuda {
 
@@ -280,41 +280,6 @@ __global__ void __launch_bounds__(256) layer_norm_shares_kernel(const LayerNormB
   args.partial[(args.shares + blockIdx.y) * args.columns + column] = of_bias;
 }
 
-struct ColumnSumArgs {
-  Element type;
-  const float* partial;  // (2, shares, columns)
-  void *first, *second;  // (columns), may be null
-  int64_t shares, columns;
-};
-
-// Adds shares up in a fixed order: 8 threads a column, then the first of them.
-template <class T>
-__global__ void __launch_bounds__(256) column_sum_kernel(const ColumnSumArgs args) {
-  TF_SHARED(shared);
-  float* scratch = reinterpret_cast<float*>(shared);
-  T* result = static_cast<T*>(blockIdx.y == 0 ? args.first : args.second);
-  if (result == nullptr) return;
-  const int lane = threadIdx.x % kWarp, part = threadIdx.x / kWarp;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
-  float sum = 0.0f;
-  if (column < args.columns)
-    for (int64_t s = part; s < args.shares; s += 8)
-      sum += args.partial[(blockIdx.y * args.shares + s) * args.columns + column];
-  scratch[part * kWarp + lane] = sum;
-  __syncthreads();
-  if (part == 0 && column < args.columns) {
-#pragma unroll
-    for (int p = 1; p < 8; ++p) sum += scratch[p * kWarp + lane];
-    assign(result[column], sum);
-  }
-}
-
-template <class T>
-void column_sums(const ColumnSumArgs& args, Stream stream) {
-  launch(column_sum_kernel<T>, dim3(static_cast<unsigned>(ceil_div(args.columns, kWarp)), 2), 256,
-         8 * kWarp * sizeof(float), stream, args);
-}
-
 // f(RowTile{}): the smallest tile that holds so many columns, in vectors of 16 bytes where `wide`.
 template <class T, class F>
 void by_tile(bool wide, int64_t columns, const F& f) {
@@ -382,7 +347,7 @@ inline void launch_layer_norm_backward(const LayerNormBackwardArgs& args, Stream
       });
     if (args.partial != nullptr)
       column_sums<T>(
-          {args.type, args.partial, args.grad_weight, args.grad_bias, args.shares, args.columns},
+          {args.type, args.partial, {args.grad_weight, args.grad_bias}, args.shares, args.columns},
           stream);
   });
 }

@@ -105,5 +105,5 @@ def program(
         (sources / name).write_text(text)
     out = folder / f"{Path(main).stem}-{sanitizer.partition(',')[0]}"
     options = [f"-fsanitize={sanitizer}", f"-I{folder / 'csrc'}", f"-I{HERE}"]
-    _finish(_compile(out, [*options, str(HERE / main), str(HERE / "simt.cpp")]))
+    _finish(_compile(out, [*options, "-x", "c++", str(HERE / main), str(HERE / "simt.cpp")]))
     return out

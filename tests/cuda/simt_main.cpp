@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/cross_entropy.cuh"
+#include "cuda/epilogue.cuh"
 #include "cuda/layer_norm.cuh"
 
 namespace {
@@ -70,6 +71,26 @@ void norms(int64_t rows, int64_t columns) {
 }
 
 template <class T>
+void maps(int64_t rows, int64_t columns) {
+  const int64_t count = rows * columns, seed = 7;
+  const Dropout dropout{true, &seed, 1u << 14, 4.0f / 3.0f};
+  const Array<T> z(count), residual(count), grad(count);
+  Array<T> output(count, false), grad_z(count, false), hidden(count, false),
+      grad_bias(columns, false);
+  launch_epilogue(
+      {kType<T>, Activation::gelu, z, residual, output, rows, columns, columns, dropout}, nullptr);
+  output.check("output");
+  const int64_t shares = epilogue_shares(kType<T>, rows, columns);
+  Array<float> partial(shares * columns, false);
+  launch_epilogue_backward({kType<T>, Activation::gelu_tanh, grad, z, grad_z, hidden, grad_bias,
+                            partial, rows, columns, columns, shares, dropout},
+                           nullptr);
+  grad_z.check("grad_z");
+  hidden.check("hidden");
+  grad_bias.check("grad_bias of a map");
+}
+
+template <class T>
 void losses(int64_t rows, int64_t columns) {
   const Array<T> logits(rows * columns);
   const Array<float> grad(rows);
@@ -89,11 +110,13 @@ void losses(int64_t rows, int64_t columns) {
 }  // namespace
 
 int main() {
-  norms<float>(6, 5);     // a warp a row
-  norms<bf16>(11, 264);   // in vectors
-  norms<fp16>(2, 515);    // a block a row
-  norms<bf16>(2, 520);    // in vectors
-  norms<bf16>(1, 8200);   // longer than the registers
+  norms<float>(6, 5);    // a warp a row
+  norms<bf16>(11, 264);  // in vectors
+  norms<fp16>(2, 515);   // a block a row
+  norms<bf16>(2, 520);   // in vectors
+  norms<bf16>(1, 8200);  // longer than the registers
+  maps<bf16>(150, 264);  // in vectors; blocks walk over rows
+  maps<float>(9, 33);
   losses<float>(3, 3);    // a warp a row
   losses<bf16>(2, 2064);  // a block a row, in vectors
   losses<float>(2, 1031);

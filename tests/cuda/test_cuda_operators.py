@@ -87,6 +87,70 @@ def test_widths_of_losses(classes, dtype, device):
     hold("cross_entropy", (logits.t().contiguous().t(), target, -100, 0.0))
 
 
+# Columns of a block and the next, in vectors and where those do not fit; several blocks of rows.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "units"), [(1, 128), (9, 256), (70, 264), (5, 257), (3, 1)])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+def test_shapes_of_epilogues(rows, units, activation, dtype, device):
+    x, residual = (rows_of((rows, n), dtype, device, 1) for n in (24, units))
+    first, second = (rows_of(s, dtype, device, 2) / 4 for s in ((units, 24), (16, units)))
+    bias1, bias2 = (rows_of((n,), dtype, device, 3) for n in (units, 16))
+    hold("linear", (x, first, bias1, activation, residual))
+    seed = SEED.to(device)
+    hold("feed_forward", (x, first, bias1, second, bias2, activation, 0.3, seed))
+    hold("feed_forward", (x, first, None, second, bias2, activation, 1.0, None))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_far_from_zero(activation, device):
+    """Values and slopes where exponentials overflow, and at what is not a number."""
+    x = torch.tensor([-3e38, -1e5, -90.0, -87.0, -20.0, -1e-30, -0.0, 0.0, 1e-30, 20.0, 90.0, 1e5])
+    x = x.to(device)[:, None]
+    one = torch.ones(1, 1, device=device)
+    hold("linear", (x, one, None, activation, None))
+    wild = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)[:, None]
+    wild.requires_grad_()
+    found = []
+    for run in (the_kernel("linear").run, OPS["linear"].reference):
+        y = run(wild, one, None, activation, None)
+        found.append(torch.stack((y.detach(), *torch.autograd.grad(y.sum(), wild))))
+    mine, reference = found
+    assert mine[0, 0].isnan()
+    # Of infinity PyTorch's own gelu makes NaN on some devices.
+    torch.testing.assert_close(mine[~reference.isnan()], reference[~reference.isnan()])
+
+
+#: Which of input, weights and biases gradients are asked of.
+@pytest.mark.parametrize("asked", [(0,), (1,), (2,), (3,), (4,), (1, 2), (3, 4), (0, 4)], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_gradients_of_some(asked, activation, device):
+    shapes = ((2, 5, 24), (40, 24), (40,), (16, 40), (16,))
+    tensors = [rows_of(shape, torch.float32, device, i) for i, shape in enumerate(shapes)]
+    for i in asked:
+        tensors[i].requires_grad_()
+    x, w1, b1, w2, b2 = tensors
+    calls = {"linear": (x, w1, b1, activation, None)}
+    if activation is not None:
+        calls["feed_forward"] = (x, w1, b1, w2, b2, activation, 0.25, SEED.to(device))
+    for op, arguments in calls.items():
+        wanted = [t for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not wanted:
+            continue
+        found, expected = (
+            torch.autograd.grad(run(*arguments).square().sum(), wanted)
+            for run in (the_kernel(op).run, OPS[op].reference)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_no_autocast_inside_products(device):
+    x, w = (rows_of((5, 24), torch.float32, device, seed) for seed in (1, 2))
+    expected = the_kernel("linear").run(x, w, None, "gelu", None)
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(the_kernel("linear").run(x, w, None, "gelu", None), expected)
+
+
 @pytest.mark.parametrize("far", [1.0, 1e3, 1e4])
 def test_norms_far_from_zero(far, device):
     input = rows_of((5, 768), torch.float32, device, 1) + far
@@ -151,7 +215,22 @@ def attention_calls(device):
     yield ops.cuda_attention_backward, (*last, True, True, False, False)
 
 
-@pytest.mark.parametrize("calls", [norm_calls, loss_calls, attention_calls])
+def map_calls(device):
+    shapes = ((2, 5, 24), (32, 24), (32,), (16, 32), (16,), (2, 5, 16), (2, 5, 32))
+    x, w1, b1, w2, b2, dy, dz = (rows_of(shape, torch.float32, device, 1) for shape in shapes)
+    seed = SEED.to(device)
+    yield ops.cuda_linear, (x, w1, b1, dz, 2, True)
+    yield ops.cuda_linear, (x[0, 0], w1, None, None, 0, False)
+    yield ops.cuda_linear_backward, (dz, x, w1, dz, 3, True, False, True)
+    yield ops.cuda_linear_backward, (dz, x, w1, None, 0, False, True, False)
+    yield ops.cuda_feed_forward_training, (x, w1, b1, w2, b2, 1, 0.3, seed, True)
+    yield ops.cuda_feed_forward_training, (x, w1, None, w2, None, 4, 0.0, None, False)
+    backward = (dy, x, w1, w2, dz, 4, 0.3, seed)
+    yield ops.cuda_feed_forward_backward, (*backward, True, False, True, False, True)
+    yield ops.cuda_feed_forward_backward, (*backward, False, False, False, True, False)
+
+
+@pytest.mark.parametrize("calls", [norm_calls, loss_calls, map_calls, attention_calls])
 def test_opcheck(calls, device):
     for operator, arguments in calls(device):
         torch.library.opcheck(
@@ -177,11 +256,29 @@ def test_wrong_calls_are_errors(name, device):
         ops.cuda_layer_norm(*make(rows_of((2, 5, 24), torch.float32, device, 1)))
 
 
+WRONG_MAPS = {
+    "float64": (lambda x: (x.double(), x.double(), None, None, 0, False), "dtype"),
+    "weight's dtype": (lambda x: (x, x.half(), None, None, 0, False), "weight"),
+    "columns": (lambda x: (x, x[:, 1:], None, None, 0, False), "column of input"),
+    "bias": (lambda x: (x, x, x[0], None, 0, False), "each row of weight"),
+    "residual": (lambda x: (x, x, None, x, 0, False), "shape of the result"),
+    "activation": (lambda x: (x, x, None, None, 5, False), "no activation 5"),
+    "keep": (lambda x: (x, x, None, None, 0, True), "no preactivation"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MAPS)
+def test_wrong_maps_are_errors(name, device):
+    make, words = WRONG_MAPS[name]
+    with pytest.raises(RuntimeError, match=words):
+        ops.cuda_linear(*make(rows_of((5, 24), torch.float32, device, 1)))
+
+
 @pytest.mark.parametrize("op", KERNELS)
 def test_one_graph_forward_and_backward(op, device):
     case = {
-        "layer_norm": "three dimensions", "add_layer_norm": "dropout",
-        "attention": "dropout, weights, causal",
+        "layer_norm": "three dimensions", "add_layer_norm": "dropout", "linear": "gelu",
+        "feed_forward": "dropout", "attention": "dropout, weights, causal",
     }.get(op, "padding")  # fmt: skip
     arguments = OPS[op].case(case).build(torch.float32, device, torch.Generator().manual_seed(0))
     run = the_kernel(op).run

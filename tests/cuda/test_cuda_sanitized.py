@@ -1,19 +1,22 @@
-"""Memory and races of the CUDA kernels on the SIMT machine, and bugs that have to be caught there."""
+"""Memory and races of the CUDA kernels on the SIMT machine, bugs that have to be caught there, and the
+machine's instructions beside those of a GPU."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 
 import pytest
 import simt_build
+import torch
 
 pytestmark = pytest.mark.skipif(simt_build.WHY_NOT is not None, reason=str(simt_build.WHY_NOT))
 ADDRESS, THREAD = "address,undefined", "thread"
 
 
-def run(folder, sanitizer, changes=None):
-    program = simt_build.program(folder, "simt_main.cpp", sanitizer, changes)
+def run(folder, sanitizer, changes=None, main="simt_main.cpp"):
+    program = simt_build.program(folder, main, sanitizer, changes)
     environment = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=0",
@@ -51,15 +54,26 @@ PLANTED = {
         "AddressSanitizer",
     ),
     "shared memory that is too small": (
-        ADDRESS, "layer_norm.cuh",
+        ADDRESS, "column_sums.cuh",
         "8 * kWarp * sizeof(float), stream", "7 * kWarp * sizeof(float), stream",
         "AddressSanitizer",
     ),
     "a barrier that not all threads reach": (
-        ADDRESS, "layer_norm.cuh",
+        ADDRESS, "column_sums.cuh",
         "  scratch[part * kWarp + lane] = sum;\n  __syncthreads();",
         "  scratch[part * kWarp + lane] = sum;\n  if (part > 0) __syncthreads();",
         "deadlock",
+    ),
+    "sums of warps read too soon": (
+        THREAD, "epilogue.cuh",
+        "store(scratch + threadIdx.x * kVector, sum);\n  __syncthreads();",
+        "store(scratch + threadIdx.x * kVector, sum);",
+        "data race",
+    ),
+    "columns of the epilogue that are not masked": (
+        ADDRESS, "epilogue.cuh",
+        "  if (column >= columns) return;\n  const int64_t step", "  const int64_t step",
+        "AddressSanitizer",
     ),
     "shares that were never written": (
         ADDRESS, "layer_norm.cuh",
@@ -67,6 +81,58 @@ PLANTED = {
         "grad_bias[0] is NaN",
     ),
 }  # fmt: skip
+
+
+def test_instructions_do_what_is_defined(tmp_path):
+    done = run(tmp_path, ADDRESS, main="instructions.cu")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", ""), done
+
+
+#: What is wrong with the machine -> (text of simt.h, what it becomes, what is said of it).
+WRONG_MACHINES = {
+    "mma": ("column = 2 * (lane % 4) + i % 2", "column = 2 * (lane % 4) + 1 - i % 2", "mma, bf16"),
+    "ldmatrix": ("rows[t + 1].element[g]", "rows[t].element[g + 1]", "ldmatrix, transposed"),
+    "rounding": ("0x7fff + (bits >> 16 & 1)", "0x8000", "to bf16"),
+    "lanes": ("out[lane] = in[lane ^ mask]", "out[lane] = in[(lane + mask) & 31]", "lanes"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG_MACHINES)
+def test_a_wrong_machine_is_found(name, tmp_path, monkeypatch):
+    before, after, said = WRONG_MACHINES[name]
+    machine = tmp_path / "machine"
+    shutil.copytree(simt_build.HERE, machine, ignore=shutil.ignore_patterns("*.py", "__*"))
+    text = (machine / "simt.h").read_text()
+    assert before in text
+    (machine / "simt.h").write_text(text.replace(before, after))
+    monkeypatch.setattr(simt_build, "HERE", machine)
+    done = run(tmp_path, ADDRESS, main="instructions.cu")
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr, done
+
+
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(nvcc() is None, reason="there is no nvcc")
+def test_a_gpu_does_what_is_defined(tmp_path):
+    """Compiled for the GPU of this machine and run there; where there is none, for the oldest."""
+    seen = torch.cuda.is_available()
+    number = "".join(map(str, torch.cuda.get_device_capability())) if seen else "80"
+    program = tmp_path / "instructions"
+    source = str(simt_build.HERE / "instructions.cu")
+    options = ["-std=c++20", f"-arch=sm_{number}", f"-I{simt_build.SOURCES.parent}"]
+    command = [str(nvcc()), *options, "-o", str(program), source]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    if not seen:
+        pytest.skip("it compiles; there is no GPU to run it on")
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done
 
 
 @pytest.mark.slow

@@ -16,12 +16,26 @@ import torch
 from torch import Tensor
 
 from .. import _native, autograd
-from ..autograd import AddLayerNorm, Attention, CrossEntropy, LayerNorm, needs_function
+from ..autograd import (
+    AddLayerNorm,
+    Attention,
+    CrossEntropy,
+    FeedForward,
+    LayerNorm,
+    Linear,
+    needs_function,
+)
 from ..dispatch import Call, Kernel, register
 from ..reference import taking_query_lengths
 from . import native_pairs
 from .cpu import fake_attention, fake_layer_norm
-from .cpu_backward_fakes import fake_attention_backward, fake_layer_norm_backward
+from .cpu_backward_fakes import (
+    fake_attention_backward,
+    fake_feed_forward_backward,
+    fake_feed_forward_training,
+    fake_layer_norm_backward,
+    fake_linear_backward,
+)
 from .cpu_cross_entropy import fake_cross_entropy_backward
 from .native_pairs import ACTIVATIONS, on
 
@@ -35,15 +49,18 @@ MAX_KEYS = 512
 MAX_HEAD = 128
 
 
-def _kernel(op: str, function: Any, results: int = 1, **limits: Any) -> Kernel:
-    """The kernel of an op whose autograd function takes the arguments of its reference."""
-    pair = autograd.pairs[op]["cuda"]
+def _kernel(op: str, function: Any, results: int = 1, keeps: bool = False, **limits: Any) -> Kernel:
+    """The kernel of an op whose autograd function takes the arguments of its reference.
+
+    ``keeps``: the pair's forward takes, last, whether to keep what only a backward asks for.
+    """
+    pair, more = autograd.pairs[op]["cuda"], (False,) if keeps else ()
 
     def run(*arguments: Any) -> Any:
         if needs_function(*(each for each in arguments if isinstance(each, Tensor))):
             found = function.apply("cuda", *arguments)
         else:
-            found = pair.forward(*arguments)
+            found = pair.forward(*arguments, *more)
         return found[0] if results == 1 else found[:results]
 
     return Kernel(op, "cuda", run, **limits)
@@ -59,7 +76,7 @@ def _linear_forward(
 ) -> tuple[Tensor, Tensor]:
     """``keep``: whether a backward follows."""
     return _ops.cuda_linear(  # type: ignore[no-any-return]
-        input, weight, bias, residual, ACTIVATIONS[activation], keep
+        input, weight, bias, residual, ACTIVATIONS[activation], keep and activation is not None
     )
 
 
@@ -163,11 +180,27 @@ def _fake_cross_entropy(
     return input.new_empty(rows, dtype=torch.float32), input.new_empty(rows, dtype=torch.float64)
 
 
+def _fake_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = (*input.shape[:-1], weight.shape[0])
+    return input.new_empty(shape), input.new_empty(shape if keep else (0,))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "cuda_layer_norm": _fake_layer_norm,
     "cuda_layer_norm_backward": _fake_layer_norm_backward,
     "cuda_attention": fake_attention,
     "cuda_attention_backward": _fake_attention_backward,
+    "cuda_linear": _fake_linear,
+    "cuda_linear_backward": fake_linear_backward,
+    "cuda_feed_forward_training": fake_feed_forward_training,
+    "cuda_feed_forward_backward": fake_feed_forward_backward,
     "cuda_cross_entropy": _fake_cross_entropy,
     "cuda_cross_entropy_backward": fake_cross_entropy_backward,
 }
@@ -201,6 +234,10 @@ def _refuse_attention(call: Call) -> str | None:
     return _refuse_place(call)
 
 
+def _remark_on_products(call: Call) -> str:
+    return "with PyTorch's products (cuBLAS) and one kernel behind each"
+
+
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     """What is registered, for tensors on this kind of device."""
     found = (
@@ -214,6 +251,8 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
             query_lengths=True,
             refuses=_refuse_attention,
         ),
+        _kernel("linear", Linear, keeps=True, remark=_remark_on_products),
+        _kernel("feed_forward", FeedForward, keeps=True, remark=_remark_on_products),
         _kernel("cross_entropy", CrossEntropy),
     )
     return [
@@ -223,6 +262,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
             dtypes=_FLOATS,
             gradients=True,
             dropout=True,
+            activations=frozenset(ACTIVATIONS),
             unavailable=unavailable,
             refuses=kernel.refuses or _refuse_place,
             proven=frozenset(),

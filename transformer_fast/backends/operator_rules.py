@@ -62,6 +62,19 @@ _TRITON_NETWORK = _NETWORK.replace("saved:...f", "saved:#f")
 _LOSS = "input:rc target:r grad:r known:xr lse:r"
 _LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:xr"
 
+_LINEAR_BACKWARD = Rule(
+    _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
+    ".oi?want_input .oi?want_weight",
+)  # fmt: skip
+_NETWORK_TRAINING = Rule(_NETWORK, "...o ...f=o?keep", ".of", ".mf .fo", despite_dropout="o")
+_NETWORK_BACKWARD = Rule(
+    _NETWORK,
+    "...m?want_input fm?want_weight1 f?want_bias1 of?want_weight2 o=f?want_bias2",
+    ".of",
+    ".fo .fo?want_weight2 .mf?want_weight1 .mf?want_input",
+    despite_dropout="o",
+)
+
 RULES: dict[str, Rule] = {
     "cpu_layer_norm": Rule(_NORM, "...* ...*?residual ... ...", "."),
     "cpu_layer_norm_alone": Rule(_NORM, "...*", "."),
@@ -83,21 +96,10 @@ RULES: dict[str, Rule] = {
     ),
     "cpu_linear": Rule(_LINEAR, "...o", ".oi", ".oi", if_linear="i"),
     "cpu_linear_with_preactivation": Rule(_LINEAR, "...o ...o", ".o", ".oi"),
-    "cpu_linear_backward": Rule(
-        _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
-        ".oi?want_input .oi?want_weight",
-    ),
+    "cpu_linear_backward": _LINEAR_BACKWARD,
     "cpu_feed_forward": Rule(_NETWORK, "...o", ".of", ".mf .fo"),
-    "cpu_feed_forward_training": Rule(
-        _NETWORK, "...o ...f=o?keep", ".of", ".mf .fo", despite_dropout="o"
-    ),
-    "cpu_feed_forward_backward": Rule(
-        _NETWORK,
-        "...m?want_input fm?want_weight1 f?want_bias1 of?want_weight2 o=f?want_bias2",
-        ".of",
-        ".fo .fo?want_weight2 .mf?want_weight1 .mf?want_input",
-        despite_dropout="o",
-    ),
+    "cpu_feed_forward_training": _NETWORK_TRAINING,
+    "cpu_feed_forward_backward": _NETWORK_BACKWARD,
     "cpu_cross_entropy": Rule(_LOSS, "r xr", "r"),
     "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
     "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r xr", "r", "rci"),
@@ -136,6 +138,10 @@ RULES: dict[str, Rule] = {
     "cuda_layer_norm_backward": Rule(
         _FLAT_NORM, "...*?want_source ...*?want_input -?want_weight -?want_bias", "0"
     ),
+    "cuda_linear": Rule(_LINEAR, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
+    "cuda_linear_backward": _LINEAR_BACKWARD,
+    "cuda_feed_forward_training": _NETWORK_TRAINING,
+    "cuda_feed_forward_backward": _NETWORK_BACKWARD,
     "cuda_cross_entropy": Rule(_LOSS, "r r", "r"),
     "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
     "triton_cross_entropy": Rule(_LOSS, "r r", "r"),

@@ -1,0 +1,237 @@
+// What follows the product of a linear map, and its gradient.
+//
+//   forward:   output = dropout(activation(z)) + residual
+//   backward:  dz = dropout(grad) activation'(z), and the sums of its columns
+//
+// z is the product with the bias added. A warp has 32 vectors of a row; the warps of a block walk
+// over the rows of its columns, as many blocks as the GPU has room for, and each block has a share
+// of the sums.
+#pragma once
+
+#include "cuda/column_sums.cuh"
+
+namespace tf::cuda {
+
+// Numbered as in transformer_fast/backends/native_pairs.py.
+enum class Activation : int { identity = 0, relu = 1, gelu = 2, gelu_tanh = 3, silu = 4 };
+
+struct EpilogueArgs {
+  Element type;
+  Activation activation;
+  const void* z;         // (rows, columns) contiguous
+  const void* residual;  // (rows, columns), rows residual_stride apart; may be null
+  void* output;          // (rows, columns) contiguous; may be z
+  int64_t rows, columns, residual_stride;
+  Dropout dropout;
+};
+
+struct EpilogueBackwardArgs {
+  Element type;
+  Activation activation;
+  const void* grad;  // (rows, columns), rows grad_stride apart
+  const void* z;     // (rows, columns) contiguous; may be null without an activation
+  void* grad_z;      // (rows, columns) contiguous, may be null, and may be grad
+  void* hidden;      // (rows, columns) contiguous, may be null: dropout(activation(z))
+  void* grad_bias;   // (columns), may be null
+  float* partial;    // (shares, columns), null without grad_bias
+  int64_t rows, columns, grad_stride, shares;
+  Dropout dropout;
+};
+
+// 1 / (1 + e^-x) and its derivative s (1 - s), where 1 - s would lose its digits to cancellation.
+struct Sigmoid {
+  float value, slope;
+
+  TF_DEVICE explicit Sigmoid(float x) {
+    const float e = expf(-x);
+    value = 1.0f / (1.0f + e);
+    slope = x < -87.0f ? 0.0f : e * value * value;
+  }
+};
+
+constexpr float kSqrtHalf = 0.70710678f, kInverseSqrt2Pi = 0.39894228f;
+constexpr float kTwiceSqrt2OverPi = 1.59576912f, kCubic = 0.044715f;
+
+// x (1 + tanh u) / 2 is x sigmoid(2 u).
+TF_DEVICE float gelu_tanh_argument(float x) { return kTwiceSqrt2OverPi * (x + kCubic * x * x * x); }
+
+TF_DEVICE float activate(float x, Activation activation) {
+  switch (activation) {
+    case Activation::relu:
+      return x < 0.0f ? 0.0f : x;  // NaN stays NaN
+    case Activation::gelu:
+      return 0.5f * x * (1.0f + erff(x * kSqrtHalf));
+    case Activation::gelu_tanh:
+      return x * Sigmoid(gelu_tanh_argument(x)).value;
+    case Activation::silu:
+      return x * Sigmoid(x).value;
+    default:
+      return x;
+  }
+}
+
+// activation'(x) times grad.
+TF_DEVICE float activation_gradient(float x, float grad, Activation activation) {
+  switch (activation) {
+    case Activation::relu:
+      return x <= 0.0f ? 0.0f : grad;
+    case Activation::gelu:
+      return grad *
+             (0.5f * (1.0f + erff(x * kSqrtHalf)) + x * (kInverseSqrt2Pi * expf(-0.5f * x * x)));
+    case Activation::gelu_tanh: {
+      const Sigmoid s(gelu_tanh_argument(x));
+      const float slope = kTwiceSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
+      // Far out the second factor vanishes and the third may be infinite.
+      return grad * (s.value + (s.slope == 0.0f ? 0.0f : x * s.slope * slope));
+    }
+    case Activation::silu: {
+      const Sigmoid s(x);
+      return grad * (s.value + x * s.slope);
+    }
+    default:
+      return grad;
+  }
+}
+
+constexpr int kEpilogueWarps = 8;
+
+// f(row, column of the thread's vector) for the rows that are the warp's.
+template <int kVector, class F>
+TF_DEVICE void each_row(int64_t rows, int64_t columns, const F& f) {
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp) * kVector;
+  if (column >= columns) return;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kEpilogueWarps;
+  for (int64_t row = static_cast<int64_t>(blockIdx.y) * kEpilogueWarps + threadIdx.x / kWarp;
+       row < rows; row += step)
+    f(row, column);
+}
+
+template <class T, int kVector>
+__global__ void __launch_bounds__(kEpilogueWarps* kWarp) epilogue_kernel(const EpilogueArgs args) {
+  each_row<kVector>(args.rows, args.columns, [&](int64_t row, int64_t column) {
+    float x[kVector];
+    load(x, static_cast<const T*>(args.z) + row * args.columns + column);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) x[j] = activate(x[j], args.activation);
+    if (args.dropout.on) {
+      float factors[kVector];
+      dropout_factors(args.dropout, row, column, factors);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) x[j] = drop(x[j], factors[j]);
+    }
+    if (args.residual != nullptr) {
+      float other[kVector];
+      load(other, static_cast<const T*>(args.residual) + row * args.residual_stride + column);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) x[j] += other[j];
+    }
+    store(static_cast<T*>(args.output) + row * args.columns + column, x);
+  });
+}
+
+template <class T, int kVector>
+__global__ void __launch_bounds__(kEpilogueWarps* kWarp)
+    epilogue_backward_kernel(const EpilogueBackwardArgs args) {
+  TF_SHARED(shared);
+  float* scratch = reinterpret_cast<float*>(shared);  // (warps, columns of the block)
+  float sum[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) sum[j] = 0.0f;
+  each_row<kVector>(args.rows, args.columns, [&](int64_t row, int64_t column) {
+    const int64_t at = row * args.columns + column;
+    float grad[kVector], factors[kVector];
+    load(grad, static_cast<const T*>(args.grad) + row * args.grad_stride + column);
+    if (args.dropout.on) {
+      dropout_factors(args.dropout, row, column, factors);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) grad[j] = drop(grad[j], factors[j]);
+    }
+    if (args.z != nullptr) {
+      float z[kVector];
+      load(z, static_cast<const T*>(args.z) + at);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j)
+        grad[j] = activation_gradient(z[j], grad[j], args.activation);
+      if (args.hidden != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          z[j] = activate(z[j], args.activation);
+          if (args.dropout.on) z[j] = drop(z[j], factors[j]);
+        }
+        store(static_cast<T*>(args.hidden) + at, z);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum[j] += grad[j];
+    if (args.grad_z != nullptr) store(static_cast<T*>(args.grad_z) + at, grad);
+  });
+  if (args.partial == nullptr) return;
+  constexpr int kColumns = kWarp * kVector;
+  store(scratch + threadIdx.x * kVector, sum);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kColumns; i += kEpilogueWarps * kWarp) {
+    const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + i;
+    if (column >= args.columns) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kEpilogueWarps; ++warp) total += scratch[warp * kColumns + i];
+    args.partial[blockIdx.y * args.columns + column] = total;
+  }
+}
+
+// Columns of a block at most, of either vector.
+inline int64_t epilogue_columns(Element type) { return kWarp * (16 / size_of(type)); }
+
+// Blocks that share the rows of the same columns.
+inline int64_t epilogue_shares(Element type, int64_t rows, int64_t columns) {
+  const int64_t across = ceil_div(columns > 0 ? columns : 1, epilogue_columns(type));
+  const int64_t room = ceil_div(8 * multiprocessors(), across);
+  const int64_t down = ceil_div(rows, kEpilogueWarps), most = room < down ? room : down;
+  return most < 65535 ? most : 65535;
+}
+
+// f(T{}, vector): vectors of 16 bytes where `wide`.
+template <class F>
+void by_vector(Element type, bool wide, const F& f) {
+  by_element(type, [&]<class T>(T) {
+    if (wide) return f.template operator()<T, 16 / sizeof(T)>();
+    f.template operator()<T, 1>();
+  });
+}
+
+inline void launch_epilogue(const EpilogueArgs& args, Stream stream) {
+  if (args.rows * args.columns == 0) return;
+  const int64_t vector = 16 / size_of(args.type);
+  const bool wide = args.columns % vector == 0 && args.residual_stride % vector == 0 &&
+                    aligned(args.z) && aligned(args.residual) && aligned(args.output);
+  const auto down = static_cast<unsigned>(epilogue_shares(args.type, args.rows, args.columns));
+  by_vector(args.type, wide, [&]<class T, int kVector>() {
+    launch(epilogue_kernel<T, kVector>,
+           dim3(static_cast<unsigned>(ceil_div(args.columns, kWarp * kVector)), down),
+           kEpilogueWarps * kWarp, 0, stream, args);
+  });
+}
+
+inline void launch_epilogue_backward(const EpilogueBackwardArgs& args, Stream stream) {
+  if (args.columns == 0) return;
+  const int64_t vector = 16 / size_of(args.type);
+  const bool wide = args.columns % vector == 0 && args.grad_stride % vector == 0 &&
+                    aligned(args.grad) && aligned(args.z) && aligned(args.grad_z) &&
+                    aligned(args.hidden);
+  if (args.rows > 0)
+    by_vector(args.type, wide, [&]<class T, int kVector>() {
+      launch(epilogue_backward_kernel<T, kVector>,
+             dim3(static_cast<unsigned>(ceil_div(args.columns, kWarp * kVector)),
+                  static_cast<unsigned>(args.shares)),
+             kEpilogueWarps * kWarp,
+             args.partial != nullptr ? kEpilogueWarps * kWarp * kVector * sizeof(float) : 0, stream,
+             args);
+    });
+  if (args.partial != nullptr)
+    by_element(args.type, [&]<class T>(T) {
+      column_sums<T>({args.type, args.partial, {args.grad_bias}, args.shares, args.columns},
+                     stream);
+    });
+}
+
+}  // namespace tf::cuda
