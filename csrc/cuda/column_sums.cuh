@@ -18,7 +18,7 @@ template <class T>
 __global__ void __launch_bounds__(256) column_sum_kernel(const ColumnSumArgs args) {
   TF_SHARED(shared);
   float* scratch = reinterpret_cast<float*>(shared);
-  T* result = static_cast<T*>(args.results[blockIdx.y]);
+  T* result = static_cast<T*>(blockIdx.y == 0 ? args.results[0] : args.results[1]);
   if (result == nullptr) return;
   const int lane = threadIdx.x % kWarp, part = threadIdx.x / kWarp;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;

@@ -47,12 +47,15 @@ def test_no_kernel_keeps_registers_in_memory():
 
 
 def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
-    code = dump("-sass", "-arch", "sm_80")
+    code, seen = dump("-sass", "-arch", "sm_80"), set()
     for kernel in re.split(r"Function : ", code)[1:]:
         name = kernel.split("\n", 1)[0]
-        vector = re.search(r"layer_norm\w*_kernelI.*RowTileILi\d+ELi\d+ELi(\d+)", name)
-        if vector is None or "backward" in name:
+        vector = re.search(r"layer_norm_kernelI.*RowTileILi\d+ELi\d+ELi(\d+)", name)
+        vector = vector or re.search(r"epilogue\w*_kernelI\w+?Li(\d+)E", name)
+        if vector is None:
             continue
+        seen.add(name)
         wide = int(vector[1]) > 1
         assert ("LDG.E.128" in kernel) == wide, name
         assert ("STG.E.128" in kernel) == wide, name
+    assert sum("epilogue" in name for name in seen) == 12

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import gpu
 from transformer_fast import dispatch
 from transformer_fast.backends import cuda
 from transformer_fast.specs import OPS
@@ -272,6 +274,31 @@ def test_wrong_maps_are_errors(name, device):
     make, words = WRONG_MAPS[name]
     with pytest.raises(RuntimeError, match=words):
         ops.cuda_linear(*make(rows_of((5, 24), torch.float32, device, 1)))
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_the_check_on_gpus_knows_the_backend(op, device):
+    """A case of `specs.gpu` is right both ways, and wrong numbers are found."""
+    kernel, found = the_kernel(op), {}
+    for item, *_ in gpu._checks(True):
+        if (item["op"], item["backend"], item["dtype"]) != (op, "cuda", "bfloat16"):
+            continue
+        if op == "attention":
+            item["case"] = "(32,16,128,128,64), no mask"
+        found = gpu.check(item, torch.device(device), None)
+        assert found == {"forward": "right", "gradients": "right"}
+
+        def doubled(*arguments: Any) -> Any:
+            results = kernel.run(*arguments)
+            if isinstance(results, tuple):
+                return (2 * results[0], *results[1:])
+            return 2 * results
+
+        dispatch.register(replace(kernel, run=doubled))
+        assert all(
+            x.startswith("wrong") for x in gpu.check(item, torch.device(device), None).values()
+        )
+    assert found
 
 
 @pytest.mark.parametrize("op", KERNELS)

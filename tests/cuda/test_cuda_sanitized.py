@@ -72,7 +72,8 @@ PLANTED = {
     ),
     "columns of the epilogue that are not masked": (
         ADDRESS, "epilogue.cuh",
-        "  if (column >= columns) return;\n  const int64_t step", "  const int64_t step",
+        "  if (column >= columns) return;\n  const int64_t step",
+        "  if (column > columns) return;\n  const int64_t step",
         "AddressSanitizer",
     ),
     "shares that were never written": (
