@@ -124,6 +124,29 @@ TF_DEVICE void store(T* to, const float (&from)[kCount]) {
   *reinterpret_cast<Vector<T, kCount>*>(to) = rounded;
 }
 
+// The same to global memory, for loops: there the compiler loses sight of the alignment and would
+// write a vector of 16 bytes in four instructions.
+template <int kCount, class T>
+TF_DEVICE void store_global(T* to, const float (&from)[kCount]) {
+#ifndef TF_SIMT
+  if constexpr (sizeof(T) * kCount == 16) {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 2)
+        word[i] = pack(T{}, from[2 * i], from[2 * i + 1]);
+      else
+        word[i] = __float_as_uint(from[i]);
+    }
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+    return;
+  }
+#endif
+  store(to, from);
+}
+
 // x as it reads back from memory of type T.
 template <class T>
 TF_DEVICE float rounded(float x) {

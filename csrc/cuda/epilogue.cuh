@@ -55,41 +55,51 @@ constexpr float kTwiceSqrt2OverPi = 1.59576912f, kCubic = 0.044715f;
 // x (1 + tanh u) / 2 is x sigmoid(2 u).
 TF_DEVICE float gelu_tanh_argument(float x) { return kTwiceSqrt2OverPi * (x + kCubic * x * x * x); }
 
-TF_DEVICE float activate(float x, Activation activation) {
-  switch (activation) {
-    case Activation::relu:
-      return x < 0.0f ? 0.0f : x;  // NaN stays NaN
-    case Activation::gelu:
-      return 0.5f * x * (1.0f + erff(x * kSqrtHalf));
-    case Activation::gelu_tanh:
-      return x * Sigmoid(gelu_tanh_argument(x)).value;
-    case Activation::silu:
-      return x * Sigmoid(x).value;
-    default:
-      return x;
-  }
+template <Activation kActivation>
+TF_DEVICE float activate(float x) {
+  if constexpr (kActivation == Activation::relu) return x < 0.0f ? 0.0f : x;  // NaN stays NaN
+  if constexpr (kActivation == Activation::gelu) return 0.5f * x * (1.0f + erff(x * kSqrtHalf));
+  if constexpr (kActivation == Activation::gelu_tanh)
+    return x * Sigmoid(gelu_tanh_argument(x)).value;
+  if constexpr (kActivation == Activation::silu) return x * Sigmoid(x).value;
+  return x;
 }
 
 // activation'(x) times grad.
-TF_DEVICE float activation_gradient(float x, float grad, Activation activation) {
+template <Activation kActivation>
+TF_DEVICE float activation_gradient(float x, float grad) {
+  if constexpr (kActivation == Activation::relu) return x <= 0.0f ? 0.0f : grad;
+  if constexpr (kActivation == Activation::gelu) {
+    const float density = kInverseSqrt2Pi * expf(-0.5f * x * x);
+    return grad * (0.5f * (1.0f + erff(x * kSqrtHalf)) + x * density);
+  }
+  if constexpr (kActivation == Activation::gelu_tanh) {
+    const Sigmoid s(gelu_tanh_argument(x));
+    const float slope = kTwiceSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
+    // Far out the second factor vanishes and the third may be infinite.
+    return grad * (s.value + (s.slope == 0.0f ? 0.0f : x * s.slope * slope));
+  }
+  if constexpr (kActivation == Activation::silu) {
+    const Sigmoid s(x);
+    return grad * (s.value + x * s.slope);
+  }
+  return grad;
+}
+
+// f.operator()<activation>(): the choice is made for a vector at a time, not for each element.
+template <class F>
+TF_DEVICE void by_activation(Activation activation, const F& f) {
   switch (activation) {
     case Activation::relu:
-      return x <= 0.0f ? 0.0f : grad;
+      return f.template operator()<Activation::relu>();
     case Activation::gelu:
-      return grad *
-             (0.5f * (1.0f + erff(x * kSqrtHalf)) + x * (kInverseSqrt2Pi * expf(-0.5f * x * x)));
-    case Activation::gelu_tanh: {
-      const Sigmoid s(gelu_tanh_argument(x));
-      const float slope = kTwiceSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
-      // Far out the second factor vanishes and the third may be infinite.
-      return grad * (s.value + (s.slope == 0.0f ? 0.0f : x * s.slope * slope));
-    }
-    case Activation::silu: {
-      const Sigmoid s(x);
-      return grad * (s.value + x * s.slope);
-    }
+      return f.template operator()<Activation::gelu>();
+    case Activation::gelu_tanh:
+      return f.template operator()<Activation::gelu_tanh>();
+    case Activation::silu:
+      return f.template operator()<Activation::silu>();
     default:
-      return grad;
+      return f.template operator()<Activation::identity>();
   }
 }
 
@@ -111,8 +121,10 @@ __global__ void __launch_bounds__(kEpilogueWarps* kWarp) epilogue_kernel(const E
   each_row<kVector>(args.rows, args.columns, [&](int64_t row, int64_t column) {
     float x[kVector];
     load(x, static_cast<const T*>(args.z) + row * args.columns + column);
+    by_activation(args.activation, [&]<Activation kActivation>() {
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) x[j] = activate(x[j], args.activation);
+      for (int j = 0; j < kVector; ++j) x[j] = activate<kActivation>(x[j]);
+    });
     if (args.dropout.on) {
       float factors[kVector];
       dropout_factors(args.dropout, row, column, factors);
@@ -125,7 +137,7 @@ __global__ void __launch_bounds__(kEpilogueWarps* kWarp) epilogue_kernel(const E
 #pragma unroll
       for (int j = 0; j < kVector; ++j) x[j] += other[j];
     }
-    store(static_cast<T*>(args.output) + row * args.columns + column, x);
+    store_global(static_cast<T*>(args.output) + row * args.columns + column, x);
   });
 }
 
@@ -149,21 +161,24 @@ __global__ void __launch_bounds__(kEpilogueWarps* kWarp)
     if (args.z != nullptr) {
       float z[kVector];
       load(z, static_cast<const T*>(args.z) + at);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j)
-        grad[j] = activation_gradient(z[j], grad[j], args.activation);
-      if (args.hidden != nullptr) {
+      by_activation(args.activation, [&]<Activation kActivation>() {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          z[j] = activate(z[j], args.activation);
-          if (args.dropout.on) z[j] = drop(z[j], factors[j]);
+          grad[j] = activation_gradient<kActivation>(z[j], grad[j]);
+          z[j] = activate<kActivation>(z[j]);
         }
-        store(static_cast<T*>(args.hidden) + at, z);
+      });
+      if (args.hidden != nullptr) {
+        if (args.dropout.on) {
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) z[j] = drop(z[j], factors[j]);
+        }
+        store_global(static_cast<T*>(args.hidden) + at, z);
       }
     }
 #pragma unroll
     for (int j = 0; j < kVector; ++j) sum[j] += grad[j];
-    if (args.grad_z != nullptr) store(static_cast<T*>(args.grad_z) + at, grad);
+    if (args.grad_z != nullptr) store_global(static_cast<T*>(args.grad_z) + at, grad);
   });
   if (args.partial == nullptr) return;
   constexpr int kColumns = kWarp * kVector;
