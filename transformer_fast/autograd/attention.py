@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference.attention import attention
-from .function import Function, differentiates_again, only, pairs, vjp
+from .function import Function, differentiates_again, gradients, only, pairs, vjp
 
 
 def _if_there(query_lengths: Tensor | None) -> tuple[Tensor, ...]:
@@ -18,7 +18,8 @@ def _if_there(query_lengths: Tensor | None) -> tuple[Tensor, ...]:
 
 class Attention(Function):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
+        ctx: Any,
         backend: str,
         query: Tensor,
         key: Tensor,
@@ -31,37 +32,26 @@ class Attention(Function):
         seed: Tensor | None,
         need_weights: bool,
         query_lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return pairs["attention"][backend].forward(  # type: ignore[no-any-return]
+    ) -> tuple[Tensor, Tensor | None]:
+        output, weights, shift, norm = pairs["attention"][backend].forward(
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
             need_weights, *_if_there(query_lengths),
         )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        backend, query, key, value, mask, lengths, causal, scale, dropout_p, seed, need = inputs[
-            :11
-        ]
-        query_lengths = inputs[11] if len(inputs) > 11 else None
-        output, weights, shift, norm = results
-        ctx.backend, ctx.need_weights = backend, need
-        ctx.is_causal, ctx.scale, ctx.dropout_p = causal, scale, dropout_p
-        if need:
-            ctx.mark_non_differentiable(shift, norm)
-        else:
-            ctx.mark_non_differentiable(weights, shift, norm)
+        if not need_weights:
+            weights = None
+        ctx.backend, ctx.need_weights = backend, need_weights
+        ctx.is_causal, ctx.scale, ctx.dropout_p = is_causal, scale, dropout_p
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            query, key, value, mask, lengths, seed, output, weights if need else None, shift, norm,
+            query, key, value, attn_mask, key_lengths, seed, output, weights, shift, norm,
             query_lengths,
         )  # fmt: skip
+        return output, weights
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, grad_weights: Tensor | None, *_: Any
+        ctx: Any, grad: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Any, ...]:
-        if not ctx.need_weights:
-            grad_weights = None
         if grad is None and grad_weights is None:
             return (None,) * 12
         saved = ctx.saved_tensors
@@ -78,25 +68,10 @@ class Attention(Function):
 
             grads = (grad, grad_weights) if ctx.need_weights else (grad,)
             return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 7
-        with torch.no_grad():
-            found = pairs["attention"][ctx.backend].backward(
-                torch.zeros_like(output) if grad is None else grad,
-                grad_weights,
-                query,
-                key,
-                value,
-                mask,
-                lengths,
-                ctx.is_causal,
-                ctx.scale,
-                ctx.dropout_p,
-                seed,
-                output,
-                weights,
-                shift,
-                norm,
-                wants,
-                *_if_there(query_lengths),
-            )
+        found = gradients(
+            "attention", ctx.backend, torch.zeros_like(output) if grad is None else grad,
+            grad_weights, query, key, value, mask, lengths, ctx.is_causal, ctx.scale,
+            ctx.dropout_p, seed, output, weights, shift, norm, wants, *_if_there(query_lengths),
+        )  # fmt: skip
         dquery, dkey, dvalue, dmask = only(wants, found)
         return None, dquery, dkey, dvalue, dmask, *(None,) * 7

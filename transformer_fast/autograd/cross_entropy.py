@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reference
-from .function import Function, differentiates_again, only, pairs, vjp
+from .function import Function, differentiates_again, gradients, only, pairs, vjp
 
 
 class CrossEntropy(Function):
     @staticmethod
-    def forward(
-        backend: str, input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-    ) -> tuple[Tensor, Tensor]:
-        pair = pairs["cross_entropy"][backend]
-        return pair.forward(input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.backend, input, target, ctx.ignore_index, ctx.label_smoothing = inputs
-        _, known = results
-        ctx.mark_non_differentiable(known)
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        losses, known = pairs["cross_entropy"][backend].forward(
+            input, target, ignore_index, label_smoothing
+        )
+        ctx.backend = backend
+        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, target, known)
+        return losses  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 5
         input, target, known = ctx.saved_tensors
@@ -41,16 +43,17 @@ class CrossEntropy(Function):
                 (input,), wants, (grad,),
             )  # fmt: skip
             return None, dinput, None, None, None
-        with torch.no_grad():
-            (dinput,) = pairs["cross_entropy"][ctx.backend].backward(
-                grad, input, target, known, ctx.ignore_index, ctx.label_smoothing, wants
-            )
+        (dinput,) = gradients(
+            "cross_entropy", ctx.backend, grad, input, target, known, ctx.ignore_index,
+            ctx.label_smoothing, wants,
+        )  # fmt: skip
         return None, dinput, None, None, None
 
 
 class LinearCrossEntropy(Function):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
+        ctx: Any,
         backend: str,
         input: Tensor,
         weight: Tensor,
@@ -58,21 +61,18 @@ class LinearCrossEntropy(Function):
         target: Tensor,
         ignore_index: int,
         label_smoothing: float,
-    ) -> tuple[Tensor, Tensor]:
-        return pairs["linear_cross_entropy"][backend].forward(  # type: ignore[no-any-return]
+    ) -> Tensor:
+        losses, known = pairs["linear_cross_entropy"][backend].forward(
             input, weight, bias, target, ignore_index, label_smoothing
         )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.backend, input, weight, bias, target, ctx.ignore_index, ctx.label_smoothing = inputs
-        _, known = results
-        ctx.mark_non_differentiable(known)
+        ctx.backend = backend
+        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, weight, bias, target, known)
+        return losses  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 7
         input, weight, bias, target, known = ctx.saved_tensors
@@ -85,9 +85,8 @@ class LinearCrossEntropy(Function):
                 (input, weight, bias), wants, (grad,),
             )  # fmt: skip
             return None, *found, None, None, None
-        with torch.no_grad():
-            found = pairs["linear_cross_entropy"][ctx.backend].backward(
-                grad, input, weight, bias, target, known, ctx.ignore_index, ctx.label_smoothing,
-                wants,
-            )  # fmt: skip
+        found = gradients(
+            "linear_cross_entropy", ctx.backend, grad, input, weight, bias, target, known,
+            ctx.ignore_index, ctx.label_smoothing, wants,
+        )  # fmt: skip
         return None, *only(wants, found), None, None, None

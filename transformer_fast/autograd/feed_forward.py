@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..reference.dropout import dropout
 from ..reference.linear import activate
-from .function import Function, differentiates_again, only, pairs, stand_in, vjp
+from .function import Function, differentiates_again, gradients, only, pairs, stand_in, vjp
 from .linear import products, total
 
 
 class FeedForward(Function):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
+        ctx: Any,
         backend: str,
         input: Tensor,
         weight1: Tensor,
@@ -28,14 +29,9 @@ class FeedForward(Function):
         dropout_p: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return pairs["feed_forward"][backend].forward(  # type: ignore[no-any-return]
+        output, kept = pairs["feed_forward"][backend].forward(
             input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
         )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        backend, input, weight1, bias1, weight2, _, activation, dropout_p, seed = inputs
-        _, kept = results
         ctx.backend, ctx.activation, ctx.dropout_p = backend, activation, dropout_p
         ctx.set_materialize_grads(False)
         need_input, need_weight1, need_bias1 = ctx.needs_input_grad[1:4]
@@ -53,6 +49,7 @@ class FeedForward(Function):
             seed,
             kept,
         )
+        return output, kept
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -76,10 +73,10 @@ class FeedForward(Function):
                 weight1 = stand_in(grad, hidden, input.shape[-1])
             if weight2 is None:
                 weight2 = stand_in(grad, grad.shape[-1], hidden)
-            with torch.no_grad():
-                found = pairs["feed_forward"][ctx.backend].backward(
-                    grad, input, weight1, weight2, ctx.activation, ctx.dropout_p, seed, kept, wants
-                )
+            found = gradients(
+                "feed_forward", ctx.backend, grad, input, weight1, weight2, ctx.activation,
+                ctx.dropout_p, seed, kept, wants,
+            )  # fmt: skip
         return None, *only(wants, found), None, None, None
 
 

@@ -43,12 +43,25 @@ def needs_function(*tensors: Tensor | None) -> bool:
 
 
 class Function(torch.autograd.Function):
-    """Takes all its arguments by position, and is not transformed: see `dispatch.transforms`."""
+    """Takes all its arguments by position, and is not transformed: see `dispatch.transforms`.
+
+    Small calls hardly take longer than their node. So ``forward`` sets up the context itself, and
+    results that only the backward wants to know are saved without being outputs.
+    """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """What torch's does, but for inspecting forward's signature: longer than many an op."""
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+
+
+def gradients(op: str, backend: str, *arguments: Any) -> Any:
+    """What the backend's backward of the op gives, not to be differentiated."""
+    backward = pairs[op][backend].backward
+    if torch.is_grad_enabled():  # in a program that is being traced
+        with torch.no_grad():
+            return backward(*arguments)
+    return backward(*arguments)
 
 
 def differentiates_again() -> bool:
@@ -109,4 +122,6 @@ def stand_in(like: Tensor, *shape: int) -> Tensor:
 
 
 def only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    if all(wants):
+        return list(found)
     return [t if want else None for want, t in zip(wants, found, strict=True)]

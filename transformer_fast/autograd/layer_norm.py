@@ -9,35 +9,33 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.dropout import dropout
-from .function import Function, differentiates_again, only, pairs, vjp
+from .function import Function, differentiates_again, gradients, only, pairs, vjp
 
 
 class LayerNorm(Function):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
+        ctx: Any,
         backend: str,
         input: Tensor,
         normalized_shape: tuple[int, ...],
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        pair = pairs["layer_norm"][backend]
-        return pair.forward(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.backend, input, ctx.normalized_shape, weight, _, ctx.eps = inputs
-        _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
+    ) -> Tensor:
+        output, mean, rstd = pairs["layer_norm"][backend].forward(
+            input, normalized_shape, weight, bias, eps
+        )
+        ctx.backend, ctx.normalized_shape, ctx.eps = backend, normalized_shape, eps
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
             input if needs[1] or needs[3] else None, weight if needs[1] else None, mean, rstd
         )
+        return output  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 6
         input, weight, mean, rstd = ctx.saved_tensors
@@ -48,10 +46,9 @@ class LayerNorm(Function):
         if differentiates_again():
             dinput, dweight, dbias = _by_formula(ctx, grad, input, weight, wants)
             return None, dinput, None, dweight, dbias, None
-        with torch.no_grad():
-            found = pairs["layer_norm"][ctx.backend].backward(
-                grad, input, ctx.normalized_shape, weight, mean, rstd, wants
-            )
+        found = gradients(
+            "layer_norm", ctx.backend, grad, input, ctx.normalized_shape, weight, mean, rstd, wants
+        )
         dinput, dweight, dbias = only(wants, found)
         return None, dinput, None, dweight, dbias, None
 
@@ -72,7 +69,8 @@ def _by_formula(
 
 class AddLayerNorm(Function):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
+        ctx: Any,
         backend: str,
         input: Tensor,
         residual: Tensor,
@@ -82,23 +80,20 @@ class AddLayerNorm(Function):
         eps: float,
         dropout_p: float,
         seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return pairs["add_layer_norm"][backend].forward(  # type: ignore[no-any-return]
+    ) -> tuple[Tensor, Tensor]:
+        output, sum, mean, rstd = pairs["add_layer_norm"][backend].forward(
             input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
         )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.backend, _, _, ctx.normalized_shape, weight, _, ctx.eps, ctx.dropout_p, seed = inputs
-        _, sum, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
+        ctx.backend, ctx.normalized_shape = backend, normalized_shape
+        ctx.eps, ctx.dropout_p = eps, dropout_p
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(sum, weight if needs[1] or needs[2] else None, mean, rstd, seed)
+        return output, sum
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: Any
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
     ) -> tuple[Any, ...]:
         if grad is None and grad_sum is None:
             return (None,) * 9
@@ -119,18 +114,9 @@ class AddLayerNorm(Function):
                 dinput = dropout(dsum, ctx.dropout_p, seed)
             dresidual = dsum if needs[2] else None
             return None, dinput, dresidual, None, dweight, dbias, None, None, None
-        with torch.no_grad():
-            found = pairs["add_layer_norm"][ctx.backend].backward(
-                grad,
-                grad_sum,
-                sum,
-                ctx.normalized_shape,
-                weight,
-                mean,
-                rstd,
-                ctx.dropout_p,
-                seed,
-                wants,
-            )
+        found = gradients(
+            "add_layer_norm", ctx.backend, grad, grad_sum, sum, ctx.normalized_shape, weight, mean,
+            rstd, ctx.dropout_p, seed, wants,
+        )  # fmt: skip
         dinput, dresidual, dweight, dbias = only(wants, found)
         return None, dinput, dresidual, None, dweight, dbias, None, None, None

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..reference.linear import activate
-from .function import Function, differentiates_again, only, pairs, stand_in, vjp
+from .function import Function, differentiates_again, gradients, only, pairs, stand_in, vjp
 
 
 class Linear(Function):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
+        ctx: Any,
         backend: str,
         input: Tensor,
         weight: Tensor,
@@ -22,20 +23,18 @@ class Linear(Function):
         activation: str | None,
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        pair = pairs["linear"][backend]
-        return pair.forward(input, weight, bias, activation, residual)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.backend, input, weight, _, ctx.activation, _ = inputs
-        _, preactivation = results
-        if ctx.activation is None or torch.compiler.is_compiling():
+        output, preactivation = pairs["linear"][backend].forward(
+            input, weight, bias, activation, residual
+        )
+        ctx.backend, ctx.activation = backend, activation
+        if activation is None or torch.compiler.is_compiling():
             ctx.mark_non_differentiable(preactivation)
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
             input if needs[2] else None, weight if needs[1] else None, preactivation
         )
+        return output, preactivation
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -62,10 +61,9 @@ class Linear(Function):
                 input = stand_in(grad, *lead, columns)
             if weight is None:
                 weight = stand_in(grad, outputs, input.shape[-1])
-            with torch.no_grad():
-                found = pairs["linear"][ctx.backend].backward(
-                    grad, input, weight, ctx.activation, preactivation, wants
-                )
+            found = gradients(
+                "linear", ctx.backend, grad, input, weight, ctx.activation, preactivation, wants
+            )
         return None, *only(wants, found), None, residual
 
 

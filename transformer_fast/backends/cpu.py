@@ -30,7 +30,7 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     if needs_function(input, weight, bias):
-        return LayerNorm.apply("cpu", input, normalized_shape, weight, bias, eps)[0]
+        return LayerNorm.apply("cpu", input, normalized_shape, weight, bias, eps)
     return _ops.cpu_layer_norm_alone(  # type: ignore[no-any-return]
         input, weight, bias, math.prod(normalized_shape), eps
     )
@@ -49,7 +49,7 @@ def add_layer_norm(
     if needs_function(input, residual, weight, bias):
         return AddLayerNorm.apply(
             "cpu", input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
-        )[:2]
+        )
     normalized = math.prod(normalized_shape)
     if dropout_p == 0.0:
         return _ops.cpu_add_layer_norm_alone(  # type: ignore[no-any-return]
@@ -77,15 +77,14 @@ def attention(
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     if needs_function(query, key, value, attn_mask):
-        output, weights, _, _ = Attention.apply(
+        return Attention.apply(  # type: ignore[no-any-return]
             "cpu", query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
             need_weights,
         )  # fmt: skip
-    else:
-        output, weights, _, _ = _ops.cpu_attention(
-            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            need_weights, False,
-        )  # fmt: skip
+    output, weights, _, _ = _ops.cpu_attention(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+        need_weights, False,
+    )  # fmt: skip
     return output, weights if need_weights else None
 
 

@@ -21,7 +21,7 @@ def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     if needs_function(input):
-        return CrossEntropy.apply("cpu", input, target, ignore_index, label_smoothing)[0]
+        return CrossEntropy.apply("cpu", input, target, ignore_index, label_smoothing)
     return _ops.cpu_cross_entropy(input, target, ignore_index, label_smoothing)[0]
 
 
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     if needs_function(input, weight, bias):
         return LinearCrossEntropy.apply(
             "cpu", input, weight, bias, target, ignore_index, label_smoothing
-        )[0]
+        )
     return _ops.cpu_linear_cross_entropy(
         input, weight, bias, target, ignore_index, label_smoothing
     )[0]

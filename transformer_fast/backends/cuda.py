@@ -59,6 +59,8 @@ def _kernel(op: str, function: Any, results: int = 1, keeps: bool = False, **lim
     def run(*arguments: Any) -> Any:
         if needs_function(*(each for each in arguments if isinstance(each, Tensor))):
             found = function.apply("cuda", *arguments)
+            if isinstance(found, Tensor):
+                return found
         else:
             found = pair.forward(*arguments, *more)
         return found[0] if results == 1 else found[:results]
@@ -149,9 +151,8 @@ def attention(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights
     )  # fmt: skip
     if needs_function(query, key, value, attn_mask):
-        output, weights, _, _ = Attention.apply("cuda", *arguments)
-    else:
-        output, weights, _, _ = _attention_forward(*arguments)
+        return Attention.apply("cuda", *arguments)
+    output, weights, _, _ = _attention_forward(*arguments)
     return output, weights if need_weights else None
 
 

@@ -160,6 +160,18 @@ def layer_norm(
         and small.layer_norm(input, weight, bias)
     ):
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    return dispatched_layer_norm(input, normalized_shape, weight, bias, eps, backend)
+
+
+def dispatched_layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    backend: str | None = None,
+) -> Tensor:
+    """`layer_norm` for who has asked already whether the call is small."""
     tensors = (input, weight, bias)
     key = memo.key_of("layer_norm", tensors, (normalized_shape, eps, backend))
     if (again := memo.find(key)) is not None:

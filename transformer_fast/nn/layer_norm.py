@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import functional, small
+from .. import small
+from ..functional.layer_norm import dispatched_layer_norm
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 
@@ -23,13 +24,12 @@ class LayerNorm(Swapped, torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         parameters = self._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if (
-            small.layer_norm(input, weight, bias)
-            and "weight" in parameters
-            and "bias" in parameters
-        ):
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrised
+            weight, bias = self.weight, self.bias
+        if small.layer_norm(input, weight, bias):
             return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         if is_torchs(input):
             return by_torch(self, super().forward, input)
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return dispatched_layer_norm(input, self.normalized_shape, weight, bias, self.eps)

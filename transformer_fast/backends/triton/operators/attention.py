@@ -211,7 +211,6 @@ def attention(
         query_lengths,
     )  # fmt: skip
     if needs_function(query, key, value, attn_mask):
-        output, weights, _, _ = Attention.apply("triton", *arguments)  # type: ignore[no-untyped-call]
-    else:
-        output, weights, _, _ = _forward(*arguments)
+        return Attention.apply("triton", *arguments)  # type: ignore[no-untyped-call, no-any-return]
+    output, weights, _, _ = _forward(*arguments)
     return output, weights if need_weights else None

@@ -93,7 +93,7 @@ def cross_entropy(
     if input.numel() == 0:
         return reference.cross_entropy(input, target, ignore_index, label_smoothing)
     if needs_function(input):
-        return CrossEntropy.apply("triton", input, target, ignore_index, label_smoothing)[0]  # type: ignore[no-untyped-call, no-any-return]
+        return CrossEntropy.apply("triton", input, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call, no-any-return]
     losses: Tensor = _forward(input, target, ignore_index, label_smoothing)[0]
     return losses
 

@@ -198,7 +198,7 @@ def layer_norm(
     if input.numel() == 0:
         return reference.layer_norm(input, normalized_shape, weight, bias, eps)
     if needs_function(input, weight, bias):
-        return LayerNorm.apply("triton", input, normalized_shape, weight, bias, eps)[0]  # type: ignore[no-untyped-call, no-any-return]
+        return LayerNorm.apply("triton", input, normalized_shape, weight, bias, eps)  # type: ignore[no-untyped-call, no-any-return]
     return _layer_norm_forward(input, normalized_shape, weight, bias, eps)[0]
 
 
@@ -216,6 +216,6 @@ def add_layer_norm(
     if input.numel() == 0:
         return reference.add_layer_norm(*arguments)
     if needs_function(input, residual, weight, bias):
-        return AddLayerNorm.apply("triton", *arguments)[:2]  # type: ignore[no-untyped-call, no-any-return]
+        return AddLayerNorm.apply("triton", *arguments)  # type: ignore[no-untyped-call, no-any-return]
     normalized, total, _, _ = _add_layer_norm_forward(*arguments)
     return normalized, total
