@@ -516,3 +516,22 @@ def test_opcheck(number):
     assert len(calls) == 33
     op, arguments = calls[number]
     torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_a_node_gives_what_the_caller_sees(op):
+    """What only the backward wants to know is saved, and is no result of the node."""
+    found = run_of(op)(*arguments_of(op))
+    results = found if isinstance(found, tuple) else (found,)
+    node = results[0].grad_fn
+    # A second derivative needs what an activation was applied to.
+    more = op in ("linear", "feed_forward")
+    assert len(node._input_metadata) == len(results) + more
+
+
+def test_a_backward_enters_no_block_where_nothing_is_recorded(monkeypatch):
+    x = torch.randn(4, 8, requires_grad=True)
+    total = F.layer_norm(x, (8,), backend="cpu").sum()
+    monkeypatch.setattr(torch, "no_grad", lambda: pytest.fail("no_grad"))
+    total.backward()
+    assert x.grad is not None

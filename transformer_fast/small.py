@@ -42,8 +42,9 @@ class Limit:
     #: take up to twice the kernels' time.
     weights: int | None = None
 
-    #: With gradients, rows at most. PyTorch adds those of a norm's weight and bias up row by row,
-    #: and of more rows gives sums further from the truth than the error budget allows.
+    #: With gradients, rows of a thread at most. In each thread PyTorch adds those of a norm's weight
+    #: and bias up row by row, and of more rows gives sums further from the truth than the error
+    #: budget allows.
     rows: int | None = None
 
     def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
@@ -51,21 +52,27 @@ class Limit:
         if _is_grad_enabled():
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    return work < self.training and (self.rows is None or rows <= self.rows)
+                    return work < self.training and self.allows(rows)
         return work < self.inference
+
+    def allows(self, rows: int) -> bool:
+        """Whether PyTorch's sums over so many rows are exact enough, by the threads that it has."""
+        return self.rows is None or rows <= self.rows * torch.get_num_threads()
 
 
 # With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
 _TILES = _native.module is not None and _native.module.isa() == "amx"
 LINEAR = Limit("multiply-adds", 1 << (20 if _TILES else 25), 1 << 25, weights=1 << 16)
 FEED_FORWARD = Limit("multiply-adds", 1 << (20 if _TILES else 22), 1 << 24, weights=1 << 17)
-LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=256)
+LAYER_NORM = Limit("elements", 1 << 16, 1 << 18, rows=128)
 #: In evaluation of what PyTorch has one operator for: self-attention without masks.
 MULTIHEAD_ATTENTION = Limit("elements", 1 << 15, 0)
-ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18, rows=256)
+ADD_LAYER_NORM = Limit("elements", 1 << 14, 1 << 18, rows=128)
 #: PyTorch's fused attention on the CPU has no second derivative.
 ATTENTION = Limit("multiply-adds", 1 << 18, 0)
 CROSS_ENTROPY = Limit("elements", 1 << 17, 1 << 18)
+_LOGITS = 1 << (13 if _TILES else 17)
+LINEAR_CROSS_ENTROPY = Limit("logits", _LOGITS, _LOGITS, weights=1 << 16)
 #: Elements of the table, and eight times those looked up, with gradients; without them a look-up is
 #: PyTorch's anyway.
 EMBEDDING = 1 << 19
@@ -172,10 +179,48 @@ def multihead_attention(input: Tensor) -> bool:
         and input.dtype is _FLOAT
         and MULTIHEAD_ATTENTION.holds(input.numel(), 0)
         and not (_is_grad_enabled() and input.requires_grad)
-        # It knows neither of these.
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and _is_untransformed()
+    )
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's fused attention is to take the call: no masks, no dropout, no weights."""
+    if not (
+        _short
+        and type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+        and _state.backend is None
+        and not _is_compiling()
+        and query.is_cpu
+        and query.dtype is _FLOAT
+    ):
+        return False
+    sizes, keys = query.shape, key.shape
+    return (
+        len(sizes) == 4
+        and keys == value.shape
+        and len(keys) == 4
+        and sizes[:2] == keys[:2]
+        and sizes[3] == keys[3]
+        and 0 < query.numel() * keys[2] < ATTENTION.inference
+        and key.dtype is _FLOAT
+        and value.dtype is _FLOAT
+        and key.is_cpu
+        and value.is_cpu
+        and not (
+            _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        )
+        and _is_untransformed()
+    )
+
+
+def _is_untransformed() -> bool:
+    """Whether nothing is on that PyTorch's operators without gradients do not know."""
+    return not (
+        torch.is_autocast_enabled("cpu")
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -208,6 +253,42 @@ def cross_entropy(input: Tensor, target: Tensor, ignore_index: int) -> bool:
         and target.dtype is torch.int64
         and CROSS_ENTROPY.holds(input.numel(), 0, input)
         and ignores_no_nan(input, target, ignore_index)
+    )
+
+
+def linear_cross_entropy(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int
+) -> bool:
+    """Whether PyTorch's linear map and loss, of all logits at once, are to take the call."""
+    if not (
+        _short
+        and type(input) is Tensor
+        and type(target) is Tensor
+        and _state.backend is None
+        and type(weight) in _PLAIN
+        and type(bias) in _PLAIN
+        and not _is_compiling()
+        and input.is_cpu
+        and target.is_cpu
+        and input.dtype is _FLOAT
+        and weight.dtype is _FLOAT
+        and (bias is None or (bias.dtype is _FLOAT and bias.shape == weight.shape[:1]))
+        and target.dtype is torch.int64
+        and weight.dim() == 2
+        and input.dim() in (1, 2)
+        and target.shape == input.shape[:-1]
+    ):
+        return False
+    logits = target.numel() * weight.shape[0]
+    return (
+        logits > 0
+        and weight.numel() <= LINEAR_CROSS_ENTROPY.weights  # type: ignore[operator]
+        and LINEAR_CROSS_ENTROPY.holds(logits, 0, input, weight, bias)
+        and _is_untransformed()
+        and torch._C._len_torch_dispatch_stack() == 0
+        # PyTorch lets what stands in ignored rows reach gradients.
+        and ignore_index < 0
+        and int(target.min()) >= 0
     )
 
 
@@ -249,6 +330,11 @@ def _of_attention(call: Call) -> int:
     return query.numel() * key.shape[-2]  # type: ignore[union-attr]
 
 
+def _of_linear_cross_entropy(call: Call) -> int:
+    input, weight, _ = call.tensors
+    return input.shape[0] * weight.shape[0]  # type: ignore[union-attr]
+
+
 _RULES: dict[str, tuple[Limit, Callable[[Call], int]]] = {
     "linear": (LINEAR, _of_linear),
     "feed_forward": (FEED_FORWARD, _of_feed_forward),
@@ -256,6 +342,7 @@ _RULES: dict[str, tuple[Limit, Callable[[Call], int]]] = {
     "add_layer_norm": (ADD_LAYER_NORM, _elements),
     "attention": (ATTENTION, _of_attention),
     "cross_entropy": (CROSS_ENTROPY, _elements),
+    "linear_cross_entropy": (LINEAR_CROSS_ENTROPY, _of_linear_cross_entropy),
 }
 
 
@@ -274,7 +361,7 @@ def yields(op: str) -> tuple[Yield, ...]:
         if not _on or call.dropout_p != 0.0:
             return False
         if limit.rows is not None and call.needs_grad:
-            return _rows(call.tensors[0], call.tensors[-2]) <= limit.rows  # type: ignore[arg-type]
+            return limit.allows(_rows(call.tensors[0], call.tensors[-2]))  # type: ignore[arg-type]
         return limit.weights is None or _weights(call) <= limit.weights
 
     return tuple(
@@ -284,7 +371,11 @@ def yields(op: str) -> tuple[Yield, ...]:
             f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "
             f"than {below} {limit.unit}"
             + (f", with at most {limit.weights} weights" if limit.weights else "")
-            + (f", of at most {limit.rows} rows" if limit.rows and needs_grad else ""),
+            + (
+                f", of at most {limit.rows} rows for each thread"
+                if limit.rows and needs_grad
+                else ""
+            ),
             frozenset({_FLOAT}),
             needs_grad=needs_grad,
             when=when,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo
+from .. import memo, small
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed
 from ._check import (
@@ -200,6 +200,20 @@ def scaled_dot_product_attention(
 
     Source: "Attention Is All You Need", section 3.2.1.
     """
+    if (
+        backend is None
+        and attn_mask is None
+        and key_lengths is None
+        and query_lengths is None
+        and is_causal is False
+        and enable_gqa is False
+        and not need_weights
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and (scale is None or type(scale) is float)
+        and small.attention(query, key, value)
+    ):
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
     remembered = memo.key_of("attention", tensors, others)

@@ -248,6 +248,17 @@ def linear_cross_entropy(
 
     Source: "Attention Is All You Need", sections 3.4 and 5.4.
     """
+    ignored = -100 if ignore_index is None else ignore_index
+    if (
+        backend is None
+        and weight is None
+        and options is None
+        and small.linear_cross_entropy(input, linear_weight, linear_bias, target, ignored)
+    ):
+        return F.cross_entropy(
+            F.linear(input, linear_weight, linear_bias), target, None, None, ignored, None,
+            reduction, label_smoothing,
+        )  # fmt: skip
     probable = isinstance(target, Tensor) and target.is_floating_point()
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:
@@ -266,7 +277,6 @@ def linear_cross_entropy(
     if is_torchs(input, linear_weight, target, linear_bias):
         require_unnamed("linear_cross_entropy", backend)
         logits = F.linear(input, linear_weight, linear_bias)
-        ignored = -100 if ignore_index is None else ignore_index
         return F.cross_entropy(
             logits, target, None, None, ignored, None, reduction, label_smoothing
         )
