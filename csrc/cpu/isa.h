@@ -66,32 +66,45 @@ const CpuFeatures& cpu_features();
   TF_DECLARE_IN(avx2, __VA_ARGS__)     \
   TF_DECLARE_IN(avx512, __VA_ARGS__)
 
-#ifdef TF_HAVE_AVX512_BF16
 #define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__)
-#else
-#define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__)
-#endif
 
-#ifdef TF_HAVE_AMX
 #define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
-#else
-#define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__)
-#endif
 
 // On bfloat16 units only, of whichever kind.
-#ifdef TF_HAVE_AVX512_BF16
-#ifdef TF_HAVE_AMX
 #define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
-#else
-#define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__)
-#endif
-#endif
 
 // fp32 in pieces on bfloat16 units: only where those are so fast that it pays.
-#ifdef TF_HAVE_AMX
 #define TF_KERNEL_SPLIT(...) TF_DECLARE_IN(amx, __VA_ARGS__)
+
+#if defined(TF_HAVE_AVX512_BF16) || defined(TF_HAVE_AMX)
+#define TF_HAVE_UNITS 1
+#endif
+
+// What is there only in builds that can run in the instruction set (TF_ISAS in CMakeLists.txt).
+#ifdef TF_HAVE_BASELINE
+#define TF_IN_BASELINE(...) __VA_ARGS__
 #else
-#define TF_KERNEL_SPLIT(...)
+#define TF_IN_BASELINE(...)
+#endif
+#ifdef TF_HAVE_AVX2
+#define TF_IN_AVX2(...) __VA_ARGS__
+#else
+#define TF_IN_AVX2(...)
+#endif
+#ifdef TF_HAVE_AVX512
+#define TF_IN_AVX512(...) __VA_ARGS__
+#else
+#define TF_IN_AVX512(...)
+#endif
+#ifdef TF_HAVE_AVX512_BF16
+#define TF_IN_AVX512_BF16(...) __VA_ARGS__
+#else
+#define TF_IN_AVX512_BF16(...)
+#endif
+#ifdef TF_HAVE_AMX
+#define TF_IN_AMX(...) __VA_ARGS__
+#else
+#define TF_IN_AMX(...)
 #endif
 
 #ifndef TF_ISA
@@ -116,25 +129,28 @@ using namespace avx512_bf16;
 // Calls function(args...) in its best build for the instruction set in use; has its value.
 #define TF_DISPATCH(function, ...) TF_DISPATCH_TO(::tf::current_isa(), function, __VA_ARGS__)
 
-// The same for what is declared by TF_KERNEL_UNITS; one of these instruction sets is in use.
-#define TF_DISPATCH_UNITS(function, ...)                                    \
-  (::tf::current_isa() == ::tf::Isa::amx ? ::tf::amx::function(__VA_ARGS__) \
-                                         : ::tf::avx512_bf16::function(__VA_ARGS__))
-
 // The same for an instruction set named by the caller.
-#define TF_DISPATCH_TO(isa, function, ...)               \
-  [&] {                                                  \
-    switch (isa) {                                       \
-      case ::tf::Isa::amx:                               \
-        return ::tf::amx::function(__VA_ARGS__);         \
-      case ::tf::Isa::avx512_bf16:                       \
-        return ::tf::avx512_bf16::function(__VA_ARGS__); \
-      case ::tf::Isa::avx512:                            \
-        return ::tf::avx512::function(__VA_ARGS__);      \
-      case ::tf::Isa::avx2:                              \
-        return ::tf::avx2::function(__VA_ARGS__);        \
-      default:                                           \
-        return ::tf::baseline::function(__VA_ARGS__);    \
-    }                                                    \
+#define TF_DISPATCH_TO(isa, function, ...)                                                     \
+  [&] {                                                                                        \
+    switch (isa) {                                                                             \
+      TF_IN_BASELINE(case ::tf::Isa::baseline : return ::tf::baseline::function(__VA_ARGS__);) \
+      TF_IN_AVX2(case ::tf::Isa::avx2 : return ::tf::avx2::function(__VA_ARGS__);)             \
+      TF_IN_AVX512(case ::tf::Isa::avx512 : return ::tf::avx512::function(__VA_ARGS__);)       \
+      TF_DISPATCH_CASES_UNITS(function, __VA_ARGS__)                                           \
+    }                                                                                          \
   }()
+
+// The same for what is declared by TF_KERNEL_UNITS; one of these instruction sets is in use.
+#define TF_DISPATCH_UNITS(function, ...)                                            \
+  [&] {                                                                             \
+    switch (::tf::current_isa()) { TF_DISPATCH_CASES_UNITS(function, __VA_ARGS__) } \
+  }()
+
+// What is not among TF_ISAS is never in use, and a kernel may lack that build.
+#define TF_DISPATCH_CASES_UNITS(function, ...)                                        \
+  TF_IN_AVX512_BF16(                                                                  \
+      case ::tf::Isa::avx512_bf16 : return ::tf::avx512_bf16::function(__VA_ARGS__);) \
+  TF_IN_AMX(case ::tf::Isa::amx : return ::tf::amx::function(__VA_ARGS__);)           \
+  default:                                                                            \
+    __builtin_unreachable();
 #endif

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#if defined(TF_EMULATE_AMX) && defined(TF_TILES)
+#ifdef TF_EMULATED_TILES
 #include "cpu/amx_emulation.h"
 #endif
 

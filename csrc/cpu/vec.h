@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#if defined(TF_EMULATE_AMX) && defined(TF_TILES)
+#ifdef TF_EMULATED_TILES
 #include "cpu/amx_emulation.h"
 #endif
 
