@@ -128,8 +128,10 @@ def activation(name: str | None, z: Array) -> tuple[Array, Array]:
         return z * cdf, cdf + z * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     assert name == "gelu_tanh"
     k = math.sqrt(2.0 / math.pi)
-    t = np.tanh(k * (z + 0.044715 * z**3))
-    return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * 0.044715 * z * z)
+    # 1 + tanh(u) is 2 / (1 + e^-2u), which does not cancel.
+    with np.errstate(over="ignore"):
+        s = 1.0 / (1.0 + np.exp(-2.0 * k * (z + 0.044715 * z**3)))
+    return z * s, s + 2.0 * z * s * (1.0 - s) * k * (1.0 + 3 * 0.044715 * z * z)
 
 
 def linear(
@@ -284,9 +286,11 @@ def _weighted(weights: Array, values: Array, sees: Any) -> Array:
 
 def cross_entropy(
     x: Array, target: Any, ignored: int, smoothing: float
-) -> tuple[Array, Callable[[Array], Gradients]]:
+) -> tuple[Array, Callable[..., Gradients]]:
+    """The function takes the losses' gradient, and a unit by which log p, and p, may be off."""
     rows, classes = x.shape
-    losses, dx = np.zeros(rows), np.zeros((rows, classes))
+    losses, probable = np.zeros(rows), np.full((rows, classes), -np.inf)
+    wanted = np.zeros((rows, classes))
     for row in range(rows):
         if target[row] == ignored:
             continue
@@ -297,9 +301,16 @@ def cross_entropy(
             losses[row] = -log_p[place]
             if smoothing:
                 losses[row] = (1 - smoothing) * -log_p[place] - smoothing * log_p.mean()
-            dx[row] = np.exp(log_p) - smoothing / classes
-        dx[row, place] -= 1 - smoothing
-    return losses, lambda dl: {"input": dx * dl[:, None]}
+            probable[row], wanted[row] = log_p, smoothing / classes
+        wanted[row, place] += 1 - smoothing
+
+    def back(dl: Array, unit: float = 0.0) -> Gradients:
+        p = np.exp(probable)
+        with np.errstate(invalid="ignore"):
+            off = np.where(p > 0.0, p * unit * np.maximum(1.0, -probable), 0.0)
+        return {"input": (p + off - wanted) * dl[:, None]}
+
+    return losses, back
 
 
 def linear_cross_entropy(
@@ -308,8 +319,8 @@ def linear_cross_entropy(
     logits, back_of_linear = linear(x, weight, bias)
     losses, back_of_loss = cross_entropy(logits, target, ignored, smoothing)
 
-    def back(dl: Array) -> Gradients:
-        return back_of_linear(back_of_loss(dl)["input"])  # type: ignore[arg-type]
+    def back(dl: Array, unit: float = 0.0) -> Gradients:
+        return back_of_linear(back_of_loss(dl, unit)["input"])  # type: ignore[arg-type]
 
     return losses, back
 
