@@ -515,7 +515,8 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _show(bar: Progress, task: TaskID, done: int, planned: int) -> None:
-    bar.update(task, completed=done, total=planned)
+    # At once: a stage's last result is followed by the end of its bar.
+    bar.update(task, completed=done, total=planned, refresh=True)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -84,6 +84,7 @@ def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkey
             gpu._PLANS, stage, lambda s, stage=stage, items=items: s.do(stage, [items], 1)
         )
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, where there is a progress bar
+    monkeypatch.setenv("COLUMNS", "100")
     given = ["bench", "smoke", "env", "--json", str(tmp_path / "gpu.json")]
     assert gpu.main(given) == 1
     found = written(tmp_path)
@@ -91,7 +92,9 @@ def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkey
     assert found["env"]["results"][0]["result"] == {"gpu": "NVIDIA Test"}
     shown = capsys.readouterr()
     text = " ".join(shown.out.split())
-    assert "smoke" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.err)
+    bars = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.err)
+    for stage in plans:
+        assert re.search(rf"{stage} .* 1/1 ", bars)
     assert "env: 1 results, 0 skipped" in text
     assert "wrong: error 7" in text
     assert "wrong: x" in text

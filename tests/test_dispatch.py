@@ -537,7 +537,7 @@ def test_unknown_backend_in_the_environment_of_a_new_process():
 
 @pytest.mark.slow
 def test_select_costs_little():
-    """At most 3 us, in the best of many short series: the machine may be busy with other things."""
+    """At most 2.5 us, in the best of many short series: the machine may be busy with other things."""
     x = torch.randn(1, 8, 64, 64)
     calls = (
         Call("layer_norm", (x, x, x), False),
@@ -545,5 +545,5 @@ def test_select_costs_little():
         Call("feed_forward", (x, x, x, x, x), False, 0.0, "relu"),
     )
     for call in calls:
-        best = min(timeit.repeat(lambda call=call: select(call), number=200, repeat=200)) / 200
-        assert best <= 3e-6, f"{call.op}: {best * 1e6:.2f} us"
+        best = min(timeit.repeat(lambda call=call: select(call), number=10, repeat=5000)) / 10
+        assert best <= 2.5e-6, f"{call.op}: {best * 1e6:.2f} us"
