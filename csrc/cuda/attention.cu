@@ -3,6 +3,7 @@
 
 #include "cuda/attention.cuh"
 #include "cuda/attention_backward.cuh"
+#include "cuda/attention_decode.cuh"
 #include "cuda/operators.h"
 
 namespace tf::cuda {
@@ -138,7 +139,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   args.call.row_max = static_cast<float*>(row_max.mutable_data_ptr());
   args.call.row_sum = static_cast<float*>(row_sum.mutable_data_ptr());
   const OnDevice device(query);
-  launch_attention(args, device.stream);
+  if (!decodes(args)) {
+    launch_attention(args, device.stream);
+    return {output, weights, row_max, row_sum};
+  }
+  AttentionDecodeArgs decode{.forward = args,
+                             .splits = decode_splits(args.call),
+                             .sums = nullptr,
+                             .maxima = nullptr,
+                             .totals = nullptr};
+  std::optional<Tensor> shares;
+  if (decode.splits > 1) {
+    const int64_t count = batch * heads * decode.splits;
+    shares = empty(query, {count * (value.size(3) + 2)}, ScalarType::Float);
+    decode.maxima = static_cast<float*>(shares->mutable_data_ptr());
+    decode.totals = decode.maxima + count;
+    decode.sums = decode.totals + count;
+  }
+  launch_attention_decode(decode, device.stream);
   return {output, weights, row_max, row_sum};
 }
 

@@ -285,7 +285,8 @@ struct AttentionHead {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     // Lane t of a row has the t-th eight of 32 keys, or of 16; with kTransposed, lane 2 q + half
     // the keys 8 half ... 8 half + 7 of query q of 16.
-    constexpr int kEights = kCount < 4 ? kCount : 4, kCalls = kCount / 2;
+    constexpr int kEights = kCount < 4 ? kCount : 4;
+    constexpr int kCalls = kTransposed ? kCount / 2 : kCount / kEights * 2;
     uint32_t bits[kCalls];
     const uint64_t seed = seed_of(args.dropout);
     // The calls are one piece of code, so what they give moves through the registers.
@@ -582,15 +583,19 @@ inline int64_t attention_blocks(const AttentionArgs& args, int64_t rows, int64_t
   return ceil_div(rows, own) * heads * args.batch;
 }
 
-inline void launch_attention(const AttentionForwardArgs& forward, Stream stream) {
+template <class T, int kHead>
+void launch_attention_as(const AttentionForwardArgs& forward, Stream stream) {
+  using Tile = AttentionTile < T, kHead, sizeof(T) == 2 && kHead<128 ? 64 : 32>;
   const AttentionArgs& args = forward.call;
-  if (static_cast<int64_t>(args.batch) * args.heads * args.queries == 0) return;
-  by_head(args.type, larger_head(args), [&]<class T, int kHead>() {
-    using Tile = AttentionTile<T, kHead, sizeof(T) == 2 ? 64 : 32>;
-    const int64_t blocks = attention_blocks(args, args.queries, args.heads, Tile::own);
-    launch(attention_kernel<Tile>, dim3(static_cast<unsigned>(blocks)), Tile::threads,
-           Tile::own_bytes + 4 * Tile::bytes, stream, forward);
-  });
+  const int64_t blocks = attention_blocks(args, args.queries, args.heads, Tile::own);
+  if (blocks == 0) return;
+  launch(attention_kernel<Tile>, dim3(static_cast<unsigned>(blocks)), Tile::threads,
+         Tile::own_bytes + 4 * Tile::bytes, stream, forward);
+}
+
+inline void launch_attention(const AttentionForwardArgs& forward, Stream stream) {
+  by_head(forward.call.type, larger_head(forward.call),
+          [&]<class T, int kHead>() { launch_attention_as<T, kHead>(forward, stream); });
 }
 
 }  // namespace tf::cuda

@@ -293,21 +293,27 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     store_sums<Tile>(backward.grad_value, block.batch, block.head, row, args.keys, value_sums, one);
 }
 
-inline void launch_attention_backward(const AttentionBackwardArgs& backward, Stream stream) {
+template <class T, int kHead>
+void launch_attention_backward_as(const AttentionBackwardArgs& backward, Stream stream) {
+  // Larger tiles would not leave registers for two blocks at once, nor, in fp32, fit 99 KiB.
+  using QueryTile = AttentionTile<T, kHead, sizeof(T) == 4 && kHead == 128 ? 16 : 32>;
+  using KeyTile = AttentionTile<T, kHead, kHead == 128 ? 16 : 32>;
   const AttentionArgs& args = backward.call;
-  by_head(args.type, larger_head(args), [&]<class T, int kHead>() {
-    // Two blocks of half types at once on an A100, and one of fp32 where there are 99 KiB.
-    using Tile = AttentionTile<T, kHead, (sizeof(T) == 2 ? 64 : 32) / (kHead == 128 ? 2 : 1)>;
-    constexpr size_t kShared = 2 * Tile::own_bytes + 4 * Tile::bytes;
-    const int64_t queries = attention_blocks(args, args.queries, args.heads, Tile::own);
-    const int64_t keys = attention_blocks(args, args.keys, args.heads / args.group, Tile::own);
-    if (queries > 0)
-      launch(attention_backward_query_kernel<Tile>, dim3(static_cast<unsigned>(queries)),
-             Tile::threads, kShared, stream, backward);
-    if (keys > 0 && (backward.grad_key.data || backward.grad_value.data))
-      launch(attention_backward_key_kernel<Tile>, dim3(static_cast<unsigned>(keys)), Tile::threads,
-             kShared + 6 * Tile::rows * sizeof(float), stream, backward);
-  });
+  const int64_t queries = attention_blocks(args, args.queries, args.heads, QueryTile::own);
+  const int64_t keys = attention_blocks(args, args.keys, args.heads / args.group, KeyTile::own);
+  if (queries > 0)
+    launch(attention_backward_query_kernel<QueryTile>, dim3(static_cast<unsigned>(queries)),
+           QueryTile::threads, 2 * QueryTile::own_bytes + 4 * QueryTile::bytes, stream, backward);
+  if (keys > 0 && (backward.grad_key.data != nullptr || backward.grad_value.data != nullptr))
+    launch(attention_backward_key_kernel<KeyTile>, dim3(static_cast<unsigned>(keys)),
+           KeyTile::threads,
+           2 * KeyTile::own_bytes + 4 * KeyTile::bytes + 6 * KeyTile::rows * sizeof(float), stream,
+           backward);
+}
+
+inline void launch_attention_backward(const AttentionBackwardArgs& backward, Stream stream) {
+  by_head(backward.call.type, larger_head(backward.call),
+          [&]<class T, int kHead>() { launch_attention_backward_as<T, kHead>(backward, stream); });
 }
 
 }  // namespace tf::cuda

@@ -43,6 +43,9 @@ void copy_later(void* to, const void* from, bool valid);
 void close_group();
 void land(int pending);
 
+// Whether a program ends where rows of a matrix that ldmatrix reads share banks of shared memory.
+inline bool no_bank_conflicts = false;
+
 // Runs kernel() by every thread of every block.
 void launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel);
 
@@ -222,11 +225,13 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T) {
   std::memcpy(d, sums.d, sizeof d);
 }
 
-// PTX ISA, ldmatrix: element pair t of row g of matrix i goes to lane 4 g + t, register i.
+// PTX ISA, ldmatrix: element pair t of row g of matrix i goes to lane 4 g + t, register i. Rows of
+// a matrix that share banks of shared memory would be right, and slow: they end the process.
 template <bool kTransposed>
 void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   struct Row {
     uint16_t element[8];
+    uint32_t banks;  // which of the eight groups of four
   } mine;
   struct Registers {
     uint32_t r[4];
@@ -236,7 +241,15 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
     std::abort();
   }
   std::memcpy(&mine, row, 16);  // by the lane that names it, so that races show
+  mine.banks = 1u << (reinterpret_cast<uintptr_t>(row) / 16 % 8);
   const Registers found = simt::among_lanes<Registers>(mine, [](const Row* in, Registers* out) {
+    for (int matrix = 0; simt::no_bank_conflicts && matrix < 4; ++matrix) {
+      uint32_t banks = 0;
+      for (int g = 0; g < 8; ++g) banks |= in[8 * matrix + g].banks;
+      if (banks == 0xff) continue;
+      std::fprintf(stderr, "ldmatrix: rows of a matrix share banks\n");
+      std::abort();
+    }
     for (int lane = 0; lane < 32; ++lane)
       for (int matrix = 0; matrix < 4; ++matrix) {
         const int g = lane / 4, t = 2 * (lane % 4);

@@ -1,46 +1,17 @@
 // Launches of every kernel on sizes that fit nothing, in memory that ends where the tensors do: for
 // AddressSanitizer and ThreadSanitizer. What is right is another test's business; here nothing may
 // be NaN that was written, and nothing may be left unwritten.
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "cuda/cross_entropy.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/layer_norm.cuh"
+#include "simt_memory.h"
 
 namespace {
 
 using namespace tf::cuda;
-
-uint32_t state = 1;
-float draw() {
-  state = state * 1664525u + 1013904223u;
-  return static_cast<float>(static_cast<int>(state >> 8) % 4001 - 2000) / 1000.0f;
-}
-
-template <class T>
-struct Array {
-  std::unique_ptr<T[]> data;
-  size_t size;
-
-  explicit Array(size_t size, bool drawn = true) : data(new T[size]), size(size) {
-    for (size_t i = 0; i < size; ++i) assign(data[i], drawn ? draw() : NAN);
-  }
-  operator T*() const { return data.get(); }
-  void check(const char* what) const {
-    for (size_t i = 0; i < size; ++i)
-      if (std::isnan(to_float(data[i]))) {
-        std::fprintf(stderr, "wrong: %s[%zu] is NaN\n", what, i);
-        std::exit(3);
-      }
-  }
-};
-
-template <class T>
-constexpr Element kType = sizeof(T) == 4            ? Element::float32
-                          : std::is_same_v<T, bf16> ? Element::bfloat16
-                                                    : Element::float16;
 
 template <class T>
 void norms(int64_t rows, int64_t columns) {

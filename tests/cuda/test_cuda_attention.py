@@ -10,7 +10,7 @@ from test_cuda_operators import DTYPES, SEED, hold, ops, rows_of, the_kernel
 
 from transformer_fast import dispatch
 from transformer_fast.specs.attention_cases import arrange
-from transformer_fast.testing import call_of, check
+from transformer_fast.testing import call_of, check, nan_memory
 from transformer_fast.testing.gradients import gradients, truth_of_gradients
 from transformer_fast.testing.parity import GRADIENT_FACTOR, compare
 
@@ -34,6 +34,7 @@ def heads(device, dtype, queries, keys, size, *, batch=1, heads=1, key_heads=Non
 def test_head_sizes(size, dtype, device):
     q, k, v = heads(device, dtype, 18, 35, size[0], value_size=size[1])
     hold("attention", arrange(q, k, v, causal=True))
+    hold("attention", arrange(q, k, v, weights=True, dropout_p=0.4, seed=SEED.to(device)))
 
 
 # Rows and keys at the ends of warps, tiles and blocks.
@@ -71,6 +72,31 @@ def test_garbage_that_some_queries_see_and_others_do_not(dtype, added, device):
         rows = (x[0, head][unaware] for x in (found, truth.expected["query"], truth.true["query"]))
         parity = compare("grad of query", *rows, GRADIENT_FACTOR, truth.units["query"])
         assert parity.ok, parity
+
+
+# One share, and several; shares of nothing, and lengths that end within one.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [1, 60, 700])
+@pytest.mark.parametrize("size", [(24, 24), (33, 40), (128, 64)], ids=str)
+def test_one_query(size, keys, dtype, device):
+    many = {"batch": 2, "heads": 2, "key_heads": 1} if keys < 700 else {"batch": 3}
+    q, k, v = heads(device, dtype, 1, keys, size[0], value_size=size[1], **many)
+    lengths = torch.tensor([keys, 0, keys // 2 + 1][: len(q)], device=device)
+    mask = rows_of((len(q), 1, 1, keys), torch.float32, device, 4) > -1
+    k[-1, :, -1], v[-1, :, -1] = math.nan, math.nan  # beyond the length
+    lengths[-1] = min(int(lengths[-1]), keys - 1)
+    for given in (None, mask, torch.where(mask, 0.5, -math.inf)):
+        arguments = arrange(q, k, v, mask=given, lengths=lengths)
+        assert dispatch.why_not(the_kernel("attention"), call_of("attention", arguments)) == []
+        with nan_memory():
+            found = the_kernel("attention").run(*arguments)
+        check("attention", found, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_one_query(dtype, device):
+    q, k, v = heads(device, dtype, 1, 130, 16, heads=2)
+    hold("attention", arrange(q, k, v, mask=rows_of((1, 130), dtype, device, 4)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -42,6 +42,8 @@ def test_no_kernel_keeps_registers_in_memory():
         assert int(local) == 0, name
         # A call of the division of 64-bit numbers takes 16 bytes, off the ordinary way.
         assert int(stack) <= 16, name
+        if "attention" in name:  # two blocks of 128 threads at once, nothing in memory
+            assert (int(stack), int(registers) <= 255) == (0, True), name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
         assert int(registers) * max(block, 128) <= 65536, name
 
@@ -59,3 +61,22 @@ def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
         assert ("LDG.E.128" in kernel) == wide, name
         assert ("STG.E.128" in kernel) == wide, name
     assert sum("epilogue" in name for name in seen) == 12
+
+
+def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
+    code = dump("-sass", "-arch", "sm_80")
+    found = 0
+    for kernel in re.split(r"Function : ", code)[1:]:
+        name = kernel.split("\n", 1)[0]
+        tile = re.search(r"AttentionTileI(\S+?)Li(\d+)ELi(\d+)E", name)
+        if tile is None:
+            continue
+        found += 1
+        half, head, rows = tile[1] != "f", int(tile[2]), int(tile[3])
+        assert "LDGSTS.E.BYPASS.128" in kernel, name
+        # A warp's 16 rows of each product: two forward, three and four backward.
+        products = 2 if "backward" not in name else 3 if "query" in name else 4
+        multiplied = len(re.findall(r"HMMA\.16816\.F32", kernel))
+        assert multiplied == (products * (head // 16) * (rows // 8) if half else 0), name
+        assert ("LDSM.16.M88.4" in kernel) == ("LDSM.16.MT88.4" in kernel) == half, name
+    assert found == 24
