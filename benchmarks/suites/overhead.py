@@ -84,7 +84,7 @@ def _arguments(op: str) -> Callable[..., tuple[Any, ...]]:
             return normal(1, 8), normal(1, 8), (8,), normal(8), normal(8), 1e-5, 0.0, None
         if op == "attention":
             qkv = (normal(1, 1, 1, 8) for _ in range(3))
-            return (*qkv, None, None, False, None, 0.0, None, False, False)
+            return (*qkv, None, None, False, None, 0.0, None, False, False, None)
         target = torch.tensor([3], device=device)
         if op == "cross_entropy":
             return normal(1, 8), target, -100, 0.0
