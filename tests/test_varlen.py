@@ -135,3 +135,13 @@ def test_errors():
         call(rows, rows[None], rows, starts, starts, 4, 4)
     with pytest.raises(TypeError, match="argument 'cu_seq_k'"):
         call(rows, rows, rows, starts, [0, 4], 4, 4)  # type: ignore[arg-type]
+
+
+def test_what_is_beyond_the_longest_is_left_out():
+    q, k, v = drawn(behind=0)
+    starts, key_starts = starts_of(QUERIES), starts_of(KEYS)
+    whole = F.varlen_attn(q, k, v, starts, key_starts, 17, 20)
+    part = F.varlen_attn(q, k, v, starts, key_starts, 4, 20)
+    kept = torch.cat([torch.arange(n) < 4 for n in QUERIES])
+    torch.testing.assert_close(part, whole.masked_fill(~kept[:, None, None], 0.0))
+    assert whole[~kept].any()

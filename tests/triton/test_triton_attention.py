@@ -356,6 +356,24 @@ def test_key_lengths_of_any_stride(device, listed, spaced, monkeypatch):
         check_gradients("attention", attention, call)
 
 
+def test_garbage_that_only_rows_behind_the_queries_would_see(device):
+    """By causality; what those rows give is zero, and so are their gradients."""
+    q, k, v = drawn(device, b=1, h=2, key_heads=1, t=20, s=20, dv=8)
+    for x, garbage in ((q, math.inf), (k, math.nan), (v, -math.inf)):
+        x[:, :, 12:] = garbage
+    end = torch.tensor([12], device=device)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    real = [x[:, :, :12].detach().requires_grad_() for x in (q, k, v)]
+    found = attention(*arguments(*leaves, causal=True), end)[0]
+    wanted = attention(*arguments(*real, causal=True))[0]
+    grads = torch.autograd.grad(found.sum(), leaves)
+    for got, want in zip(
+        (found, *grads), (wanted, *torch.autograd.grad(wanted.sum(), real)), strict=True
+    ):
+        torch.testing.assert_close(got[:, :, :12], want)
+        assert not got[:, :, 12:].any()
+
+
 def test_strides_of_the_results(device):
     """Joining the heads of the output again costs no copy."""
     q, k, v = drawn(device, b=2, h=3, dv=8)
