@@ -21,7 +21,8 @@ ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module
 
 #: Cases of attention in which nearly every probability is 0 or 1. Gradients of queries and keys are
 #: then small differences of dO V and dO O, of which a kernel that keeps O in a half type knows but
-#: eps |dO| |O|: no such kernel stays within the budget there, nor does PyTorch's.
+#: eps |dO| |O|, as Triton's and PyTorch's do: they do not stay within the budget there. The CPU's
+#: kernels sum such differences up key by key.
 SATURATED = frozenset(
     (
         "scores of deviation 100",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SATURATED, drawn
+from harness import drawn
 
 from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel
@@ -66,8 +66,8 @@ def test_gradients(op: str, case: str, float_isa: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.usefixtures("two_threads")
 def test_gradients_of_half_types(op: str, case: str, dtype: torch.dtype, isa: str) -> None:
-    if op == "attention" and case in SATURATED:
-        pytest.skip("beside its rounded output, a half type knows nothing of gradients so small")
+    if dtype == torch.float16 and case == "scores of deviation 300, few queries":
+        pytest.skip("one row is just outside the budget: its largest probability is below 1 - 2^-5")
     with nan_memory():
         check_gradients(op, kernel_of(op).run, all_among_nan(drawn(op, case, dtype)))
 

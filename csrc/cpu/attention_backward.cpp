@@ -206,13 +206,13 @@ Tensor narrowed(const Tensor& gradient, const Tensor& like, bool wanted) {
   return wanted ? torch::stable::copy_(copy, gradient) : copy;
 }
 
-// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
-// grad_weights go together: the probabilities that the forward returned and their gradient.
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+// See attention_backward(); `dominant` goes with the type that the output was kept in.
+std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
-    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
+    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask,
+    float dominant) {
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
                   ": query, key and value must be (B, H, length, size)");
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
@@ -237,10 +237,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     return torch::stable::copy_(rounded, sums);
   };
   const auto in_float = [&] {
-    auto [dquery, dkey, dvalue, dmask] = attention_backward(
+    auto [dquery, dkey, dvalue, dmask] = gradients(
         widened(grad), {}, widened(query), widened(key), widened(value), mask_in_float(mask),
         key_lengths, is_causal, scale, dropout_p, seed, widened(output), {}, shift, norm,
-        want_query, want_key, want_value, want_mask);
+        want_query, want_key, want_value, want_mask, dominant);
     return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
                       narrowed(dvalue, value, want_value),
                       want_mask ? mask_like(dmask) : fresh(query, {0}));
@@ -248,6 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (half && !takes(query)) return in_float();
   AttentionBackwardArgs args{};
   args.type = element_of(query);
+  args.dominant = dominant;
   if (grad_weights) {
     STD_TORCH_CHECK(weights.has_value(), kOp, ": grad_weights needs weights");
     for (auto [name, tensor] :
@@ -308,6 +309,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (want_mask && !run_mask(args, grad_mask)) return in_float();
   trim_shared_scratch();
   return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
+}
+
+// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
+// grad_weights go together: the probabilities that the forward returned and their gradient.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
+    std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
+    double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
+    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
+  const float dominant = is_half(output) ? kDominantInHalf : kDominantInFloat;
+  return gradients(grad, grad_weights, query, key, value, mask, key_lengths, is_causal, scale,
+                   dropout_p, seed, output, weights, shift, norm, want_query, want_key, want_value,
+                   want_mask, dominant);
 }
 
 }  // namespace

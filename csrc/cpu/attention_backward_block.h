@@ -289,22 +289,23 @@ struct Block {
       store(p + j, select(none, set1(kHidden), weight));
       store(ds + j, select(none, set1(kHidden), score));
     }
-    // The norm is the largest probability, at least, where shift is the largest score.
-    if (args.norm[row + i] > 0.5f) refine_row(i, start, count);
+    // The norm is the largest probability, at least, where shift is the largest score, as in fp32.
+    if (args.norm[row + i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
   }
 
-  // dS of keys that have more than half of a row.
+  // dS of keys that dominate a row.
   void refine_row(long i, long start, long count) const {
     const float* p = work.p + i * kScoreStride;
     const float norm = args.norm[row + i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
-    const Vec half = set1(0.5f / norm);
+    const float dominant = args.dominant * factor / norm;
     for (long j = 0; j < count; ++j) {
-      if (j % kLanes == 0 && !any(less(half, load(p + j)))) {
+      if (j % kLanes == 0 && !any(less(set1(dominant), load(p + j)))) {
         j += kLanes - 1;
-      } else if (p[j] * norm > 0.5f) {
+      } else if (p[j] > dominant) {
+        const float probability = p[j] / factor * norm;
         work.ds[i * kScoreStride + j] =
-            p[j] / factor * norm *
-            dominant_slope<float>(args, sight.b, sight.head, sight.first + i, start + j, factor);
+            probability * dominant_slope<float>(args, probability, sight.b, sight.head,
+                                                sight.first + i, start + j, factor);
       }
     }
   }

@@ -7,14 +7,6 @@ namespace tf::TF_ISA {
 namespace {
 
 template <class T>
-float sum_of_products(const T* x, const T* y, long n) {
-  Vec sum = zero();
-  for (long d = 0; d < n; d += kLanes)
-    sum = fma(load_some(x + d, n - d), load_some(y + d, n - d), sum);
-  return reduce_add(sum);
-}
-
-template <class T>
 void typed_delta(const AttentionBackwardArgs& args, long begin, long end) {
   for (long row = begin; row < end; ++row) {
     const long t = row % args.queries, head = row / args.queries % args.heads;

@@ -21,6 +21,7 @@ struct AttentionBackwardArgs : AttentionShape {
   const float* shift;         // (B, H, T), contiguous: P = exp(scores - shift) norm
   const float* norm;          // 0 where nothing is seen
   float* delta;               // (B, H, T): sum over keys of P dP
+  float dominant;             // keys of a larger probability get their dS with more care
   void* grad_query;           // (B, H, T, D)
   void* grad_key;             // (B, Hkv, S, D)
   void* grad_value;           // (B, Hkv, S, Dv)
@@ -29,6 +30,11 @@ struct AttentionBackwardArgs : AttentionShape {
   long mask_size[4];
   Dropout dropout;  // rows counted over (B, H, T)
 };
+
+// `dominant` where the output that the forward kept is in fp32. In half types it is so large that
+// few rows have such a key: less care does where the others have many times what the output is
+// rounded by.
+constexpr float kDominantInFloat = 0.5f, kDominantInHalf = 1.0f - 0x1p-5f;
 
 // Rows [begin, end) of delta, counted over (B, H, T).
 TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))

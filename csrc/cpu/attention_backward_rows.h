@@ -35,8 +35,8 @@ struct BackwardWorkspace {
   // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
   // turned; of a panel: P and dS as right factors; of the block: dS as a left one.
   Operand *keys, *values, *key_rows, *query, *grad, *query_turned, *grad_turned, *p, *ds, *ds_rows;
-  float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
-  float *minus, *delta;          // per row of the block
+  float *scores[2], *slopes[2];     // products of a panel: Q K^T and dO V^T
+  float *minus, *delta, *dominant;  // per row of the block
   float *read, *grad_key, *grad_value, *grad_query, *bias;
   KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
   bool* started;   // per panel: its sums for keys are begun
@@ -72,6 +72,7 @@ struct BackwardWorkspace {
     }
     take(minus, kRows);
     take(delta, kRows);
+    take(dominant, kRows);
     take(read, kRows * wide);
     take(grad_key, size_up * sum_stride);
     take(grad_value, value_up * sum_stride);
@@ -223,28 +224,29 @@ class BackwardRows : protected Scores {
       }
       ds[u] = select(none, zero(), unmixed * (slope - delta));
     }
-    if constexpr (P::kSplit) refine(panel, i, p, ds);
+    refine(panel, i, p, ds);
   }
 
-  // dS of keys that have more than half of a row. Half types gain nothing by it, as their O is
-  // rounded.
+  // dS of keys that dominate a row.
   TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
-    const float norm = args.norm[row_of(i)];
-    const Vec half = set1(0.5f / norm);
-    if (any(less(half, p[0])) || any(less(half, p[1]))) refine_some(panel, i, norm, p, ds);
+    const Vec dominant = set1(work.dominant[i]);
+    if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
   }
-  [[gnu::noinline]] void refine_some(const Panel& panel, long i, float norm, const Vec (&p)[2],
+  [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
                                      Vec (&ds)[2]) const {
     const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float norm = args.norm[row_of(i)];
     TF_UNROLL for (int u = 0; u < 2; ++u) {
-      float probability[kLanes], slope[kLanes];
-      store(probability, p[u]);
+      float weight[kLanes], slope[kLanes];
+      store(weight, p[u]);
       store(slope, ds[u]);
-      for (int j = 0; j < kLanes; ++j)
-        if (probability[j] * norm > 0.5f)
-          slope[j] = probability[j] / factor * norm *
-                     dominant_slope<T>(args, sight.b, sight.head, sight.first + i,
-                                       panel.start + u * kLanes + j, factor);
+      for (int j = 0; j < kLanes; ++j) {
+        if (!(weight[j] > work.dominant[i])) continue;
+        const float probability = weight[j] / factor * norm;
+        slope[j] =
+            probability * dominant_slope<T>(args, probability, sight.b, sight.head, sight.first + i,
+                                            panel.start + u * kLanes + j, factor);
+      }
       ds[u] = load(slope);
     }
   }
@@ -279,10 +281,13 @@ class BackwardRows : protected Scores {
         !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
               args.norm + row, work.grad, args.grad_value != nullptr ? work.grad_turned : nullptr))
       return false;
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
     for (long i = 0; i < rows; ++i) {
       const float shift = args.shift[row + i];
       work.minus[i] = shift == -kInf ? 0.0f : -shift;
       work.delta[i] = args.delta[row + i] * args.norm[row + i];
+      // As P with dropout, and without norm.
+      work.dominant[i] = args.dominant * factor / args.norm[row + i];
     }
     return true;
   }

@@ -4,6 +4,7 @@
 
 #include "cpu/attention_backward_kernel.h"
 #include "cpu/attention_mask.h"
+#include "cpu/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -57,20 +58,73 @@ inline float weights_delta(const AttentionBackwardArgs& args, long row) {
   return reduce_add(sum);
 }
 
-// dP - delta of a key that has more than half of a row; `factor` is what dropout multiplies it by.
-// O is almost V then, and so is delta almost dP: their difference is rounding error. The sum of dO
-// (V - O) is the same number with the difference taken first, where it is exact.
 template <class T>
-float dominant_slope(const AttentionBackwardArgs& args, long b, long head, long query, long key,
-                     float factor) {
+float sum_of_products(const T* x, const T* y, long n) {
+  Vec sum = zero();
+  for (long d = 0; d < n; d += kLanes)
+    sum = fma(load_some(x + d, n - d), load_some(y + d, n - d), sum);
+  return reduce_add(sum);
+}
+
+// Where a row of one head begins.
+template <class T>
+const T* row_at(const void* tensor, const int64_t* starts, const long* stride, long b, long head,
+                long row) {
+  return static_cast<const T*>(tensor) + head_offset(starts, stride, b, head) + row * stride[2];
+}
+
+// The sum of P (dP of `key` - dP) over the other keys of a row, which is dP - delta of `key`.
+// `factor` is what dropout multiplies it by.
+template <class T>
+float slope_from_others(const AttentionBackwardArgs& args, long b, long head, long query, long key,
+                        float factor) {
   const long key_head = head / (args.heads / args.key_heads);
-  const auto row = [&](const void* tensor, const int64_t* starts, const long* stride, long h,
-                       long i) {
-    return static_cast<const T*>(tensor) + head_offset(starts, stride, b, h) + i * stride[2];
+  const long at = (b * args.heads + head) * args.queries + query;
+  float bias[kLanes];
+  const long limit = key_limit(args, b);
+  const Sight sight{args, b, head, query, 1, limit, bias};
+  const T* q = row_at<T>(args.query, args.query_starts, args.query_stride, b, head, query);
+  const T* grad = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, query);
+  const auto slope_of = [&](long s) {
+    const T* v = row_at<T>(args.value, args.key_starts, args.value_stride, b, key_head, s);
+    return sum_of_products(grad, v, args.value_size);
   };
-  const T* grad = row(args.grad, args.query_starts, args.grad_stride, head, query);
-  const T* output = row(args.output, args.query_starts, args.output_stride, head, query);
-  const T* value = row(args.value, args.key_starts, args.value_stride, key_head, key);
+  const float own = slope_of(key) * factor;
+  float sum = 0.0f;
+  for (long s = 0; s < sight.visible(0, 0, limit); ++s) {
+    const float mask = args.mask == nullptr ? 0.0f : *sight.mask_row(0, s, 1);
+    if (s == key || mask == -kInf) continue;
+    const T* k = row_at<T>(args.key, args.key_starts, args.key_stride, b, key_head, s);
+    const float x = sum_of_products(q, k, args.size) * args.scale + mask - args.shift[at];
+    if (x < -30.0f) continue;  // 1e-13; they all have 1e-4
+    float p[kLanes];
+    store(p, exp(set1(x)));
+    bool keeps = true;
+    if (args.dropout.on)
+      keeps =
+          keep_bits(args.dropout, static_cast<uint64_t>(at), static_cast<uint64_t>(s / 8 * 8)) >>
+              s % 8 &
+          1;
+    sum += p[0] * args.norm[at] *
+           (own - (keeps ? slope_of(s) * (args.dropout.on ? args.dropout.scale : 1.0f) : 0.0f));
+  }
+  return sum;
+}
+
+// dP - delta of a key that has almost all of a row; `factor` is what dropout multiplies it by. O is
+// almost V then, and so is delta almost dP: their difference is rounding error. The sum of dO (V -
+// O) is the same number with the difference taken first, where it is exact if O is.
+template <class T>
+float dominant_slope(const AttentionBackwardArgs& args, float probability, long b, long head,
+                     long query, long key, float factor) {
+  // Beyond this, the probability itself is not known well enough to tell it from 1.
+  constexpr float kCertain = 1.0f - 0x1p-13f;
+  if (args.dominant != kDominantInFloat && probability < kCertain)
+    return slope_from_others<T>(args, b, head, query, key, factor);
+  const long key_head = head / (args.heads / args.key_heads);
+  const T* grad = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, query);
+  const T* output = row_at<T>(args.output, args.query_starts, args.output_stride, b, head, query);
+  const T* value = row_at<T>(args.value, args.key_starts, args.value_stride, b, key_head, key);
   Vec sum = zero();
   for (long d = 0; d < args.value_size; d += kLanes) {
     const long here = args.value_size - d;
@@ -78,6 +132,7 @@ float dominant_slope(const AttentionBackwardArgs& args, long b, long head, long 
     sum = fma(load_some(grad + d, here), difference, sum);
   }
   float slope = reduce_add(sum);
+  if (args.dominant != kDominantInFloat) return slope * 0.0f;  // NaN stays
   if (args.grad_weights != nullptr) {
     const long at = (b * args.heads + head) * args.queries + query;
     slope += args.grad_weights[at * args.keys + key] * factor - weights_delta(args, at);
