@@ -144,7 +144,8 @@ struct Block {
         if (mask != nullptr && mask[s] == -kInf) continue;
         for (long j = 0; j < args.value_size; j += kPanel) {
           const float* v = work.values + j * work.keys_up + (start + s) * kPanel;
-          for (long c = 0; c < least(kPanel, args.value_size - j); ++c) o[j + c] += p[s] * v[c];
+          for (long c = 0; c < least(kPanel, args.value_size - j); ++c)
+            o[j + c] = fma(p[s], v[c], o[j + c]);
         }
       }
     }

@@ -193,9 +193,10 @@ class Block : Scores {
       for (long j = 0; j < args.value_size; ++j) {
         if constexpr (P::kSplit) {
           const float v = value[key * args.value_stride[2] + j];
-          if (P::is_lost(v)) sums[j] += p * v;
+          if (P::is_lost(v)) sums[j] = fma(p, v, sums[j]);
         } else {
-          sums[j] += p * P::element(work.values + j / kPanel * work.value_panel, key, j % kPanel);
+          const float v = P::element(work.values + j / kPanel * work.value_panel, key, j % kPanel);
+          sums[j] = fma(p, v, sums[j]);
         }
       }
     });

@@ -157,6 +157,15 @@ TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
 
 #endif
 
+// Rounded as one lane of vectors is, whether or not the compiler contracts a * b + c itself.
+TF_INLINE float fma(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 TF_INLINE Vec zero() { return set1(0.0f); }
 
 // Results below the smallest normal number cost hundreds of cycles on some CPUs, so e^x is 0 from
