@@ -65,8 +65,10 @@ def taking_query_lengths(attention: Attention) -> Attention:
         if len(arguments) == 11 or arguments[11] is None:
             return attention(*arguments[:11])
         query, *rest, query_lengths = arguments
-        position = torch.arange(query.shape[-2], device=query.device)
-        beyond = (position >= query_lengths.to(query.device)[:, None])[:, None, :, None]
+        query_lengths = query_lengths.to(query.device)
+        # Counted so that with DTensors it is one, too.
+        position = query_lengths.new_ones(query.shape[-2]).cumsum(0) - 1
+        beyond = (position >= query_lengths[:, None])[:, None, :, None]
         output, weights = attention(query.masked_fill(beyond, 0.0), *rest)
         if weights is not None:
             weights = weights.masked_fill(beyond, 0.0)
