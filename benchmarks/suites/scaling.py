@@ -42,7 +42,7 @@ def _attention(
             chance = torch.rand(1, 1, length, length, generator=generator).to(device)
             mask = chance < density
         own = None if real == 1.0 else lengths(batch, length, real).to(device)
-        return (*qkv, mask, own, causal, None, 0.0, None, False, False)
+        return (*qkv, mask, own, causal, None, 0.0, None, False, False, None)
 
     return build
 
