@@ -537,13 +537,22 @@ def test_unknown_backend_in_the_environment_of_a_new_process():
 
 @pytest.mark.slow
 def test_select_costs_little():
-    """At most 2.5 us, in the best of many short series: the machine may be busy with other things."""
+    """At most what 110 calls of an empty function take, in the best of many short series.
+
+    The machine may be slow or busy with other things. On a Zen 4 those are 3 us, feed_forward with its
+    two measured limits takes 2.3, and the others 1.9.
+    """
     x = torch.randn(1, 8, 64, 64)
     calls = (
         Call("layer_norm", (x, x, x), False),
         Call("attention", (x, x, x), False, is_causal=True),
         Call("feed_forward", (x, x, x, x, x), False, 0.0, "relu"),
     )
+
+    def nothing() -> None:
+        pass
+
     for call in calls:
         best = min(timeit.repeat(lambda call=call: select(call), number=10, repeat=5000)) / 10
-        assert best <= 2.5e-6, f"{call.op}: {best * 1e6:.2f} us"
+        unit = min(timeit.repeat(nothing, number=100, repeat=1000)) / 100
+        assert best <= 110 * unit, f"{call.op}: {best * 1e6:.2f} us, {best / unit:.0f} calls"

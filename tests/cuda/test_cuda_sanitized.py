@@ -148,7 +148,7 @@ def test_instructions_do_what_is_defined(tmp_path):
 #: What is wrong with the machine -> (text of simt.h, what it becomes, what is said of it).
 WRONG_MACHINES = {
     "mma": ("column = 2 * (lane % 4) + i % 2", "column = 2 * (lane % 4) + 1 - i % 2", "mma, bf16"),
-    "ldmatrix": ("rows[t + 1].element[g]", "rows[t].element[g + 1]", "ldmatrix, transposed"),
+    "ldmatrix": ("rows[t + 1].element[g]", "rows[t].element[g ^ 1]", "ldmatrix, transposed"),
     "rounding": ("0x7fff + (bits >> 16 & 1)", "0x8000", "to bf16"),
     "lanes": ("out[lane] = in[lane ^ mask]", "out[lane] = in[(lane + mask) & 31]", "lanes"),
 }

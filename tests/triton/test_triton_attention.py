@@ -111,9 +111,7 @@ def test_lists_name_each_tile_once_and_rightly(device, kind, causal, by_keys):
     mask = seen if kind == "bool" else torch.zeros(b, h, t, s).masked_fill_(~seen, -math.inf)
     mask = mask.to(device)
     lengths = None if by_keys else torch.tensor([90, 50], device=device)
-    lists = mask_tiles.tile_lists(
-        mask, mask_tiles.prepare_mask(mask), (b, h, t, s), lengths, causal, granule, block, by_keys
-    )
+    lists = mask_tiles.tile_lists(mask, (b, h, t, s), lengths, causal, granule, block, by_keys)
     visible = seen.clone()
     if causal:
         visible &= torch.ones(t, s, dtype=torch.bool).tril()
