@@ -26,6 +26,14 @@ class Drawn(NamedTuple):
     names: tuple[str, ...]
     offset: int
 
+    def __repr__(self) -> str:
+        """Shapes in place of elements: hypothesis warns of a long text, and that hides what failed."""
+        told = [
+            f"{str(one.dtype)[6:]}{list(one.shape)}" if isinstance(one, Tensor) else repr(one)
+            for one in self.arguments
+        ]
+        return f"Drawn({', '.join(told)}; gradients of {self.names}, offset {self.offset})"
+
 
 def sizes(*groups: tuple[int, ...]) -> st.SearchStrategy[int]:
     """One of the sizes: small ones more often than middle ones, and so on."""
