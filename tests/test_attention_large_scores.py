@@ -10,12 +10,15 @@ import torch
 from harness import check_target, run, targets
 
 from transformer_fast import dispatch
+from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.testing import check, check_gradients
+from transformer_fast.testing.oracle import promote
 
 TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend == "cpu"]
 FLOAT32 = [p for p in TARGETS if p.values[0].dtype == torch.float32]
 FLOAT16 = [p for p in TARGETS if p.values[0].dtype == torch.float16]
+HALF = [p for p in TARGETS if p.values[0].dtype != torch.float32]
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -39,6 +42,24 @@ def test_every_distance_between_the_first_keys_and_the_largest(target, weights):
     query, key, value = torch.zeros(1, 1, 120, 16), torch.zeros(1, 1, 70, 16), torch.randn(70, 16)
     tensors = [x.to(target.dtype) for x in (query, key, value[None, None])]
     check_target(target, accepted(target, arrange(*tensors, mask=below, weights=weights)))
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": torch.tensor(7)}], ids=len)
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("target", HALF)
+def test_a_key_that_has_all_of_a_row_gives_its_value(target, queries, options, generator):
+    """Whatever power of e it is, referred to the first keys of the row: weights are rounded to
+    multiply the values, and sum up to 1 all the same."""
+    mask = torch.zeros(1, 1, queries, 75)
+    mask[..., 60] = torch.linspace(30.0, 50.0, queries)
+    query = torch.zeros(1, 2, queries, 16)
+    key, value = torch.zeros(1, 2, 75, 16), torch.zeros(1, 2, 75, 16)
+    value[:, :, 60] = torch.randn(1, 2, 16, generator=generator)
+    tensors = [x.to(target.dtype) for x in (query, key, value, mask)]
+    arguments = arrange(*tensors[:3], mask=tensors[3], **options)
+    (output, _) = run(target, accepted(target, arguments))
+    kept, _ = OPS["attention"].reference(*promote(arguments))
+    torch.testing.assert_close(output, kept.to(target.dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("queries", [2, 20])

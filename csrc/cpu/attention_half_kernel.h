@@ -1,5 +1,6 @@
 // Attention for bfloat16 and float16: scores, softmax and sums in fp32, rounded once; where
-// products are of bfloat16, the probabilities that multiply the values are rounded to it.
+// products are of bfloat16, the probabilities are rounded to it, for the product with the values
+// and for the sum that divides it.
 #pragma once
 
 #include "cpu/attention_typed.h"

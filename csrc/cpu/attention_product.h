@@ -70,8 +70,14 @@ class Block : Scores {
   }
 
   TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+    // Of rounded probabilities, so that O is a weighted mean of the values: a key that has all of a
+    // row gives its own.
     float* total = work.total + i * kLanes;
-    store(total, load(total) + (e[0] + e[1]));
+    store(total, P::add(load(total), e[0], e[1]));
+    if (P::kRounds && work.exact != work.total) {
+      float* exact = work.exact + i * kLanes;
+      store(exact, load(exact) + (e[0] + e[1]));
+    }
     if (args.dropout.on) drop_row(panel, i, e);
     // Infinite ones are found by their sums.
     auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
@@ -82,11 +88,13 @@ class Block : Scores {
     }
   }
 
+  // What is kept is not multiplied yet: see kept_factor().
   TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
-    Vec f[2];
-    panel_factors(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i], f[0], f[1]);
-    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = e[u] * f[u];
+    const KeepBits bits =
+        panel_bits(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i]);
+    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = where_set(bits >> u * kLanes, e[u]);
   }
+  float kept_factor() const { return args.dropout.on ? args.dropout.scale : 1.0f; }
 
   template <class Meanwhile>
   void score(const Panel& panel, const Meanwhile& meanwhile) const {
@@ -248,6 +256,7 @@ class Block : Scores {
       for (long j = 0; j < args.value_size; j += kLanes)
         store(work.sums + i * work.sum_stride + j, zero());
       store(work.total + i * kLanes, zero());
+      store(work.exact + i * kLanes, zero());
     }
   }
 
@@ -342,7 +351,7 @@ class Block : Scores {
       const float* o = work.sums + i * work.sum_stride;
       Vec odd = set1(total - total);  // NaN once any result is not finite
       // What was never added to is 0 already.
-      const Vec by = set1(total == 0.0f ? 1.0f : 1.0f / total);
+      const Vec by = set1(total == 0.0f ? 1.0f : kept_factor() / total);
       for (long j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load(o + j);
         odd = odd + (x - x);
@@ -358,15 +367,16 @@ class Block : Scores {
         continue;
       }
       if (args.shift == nullptr) continue;
+      const float exact = reduce_add(load(work.exact + i * kLanes));
       if (total == 0.0f) {
         args.shift[row_of(i)] = -kInf;
         args.norm[row_of(i)] = 0.0f;
       } else if (divides) {
         // Exact; the logarithm leaves the backward of half types a factor less.
         args.shift[row_of(i)] = -work.minus[i];
-        args.norm[row_of(i)] = 1.0f / total;
+        args.norm[row_of(i)] = 1.0f / exact;
       } else {
-        args.shift[row_of(i)] = __builtin_logf(total) - work.minus[i];
+        args.shift[row_of(i)] = __builtin_logf(exact) - work.minus[i];
         args.norm[row_of(i)] = 1.0f;
       }
     }
@@ -377,8 +387,8 @@ class Block : Scores {
   void write_weights() {
     unknown_ = 0;
     for (long i = 0; i < rows; ++i) {
-      const float total = reduce_add(load(work.total + i * kLanes));
-      work.total[i * kLanes] = total == 0.0f ? 0.0f : 1.0f / total;
+      const float total = reduce_add(load(work.exact + i * kLanes));
+      work.exact[i * kLanes] = total == 0.0f ? 0.0f : kept_factor() / total;
     }
     T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
     for (long start = 0; start < args.keys; start += kPanel) {
@@ -396,9 +406,10 @@ class Block : Scores {
         Vec x[2];
         see(panel, i, shared, x);
         exponents(panel, i, x);
-        const Vec by = set1(work.total[i * kLanes]);
-        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{}) * by;
+        const Vec by = set1(work.exact[i * kLanes]);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
         if (args.dropout.on) drop_row(panel, i, x);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = x[u] * by;
         TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
             store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
       }

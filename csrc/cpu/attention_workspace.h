@@ -22,7 +22,9 @@ struct Workspace {
   long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
   Operand *keys, *values, *query, *weights;
   float *scores[2], *sums;
-  float* total;  // per row: kLanes partial sums of the probabilities
+  // Per row, kLanes partial sums of the probabilities: as rounded to multiply the values, and as
+  // they were before, for the backward and the returned probabilities.
+  float *total, *exact;
   float* minus;  // per row: what is added to scores before the exponential
   float* bias;
   KeepBits* keep;       // per row: which of two panels of probabilities dropout keeps
@@ -49,6 +51,11 @@ struct Workspace {
     take(scores[1], rows * kPanel);
     take(sums, rows * sum_stride);
     take(total, rows * kLanes);
+    if (P::kRounds && (args.shift != nullptr || args.weights != nullptr)) {
+      take(exact, rows * kLanes);
+    } else {
+      exact = total;
+    }
     take(minus, rows);
     take(bias, kPanel + 16);
     take(keep, rows);

@@ -40,7 +40,7 @@ void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pair
 class DotProduct {
  public:
   using Operand = BFloat16;
-  static constexpr bool kSplit = false;
+  static constexpr bool kSplit = false, kRounds = true;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = 4 * kTileRows;
   static constexpr long kChain = 256;  // half a first-level cache of panel
@@ -54,6 +54,7 @@ class DotProduct {
     return block + row * stride(k) + column;
   }
   static void put(Operand* chunk, Vec low, Vec high) { store_rounded(chunk, low, high); }
+  static Vec add(Vec sums, Vec low, Vec high) { return add_rounded(sums, low, high); }
   static float value(const Operand* chunk, long column) { return load_one(chunk + column); }
   static float element(const Operand* panel, long k, long column) {
     return load_one(panel + k / 2 * 2 * kPanel + column * 2 + k % 2);

@@ -76,7 +76,13 @@ TF_INLINE void store_rounded(BFloat16* to, Vec low, Vec high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-// The same as pairs of a value of each.
+// Added to sums, two to each lane, after the same rounding.
+TF_INLINE Vec add_rounded(Vec sums, Vec low, Vec high) {
+  const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+  return _mm512_dpbf16_ps(sums, _mm512_cvtne2ps_pbh(high, low), ones);
+}
+
+// Rounded as pairs of a value of each.
 TF_INLINE void store_interleaved(BFloat16* to, Vec first, Vec second) {
   const __m512i even = (__m512i)_mm512_cvtne2ps_pbh(second, first);  // first in the lower half
   const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even));

@@ -20,7 +20,7 @@ class TileOperands {
  public:
   using Operand = BFloat16;
   using Element = std::conditional_t<kPieces == 1, BFloat16, float>;
-  static constexpr bool kSplit = kPieces == 3;
+  static constexpr bool kSplit = kPieces == 3, kRounds = !kSplit;
   static constexpr long kBytes = kPieces * sizeof(Operand);
   static constexpr long kTile = 16, kTileSize = kTile * kPairDepth;
 
@@ -42,7 +42,14 @@ class TileOperands {
       store_rounded(chunk, low, high);
     }
   }
-  // The same for finite values: of infinity it makes NaN, which is_odd() tells.
+  static Vec add(Vec sums, Vec low, Vec high) {
+    if constexpr (kSplit) {
+      return sums + (low + high);
+    } else {
+      return add_rounded(sums, low, high);
+    }
+  }
+  // put() for finite values: of infinity it makes NaN, which is_odd() tells.
   static void put_finite(Operand* chunk, Vec low, Vec high) {
     if constexpr (kSplit) {
       store_pieces<true>(chunk, kTileSize, low, high);

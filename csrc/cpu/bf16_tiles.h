@@ -37,7 +37,7 @@ class TileProduct : public TileOperands<kPieces> {
   using Operands = TileOperands<kPieces>;
 
  public:
-  using Operands::kSplit, Operands::kTile, Operands::kTileSize;
+  using Operands::kRounds, Operands::kSplit, Operands::kTile, Operands::kTileSize;
   using typename Operands::Operand;
   static constexpr long kBlockRows = kSplit ? 96 : 32;
   // Depth of a running sum. In pieces it is rounded 6 times for 32 products: less than 128

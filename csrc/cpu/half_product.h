@@ -7,6 +7,7 @@
 //                         plain_row works out such a row of C
 //   block_size, fill      a block of rows of A from a tensor
 //   chunk, put            the same, computed, kPanel values at once
+//   add, kRounds          sums of what put() keeps of such values; whether that is less than fp32
 //   turn                  16 rows of a block from columns of a tensor
 //   depth                 rows of B that a panel has room for; those from k on count for nothing
 //   panel_size, pack_*    a panel of kPanel columns of B, from rows of W = B^T or of B
@@ -33,7 +34,7 @@ template <class T>
 class FloatProduct {
  public:
   using Operand = float;
-  static constexpr bool kSplit = false;
+  static constexpr bool kSplit = false, kRounds = false;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
   static constexpr long kChain = tf::TF_ISA::kChain;
@@ -52,6 +53,7 @@ class FloatProduct {
     store(chunk, low);
     store(chunk + kLanes, high);
   }
+  static Vec add(Vec sums, Vec low, Vec high) { return sums + (low + high); }
   static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
     put(panel + 2 * pair * kPanel, first[0], first[1]);
     put(panel + (2 * pair + 1) * kPanel, second[0], second[1]);

@@ -140,14 +140,20 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t colum
   }
 }
 
-// What dropout multiplies kPanel columns of a row by, from `column` on, a multiple of kPanel. kDraw
-// is two panels: `keep` holds the bits of both, and is worked out anew if `draws`.
-TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool draws,
-                             KeepBits& keep, Vec& low, Vec& high) {
+// Which of kPanel columns of a row are kept, from `column` on, a multiple of kPanel. kDraw is two
+// panels: `keep` holds the bits of both, and is worked out anew if `draws`.
+TF_INLINE KeepBits panel_bits(const Dropout& dropout, long row, long column, bool draws,
+                              KeepBits& keep) {
   const long inside = column % kDraw;
   if (draws)
     keep = keep_bits(dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(column - inside));
-  const KeepBits bits = keep >> inside;
+  return keep >> inside;
+}
+
+// What dropout multiplies them by.
+TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool draws,
+                             KeepBits& keep, Vec& low, Vec& high) {
+  const KeepBits bits = panel_bits(dropout, row, column, draws, keep);
   low = where_set(bits, set1(dropout.scale));
   high = where_set(bits >> kLanes, set1(dropout.scale));
 }
