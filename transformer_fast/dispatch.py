@@ -329,6 +329,19 @@ def _candidates(call: Call) -> tuple[Kernel, ...]:
     return _usable(kernels, kind)
 
 
+def only_pytorchs(op: str, first: Tensor) -> bool:
+    """Whether nothing but PyTorch's own ops can be chosen for tensors where ``first`` is, whatever the
+    call: no kernel is proven there, none is built, or there is none for such devices."""
+    if _state.backend is not None or _state.strict:
+        return False
+    for kernel in _candidates(Call(op, (first,), False)):
+        if kernel.backend in ("torch", "reference"):
+            return True
+        if why_unproven(kernel) is None:
+            return False
+    return True
+
+
 def why_not(kernel: Kernel, call: Call) -> list[str]:
     """All that stands against running ``call`` on ``kernel``, in sentences; empty: nothing."""
     return [reason for check in _CHECKS if (reason := check(kernel, call)) is not None]

@@ -10,6 +10,9 @@ import pytest
 import torch
 from nn_ruler import cast, fast_path, relative_error, tensors, to_ours
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_fast import dispatch, functional
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -120,3 +123,42 @@ def test_padding(norm_first: bool) -> None:
         oracle = exact(x.double(), src_key_padding_mask=padding)[~padding]
     assert got.dtype == torch.bfloat16
     assert relative_error([got[~padding]], [oracle]) <= 2**-6
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors that are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["linear", "feed_forward"])
+def test_without_kernels_parameters_are_cast_once_in_a_region(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """As on a GPU on which no kernel is proven: PyTorch keeps casts until autocast's region ends."""
+    kernels = dispatch.kernels(op)
+    pytorchs = tuple(k for k in kernels if k.backend in ("torch", "reference"))
+    monkeypatch.setitem(dispatch._state.usable, op, (kernels, {"cpu": pytorchs}))
+    x, w1, w2 = torch.randn(3, 8), torch.randn(16, 8), torch.randn(8, 16)
+    weights = [t.requires_grad_() for t in (w1, torch.randn(16), w2, torch.randn(8))]
+    call = getattr(functional, op)
+    weights = weights[:2] if op == "linear" else weights
+    for residual in [None, torch.randn(3, 16)] if op == "linear" else [None]:
+        options = {} if residual is None else {"residual": residual}
+        with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+            first = call(x, *weights, **options)
+            once = casts.count
+            second = call(x, *weights, **options)
+        # Of the second call only what is no parameter, and with it a step of autograd.
+        assert casts.count - once == once - len(weights)
+        assert first.dtype == second.dtype == torch.bfloat16
+        first.float().sum().backward()
+        assert all(w.grad is not None and w.grad.dtype == torch.float32 for w in weights)

@@ -157,6 +157,19 @@ def wants_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
+    """Whether autocast is on and the call is for PyTorch's own ops in any case.
+
+    They cast their arguments themselves, and a parameter once until autocast's region ends.
+    """
+    if backend is not None or not isinstance(first, Tensor) or torch.compiler.is_compiling():
+        return False
+    kind = "cpu" if first.is_cpu else first.device.type
+    return (
+        kind != "meta" and torch.is_autocast_enabled(kind) and dispatch.only_pytorchs(op, first)
+    )
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in autocast's dtype for their device, where autocast is on."""
     first = tensors[0]

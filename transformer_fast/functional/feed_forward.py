@@ -14,6 +14,7 @@ from ..reference.dropout import draw_seed
 from ..reference.linear import ACTIVATIONS, activate
 from ._check import (
     autocast,
+    casts_itself,
     is_torchs,
     named_activation,
     require_activation,
@@ -37,7 +38,9 @@ def prepare_feed_forward(
     *,
     activation: str | Callable[[Tensor], Tensor] = "relu",
     dropout_p: float = 0.0,
+    cast: bool = True,
 ) -> tuple[Call, tuple[Any, ...]]:
+    """``cast``: whether to cast for autocast, which `casts_itself` has PyTorch's ops do."""
     require_tensor("feed_forward", "input", 1, input)
     require_tensor("feed_forward", "weight1", 2, weight1)
     require_optional_tensor("feed_forward", "bias1", 3, bias1)
@@ -57,10 +60,12 @@ def prepare_feed_forward(
     if wrong is not None:
         raise ValueError(wrong)
     require_same_device("input", input, weight1=weight1, bias1=bias1, weight2=weight2, bias2=bias2)
-    tensors = autocast(input, weight1, bias1, weight2, bias2)
+    tensors = (input, weight1, bias1, weight2, bias2)
+    if cast:
+        tensors = autocast(*tensors)  # type: ignore[assignment]
     x, w1, b1, w2, b2 = tensors
     wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
-    if wrong is not None:
+    if cast and wrong is not None:
         raise ValueError(wrong)
     activation = named_activation(activation)  # type: ignore[assignment]
     call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
@@ -115,6 +120,13 @@ def feed_forward(
         hidden = activate(F.linear(input, weight1, bias1), activation)
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
     call, arguments = prepare_feed_forward(
-        input, weight1, bias1, weight2, bias2, activation=activation, dropout_p=dropout_p
+        input,
+        weight1,
+        bias1,
+        weight2,
+        bias2,
+        activation=activation,
+        dropout_p=dropout_p,
+        cast=not casts_itself("feed_forward", input, backend),
     )
     return memo.run(key, tensors, call, arguments, backend)

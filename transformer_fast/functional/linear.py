@@ -12,6 +12,7 @@ from .. import memo, reference, small
 from ..dispatch import Call
 from ._check import (
     autocast,
+    casts_itself,
     is_torchs,
     named_activation,
     require_activation,
@@ -97,7 +98,9 @@ def prepare_linear(
     *,
     activation: str | Callable[[Tensor], Tensor] | None = None,
     residual: Tensor | None = None,
+    cast: bool = True,
 ) -> tuple[Call, tuple[Any, ...]]:
+    """``cast``: whether to cast for autocast, which `casts_itself` has PyTorch's op do."""
     if not (
         isinstance(input, Tensor)
         and isinstance(weight, Tensor)
@@ -111,7 +114,11 @@ def prepare_linear(
     if activation is not None:
         require_activation(activation)
         activation = named_activation(activation)
-    tensors = autocast(input, weight, bias, residual)
+    tensors: tuple[Tensor | None, ...] = (input, weight, bias, residual)
+    if cast:
+        tensors = autocast(*tensors)
+    elif residual is not None:
+        tensors = (input, weight, bias, *autocast(residual))
     input, weight, bias, residual = tensors  # type: ignore[assignment]
     if residual is None and _fits(input, weight, bias):
         grad = wants_grad(input, weight, bias)
@@ -125,7 +132,8 @@ def prepare_linear(
         wrong: str | None = "input must have at least one dimension, not 0"
     else:
         wrong = weight_problem(("input", "weight", "bias"), input.shape[-1], weight, bias)
-    wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
+    if cast:
+        wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
     if wrong is not None:
         _raise_like_torch(input, weight, bias, ValueError(wrong))
     if residual is not None:
@@ -135,7 +143,7 @@ def prepare_linear(
                 f"residual must have the shape of the result, {list(shape)}, not "
                 f"{list(residual.shape)}"
             )
-        wrong = dtype_problem(input, residual=residual)
+        wrong = dtype_problem(input, residual=residual) if cast else None
         if wrong is not None:
             raise ValueError(wrong)
     tensors = (input, weight, bias, residual)
@@ -188,5 +196,12 @@ def linear(
         column = None if residual is None else residual.unsqueeze(-1)
         y = linear(input, row, bias, activation=activation, residual=column, backend=backend)
         return y.squeeze(-1)
-    call, arguments = prepare_linear(input, weight, bias, activation=activation, residual=residual)
+    call, arguments = prepare_linear(
+        input,
+        weight,
+        bias,
+        activation=activation,
+        residual=residual,
+        cast=not casts_itself("linear", input, backend),
+    )
     return memo.run(key, tensors, call, arguments, backend)
