@@ -165,9 +165,7 @@ def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
     if backend is not None or not isinstance(first, Tensor) or torch.compiler.is_compiling():
         return False
     kind = "cpu" if first.is_cpu else first.device.type
-    return (
-        kind != "meta" and torch.is_autocast_enabled(kind) and dispatch.only_pytorchs(op, first)
-    )
+    return kind != "meta" and torch.is_autocast_enabled(kind) and dispatch.only_pytorchs(op, first)
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
