@@ -51,7 +51,7 @@ class Scope:
             [
                 tuple(
                     weight if name in _KEPT else mine
-                    for name, weight, mine in zip(names, weights, arguments, strict=True)
+                    for name, weight, mine in zip(names, weights, arguments, strict=False)
                 )
             ]
             for arguments in drawn

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -215,3 +217,23 @@ def test_costs_of_decoding():
         step(torch.randn(rows, width), cache, keys - 1)
     products = sum(weight.numel() for weight in weights) + 2 * width * (keys + cross)
     assert found.total == 2 * layers * rows * products
+
+
+def test_packed_sequences_cost_what_padded_ones_do_and_are_cut_by_heads():
+    rule = operator_rules.RULES["triton_attention"]
+
+    def given(batch: int, rows: int, keys: int, lengths: int, longest: Any) -> dict[str, Any]:
+        shapes = {
+            "query": (batch, 4, rows, 8), "key": (batch, 4, keys, 8), "value": (batch, 4, keys, 8),
+            "key_lengths": (lengths,), "query_lengths": (lengths,),
+        }  # fmt: skip
+        tensors = {n: SimpleNamespace(shape=s, mesh=torch.empty(2)) for n, s in shapes.items()}
+        return {**tensors, "dropout_p": 0.0, "need_weights": False, "longest": longest}
+
+    padded, packed = given(2, 20, 30, 2, None), given(1, 31, 38, 3, [20, 30])
+    assert operator_rules.flops(rule, packed) == operator_rules.flops(rule, padded)
+    dimensions = [
+        {p.dim for p in arguments if isinstance(p, Shard)}
+        for _, arguments in operator_rules.placements(rule, packed)
+    ]
+    assert dimensions == [set(), {1}]

@@ -52,6 +52,8 @@ class Call(NamedTuple):
     #: Of layer_norm; empty: the last dimension of the first tensor.
     normalized_shape: tuple[int, ...] = ()
     query_lengths: Tensor | None = None
+    #: Of packed sequences, whose lengths are offsets: the most queries and keys that one has.
+    longest: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ def _norm_class(call: Any) -> list[str]:
 
 def _attention_class(call: Any) -> list[str]:
     query = call.tensors[0]
+    queries = query.shape[-2] if call.longest is None else call.longest[0]
     if call.mask is not None:
         seen = "bool mask" if call.mask.dtype == torch.bool else "float mask"
     elif call.key_lengths is not None or call.query_lengths is not None:
@@ -122,7 +123,7 @@ def _attention_class(call: Any) -> list[str]:
         seen = "causal" if call.is_causal else "no mask"
     words = [
         _up_to(query.shape[-1], (64, 128), "values a head"),
-        _up_to(query.shape[-2], (4, 512), "queries"),
+        _up_to(queries, (4, 512), "queries"),
         seen,
     ]
     return [*words, "weights"] if call.need_weights else words

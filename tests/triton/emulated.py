@@ -197,6 +197,20 @@ def _cases() -> Iterator[tuple[str, Any]]:
 
         return make
 
+    def sequences(queries: list[int], keys: list[int], **more: Any) -> Any:
+        """One behind the other, with offsets of any stride and rows that no sequence has."""
+
+        def make() -> Any:
+            rows, key_rows = sum(queries) + 2, sum(keys) + 3
+            op, run, arguments, _, settings = attention(t=rows, s=key_rows, **more)()
+            ends = torch.tensor([0, *keys]).cumsum(0).to(torch.int32)
+            starts = torch.tensor([0, *queries]).cumsum(0).repeat_interleave(3)[::3]
+            longest = max(queries), max(keys)
+            arguments = (*arguments[:4], ends, *arguments[5:11], starts, longest)
+            return op, run, arguments, True, settings
+
+        return make
+
     def norm(rows: int, columns: int, dtype: torch.dtype, p: float = 0.0, far: float = 0.0) -> Any:
         def make() -> Any:
             x, w, b = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype), None
@@ -260,10 +274,6 @@ def _cases() -> Iterator[tuple[str, Any]]:
     yield "attention causal strided lengths", attention(b=2, lengths=spaced, causal=True)
     yield "attention query lengths", attention(b=2, t=140, h=1, query_lengths=spaced)
     yield (
-        "attention causal query lengths groups",
-        attention(b=2, t=140, s=140, groups=2, causal=True, query_lengths=spaced),
-    )
-    yield (
         "attention query lengths mask lists dropout weights",
         attention(
             b=2,
@@ -275,6 +285,10 @@ def _cases() -> Iterator[tuple[str, Any]]:
             weights=True,
             **listed,
         ),
+    )
+    yield (
+        "attention sequences causal groups",
+        sequences([140, 0, 5], [100, 33, 70], groups=2, causal=True),
     )
     yield "attention mask", attention(mask=lambda: patchy(70, 150))
     yield (

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
-    r"attention bfloat16 head (64|128)( groups, causal| lengths of both|)$"
+    r"attention bfloat16 head (64|128)( groups, causal| packed|)$"
     r"|layer_norm bfloat16 columns 512 dropout"
     r"|feed_forward bfloat16 (relu|few)|cross_entropy bfloat16 classes 1000$"
 )

@@ -96,6 +96,20 @@ def _calls() -> list[Any]:
     for kind in (torch.int32, torch.int64):
         lengths = torch.tensor([3, 0, 4, 0], dtype=kind)
         found += [attend(q, k, None, lengths[:2]), attend(q, k, None, lengths[::2])]
+    packed = heads(b=1, t=70)
+    for row in (0, 8):
+        rows = heads(b=1, t=70, row=row)
+        for kind, longest in (
+            (torch.int32, (48, 48)),
+            (torch.int64, (48, 64)),
+            (torch.int64, (9, 9)),
+        ):
+            starts = torch.tensor([0, 40, 40, 70], dtype=kind)
+            found.append(
+                lambda x=rows, at=starts, most=longest: attention_forward(
+                    x, packed, packed, None, at, False, 0.125, 0.0, None, at, most
+                )
+            )
     shift = torch.zeros(2, 4, 48)
     for causal in (False, True):
         found.append(
@@ -215,6 +229,10 @@ def batches(machine: Machine) -> None:
         x = torch.zeros(b, t, 512, dtype=torch.bfloat16, requires_grad=True)
         w = torch.ones(512, dtype=torch.bfloat16, requires_grad=True)
         functional.layer_norm(x, (512,), w, w).backward(x.detach())
+        rows = torch.zeros(b * t, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+        starts = torch.arange(b + 1) * t
+        y = functional.varlen_attn(rows, rows, rows, starts, starts, t, t, is_causal=causal)
+        y.backward(y.detach())
         h = functional.linear(
             x.detach(), torch.zeros(512, 512, dtype=torch.bfloat16), activation="relu"
         )
@@ -275,7 +293,7 @@ MOST_CALLS = {
 MOST_VARIANTS = {
     "attention_forward_kernel": 4,
     "attention_backward_query_kernel": 4,
-    "attention_backward_key_kernel": 8,
+    "attention_backward_key_kernel": 6,
     "attention_decode_kernel": 1,
     "layer_norm_forward_kernel": 1,
     "layer_norm_backward_kernel": 1,

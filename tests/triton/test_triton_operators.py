@@ -51,6 +51,16 @@ def attention_calls():
             (output.clone(), given[0], q, k, v, *extra[:-1], output, given[1], shift, norm,
              extra[0] is not None),
         )  # fmt: skip
+    q, k, v = (x[:1] for x in (q, k, v))
+    starts, longest = torch.tensor([0, 3, 3, 5]), [3, 7]
+    packed = (None, starts, True, 0.5, 0.0, None)
+    yield ops.triton_attention, (q, k, v, *packed, False, starts, longest)
+    output, _, shift, norm = ops.triton_attention(q, k, v, *packed, False, starts, longest)
+    results = (output, None, shift, norm, False)
+    yield (
+        ops.triton_attention_backward,
+        (output.clone(), None, q, k, v, *packed, *results, starts, longest),
+    )
 
 
 def linear_calls():

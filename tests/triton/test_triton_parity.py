@@ -87,6 +87,9 @@ def public_calls(device):
     yield y, (q, q, q), {"is_causal": True, "key_lengths": lengths, "dropout_p": 0.3}
     yield y, (q, q, q, lambda: mask.clone()), {"need_weights": True}
     yield y, (q, q, q), {"query_lengths": lengths, "is_causal": True}
+    r = lambda: normal(23, 2, 16)  # noqa: E731
+    starts = torch.tensor([0, 20, 20, 23], device=device)
+    yield functional.varlen_attn, (r, r, r, starts.clone, starts.clone), {"max_q": 20, "max_k": 21}
     yield functional.layer_norm, (x, lambda: (16,), v, v), {}
     yield functional.add_layer_norm, (x, x, lambda: (16,), v, v), {"dropout_p": 0.2}
     yield functional.linear, (x, w, v), {"activation": "gelu", "residual": normal(3, 5, 16)}
@@ -94,7 +97,7 @@ def public_calls(device):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(9))
 @pytest.mark.parametrize("wants", [False, True])
 def test_remembered_public_calls_give_the_same_bits(number, wants, device, monkeypatch):
     torch.manual_seed(1)

@@ -55,6 +55,7 @@ BUGS = [
     ("attention", "attention_forward", r"ex2\.approx", "rcp.approx", "output"),
     ("attention causal strided lengths", "attention_forward", r"min\.s64", "max.s64", "output"),
     ("attention query lengths", "attention_backward_key", r"min\.s64", "max.s64", "grad of key"),
+    ("attention sequences causal groups", "attention_forward", r"max\.s64", "min.s64", "output"),
     ("layer_norm", "layer_norm_forward", r"@%p\d+ (st\.global)", r"\1", "beyond the tensors"),
     ("layer_norm", "layer_norm_forward", r"(ld\.global\.v4\.b32 [^;]*\+ )0 \]", r"\g<1>8 ]", "alignment"),
     ("layer_norm fp32 far from 0", "layer_norm_forward", r"div\.rn\.f32", "div.full.f32", "output"),

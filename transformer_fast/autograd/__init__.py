@@ -12,12 +12,13 @@ order of the results; what is not wanted may come back as anything.
                       backward(grad, grad_sum | None, sum, normalized_shape, weight, mean, rstd,
                           dropout_p, seed, wants) -> gradients of input, residual, weight, bias
     attention         forward(query, key, value, attn_mask, key_lengths, is_causal, scale,
-                          dropout_p, seed, need_weights[, query_lengths]) -> (output, weights, shift,
-                          norm); weights
-                          empty if not needed; shift, norm: what backward wants to know of the rows
+                          dropout_p, seed, need_weights[, query_lengths[, longest]]) -> (output,
+                          weights, shift, norm); weights empty if not needed; shift, norm: what
+                          backward wants to know of the rows
                       backward(grad, grad_weights | None, query, key, value, attn_mask,
                           key_lengths, is_causal, scale, dropout_p, seed, output, weights, shift,
-                          norm, wants[, query_lengths]) -> gradients of query, key, value, attn_mask
+                          norm, wants[, query_lengths[, longest]]) -> gradients of query, key,
+                          value, attn_mask
     linear            forward(input, weight, bias, activation, residual) -> (output, preactivation)
                       backward(grad, input, weight, activation, preactivation, wants)
                           -> gradients of input, weight, bias; that of residual is grad

@@ -232,10 +232,11 @@ def _refuse_attention(call: Call) -> str | None:
     assert key is not None
     query = call.tensors[0]
     assert query is not None
+    queries, keys = call.longest or (query.shape[-2], key.shape[-2])
     # One query's keys are shared out among blocks.
-    decodes = query.shape[-2] == 1 and not (call.needs_grad or call.need_weights or call.dropout_p)
-    if key.shape[-2] > MAX_KEYS and not decodes:
-        return f"it takes up to {MAX_KEYS} keys and the call has {key.shape[-2]}"
+    decodes = queries == 1 and not (call.needs_grad or call.need_weights or call.dropout_p)
+    if keys > MAX_KEYS and not decodes:
+        return f"it takes up to {MAX_KEYS} keys and the call has {keys}"
     return _refuse_place(call)
 
 

@@ -216,6 +216,8 @@ def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
     for letter in (*leading, *rule.by.replace(".", "")):
         if letter == "0" and lead == 0:
             continue
+        if given.get("longest") is not None and letter != "h":
+            continue  # packed sequences lie in one tensor
         if (linear or letter not in rule.if_linear) and (
             not drops or letter in rule.despite_dropout
         ):
@@ -284,6 +286,9 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
 def flops(rule: Rule, given: dict[str, Any]) -> int:
     """Of a call's products, as torch counts those of its own operators."""
     _, sizes = _letters(rule, given)
+    if (longest := given.get("longest")) is not None:  # as if they were padded
+        sizes["b"] = {given["key_lengths"].shape[0] - 1}
+        sizes["t"], sizes["s"] = {longest[0]}, {longest[1]}
     leading = math.prod(given["input"].shape[: _lead(rule, given)]) if "input" in given else 1
     total = 0
     for product in rule.products.split():

@@ -48,6 +48,7 @@ def prepare_attend(
     need_weights: bool,
     enable_gqa: bool = False,
     query_lengths: Tensor | None = None,
+    longest: tuple[int, int] | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
     seed = draw_seed(query.device) if 0.0 < dropout_p < 1.0 else None
     tensors = (query, key, value)
@@ -62,12 +63,17 @@ def prepare_attend(
         key_lengths,
         need_weights,
         query_lengths=query_lengths,
+        longest=longest,
     )
     arguments = (
         query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed, enable_gqa,
         need_weights,
     )  # fmt: skip
-    return call, arguments if query_lengths is None else (*arguments, query_lengths)
+    if query_lengths is None:
+        return call, arguments
+    return call, (*arguments, query_lengths) if longest is None else (
+        *arguments, query_lengths, longest,
+    )  # fmt: skip
 
 
 def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -114,6 +120,7 @@ def prepare_scaled_dot_product_attention(
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
     need_weights: bool = False,
+    longest: tuple[int, int] | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
     require_tensor(NAME, "query", 1, query)
     require_tensor(NAME, "key", 2, key)
@@ -146,13 +153,13 @@ def prepare_scaled_dot_product_attention(
     check_sizes(query, key, value, enable_gqa)
     if attn_mask is not None:
         attn_mask = mask_to_four(attn_mask, batch, (query.shape[1], query.shape[2], key.shape[2]))
-    if key_lengths is not None:
+    if longest is None and key_lengths is not None:
         check_lengths("key_lengths", key_lengths, query.shape[0])
-    if query_lengths is not None:
+    if longest is None and query_lengths is not None:
         check_lengths("query_lengths", query_lengths, query.shape[0])
     return prepare_attend(
         query, key, value, attn_mask, key_lengths, is_causal, scale, p, need_weights, enable_gqa,
-        query_lengths,
+        query_lengths, longest,
     )  # fmt: skip
 
 
@@ -300,42 +307,28 @@ def varlen_attn(
             )
     check_starts(cu_seq_q, cu_seq_k)
     require_same_device("query", query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
-    found = scaled_dot_product_attention(
-        _padded(query, cu_seq_q, max_q),
-        _padded(key, cu_seq_k, max_k),
-        _padded(value, cu_seq_k, max_k),
-        None,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        key_lengths=cu_seq_k.diff(),
-        query_lengths=cu_seq_q.diff(),
-        backend=backend,
-    )
-    assert isinstance(found, Tensor)
-    return _packed(found, cu_seq_q, query.shape[0])
+    if cu_seq_k is cu_seq_q and torch.compiler.is_compiling():
+        cu_seq_k = cu_seq_k.view_as(
+            cu_seq_k
+        )  # an autograd function is traced with distinct tensors
+    # Rows (N, H, D) as (1, H, N, D).
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
+    longest = (max_q, max_k)
+    others = (dropout_p, is_causal, scale, enable_gqa, backend, longest)
+    remembered = memo.key_of("attention", tensors, others)
+    if (again := memo.find(remembered)) is not None:
+        return again(*tensors)  # type: ignore[no-any-return]
+    if is_torchs(query, key, value):
+        require_unnamed("attention", backend)
+        backend = "reference"  # plain PyTorch
+    call, arguments = prepare_scaled_dot_product_attention(
+        q, k, v, None, dropout_p, is_causal, scale, enable_gqa, key_lengths=cu_seq_k,
+        query_lengths=cu_seq_q, longest=longest,
+    )  # fmt: skip
+    return memo.run(remembered, tensors, call, arguments, backend, _rows)  # type: ignore[no-any-return]
 
 
-def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Rows (N, H, D) as (B, H, length, D); what stands behind a sequence's end is not to be read."""
-    batch = starts.shape[0] - 1
-    if x.shape[0] == 0:
-        return x.new_zeros((batch, x.shape[1], length, x.shape[2]))
-    place = starts[:-1, None] + torch.arange(length, device=x.device)
-    rows = x.index_select(0, place.clamp_(0, x.shape[0] - 1).flatten())
-    return rows.unflatten(0, (batch, length)).transpose(1, 2)
-
-
-def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(B, H, T, D) as rows (N, H, D); those that no sequence has are zero."""
-    batch, _, length, _ = x.shape
-    row = torch.arange(rows, device=x.device)
-    flat = x.transpose(1, 2).flatten(0, 1)
-    if flat.shape[0] == 0:
-        return flat.new_zeros((rows, *flat.shape[1:]))
-    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
-    within = row - starts.index_select(0, sequence)
-    none = (sequence == batch) | (within < 0) | (within >= length)
-    place = (sequence * length + within).masked_fill_(none, 0)
-    return flat.index_select(0, place).masked_fill(none[:, None, None], 0.0)
+def _rows(results: tuple[Tensor, Tensor | None]) -> Tensor:
+    """(1, H, N, D) as (N, H, D)."""
+    return results[0][0].transpose(0, 1)

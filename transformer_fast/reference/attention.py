@@ -3,13 +3,18 @@
     output = softmax(scale * Q K^T + mask) V
 
 Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), mask broadcastable to
-(B, H, T, S), key_lengths and query_lengths (B,). Decided here, for every backend:
+(B, H, T, S), key_lengths and query_lengths (B,). Of packed sequences query (1, H, N, D), key
+(1, Hkv, M, D), value (1, Hkv, M, Dv), key_lengths and query_lengths (B + 1,), where each sequence
+begins and, behind the last, where that ends, and longest (T, S); they have no mask and no weights.
+Decided here, for every backend:
 
 - a bool mask says where a query may attend; a float mask is added, and its -inf hides;
 - causal is aligned to the upper left: query t sees keys s <= t;
 - keys at positions >= key_lengths[b] are hidden;
 - queries at positions >= query_lengths[b] are no queries: they see nothing, and what stands there,
   or in the gradients of their results, reaches nothing;
+- packed sequences give what they give when they are padded to T queries and S keys; what a sequence
+  has beyond those is left out, and rows of no sequence are no queries;
 - a query that sees nothing gets output 0, weights 0 and gradients 0;
 - what stands at hidden places (NaN, inf) never reaches the output of a query it is hidden from;
 - half types are computed in fp32 and rounded once, at the end.
@@ -55,13 +60,18 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def taking_query_lengths(attention: Attention) -> Attention:
-    """``attention`` with ``query_lengths`` as one more argument, for one that knows none.
+    """``attention`` with ``query_lengths`` and ``longest`` as further arguments, for one that knows none.
 
-    Rows beyond are 0 on the way in and on the way out, and so are their gradients.
+    Rows beyond are 0 on the way in and on the way out, and so are their gradients. Packed sequences
+    are padded, and the result is packed again.
     """
 
     @functools.wraps(attention)
     def run(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        if len(arguments) == 13:
+            if arguments[12] is not None:
+                return of_padded(run, *arguments), None
+            arguments = arguments[:12]
         if len(arguments) == 11 or arguments[11] is None:
             return attention(*arguments[:11])
         query, *rest, query_lengths = arguments
@@ -75,6 +85,60 @@ def taking_query_lengths(attention: Attention) -> Attention:
         return output.masked_fill(beyond, 0.0), weights
 
     return run
+
+
+def of_padded(
+    attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    enable_gqa: bool,
+    need_weights: bool,
+    query_lengths: Tensor,
+    longest: tuple[int, int],
+) -> Tensor:
+    """The output of packed sequences, by way of padded ones; nothing waits for the device."""
+    assert attn_mask is None
+    assert not need_weights
+    queries, keys = longest
+    output, _ = attention(
+        _padded(query[0], query_lengths, queries), _padded(key[0], key_lengths, keys),
+        _padded(value[0], key_lengths, keys), None, key_lengths.diff(), is_causal, scale, dropout_p,
+        seed, enable_gqa, False, query_lengths.diff(),
+    )  # fmt: skip
+    return _packed(output, query_lengths, query.shape[2])[None]
+
+
+def _padded(x: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Rows (H, N, D) as (B, H, length, D); what stands behind a sequence's end is not to be read."""
+    heads, rows, size = x.shape
+    batch = starts.shape[0] - 1
+    if rows == 0:
+        return x.new_zeros((batch, heads, length, size))
+    place = starts[:-1, None] + torch.arange(length, device=x.device)
+    found = x.transpose(0, 1).index_select(0, place.clamp_(0, rows - 1).flatten())
+    return found.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _packed(x: Tensor, starts: Tensor, rows: int) -> Tensor:
+    """(B, H, T, D) as rows (H, N, D); those that no sequence has are zero."""
+    batch, _, length, _ = x.shape
+    row = torch.arange(rows, device=x.device)
+    flat = x.transpose(1, 2).flatten(0, 1)
+    if flat.shape[0] == 0:
+        return flat.new_zeros((rows, *flat.shape[1:])).transpose(0, 1)
+    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+    within = row - starts.index_select(0, sequence)
+    none = (sequence == batch) | (within < 0) | (within >= length)
+    place = (sequence * length + within).masked_fill_(none, 0)
+    found = flat.index_select(0, place).masked_fill(none[:, None, None], 0.0)
+    return found.transpose(0, 1)
 
 
 def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:

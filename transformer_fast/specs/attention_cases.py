@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,22 +29,14 @@ def arrange(
     gqa: bool = False,
     weights: bool = False,
     query_lengths: Tensor | None = None,
+    longest: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
     """The positional arguments of ``reference.attention``."""
-    return (
-        query,
-        key,
-        value,
-        mask,
-        lengths,
-        causal,
-        scale,
-        dropout_p,
-        seed,
-        gqa,
-        weights,
+    arguments = (
+        query, key, value, mask, lengths, causal, scale, dropout_p, seed, gqa, weights,
         query_lengths,
-    )
+    )  # fmt: skip
+    return arguments if longest is None else (*arguments, longest)
 
 
 def _attention(
@@ -80,6 +72,23 @@ def _attention(
             seed=draw.seed() if 0.0 < dropout_p < 1.0 else None,
             gqa=h != heads,
             **rest,
+        )
+
+    return build
+
+
+def _in_sequence(
+    heads: int, lengths: Sequence[int], size: int, *, causal: bool = False
+) -> Callable[[Draw], tuple[Any, ...]]:
+    """Packed sequences that attend to themselves, as one projection makes them."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        rows = draw.normal(sum(lengths), 3, heads, size)
+        query, key, value = (x.transpose(0, 1)[None] for x in rows.unbind(1))
+        starts = torch.tensor([0, *lengths], device=draw.device).cumsum(0)
+        longest = max(lengths), max(lengths)
+        return arrange(
+            query, key, value, lengths=starts, query_lengths=starts, causal=causal, longest=longest
         )
 
     return build

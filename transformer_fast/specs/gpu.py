@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_cases import _attention
+from .attention_cases import _attention, _in_sequence
 from .cross_entropy import _linear_loss, _loss
 from .feed_forward import _feed_forward
 from .layer_norm import _add_bench, _bench
@@ -77,8 +77,21 @@ def _attention_case(
     return case(name + (f", dropout {dropout_p}" if dropout_p else ""), build)
 
 
+def _packed_case(heads: int, sequences: int, longest: int, size: int) -> Case:
+    # From half of the longest to all of it.
+    lengths = [longest - i * longest // (2 * sequences) for i in range(sequences)]
+    name = f"{sequences} packed sequences of up to {longest}, ({heads},{size})"
+    return case(name, _in_sequence(heads, lengths, size))
+
+
 def _attentions() -> Iterator[GpuCase]:
     for size in (64, 128):
+        for longest, few, many in ((128, (4, 3), (16, 32)), (1024, (2, 2), (16, 8))):
+            yield GpuCase(
+                "attention",
+                _packed_case(*few, longest, size),
+                _packed_case(*many, longest, size),
+            )
         for seen in _VISIBLE:
             for queries, keys, checked, timed in (
                 (1, 1024, (3, 4), (32, 16)),

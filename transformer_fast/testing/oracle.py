@@ -71,6 +71,7 @@ def call_of(op: str, arguments: tuple[Any, ...]) -> Call:
         named.get("need_weights", False),
         named.get("normalized_shape", ()),
         named.get("query_lengths"),
+        named.get("longest"),
     )
 
 

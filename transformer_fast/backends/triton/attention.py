@@ -3,11 +3,13 @@
 Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, DV), attn_mask broadcastable to
 (B, H, T, S), key_lengths (B,). D and DV up to 256, padded to a power of two inside the kernel.
 What is hidden is decided as in the reference; see `attention_kernel` for NaN at hidden places.
+Packed sequences are tensors of (1, H, rows, D), read in place: lengths are where each begins.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,10 +43,16 @@ class Problem(NamedTuple):
     group: int
     architecture: int
     query_lengths: Tensor | None = None
+    packed: bool = False
 
     @property
     def head(self) -> tuple[int, int]:
         return self.query.shape[-1], self.value.shape[-1]
+
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        """Of batch, heads and rows; packed sequences differ by the row they begin at only."""
+        _, heads, rows, _ = x.stride()
+        return 0 if self.packed else x.stride(0), heads, rows
 
     @property
     def stride_length(self) -> int:
@@ -117,9 +125,15 @@ def make_problem(
     dropout_p: float,
     seed: Tensor | None,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> Problem:
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
+    if longest is not None:
+        assert key_lengths is not None
+        assert query_lengths is not None
+        assert attn_mask is None
+        batch, (queries, keys) = query_lengths.shape[0] - 1, longest
     mask = prepare_mask(attn_mask)
     natural = _is_natural(query, attn_mask, scale)
     dropout = dropout_arguments(dropout_p)
@@ -139,6 +153,7 @@ def make_problem(
         heads // key.shape[1],
         config.architecture(query.device),
         query_lengths,
+        longest is not None,
     )
 
 
@@ -163,11 +178,15 @@ def log_sum_exp(
     return torch.where(norm == 0.0, -math.inf, lse)
 
 
-def like_heads(query: Tensor, size: int) -> Tensor:
-    """An empty (B, H, T, size); in memory (B, T, H, size), so that joining the heads is free."""
+def like_heads(query: Tensor, size: int, packed: bool = False) -> Tensor:
+    """An empty (B, H, T, size); in memory (B, T, H, size), so that joining the heads is free.
+
+    ``packed``: full of zeros, for the rows that no sequence has.
+    """
     batch, heads, length, _ = query.shape
     strides = (length * heads * size, size, heads * size, 1)
-    return query.new_empty_strided((batch, heads, length, size), strides)
+    found = query.new_empty_strided((batch, heads, length, size), strides)
+    return found.zero_() if packed else found
 
 
 def attention_forward(
@@ -181,13 +200,15 @@ def attention_forward(
     dropout_p: float,
     seed: Tensor | None,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(output, shift, norm): the last two (B, H, T) fp32, for the backward and the weights."""
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths
-    )
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
+        longest,
+    )  # fmt: skip
     batch, heads, queries, keys = problem.sizes
-    output = like_heads(query, value.shape[-1])
+    output = like_heads(query, value.shape[-1], problem.packed)
     shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     norm = torch.empty_like(shift)
     if decodes(problem):
@@ -215,10 +236,10 @@ def attention_forward(
         output,
         shift,
         norm,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *output.stride()[:3],
+        *problem.strides(q),
+        *problem.strides(k),
+        *problem.strides(v),
+        *problem.strides(output),
         *mask.strides,
         problem.stride_length,
         problem.stride_query_length,
@@ -235,7 +256,8 @@ def attention_forward(
         BLOCK_T=tile.queries,
         BLOCK_S=tile.keys,
         LISTED=lists is not None,
-        RAGGED=keys % tile.keys != 0,
+        RAGGED=problem.lengths is None and keys % tile.keys != 0,
+        PACKED=problem.packed,
         **problem.constants(),
     )
     return output, shift, norm

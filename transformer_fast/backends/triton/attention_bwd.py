@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,8 @@ def _query_gradient(
     """(dQ, delta)."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, queries, keys = problem.sizes
-    grad_query, delta = like_heads(q, q.shape[-1]), torch.empty_like(shift)
+    grad_query = like_heads(q, q.shape[-1], problem.packed)
+    delta = torch.empty_like(shift)
     tile = config.attention_backward_query(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )
@@ -49,12 +52,12 @@ def _query_gradient(
         norm,
         delta,
         grad_query,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *output.stride()[:3],
-        *grad_output.stride()[:3],
-        *grad_query.stride()[:3],
+        *problem.strides(q),
+        *problem.strides(k),
+        *problem.strides(v),
+        *problem.strides(output),
+        *problem.strides(grad_output),
+        *problem.strides(grad_query),
         *mask.strides,
         problem.stride_length,
         problem.stride_query_length,
@@ -74,7 +77,8 @@ def _query_gradient(
         BLOCK_T=tile.queries,
         BLOCK_S=tile.keys,
         LISTED=lists is not None,
-        RAGGED=keys % tile.keys != 0,
+        RAGGED=problem.lengths is None and keys % tile.keys != 0,
+        PACKED=problem.packed,
         **problem.constants(),
     )
     return grad_query, delta
@@ -91,7 +95,8 @@ def _key_gradients(
     """(dK, dV)."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, _, queries, keys = problem.sizes
-    grad_key, grad_value = like_heads(k, k.shape[-1]), like_heads(v, v.shape[-1])
+    grad_key = like_heads(k, k.shape[-1], problem.packed)
+    grad_value = like_heads(v, v.shape[-1], problem.packed)
     tile = config.attention_backward_key(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )
@@ -115,12 +120,12 @@ def _key_gradients(
         delta,
         grad_key,
         grad_value,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *grad_output.stride()[:3],
-        *grad_key.stride()[:3],
-        *grad_value.stride()[:3],
+        *problem.strides(q),
+        *problem.strides(k),
+        *problem.strides(v),
+        *problem.strides(grad_output),
+        *problem.strides(grad_key),
+        *problem.strides(grad_value),
         *mask.strides,
         problem.stride_length,
         problem.stride_query_length,
@@ -140,8 +145,9 @@ def _key_gradients(
         BLOCK_T=tile.queries,
         BLOCK_S=tile.keys,
         LISTED=lists is not None,
-        RAGGED=queries % tile.queries != 0,
-        RAGGED_KEYS=keys % tile.keys != 0,
+        RAGGED=problem.query_lengths is None and queries % tile.queries != 0,
+        RAGGED_KEYS=mask.data is not None and keys % tile.keys != 0,
+        PACKED=problem.packed,
         **problem.constants(),
     )
     return grad_key, grad_value
@@ -236,6 +242,7 @@ def attention_backward(
     norm: Tensor,
     need_mask: bool,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and, if ``need_mask``, of the additive attn_mask.
 
@@ -243,8 +250,9 @@ def attention_backward(
     gradient of the returned weights, and then ``weights`` are those.
     """
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths
-    )
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
+        longest,
+    )  # fmt: skip
     grad_output = with_unit_stride(grad_output)
     extra = None
     if grad_weights is not None:

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .arithmetic import dot, narrow, store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import PER_BATCH, any_not_finite, load_rows, sequence_end, store_rows, tile_number
+from .tiles import PER_BATCH, any_not_finite, load_rows, sequence, store_rows, tile_number
 
 
 @triton.jit(do_not_specialize=PER_BATCH)
@@ -61,7 +61,8 @@ def attention_backward_query_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, LISTED: tl.constexpr,
-    RAGGED: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(queries, BLOCK_T)
     program = tl.program_id(0)
@@ -73,14 +74,15 @@ def attention_backward_query_kernel(
     first = tile * BLOCK_T
     query = first + tl.arange(0, BLOCK_T)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_base = k_ptr + b * stride_kb + (h // group) * stride_kh
-    v_base = v_ptr + b * stride_vb + (h // group) * stride_vh
-    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
-    at = q_ptr + b * stride_qb + h * stride_qh
+    begin, query_end = sequence(query_length_ptr, stride_query_length, b, queries, PACKED)
+    key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
+    k_base = k_ptr + b * stride_kb + (h // group) * stride_kh + key_begin * stride_ks
+    v_base = v_ptr + b * stride_vb + (h // group) * stride_vh + key_begin * stride_vs
+    at = q_ptr + b * stride_qb + h * stride_qh + begin * stride_qt
     q = load_rows(at, query, stride_qt, column, query_end, D, True)
-    at = do_ptr + b * stride_gb + h * stride_gh
+    at = do_ptr + b * stride_gb + h * stride_gh + begin * stride_gt
     do = load_rows(at, query, stride_gt, column_v, query_end, DV, True)
-    at = out_ptr + b * stride_ob + h * stride_oh
+    at = out_ptr + b * stride_ob + h * stride_oh + begin * stride_ot
     out = load_rows(at, query, stride_ot, column_v, query_end, DV, True)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     row = bh.to(tl.int64) * queries + query
@@ -100,7 +102,6 @@ def attention_backward_query_kernel(
 
     BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
     MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
-    end = sequence_end(length_ptr, stride_length, b, keys)
     list_ptr = number_ptr
     if LISTED:
         list_row = b * stride_list_b + h * stride_list_h + tile
@@ -148,8 +149,10 @@ def attention_backward_query_kernel(
             dq = dot(narrow(dscores, k), k, dq, PRECISION)
     if query_length_ptr is not None:
         dq = tl.where((query < query_end)[:, None], dq, 0.0)
-    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
-    store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, queries, D)
+    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh + begin * stride_dqt
+    # Behind a packed sequence lies the next.
+    rows = query_end if PACKED else queries
+    store_rows(dq_base, query, stride_dqt, column, dq * grad_scale, rows, D)
 
     # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
     if CAUSAL or MASK != 0:
@@ -218,8 +221,9 @@ def attention_backward_key_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, LISTED: tl.constexpr,
-    RAGGED: tl.constexpr,  # queries is no multiple of BLOCK_T
-    RAGGED_KEYS: tl.constexpr,  # keys is no multiple of BLOCK_S: a mask has no entries there
+    RAGGED: tl.constexpr,  # queries is no multiple of BLOCK_T, and there are no lengths of them
+    RAGGED_KEYS: tl.constexpr,  # keys is no multiple of BLOCK_S, where a mask has no entries
+    PACKED: tl.constexpr,
     DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(keys, BLOCK_S)
@@ -230,13 +234,15 @@ def attention_backward_key_kernel(
     start = tile * BLOCK_S
     key = start + tl.arange(0, BLOCK_S)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    end = sequence_end(length_ptr, stride_length, b, keys)
-    k = load_rows(k_ptr + b * stride_kb + hk * stride_kh, key, stride_ks, column, end, D, True)
-    v = load_rows(v_ptr + b * stride_vb + hk * stride_vh, key, stride_vs, column_v, end, DV, True)
+    key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
+    at = k_ptr + b * stride_kb + hk * stride_kh + key_begin * stride_ks
+    k = load_rows(at, key, stride_ks, column, end, D, True)
+    at = v_ptr + b * stride_vb + hk * stride_vh + key_begin * stride_vs
+    v = load_rows(at, key, stride_vs, column_v, end, DV, True)
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
-    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
+    begin, query_end = sequence(query_length_ptr, stride_query_length, b, queries, PACKED)
     all_tiles = tl.cdiv(query_end, BLOCK_T)
     if start >= end:
         all_tiles = 0
@@ -246,8 +252,8 @@ def attention_backward_key_kernel(
     dv = tl.zeros([BLOCK_S, BLOCK_DV], tl.float32)
     for member in range(0, group):
         h = hk * group + member
-        q_base = q_ptr + b * stride_qb + h * stride_qh
-        do_base = do_ptr + b * stride_gb + h * stride_gh
+        q_base = q_ptr + b * stride_qb + h * stride_qh + begin * stride_qt
+        do_base = do_ptr + b * stride_gb + h * stride_gh + begin * stride_gt
         row_base = (b * key_heads * group + h) * queries
         mask_base = mask_ptr
         if MASK != 0:
@@ -321,11 +327,12 @@ def attention_backward_key_kernel(
                 dk = dot(narrow(dscores, q), q, dk, PRECISION)
     # Hidden keys of this tile may hold anything, and only their own rows have it.
     seen = (key < end)[:, None]
-    dk_base = dk_ptr + b * stride_dkb + hk * stride_dkh
-    dv_base = dv_ptr + b * stride_dvb + hk * stride_dvh
+    dk_base = dk_ptr + b * stride_dkb + hk * stride_dkh + key_begin * stride_dks
+    dv_base = dv_ptr + b * stride_dvb + hk * stride_dvh + key_begin * stride_dvs
     dk, dv = tl.where(seen, dk * grad_scale, 0.0), tl.where(seen, dv, 0.0)
-    store_rows(dk_base, key, stride_dks, column, dk, keys, D)
-    store_rows(dv_base, key, stride_dvs, column_v, dv, keys, DV)
+    rows = end if PACKED else keys
+    store_rows(dk_base, key, stride_dks, column, dk, rows, D)
+    store_rows(dv_base, key, stride_dvs, column_v, dv, rows, DV)
 
     # Only a mask makes queries that see nothing.
     if MASK != 0:

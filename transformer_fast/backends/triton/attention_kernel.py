@@ -31,7 +31,7 @@ from .tiles import (
     largest,
     load_rows,
     power,
-    sequence_end,
+    sequence,
     store_rows,
     tile_number,
     visible_scores,
@@ -86,7 +86,8 @@ def attention_forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, LISTED: tl.constexpr,
-    RAGGED: tl.constexpr,  # keys is no multiple of BLOCK_S
+    RAGGED: tl.constexpr,  # keys is no multiple of BLOCK_S, and there are no lengths
+    PACKED: tl.constexpr,  # lengths are offsets into tensors of (1, H, rows, D)
     DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(queries, BLOCK_T)
@@ -100,10 +101,11 @@ def attention_forward_kernel(
     first = tile * BLOCK_T
     query = first + tl.arange(0, BLOCK_T)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_base = k_ptr + b * stride_kb + (h // group) * stride_kh
-    v_base = v_ptr + b * stride_vb + (h // group) * stride_vh
-    query_end = sequence_end(query_length_ptr, stride_query_length, b, queries)
-    q_base = q_ptr + b * stride_qb + h * stride_qh
+    begin, query_end = sequence(query_length_ptr, stride_query_length, b, queries, PACKED)
+    key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
+    k_base = k_ptr + b * stride_kb + (h // group) * stride_kh + key_begin * stride_ks
+    v_base = v_ptr + b * stride_vb + (h // group) * stride_vh + key_begin * stride_vs
+    q_base = q_ptr + b * stride_qb + h * stride_qh + begin * stride_qt
     q = load_rows(q_base, query, stride_qt, column, query_end, D, True)
     dropout_row = bh.to(tl.int64) * queries + query
     seed = 0
@@ -115,7 +117,6 @@ def attention_forward_kernel(
 
     BOUNDED: tl.constexpr = RAGGED or length_ptr is not None
     MASKED: tl.constexpr = CAUSAL or MASK != 0 or BOUNDED
-    end = sequence_end(length_ptr, stride_length, b, keys)
     list_ptr = number_ptr
     if LISTED:
         row = b * stride_list_b + h * stride_list_h + tile
@@ -184,8 +185,10 @@ def attention_forward_kernel(
     if DROPOUT:
         share *= keep_scale
     accumulator *= share[:, None]
-    out_base = out_ptr + b * stride_ob + h * stride_oh
-    store_rows(out_base, query, stride_ot, column_v, accumulator, queries, DV)
+    out_base = out_ptr + b * stride_ob + h * stride_oh + begin * stride_ot
+    # Behind a packed sequence lies the next.
+    rows = query_end if PACKED else queries
+    store_rows(out_base, query, stride_ot, column_v, accumulator, rows, DV)
 
     # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
     if CAUSAL or MASK != 0:

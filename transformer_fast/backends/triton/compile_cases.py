@@ -51,20 +51,25 @@ def _attention(
     queries: int = 2048,
     weights: bool = False,
     group: int = 1,
+    packed: bool = False,
 ) -> None:
-    q = _meta(4, 8, queries, head, dtype=dtype)
-    k = _meta(4, 8 // group, 2048, head, dtype=dtype)
+    batch = 1 if packed else 4
+    q = _meta(batch, 8, queries, head, dtype=dtype)
+    k = _meta(batch, 8 // group, 2048, head, dtype=dtype)
     attn_mask = None if mask is None else _meta(1, 8, queries, 2048, dtype=mask)
     seed = _meta(dtype=torch.int64) if dropout_p else None
-    key_lengths = _meta(4, dtype=torch.int64) if lengths else None
-    ends = _meta(4, dtype=torch.int64) if query_lengths else None
+    places = 5 if packed else 4
+    key_lengths = _meta(places, dtype=torch.int64) if lengths or packed else None
+    ends = _meta(places, dtype=torch.int64) if query_lengths or packed else None
+    longest = (512, 512) if packed else None
     arguments = (q, k, k, attn_mask, key_lengths, causal, 0.125, dropout_p, seed)
-    output, shift, norm = attention_forward(*arguments, ends)
+    output, shift, norm = attention_forward(*arguments, ends, longest)
     if weights:
         attention_weights(make_problem(*arguments, ends), shift, norm)
     if queries > 1:
         learned = attn_mask is not None and attn_mask.is_floating_point()
-        attention_backward(output, None, *arguments, output, None, shift, norm, learned, ends)
+        kept = (output, None, shift, norm)
+        attention_backward(output, None, *arguments, *kept, learned, ends, longest)
 
 
 def _layer_norm(columns: int, dtype: torch.dtype, dropout_p: float) -> None:
@@ -138,6 +143,9 @@ def cases(
             yield _named(
                 f"{at} lengths of both", _attention, head, dtype, lengths=True, query_lengths=True
             )
+            for causal in (False, True):
+                name = f"{at} packed{', causal' if causal else ''}"
+                yield _named(name, _attention, head, dtype, packed=True, causal=causal)
             yield _named(f"{at} groups, causal", _attention, head, dtype, causal=True, group=2)
             yield _named(
                 f"{at} one query", _attention, head, dtype, queries=1, lengths=True, group=2

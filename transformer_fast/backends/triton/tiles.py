@@ -150,11 +150,26 @@ def visible_scores(
 @triton.jit
 def sequence_end(length_ptr, stride, batch, places):
     """How many places of a sequence are real: all, or its length, kept between 0 and ``places``."""
+    return sequence(length_ptr, stride, batch, places, False)[1]
+
+
+@triton.jit
+def sequence(length_ptr, stride, batch, places, PACKED: tl.constexpr):
+    """(row of a sequence's first place, how many of its places are real).
+
+    PACKED: sequences lie one behind the other in one tensor, and instead of lengths there is where each
+    begins and, behind the last, where that ends. Otherwise each has rows of its own, from 0.
+    """
+    begin = 0
     end = places
     if length_ptr is not None:
-        length = tl.load(length_ptr + batch.to(tl.int64) * stride)
-        end = tl.maximum(tl.minimum(length.to(tl.int64), places), 0).to(tl.int32)
-    return end
+        at = length_ptr + batch.to(tl.int64) * stride
+        length = tl.load(at).to(tl.int64)
+        if PACKED:
+            begin = length
+            length = tl.load(at + stride).to(tl.int64) - begin
+        end = tl.maximum(tl.minimum(length, places), 0).to(tl.int32)
+    return begin, end
 
 
 @triton.jit

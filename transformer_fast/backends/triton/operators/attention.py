@@ -25,13 +25,14 @@ def _run(
     seed: Tensor | None,
     need_weights: bool,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     from ..attention import attention_forward, make_problem
     from ..attention_weights import attention_weights
 
     arguments = (
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-        query_lengths,
+        query_lengths, longest,
     )  # fmt: skip
     output, shift, norm = attention_forward(*arguments)
     weights = absent(query)
@@ -57,8 +58,12 @@ def _fake(
     seed: Tensor | None,
     need_weights: bool,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     batch, heads, length, _ = query.shape
+    if longest is not None:
+        assert query_lengths is not None
+        batch, length = query_lengths.shape[0] - 1, longest[0]
     shift = query.new_empty((batch, heads, length), dtype=torch.float32)
     weights = absent(query)
     if need_weights:
@@ -84,6 +89,7 @@ def _run_backward(
     norm: Tensor,
     need_mask: bool,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     from ..attention_bwd import attention_backward
 
@@ -105,6 +111,7 @@ def _run_backward(
         norm,
         need_mask,
         query_lengths,
+        longest,
     )
     return dquery, dkey, dvalue, given(dmask, query)
 
@@ -127,6 +134,7 @@ def _fake_backward(
     norm: Tensor,
     need_mask: bool,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     dmask = absent(query)
     if need_mask:
@@ -143,7 +151,8 @@ def _fake_backward(
 _forward = define(
     "triton_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask,"
     " Tensor? key_lengths, bool is_causal, float scale, float dropout_p, Tensor? seed,"
-    " bool need_weights, Tensor? query_lengths=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool need_weights, Tensor? query_lengths=None, SymInt[]? longest=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -151,7 +160,8 @@ _backward = define(
     "triton_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key,"
     " Tensor value, Tensor? attn_mask, Tensor? key_lengths, bool is_causal, float scale,"
     " float dropout_p, Tensor? seed, Tensor output, Tensor? weights, Tensor shift, Tensor norm,"
-    " bool need_mask, Tensor? query_lengths=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool need_mask, Tensor? query_lengths=None, SymInt[]? longest=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
 )
@@ -175,10 +185,11 @@ def _attention_backward(
     norm: Tensor,
     wants: Sequence[bool],
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     return _backward(  # type: ignore[no-any-return]
         grad, grad_weights, query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p,
-        seed, output, weights, shift, norm, wants[3], query_lengths,
+        seed, output, weights, shift, norm, wants[3], query_lengths, longest,
     )  # fmt: skip
 
 
@@ -198,17 +209,18 @@ def attention(
     enable_gqa: bool,
     need_weights: bool,
     query_lengths: Tensor | None = None,
+    longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     if query.numel() == 0 or value.numel() == 0:
         return reference.attention(
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            enable_gqa, need_weights, query_lengths,
+            enable_gqa, need_weights, query_lengths, longest,
         )  # fmt: skip
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
     arguments = (
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights,
-        query_lengths,
+        query_lengths, longest,
     )  # fmt: skip
     if needs_function(query, key, value, attn_mask):
         return Attention.apply("triton", *arguments)  # type: ignore[no-untyped-call, no-any-return]
