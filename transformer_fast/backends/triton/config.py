@@ -90,7 +90,7 @@ def cross_entropy(columns: int) -> RowTile:
     """16 elements a thread, each with its logit and two sums in registers; longer rows in blocks."""
     block = min(4096, max(16, next_power_of_2(columns)))
     if INTERPRETED:
-        return RowTile(4, min(64, block), 1)
+        return RowTile(4, max(min(64, block), block // 8), 1)
     return RowTile(max(1, 1024 // block), block, max(1, min(8, block // 512)))
 
 
