@@ -63,7 +63,7 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_random_numbers() -> None:
-    torch.manual_seed(20170612)
+    torch.default_generator.manual_seed(20170612)
 
 
 @pytest.fixture(autouse=True)
