@@ -1,4 +1,4 @@
-"""What kernel tests share: the kernels that can run here, and the truth, computed once a call."""
+"""What kernel tests share: the kernels that can run here, and what runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.specs import OPS
-from transformer_fast.testing import Truth, all_among_nan, call_of, check, nan_memory, truth_of
+from transformer_fast.testing import Truth, all_among_nan, call_of, check, nan_memory
 
 #: Those that an fp64 oracle can judge.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,12 +107,6 @@ def drawn(op: str, case: str, dtype: torch.dtype) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     arguments: tuple[Any, ...] = OPS[op].case(case).build(dtype, "cpu", generator)
     return arguments
-
-
-@functools.cache
-def truth_of_case(op: str, case: str, dtype: torch.dtype) -> Truth:
-    """The truth about a case, computed once."""
-    return truth_of(op, drawn(op, case, dtype))
 
 
 def on(target: Target, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -38,6 +39,33 @@ def test_another_order_of_sums_passes(op, generator):
         rounded = tuple(None if x is None else x.float() for x in testing.oracle(op, arguments))
         parity = testing.check(op, rounded[0] if len(rounded) == 1 else rounded, arguments)
         assert parity.ratio <= 1.0
+
+
+def test_truths_of_the_same_values_are_worked_out_once(monkeypatch):
+    once = arguments_of("linear", "bias")
+    for truth in (testing.truth_of, testing.truth_of_gradients):
+        known = truth("linear", once)
+        assert truth("linear", testing.all_among_nan(once)) is known
+        changed = once[0].clone()
+        changed.view(-1)[-1] += 1
+        for other in (
+            (changed, *once[1:]),
+            (once[0].t().contiguous().t(), *once[1:]),
+            (once[0][:-1], *once[1:]),
+            (*once[:3], "relu", once[4]),
+        ):
+            assert truth("linear", other) is not known
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "linear", lambda *a, right=reference.linear: 2 * right(*a))
+            assert truth("linear", once) is not known
+        assert truth("linear", once) is known
+
+
+def test_remembered_truths_are_bounded(monkeypatch):
+    module = importlib.import_module("transformer_fast.testing.oracle")
+    monkeypatch.setattr(module, "MOST_REMEMBERED", 0)
+    once = torch.randn(3, 5), torch.randn(2, 5), None, None, None
+    assert testing.truth_of("linear", once) is not testing.truth_of("linear", once)
 
 
 # Gradients ---------------------------------------------------------------------------------------

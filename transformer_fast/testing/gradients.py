@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ..specs import OPS
-from .oracle import FACTORS, as_results, is_floating, promote, require_grad, scaled, tries_for
+from .oracle import (
+    FACTORS,
+    as_results,
+    is_floating,
+    promote,
+    remembered,
+    require_grad,
+    scaled,
+    tries_for,
+)
 from .parity import GRADIENT_FACTOR, Parity, compare, relative_error, worst_of
 
 
@@ -79,6 +88,7 @@ class GradientTruth:
     units: dict[str, float]
 
 
+@remembered
 def truth_of_gradients(
     op: str,
     arguments: tuple[Any, ...],

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..specs import OPS
-from .oracle import FACTORS, as_results, scaled, tries_for
+from .oracle import FACTORS, as_results, remembered, scaled, tries_for
 from .oracle import oracle as reference_in_fp64
 
 #: How many times the reference's error a kernel's results, and its gradients, may have.
@@ -146,6 +146,7 @@ class Truth:
     units: tuple[float, ...]
 
 
+@remembered
 @torch.no_grad()
 def truth_of(
     op: str,
