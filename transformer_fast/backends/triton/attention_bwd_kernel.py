@@ -235,10 +235,10 @@ def attention_backward_key_kernel(
     key = start + tl.arange(0, BLOCK_S)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
-    at = k_ptr + b * stride_kb + hk * stride_kh + key_begin * stride_ks
-    k = load_rows(at, key, stride_ks, column, end, D, True)
-    at = v_ptr + b * stride_vb + hk * stride_vh + key_begin * stride_vs
-    v = load_rows(at, key, stride_vs, column_v, end, DV, True)
+    k_base = k_ptr + b * stride_kb + hk * stride_kh + key_begin * stride_ks
+    k = load_rows(k_base, key, stride_ks, column, end, D, True)
+    v_base = v_ptr + b * stride_vb + hk * stride_vh + key_begin * stride_vs
+    v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
