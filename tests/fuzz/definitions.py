@@ -233,9 +233,12 @@ def attention(
             output[b, h] = _weighted(weights[b, h] * factor[b, h], v[b, h // group], here)
 
     def back(
-        doutput: Array, dweights: Array | None, rounded: tuple[Array, Array] | None = None
-    ) -> Gradients:
-        """``rounded``: results that the weighted mean of the slopes is to be taken from."""
+        doutput: Array, dweights: Array | None,
+        rounded: tuple[Array, Array | None, Any] | None = None,
+    ) -> Gradients:  # fmt: skip
+        """``rounded``: results, and an order of the value's channels: the slopes and their weighted
+        mean are to be taken from these in fp32, as Dao et al. 2022 do.
+        """
         dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
         ds = np.zeros(sees.shape)
         for b in range(batch):
@@ -250,11 +253,11 @@ def attention(
                 w = weights[b, h]
                 mean = (w * dp).sum(axis=1, keepdims=True)
                 if rounded is not None:
-                    off = (rounded[0] - output)[b, h]
-                    mean += (doutput[b, h] * off).sum(axis=1, keepdims=True)
-                    if dweights is not None:
-                        off = (rounded[1] - weights * factor)[b, h]
-                        mean += (dweights[b, h] * off).sum(axis=1, keepdims=True)
+                    dp, mean = _slopes(doutput[b, h], clean_v, rounded[0][b, h], rounded[2])
+                    if dweights is not None and rounded[1] is not None:
+                        dp = dp + dweights[b, h]
+                        mean = mean + (dweights[b, h] * rounded[1][b, h]).sum(axis=1, keepdims=True)
+                    dp = dp * factor[b, h]
                 ds[b, h] = w * (dp - mean)
                 clean_q = np.where(here.any(axis=1)[:, None], q[b, h], 0.0)
                 dq[b, h] = scale * ds[b, h] @ clean_k
@@ -267,6 +270,12 @@ def attention(
         return {"query": dq, "key": dk, "value": dv, "attn_mask": dmask}
 
     return (output, weights * factor), back
+
+
+def _slopes(doutput: Array, values: Array, output: Array, order: Any) -> tuple[Array, Array]:
+    """dO V^T and, for each row, dO O, summed up in fp32 in an order of their terms."""
+    do, v, o = (x[:, order].astype(np.float32) for x in (doutput, values, output))
+    return (do @ v.T).astype(np.float64), (do * o).sum(axis=1, keepdims=True).astype(np.float64)
 
 
 def _weighted(weights: Array, values: Array, sees: Any) -> Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import definitions
@@ -16,6 +18,7 @@ from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import (
     GradientTruth,
+    Parity,
     Truth,
     all_among_nan,
     call_of,
@@ -28,6 +31,7 @@ from transformer_fast.testing import (
     truth_of_gradients,
     upstream,
 )
+from transformer_fast.testing.oracle import as_results
 from transformer_fast.testing.parity import relative_error
 
 ISAS: tuple[str | None, ...] = tuple(_native.module.supported_isas()) if _native.module else (None,)
@@ -72,7 +76,7 @@ def gradient_oracle(
     op: str,
     arguments: tuple[Any, ...],
     names: tuple[str, ...] | None,
-    from_rounded: bool = False,
+    from_rounded: int | None = None,
 ) -> dict[str, Tensor]:
     results, back = _defined(op, arguments)
     dtype = arguments[0].dtype
@@ -82,12 +86,14 @@ def gradient_oracle(
         None if x is None else exact(upstream(torch.empty(x.shape, dtype=dtype), number))
         for number, x in enumerate(results)
     ]
-    if from_rounded and op == "attention":
+    if from_rounded is not None and op == "attention":
         rounded = [None if x is None else exact(torch.from_numpy(x).to(dtype)) for x in results]
-        starts.append(rounded)  # type: ignore[arg-type]
-    elif from_rounded:
+        order = np.random.default_rng(from_rounded).permutation(results[0].shape[-1])
+        starts.append((*rounded, order))  # type: ignore[arg-type]
+    elif from_rounded is not None:
         starts.append(torch.finfo(dtype).eps / 2)  # type: ignore[arg-type]
-    found = back(*starts)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = back(*starts)
     named = OPS[op].named(arguments)
     names = OPS[op].gradients_of if names is None else names
     return {
@@ -97,49 +103,138 @@ def gradient_oracle(
     }
 
 
-def other_orders(arguments: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """An attention's call with the channels of its queries and keys in other orders, and the way back.
+class Orders:
+    """The reference with what it adds up in orders of the generator's, its results in their own.
 
-    The scores are the same sums, rounded differently. Those of some hundreds have an error of 1e-5 in
-    fp32, whoever adds up; a row's weights hang on two or three of them, and a call's largest error on
-    two or three rows. So which order is the better one is luck, and the reference has only one.
+    Sums are the same, rounded differently. Whoever adds up, scores of some hundreds have an error of
+    1e-5 in fp32; a row's weights hang on two or three of them, and a call's largest error on two or
+    three rows. So do slopes of activations on products of large terms, and what is left of the
+    differences in a gradient. Which order is the better one is luck, and the reference has only one.
     """
-    query, key, *rest = arguments
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(ORDERS):
-        order = torch.randperm(query.shape[-1], generator=generator)
-        yield (query[..., order], key[..., order], *rest), order.argsort()
+
+    def __init__(self, op: str, seed: int) -> None:
+        self.reference = OPS[op].reference
+        self.run: Callable[..., Any] = getattr(self, op)
+        self.seed = seed
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        return self.run(*arguments)
+
+    def order(self, n: int, fixed: bool = False) -> Tensor:
+        return torch.arange(n) if fixed else torch.randperm(n, generator=self.generator)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        of_scores, of_values = self.order(q.shape[-1]), self.order(v.shape[-1])
+        output, weights = self.reference(
+            q[..., of_scores], k[..., of_scores], v[..., of_values], *rest
+        )
+        return output[..., of_values.argsort()], weights
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, act: Any, residual: Any) -> Tensor:
+        n, k = w.shape
+        lead = x.shape[:-1]
+        rows, of_k, of_n = self.order(lead.numel()), self.order(k), self.order(n)
+        if residual is not None:
+            residual = residual.reshape(len(rows), n)[rows][:, of_n]
+        y = self.reference(
+            x.reshape(len(rows), k)[rows][:, of_k], w[of_n][:, of_k], _at(b, of_n), act, residual
+        )
+        return y[rows.argsort()][:, of_n.argsort()].reshape(*lead, n)
+
+    def feed_forward(
+        self, x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, act: str, p: float, seed: Any
+    ) -> Tensor:
+        n, lead, drops = w2.shape[0], x.shape[:-1], seed is not None
+        rows, of_f = self.order(lead.numel(), drops), self.order(w1.shape[0], drops)
+        of_m, of_n = self.order(w1.shape[1]), self.order(n)
+        y = self.reference(
+            *(x.reshape(len(rows), len(of_m))[rows][:, of_m], w1[of_f][:, of_m], _at(b1, of_f)),
+            *(w2[of_n][:, of_f], _at(b2, of_n), act, p, seed),
+        )
+        return y[rows.argsort()][:, of_n.argsort()].reshape(*lead, n)
+
+    def layer_norm(self, x: Tensor, shape: Any, w: Any, b: Any, eps: float) -> Tensor:
+        (y,) = self.norm((x,), shape, w, b, eps)
+        return y
+
+    def add_layer_norm(
+        self, x: Tensor, y: Tensor, shape: Any, w: Any, b: Any, eps: float, p: float, seed: Any
+    ) -> Any:
+        return self.norm((x, y), shape, w, b, eps, p, seed, fixed=seed is not None)
+
+    def norm(
+        self, given: Any, shape: Any, w: Any, b: Any, *rest: Any, fixed: bool = False
+    ) -> tuple[Tensor, ...]:
+        n = math.prod(shape)
+        lead = given[0].shape[: given[0].dim() - len(shape)]
+        rows, of_n = self.order(lead.numel(), fixed), self.order(n, fixed)
+        found = self.reference(
+            *(x.reshape(len(rows), n)[rows][:, of_n] for x in given),
+            *((n,), _at(w, of_n), _at(b, of_n), *rest),
+        )
+        found = found if isinstance(found, tuple) else (found,)
+        back = rows.argsort(), of_n.argsort()
+        return tuple(x[back[0]][:, back[1]].reshape(given[0].shape) for x in found)
+
+    def cross_entropy(self, x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+        classes = self.order(x.shape[1])
+        target = _renamed(target, ignored, classes)
+        result: Tensor = self.reference(x[:, classes], target, -100, smoothing)
+        return result
+
+    def linear_cross_entropy(
+        self, x: Tensor, w: Tensor, b: Any, target: Tensor, ignored: int, smoothing: float
+    ) -> Tensor:
+        rows, of_k, classes = (self.order(n) for n in (*x.shape, w.shape[0]))
+        target = _renamed(target, ignored, classes)[rows]
+        losses: Tensor = self.reference(
+            *(x[rows][:, of_k], w[classes][:, of_k], _at(b, classes), target, -100, smoothing)
+        )
+        return losses[rows.argsort()]
 
 
-#: So many more orders in which the reference's scores are added up.
-ORDERS = 7
+def _at(x: Tensor | None, order: Tensor) -> Tensor | None:
+    return None if x is None else x.reshape(-1)[order]
 
 
-def result_truth(op: str, arguments: tuple[Any, ...]) -> Truth:
+def _renamed(target: Tensor, ignored: int, classes: Tensor) -> Tensor:
+    place = classes.argsort()[target.clamp(0, len(classes) - 1)]
+    return torch.where(target == ignored, -100, place)
+
+
+#: What passes beside the reference in its own order passes beside the worst of any others. They are
+#: asked only for what does not, and are so many.
+ORDERS = 63
+
+
+def result_truth(op: str, arguments: tuple[Any, ...], orders: int) -> Truth:
     truth = truth_of(op, arguments, oracle=oracle)
-    if op != "attention" or arguments[0].dtype != torch.float32:
-        return truth
     units = truth.units
-    for other, _ in other_orders(arguments):
+    for seed in range(orders):
         with torch.no_grad():
-            found = map(relative_error, OPS[op].reference(*other), truth.true)
-        units = tuple(map(max, units, found))
+            results = as_results(Orders(op, seed)(*arguments))
+        units = tuple(map(max, units, map(relative_error, results, truth.true)))
     return dataclasses.replace(truth, units=units)
 
 
-def gradient_truth(op: str, arguments: tuple[Any, ...], names: tuple[str, ...]) -> GradientTruth:
+def gradient_truth(
+    op: str, arguments: tuple[Any, ...], names: tuple[str, ...], orders: int
+) -> GradientTruth:
     """What is known about the gradients; those of attention and of losses may be differences.
 
     The mean of the slopes over a row's weights W is dO O + dW W. Where one key has almost all of a
-    row, that takes away almost all of its slope, and a rounding of O is much of what is left; so
-    what exact arithmetic makes of the rounded results counts as the reference's, where it is
-    farther off. So does what it makes of rounded probabilities where a loss's slopes are smaller
-    than that: with equal logits and a smoothing of 1 they vanish, in the reference by luck.
+    row, that takes away almost all of its slope, and a rounding of O is much of what is left. Where
+    values are equal it takes away all of dO V: the reference, which takes the mean of the slopes
+    themselves, has the same rounding on both sides. So what this formula gives where slopes and
+    means are summed up in fp32 and all else is exact counts as the reference's, where it is farther
+    off. So does what exact arithmetic makes of rounded probabilities where a loss's slopes are
+    smaller than that: with equal logits and a smoothing of 1 they vanish, in the reference by luck.
     """
     truth = truth_of_gradients(op, arguments, names, oracle=gradient_oracle)
     loss = "cross_entropy" in op
-    if (op == "attention" and arguments[0].dtype != torch.float64) or loss:
-        rounded = gradient_oracle(op, arguments, names, from_rounded=True)
+    for seed in range(1 + orders if op == "attention" else int(loss)):
+        rounded = gradient_oracle(op, arguments, names, from_rounded=seed)
         for name, true in truth.true.items():
             off = rounded[name] if loss else rounded[name].to(truth.expected[name].dtype)
             far = _far(off, true)
@@ -147,12 +242,10 @@ def gradient_truth(op: str, arguments: tuple[Any, ...], names: tuple[str, ...]) 
                 continue
             if off.isfinite().all() and far > _far(truth.expected[name], true):
                 truth.expected[name] = off.to(truth.expected[name].dtype)
-    if op == "attention" and arguments[0].dtype == torch.float32:
-        for other, back in other_orders(arguments):
-            for name, found in gradients(op, OPS[op].reference, other, names).items():
-                got = found[..., back] if name in ("query", "key") else found
-                error = relative_error(got, truth.true[name])
-                truth.units[name] = max(truth.units[name], error)
+    for seed in range(orders):
+        for name, found in gradients(op, Orders(op, seed), arguments, names).items():
+            error = relative_error(found, truth.true[name])
+            truth.units[name] = max(truth.units[name], error)
     return truth
 
 
@@ -193,7 +286,7 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
     pairs = list(zip(OPS[op].results, results, oracle(op, wide), strict=True))
     # Where everything cancels (the loss of a certain target), fp64 has its own rounding: of some
     # hundreds of units where the slopes of scores of some hundreds do.
-    rounding = 4 * torch.finfo(torch.float64).eps
+    rounding = 4 * torch.finfo(torch.float64).eps * (1.0 + _norm_terms(op, arguments))
     if names:
         found = truth_of_gradients(op, wide, names, oracle=gradient_oracle)
         pairs += [(name, x, found.true[name]) for name, x in found.expected.items()]
@@ -215,6 +308,22 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
             )
 
 
+def _norm_terms(op: str, arguments: tuple[Any, ...]) -> float:
+    """The largest |x| weight / sqrt(variance + eps) of a norm.
+
+    x - mean is a difference of such terms, and the rounding of the mean is as large as what is left
+    where the columns of a row are nearly equal.
+    """
+    if not op.endswith("layer_norm") or not arguments[0].numel():
+        return 0.0
+    named = OPS[op].named(arguments)
+    x = exact(arguments[0]) if op == "layer_norm" else _defined(op, arguments)[0][1]
+    rows, weight = x.reshape(-1, math.prod(named["normalized_shape"])), named["weight"]
+    largest = 1.0 if weight is None else _size(weight.double())
+    terms = np.abs(rows).max(axis=1) / np.sqrt(rows.var(axis=1) + named["eps"]) * largest
+    return float(np.where(np.isfinite(terms), terms, 0.0).max())
+
+
 def _size(x: Tensor) -> float:
     return torch.where(x.isfinite(), x.abs(), 0.0).max().item() if x.numel() else 0.0
 
@@ -232,9 +341,20 @@ def check_kernels(
     """
     arguments = all_among_nan(arguments, offset)
     before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-    truth: Truth | None = None
-    of_gradients: GradientTruth | None = None
     ran = 0
+
+    @functools.cache
+    def truth(orders: int) -> Truth:
+        return result_truth(op, arguments, orders)
+
+    @functools.cache
+    def of_gradients(orders: int) -> GradientTruth:
+        return gradient_truth(op, arguments, names, orders)
+
+    def judged(judge: Callable[[int], Parity]) -> Parity:
+        found = judge(0)
+        return found if found.ok or arguments[0].dtype != torch.float32 else judge(ORDERS)
+
     isa = _native.module.isa() if _native.module is not None else None
     try:
         for kernel, kernel_isa in kernels_of(op) if kernels is None else kernels:
@@ -253,18 +373,22 @@ def check_kernels(
                         kept.append(kernel.run(*given))
                     return kept[-1]
 
-                if truth is None:
-                    truth = result_truth(op, arguments)
                 if wanted:
-                    if of_gradients is None:
-                        of_gradients = gradient_truth(op, arguments, wanted)
-                    found = measure_gradients(op, run, arguments, names=wanted, truth=of_gradients)
+                    found = judged(
+                        lambda orders, run=run: measure_gradients(  # type: ignore[misc]
+                            op, run, arguments, names=names, truth=of_gradients(orders)
+                        )
+                    )
                     if not found.ok:
                         raise Wrong(f"{op} on {kernel.backend}, {kernel_isa}: {found}")
                 else:
                     with torch.no_grad():
                         run(*arguments)
-                found = measure(op, kept[0], arguments, truth=truth)
+                found = judged(
+                    lambda orders, kept=kept: measure(  # type: ignore[misc]
+                        op, kept[0], arguments, truth=truth(orders)
+                    )
+                )
                 if not found.ok:
                     way = "with" if wanted else "without"
                     raise Wrong(f"{op} on {kernel.backend}, {kernel_isa}, {way} gradients: {found}")

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from calls import STRATEGIES, Drawn, Numbers
-from fuzz_ruler import Wrong, _defined, check_kernels, check_reference
+from fuzz_ruler import Orders, Wrong, _defined, check_kernels, check_reference
 from hypothesis import HealthCheck, Phase, given, settings
 
 from transformer_fast import dispatch
 from transformer_fast.specs import OPS
+from transformer_fast.testing import gradients
+from transformer_fast.testing.oracle import as_results
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,52 @@ def test_a_planted_bug_is_found(op: str, bug: str) -> None:
 
     with pytest.raises(Wrong):
         check()
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * (1 + 64 * torch.finfo(dy.dtype).eps)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_planted_bug_in_gradients_is_found(op: str) -> None:
+    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "reference")
+
+    def run(*arguments: Any) -> Any:
+        result = kernel.run(*arguments)
+        one, *rest = result if isinstance(result, tuple) else (result,)
+        return (_Wrong.apply(one), *rest) if rest else _Wrong.apply(one)
+
+    wrong = dataclasses.replace(kernel, run=run)
+
+    @settings(max_examples=40, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(STRATEGIES[op](torch.float32))
+    def check(drawn: Drawn) -> None:
+        check_kernels(op, *drawn, [(wrong, None)])
+
+    with pytest.raises(Wrong):
+        check()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_other_orders_are_the_same_op(op: str) -> None:
+    arguments = _call(op)
+    expected = gradients(op, OPS[op].reference, arguments)
+    for seed in range(3):
+        results = zip(
+            as_results(Orders(op, seed)(*arguments)),
+            as_results(OPS[op].reference(*arguments)),
+            strict=True,
+        )
+        for got, result in results:
+            torch.testing.assert_close(got, result, rtol=0, atol=1e-14)
+        found = gradients(op, Orders(op, seed), arguments)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def test_a_wrong_reference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
