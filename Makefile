@@ -28,7 +28,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.txt $(PIP_FLAGS)
 STAMPS := $(VENV)/stamps
-NATIVE := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -type f)
+NATIVE := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -type f) \
+	$(wildcard transformer_fast/backends/triton/*.py)
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help

@@ -7,6 +7,10 @@ CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
 The CUDA kernels are built where nvcc is found (CUDA_HOME, PATH, the package nvidia-cuda-nvcc, or
 /usr/local/cuda), GPU or not, for TORCH_CUDA_ARCH_LIST; where it is not, or fails, everything else
 is, unless it is required. TRANSFORMER_FAST_CUDA_BUILD=0 leaves them out.
+
+Where Triton stands beside torch, it compiles attention of many keys into that library, for the same
+architectures: in the dtypes that TRANSFORMER_FAST_CUDA_EMBED names (bfloat16; "bfloat16,float16" takes
+twice as long), with 0 in none.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import subprocess
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -125,6 +131,21 @@ def cuda_architectures() -> str:
     return ";".join(found)
 
 
+def embedded_dtypes(torch_dir: Path) -> list[str]:
+    """Return what TRANSFORMER_FAST_CUDA_EMBED asks for."""
+    wanted = os.environ.get("TRANSFORMER_FAST_CUDA_EMBED", "bfloat16")
+    if wanted == "0":
+        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_EMBED=0)")
+    dtypes = sorted(set(re.split(r"[;, ]+", wanted.strip())))
+    if not set(dtypes) <= {"bfloat16", "float16"}:
+        raise SystemExit(
+            f"TRANSFORMER_FAST_CUDA_EMBED is {wanted!r}; expected 0, or of bfloat16 and float16"
+        )
+    if not (torch_dir.parent / "triton" / "__init__.py").is_file():
+        raise BuildError("Triton was not found beside torch at build time")
+    return dtypes
+
+
 def check_machine() -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
@@ -160,9 +181,19 @@ def run(command: list[str]) -> None:
         raise BuildError(f"{Path(command[0]).name} failed at build time: {detail}")
 
 
-def build(build_dir: Path, output_dir: Path) -> tuple[str, str]:
-    """Configure, compile and put the libraries into output_dir; return torch's version and why there
-    are no CUDA kernels, if so."""
+class Built(NamedTuple):
+    """What was built: torch's version, why there are no CUDA kernels, what of Triton's is among them
+    (compute capabilities, and names of dtypes), and why not."""
+
+    torch_version: str = ""
+    cuda_reason: str = ""
+    architectures: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    embed_reason: str = ""
+
+
+def build(build_dir: Path, output_dir: Path) -> Built:
+    """Configure, compile and put the libraries into output_dir."""
     check_machine()
     torch_dir, torch_version = find_torch()
     check_torch_version(torch_version)
@@ -197,22 +228,45 @@ def build(build_dir: Path, output_dir: Path) -> tuple[str, str]:
         fresh.replace(output_dir / library)
 
     make(build_dir, "_C", "_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    required = os.environ.get("TRANSFORMER_FAST_BUILD") == "require"
     try:
         nvcc = f"-DTF_NVCC={find_nvcc()}"
     except BuildError as error:
         (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
-        return torch_version, str(error)
+        return Built(torch_version, str(error))
+
+    def make_cuda(embed: Iterable[int], dtypes: Iterable[str]) -> None:
+        make(
+            build_dir / "cuda", "_C_cuda", CUDA_LIBRARY, nvcc,
+            f"-DTF_CUDA_ARCHITECTURES={architectures}", f"-DTF_EMBED={';'.join(map(str, embed))}",
+            f"-DTF_EMBED_DTYPES={';'.join(dtypes)}",
+        )  # fmt: skip
+
     try:
-        architectures = f"-DTF_CUDA_ARCHITECTURES={cuda_architectures()}"
-        make(build_dir / "cuda", "_C_cuda", CUDA_LIBRARY, nvcc, architectures)
+        architectures = cuda_architectures()
+        embed_reason = ""
+        try:
+            dtypes = embedded_dtypes(torch_dir)
+            embed = sorted({int(n) for n in re.findall(r"(\d+)[af]?-real", architectures)})
+        except BuildError as error:
+            dtypes, embed, embed_reason = [], [], str(error)
+        try:
+            make_cuda(embed, dtypes)
+        except BuildError as error:
+            if required or not embed:
+                raise
+            # A Triton that is too old, or that does not know an architecture, say.
+            warnings.warn(f"installing without embedded kernels: {error}", stacklevel=1)
+            dtypes, embed, embed_reason = [], [], str(error)
+            make_cuda(embed, dtypes)
     except BuildError as error:
         (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
-        if os.environ.get("TRANSFORMER_FAST_BUILD") == "require":
+        if required:
             raise
         # An nvcc that is too old, say; the CPU's kernels are there all the same.
         warnings.warn(f"installing without CUDA kernels: {error}", stacklevel=1)
-        return torch_version, str(error)
-    return torch_version, ""
+        return Built(torch_version, str(error))
+    return Built(torch_version, "", tuple(embed), tuple(dtypes), embed_reason)
 
 
 class CMakeBuild(build_ext):
@@ -232,26 +286,30 @@ class CMakeBuild(build_ext):
         mode = os.environ.get("TRANSFORMER_FAST_BUILD", "auto")
         if mode not in ("auto", "0", "require"):
             raise SystemExit(f"TRANSFORMER_FAST_BUILD is {mode!r}; expected auto, 0 or require")
-        reason, torch_version, cuda_reason = "", "", ""
+        reason, built = "", Built()
         try:
             if mode == "0":
                 raise BuildError("it was switched off at build time (TRANSFORMER_FAST_BUILD=0)")
-            torch_version, cuda_reason = build(build_dir, output_dir)
+            built = build(build_dir, output_dir)
         except (BuildError, OSError) as error:
             for stale in (*output_dir.glob("_C.*.so"), *output_dir.glob(CUDA_LIBRARY)):
                 stale.unlink()
             if mode == "require":
                 raise SystemExit(f"transformer_fast: native build required, but {error}") from None
-            reason = cuda_reason = str(error)
+            reason = str(error)
+            built = Built(cuda_reason=reason)
             if mode == "auto":
                 warnings.warn(f"installing without native kernels: {reason}", stacklevel=1)
         lines = [
             '"""Written by setup.py: how the native module was built, or why it was not."""',
             "",
             f"REASON = {reason!r}",
-            f"CUDA_REASON = {cuda_reason!r}",
+            f"CUDA_REASON = {built.cuda_reason!r}",
+            f"EMBEDDED_ARCHITECTURES = {built.architectures!r}",
+            f"EMBEDDED_DTYPES = {built.dtypes!r}",
+            f"EMBEDDED_REASON = {built.embed_reason!r}",
             f"PYTHON = {sys.implementation.cache_tag!r}",
-            f"TORCH = {torch_version!r}",
+            f"TORCH = {built.torch_version!r}",
         ]
         if self.inplace and not reason:
             lines.append(f"BUILD_DIR = {str(build_dir)!r}")

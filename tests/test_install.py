@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -204,8 +205,9 @@ def test_without_nvcc_the_rest_is_there(checkout):
     assert "they were switched off at build time" in off
 
 
-def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(checkout, tmp_path):
-    """What stands for CMake gives every library but that of CUDA."""
+def built_by_a_stand_in(checkout, tmp_path, fails, **environment):
+    """What `build` gives and leaves where CMake is a script that configures everything but calls like
+    ``fails``."""
     cuda = tmp_path / "cuda" / "bin"
     cuda.mkdir(parents=True)
     (cuda / "nvcc").write_text("#!/bin/sh\necho 'nvcc is broken' >&2\nexit 1\n")
@@ -213,10 +215,10 @@ def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(checkout, tmp_path):
     cmake = tmp_path / "cmake"
     cmake.write_text(
         "#!/bin/sh\n"
-        'case "$*" in *TF_NVCC=*) exit 1;; esac\n'
+        f'case "$*" in {fails}) exit 1;; esac\n'
         'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; esac; '
         'previous="$word"; done\n'
-        'mkdir -p "$folder"; touch "$folder/_C$SUFFIX"\n'
+        'mkdir -p "$folder"; touch "$folder/_C$SUFFIX" "$folder/_C_cuda.so"\n'
     )
     cmake.chmod(0o755)
     code = (
@@ -227,9 +229,41 @@ def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(checkout, tmp_path):
         "build = module['build']\n"
         f"build.__globals__['find_tool'] = lambda name, *_: {str(cmake)!r}\n"
         "out = pathlib.Path('out'); out.mkdir()\n"
-        "print(build(pathlib.Path('build/x'), out)[1])\n"
+        "print(build(pathlib.Path('build/x'), out)[1:])\n"
         "print(sorted(path.name.split('.')[0] for path in out.iterdir()))\n"
     )
-    environment = {"CUDA_HOME": str(tmp_path / "cuda")}
-    lines = run([sys.executable, "-c", code], checkout, **environment).stdout.splitlines()
-    assert lines[-2:] == ["cmake failed at build time: exit status 1", "['_C']"]
+    environment = {"CUDA_HOME": str(tmp_path / "cuda"), **environment}
+    done = run([sys.executable, "-c", code], checkout, **environment).stdout
+    return tuple(map(ast.literal_eval, done.splitlines()[-2:]))
+
+
+def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(checkout, tmp_path):
+    built, files = built_by_a_stand_in(checkout, tmp_path, "*TF_NVCC=*")
+    assert built == ("cmake failed at build time: exit status 1", (), (), "")
+    assert files == ["_C"]
+
+
+def test_a_triton_that_fails_costs_what_it_embeds_only(checkout, tmp_path):
+    reason = "cmake failed at build time: exit status 1"
+    built, files = built_by_a_stand_in(checkout, tmp_path, "*TF_EMBED=8*")
+    if "was not found" in built[-1]:
+        pytest.skip(built[-1])
+    assert built == ("", (), (), reason)
+    assert files == ["_C", "_C_cuda"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtypes", "why_not"),
+    [
+        (None, ("bfloat16",), ""),
+        ("float16, bfloat16", ("bfloat16", "float16"), ""),
+        ("0", (), "they were switched off at build time (TRANSFORMER_FAST_CUDA_EMBED=0)"),
+    ],
+)
+def test_what_triton_embeds(wanted, dtypes, why_not, checkout, tmp_path):
+    environment = {} if wanted is None else {"TRANSFORMER_FAST_CUDA_EMBED": wanted}
+    environment["TORCH_CUDA_ARCH_LIST"] = "8.0 9.0a 9.0a+PTX 12.0"
+    built, _ = built_by_a_stand_in(checkout, tmp_path, "nothing", **environment)
+    if "was not found" in built[-1]:
+        pytest.skip(built[-1])
+    assert built == ("", (80, 90, 120) if dtypes else (), dtypes, why_not)

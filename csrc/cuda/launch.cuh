@@ -42,17 +42,20 @@ inline int multiprocessors() {
 }
 
 // `shared`: bytes of dynamic shared memory.
+inline void launch_function(const void* function, dim3 grid, int threads, size_t shared,
+                            Stream stream, void** arguments) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared > kWithoutAsking)
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)));
+  check(cudaLaunchKernel(function, grid, dim3(threads), arguments, shared, stream));
+}
+
 template <class Args>
 void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream stream,
             const Args& args) {
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared > kWithoutAsking)
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)));
   void* arguments[] = {const_cast<Args*>(&args)};
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments,
-                         shared, stream));
+  launch_function(reinterpret_cast<const void*>(kernel), grid, threads, shared, stream, arguments);
 }
 #endif
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from transformer_fast import _native
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
@@ -53,9 +55,17 @@ def _kept(name: str, sources: list[Path]) -> tuple[Path, bool]:
     return folder, (folder / "done").exists()
 
 
+def embedded() -> list[Path]:
+    """The tables of kernels that Triton compiled, of a developer's build."""
+    built = Path(getattr(_native._build_record(), "BUILD_DIR", "")) / "cuda" / "embedded"
+    numbers = getattr(_native._build_record(), "EMBEDDED_ARCHITECTURES", ())
+    found = [built / f"embedded_{number}.cpp" for number in numbers]
+    return [path for path in found if path.is_file()]
+
+
 def library() -> Path:
     """The operators ``cuda_*`` for CPU tensors, as a shared library."""
-    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp"]
+    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp", *embedded()]
     folder, done = _kept("library", sources)
     folder.mkdir(parents=True, exist_ok=True)
     found = folder / "libsimt.so"
@@ -77,7 +87,7 @@ def library() -> Path:
             *(str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"),
         ]
         running, objects = [], []
-        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp"]:
+        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp", *embedded()]:
             objects.append(str(folder / (source.name + ".o")))
             running.append(_compile(Path(objects[-1]), [*options, "-x", "c++", str(source)]))
         _finish(*running)
