@@ -38,9 +38,13 @@ def test_all_operators_are_looked_at():
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_its_fake_takes_its_arguments(name):
+    fake_takes_arguments(name, SCHEMAS[name])
+
+
+def fake_takes_arguments(name: str, schema: Any) -> None:
     found = torch._library.simple_registry.singleton.find(f"transformer_fast::{name}")
     assert found.fake_impl.kernel is not None, "it has no fake"
-    arguments = SCHEMAS[name].arguments
+    arguments = schema.arguments
     inspect.signature(found.fake_impl.kernel.func).bind(*arguments)
     required = [a for a in arguments if not a.has_default_value()]
     inspect.signature(found.fake_impl.kernel.func).bind(*required)
@@ -48,9 +52,12 @@ def test_its_fake_takes_its_arguments(name):
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_its_rule_names_what_it_has(name):
-    if name in operator_rules.LOCAL:
-        return
-    rule, schema = operator_rules.RULES[name], SCHEMAS[name]
+    if name not in operator_rules.LOCAL:
+        rule_names_what_there_is(name, SCHEMAS[name])
+
+
+def rule_names_what_there_is(name: str, schema: Any) -> None:
+    rule = operator_rules.RULES[name]
     names = {argument.name for argument in schema.arguments}
     results = rule.results.split()
     assert len(results) == len(schema.returns)
@@ -67,10 +74,13 @@ def test_no_rule_is_of_an_operator_that_does_not_exist():
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_what_multiplies_matrices_has_a_cost(name):
-    products = ("linear", "feed_forward", "attention", "layers", "decode_stack")
-    multiplies = any(word in name for word in products)
     packet = getattr(torch.ops.transformer_fast, name)
-    assert (packet in flop_registry) == multiplies
+    assert (packet in flop_registry) == multiplies_matrices(name)
+
+
+def multiplies_matrices(name: str) -> bool:
+    products = ("linear", "feed_forward", "attention", "layers", "decode_stack")
+    return any(word in name for word in products)
 
 
 class _Count(TorchDispatchMode):

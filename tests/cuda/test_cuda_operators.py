@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_operator_rules
 import torch
 
 from benchmarks import gpu
 from transformer_fast import dispatch
-from transformer_fast.backends import cuda
+from transformer_fast.backends import cuda, operator_rules
+from transformer_fast.measure import device as on_device
 from transformer_fast.specs import OPS
+from transformer_fast.specs.gpu import GpuCase
 from transformer_fast.testing import (
     all_among_nan,
     call_of,
@@ -23,6 +26,8 @@ from transformer_fast.testing import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {kernel.op: kernel for kernel in cuda.kernels("cuda", None)}
+#: Arguments that DTensors give whole, whatever the work is cut by.
+REPLICATED = ("weight", "bias", "seed")
 SEED = torch.tensor(0x7123456789ABCDEF)
 ops = torch.ops.transformer_fast
 
@@ -299,6 +304,57 @@ def test_the_check_on_gpus_knows_the_backend(op, device):
             x.startswith("wrong") for x in gpu.check(item, torch.device(device), None).values()
         )
     assert found
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("op", KERNELS)
+def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
+    monkeypatch.setattr(on_device, "cache_bytes", lambda device: 1)
+    kernel, one = the_kernel(op), OPS[op].cases[0]
+
+    def clock(call: Any, inputs: int, repeats: int) -> float:
+        for i in range(inputs):
+            call(i)
+        return 1e-5
+
+    def judged(run: Any) -> Any:
+        return on_device.judge(
+            GpuCase(op, one, one), replace(kernel, run=run), torch.float32, gradients,
+            torch.device(device), clock,
+        )  # fmt: skip
+
+    found = judged(kernel.run)
+    assert (found.op, found.backend, found.right, found.seconds) == (op, "cuda", True, 1e-5)
+
+    def doubled(*arguments: Any) -> Any:
+        results = kernel.run(*arguments)
+        return (2 * results[0], *results[1:]) if isinstance(results, tuple) else 2 * results
+
+    assert not judged(doubled).right
+
+
+@pytest.mark.parametrize("name", cuda._FAKES)
+def test_what_torch_is_told_of_an_operator(name, operators):
+    schema = test_operator_rules.schemas()[name]
+    test_operator_rules.fake_takes_arguments(name, schema)
+    test_operator_rules.rule_names_what_there_is(name, schema)
+    rule = operator_rules.RULES[name]
+    assert bool(rule.products) == test_operator_rules.multiplies_matrices(name)
+    assert {token.partition(":")[0] for token in rule.arguments.split()} >= {
+        argument.name
+        for argument in schema.arguments
+        if "Tensor" in str(argument.type) and argument.name not in REPLICATED
+    }
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_second_derivatives(op, device):
+    """By the reference's formula, from what the kernel's forward saved."""
+    for each in OPS[op].cases[:4]:
+        arguments = each.build(torch.float32, device, torch.Generator().manual_seed(0))
+        kernel = the_kernel(op)
+        if not dispatch.why_not(kernel, call_of(op, require_grad(op, arguments))):
+            check_gradients(op, kernel.run, arguments, twice=True)
 
 
 @pytest.mark.parametrize("op", KERNELS)

@@ -48,7 +48,7 @@ _NORM = "input:...* residual:...* grad:...* grad_sum:...* source:...* x:...* mea
 _FLAT_NORM = _NORM.replace("mean:... rstd:...", "mean:# rstd:#")
 _ATTENTION = (
     "query:bhtd key:bhsd value:bhse mask:bhts attn_mask:bhts key_lengths:b query_lengths:b grad:bhte "
-    "grad_weights:bhts output:bhte weights:bhts shift:bht norm:bht"
+    "grad_weights:bhts output:bhte weights:bhts shift:bht norm:bht row_max:bht row_sum:bht"
 )
 _ATTENTION_PRODUCTS = "bhtsd bhtse"
 # One of them for the probabilities, which are worked out again.
@@ -137,6 +137,13 @@ RULES: dict[str, Rule] = {
     "cuda_layer_norm": Rule(_FLAT_NORM, "...* ...*?residual # #", "0"),
     "cuda_layer_norm_backward": Rule(
         _FLAT_NORM, "...*?want_source ...*?want_input -?want_weight -?want_bias", "0"
+    ),
+    "cuda_attention": Rule(
+        _ATTENTION, "bhte bhts?need_weights bht bht", "bh", _ATTENTION_PRODUCTS
+    ),
+    "cuda_attention_backward": Rule(
+        _ATTENTION, "@query?want_query @key?want_key @value?want_value @mask?want_mask", "bh",
+        _ATTENTION_BACKWARD_PRODUCTS,
     ),
     "cuda_linear": Rule(_LINEAR, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
     "cuda_linear_backward": _LINEAR_BACKWARD,
