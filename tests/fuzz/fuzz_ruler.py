@@ -291,13 +291,14 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
         found = truth_of_gradients(op, wide, names, oracle=gradient_oracle)
         pairs += [(name, x, found.true[name]) for name, x in found.expected.items()]
         largest = max((_size(x) for x in found.true.values()), default=0.0)
+        terms = _slope_terms(arguments) if op == "attention" else 0.0
     for name, got, true in pairs:
         if got is None or true is None or true.numel() == 0:
             continue
         size = _size(true)
         if names and name in names:
             size = max(size, largest * torch.finfo(dtype).eps)
-            rounding = (4 + 1000 * largest) * torch.finfo(torch.float64).eps
+            rounding = (4 + 1000 * largest + 4 * terms) * torch.finfo(torch.float64).eps
         same = (got == true) | (got.isnan() & true.isnan())
         error = torch.where(same, 0.0, (got - true).abs())
         limit = torch.finfo(dtype).eps / 2 * size + rounding
@@ -322,6 +323,22 @@ def _norm_terms(op: str, arguments: tuple[Any, ...]) -> float:
     largest = 1.0 if weight is None else _size(weight.double())
     terms = np.abs(rows).max(axis=1) / np.sqrt(rows.var(axis=1) + named["eps"]) * largest
     return float(np.where(np.isfinite(terms), terms, 0.0).max())
+
+
+def _slope_terms(arguments: tuple[Any, ...]) -> float:
+    """The largest |scale| |K| sum(|dO| |V|), or with Q.
+
+    dQ is a sum of P (dO V - dO O) K: of differences of such terms, which vanish where keys are equal.
+    """
+    named = OPS["attention"].named(arguments)
+    query, key, value = (_size(named[name].double()) for name in ("query", "key", "value"))
+    shape = (*named["query"].shape[:-1], named["value"].shape[-1])
+    start = upstream(torch.empty(shape, dtype=named["query"].dtype), 0).double()
+    channels = named["query"].shape[-1]
+    scale = named["scale"]
+    scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else abs(scale)
+    slopes = value * _size(start.abs().sum(dim=-1))
+    return float(scale * max(query, key) * slopes)
 
 
 def _size(x: Tensor) -> float:
