@@ -16,7 +16,12 @@ from torch import Tensor
 from training_case import torchrun
 
 from transformer_fast import _native, dispatch, functional, nn, testing, training
+from transformer_fast.backends import cuda
 from transformer_fast.specs import OPS
+from transformer_fast.testing import call_of, require_grad
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda"))
+import simt_build
 
 pytestmark = [
     pytest.mark.skipif(
@@ -63,15 +68,29 @@ def ways(arguments: tuple[Any, ...]) -> Iterator[dict[int, int]]:
 
 def ops(folder: Path) -> None:
     """Every op on DTensors, results and gradients held to the error budget."""
+    kernels = (kernel for op in OPS for kernel in dispatch.kernels(op))
+    hold({kernel.op: kernel for kernel in kernels if kernel.backend == "cpu"})
+
+
+def cuda_ops(folder: Path) -> None:
+    """The same with the operators of CUDA C++, on the machine of tests/cuda."""
+    torch.ops.load_library(str(simt_build.library()))
+    cuda.register_fakes()
+    hold({kernel.op: kernel for kernel in cuda.kernels("cpu", None)})
+
+
+def hold(kernels: dict[str, dispatch.Kernel]) -> None:
     on = mesh()
-    for op, spec in OPS.items():
-        run = next(kernel.run for kernel in dispatch.kernels(op) if kernel.backend == "cpu")
+    for op, kernel in kernels.items():
+        spec, run = OPS[op], kernel.run
         small = [case for case in spec.cases if "dropout" not in case.name][:CASES]
         dropped = [case for case in spec.cases if "dropout" in case.name][:1]
         for case in (*small, *dropped):
             arguments = case.build(
                 torch.float32, torch.device("cpu"), torch.Generator().manual_seed(1)
             )
+            if dispatch.why_not(kernel, call_of(op, require_grad(op, arguments))):
+                continue
             for way in ways(arguments):
 
                 def sharded(
@@ -203,13 +222,20 @@ def fsdp(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["ops", "layers", "fsdp"])
+@pytest.mark.parametrize("what", ["ops", "cuda_ops", "layers", "fsdp"])
 def test_two_processes_have_the_numbers_of_one(what: str, tmp_path: Path) -> None:
+    if what == "cuda_ops":
+        if simt_build.WHY_NOT is not None:
+            pytest.skip(simt_build.WHY_NOT)
+        if _native.cuda_why_not is None:
+            pytest.skip("the operators of the GPU are loaded")
+        simt_build.library()  # not while the two wait for each other
     torchrun(Path(__file__), [what, str(tmp_path)])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    checks = {"ops": ops, "cuda_ops": cuda_ops, "layers": layers, "fsdp": fsdp}
     with training.process_group("cpu"):
-        {"ops": ops, "layers": layers, "fsdp": fsdp}[sys.argv[1]](Path(sys.argv[2]))
+        checks[sys.argv[1]](Path(sys.argv[2]))
