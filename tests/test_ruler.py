@@ -61,6 +61,13 @@ def test_truths_of_the_same_values_are_worked_out_once(monkeypatch):
         assert truth("linear", once) is known
 
 
+def test_truths_of_single_elements_with_any_stride():
+    one = torch.randn(1, 2)[:, ::2]
+    assert one.stride(-1) == 2
+    assert one.is_contiguous()
+    testing.truth_of("linear", (one, one, None, None, None))
+
+
 def test_remembered_truths_are_bounded(monkeypatch):
     module = importlib.import_module("transformer_fast.testing.oracle")
     monkeypatch.setattr(module, "MOST_REMEMBERED", 0)

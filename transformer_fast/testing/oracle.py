@@ -53,7 +53,9 @@ def _value(argument: Any) -> Any:
     """What tells an argument from others that give other results; strides decide roundings."""
     if not isinstance(argument, Tensor):
         return tuple(argument) if isinstance(argument, list) else argument
-    bits = argument.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    # Contiguous tensors may have any stride in dimensions of one element.
+    whole = argument.detach().cpu().clone(memory_format=torch.contiguous_format)
+    bits = whole.view(-1).view(torch.uint8).numpy()
     form = argument.dtype, argument.shape, argument.stride(), argument.device
     return *form, hashlib.blake2b(bits.data, digest_size=16).digest()
 
