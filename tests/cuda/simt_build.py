@@ -12,7 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -46,13 +47,19 @@ def _finish(*processes: subprocess.Popen[str]) -> None:
         assert "warning:" not in output, output
 
 
-def _kept(name: str, sources: list[Path]) -> tuple[Path, bool]:
-    """A folder for what is made of these sources, and whether it is there already."""
+@contextmanager
+def _made_once(name: str, sources: list[Path]) -> Iterator[tuple[Path, bool]]:
+    """A folder for what is made of these sources, and whether it is there; tests run in several
+    processes."""
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for source in sources:
         digest.update(source.read_bytes())
     folder = _KEPT / f"{name}-{digest.hexdigest()[:16]}"
-    return folder, (folder / "done").exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder, (folder / "done").exists()
+        (folder / "done").touch()
 
 
 def embedded() -> list[Path]:
@@ -66,14 +73,9 @@ def embedded() -> list[Path]:
 def library() -> Path:
     """The operators ``cuda_*`` for CPU tensors, as a shared library."""
     sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp", *embedded()]
-    folder, done = _kept("library", sources)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = folder / "libsimt.so"
-    if done:
-        return found
-    with open(folder / "lock", "w") as lock:  # tests run in several processes
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / "done").exists():
+    with _made_once("library", sources) as (folder, done):
+        found = folder / "libsimt.so"
+        if done:
             return found
         options = [
             *(
@@ -93,7 +95,17 @@ def library() -> Path:
         _finish(*running)
         linked = ["-shared", *objects, f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
         _finish(_compile(found, [*linked, f"-Wl,-rpath,{_TORCH / 'lib'}"]))
-        (folder / "done").touch()
+    return found
+
+
+def _machine(sanitizer: str) -> Path:
+    """The machine without the kernels that run on it."""
+    sources = [HERE / "simt.h", HERE / "simt.cpp"]
+    with _made_once(f"machine-{sanitizer.replace(',', '-')}", sources) as (folder, done):
+        found = folder / "simt.o"
+        if not done:
+            options = [f"-fsanitize={sanitizer}", f"-I{HERE}", "-c", str(sources[1])]
+            _finish(_compile(found, options))
     return found
 
 
@@ -115,5 +127,6 @@ def program(
         (sources / name).write_text(text)
     out = folder / f"{Path(main).stem}-{sanitizer.partition(',')[0]}"
     options = [f"-fsanitize={sanitizer}", f"-I{folder / 'csrc'}", f"-I{HERE}"]
-    _finish(_compile(out, [*options, "-x", "c++", str(HERE / main), str(HERE / "simt.cpp")]))
+    compiled = _compile(out, [*options, str(_machine(sanitizer)), "-x", "c++", str(HERE / main)])
+    _finish(compiled)
     return out

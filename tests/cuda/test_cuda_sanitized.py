@@ -12,7 +12,7 @@ import simt_build
 import torch
 
 pytestmark = pytest.mark.skipif(simt_build.WHY_NOT is not None, reason=str(simt_build.WHY_NOT))
-ADDRESS, THREAD = "address,undefined", "thread"
+ALL, ADDRESS, THREAD = "address,undefined", "address", "thread"
 
 
 MAINS = ("simt_main.cpp", "simt_attention.cpp")
@@ -32,7 +32,7 @@ def run(folder, sanitizer, changes=None, main="simt_main.cpp"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", [ADDRESS, THREAD])
+@pytest.mark.parametrize("sanitizer", [ALL, THREAD])
 @pytest.mark.parametrize("main", MAINS)
 def test_nothing_is_reported(main, sanitizer, tmp_path):
     done = run(tmp_path, sanitizer, main=main)
@@ -141,7 +141,7 @@ PLANTED = {
 
 
 def test_instructions_do_what_is_defined(tmp_path):
-    done = run(tmp_path, ADDRESS, main="instructions.cu")
+    done = run(tmp_path, ALL, main="instructions.cu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", ""), done
 
 
