@@ -63,7 +63,10 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_random_numbers() -> None:
+    # What torch.manual_seed does, less a stack trace kept for each kind of device that is not here.
     torch.default_generator.manual_seed(20170612)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(20170612)
 
 
 @pytest.fixture(autouse=True)
