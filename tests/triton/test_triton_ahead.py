@@ -27,11 +27,11 @@ SPILLED_100 = {"attention_backward_key_kernel": 512}
 UNIT = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
-def compiled(architecture: int) -> list[dict]:
+def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[dict]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "transformer_fast.backends.triton.compile_report", "--json"]
     done = subprocess.run(
-        [*command, "--architectures", str(architecture), "--match", CALLS],
+        [*command, "--architectures", str(architecture), "--match", match, "--kernel", kernel],
         capture_output=True, text=True, cwd=ROOT, env=environment,
     )  # fmt: skip
     if "nvdisasm" in done.stderr or "cuobjdump" in done.stderr:
@@ -58,6 +58,15 @@ def test_resources(architecture):
             rare = {16, 32} if "causal" in one["call"] else set()
             assert one["columns"], about
             assert min(set(one["columns"]) - rare) >= 64, about
+
+
+@pytest.mark.slow
+def test_walks_over_lists_load_as_far_ahead():
+    """A list's numbers are known before the loads of their tiles."""
+    calls = r"attention bfloat16 head 64( bool mask|)$"
+    plain, listed = compiled(90, calls, "attention_forward")
+    assert max(plain["in_flight"]) == 2
+    assert max(listed["in_flight"]) >= 2
 
 
 WARM = """

@@ -23,7 +23,15 @@ import triton.language as tl
 
 from .arithmetic import dot, narrow, store
 from .attention_gradient_tile import load_share, tile_gradients
-from .tiles import PER_BATCH, any_not_finite, load_rows, sequence, store_rows, tile_number
+from .tiles import (
+    PER_BATCH,
+    any_not_finite,
+    load_rows,
+    sequence,
+    store_rows,
+    tile_number,
+    walked_tile,
+)
 
 
 @triton.jit(do_not_specialize=PER_BATCH)
@@ -122,10 +130,14 @@ def attention_backward_query_kernel(
         live = (first < query_end).to(tl.int32)
         full, total = full * live, total * live
 
+    upcoming = 0
+    if LISTED:
+        upcoming = tile_number(0, full, 0, list_ptr, capacity, True)
     dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     if LISTED or MASK == 0:
         for i in range(0, full):
-            start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+            number, upcoming = walked_tile(i, upcoming, full, total, 0, list_ptr, capacity, LISTED)
+            start = number * BLOCK_S
             key = start + tl.arange(0, BLOCK_S)
             k = load_rows(k_base, key, stride_ks, column, keys, D, False)
             v = load_rows(v_base, key, stride_vs, column_v, keys, DV, False)
@@ -137,7 +149,8 @@ def attention_backward_query_kernel(
             dq = dot(narrow(dscores, k), k, dq, PRECISION)
     if MASKED:
         for i in range(full, total):
-            start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+            number, upcoming = walked_tile(i, upcoming, full, total, 0, list_ptr, capacity, LISTED)
+            start = number * BLOCK_S
             key = start + tl.arange(0, BLOCK_S)
             k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
             v = load_rows(v_base, key, stride_vs, column_v, end, DV, BOUNDED)
@@ -283,9 +296,14 @@ def attention_backward_key_kernel(
         unmasked = full
         if LISTED and query_length_ptr is not None:
             unmasked = full * 0  # tiles that the mask shows may lie beyond the last query
+        upcoming = 0
+        if LISTED:
+            upcoming = tile_number(0, full, 0, list_ptr, capacity, True)
         if LISTED or MASK == 0:
             for i in range(0, unmasked):
-                number = tile_number(i, full, first_full, list_ptr, capacity, LISTED)
+                number, upcoming = walked_tile(
+                    i, upcoming, full, total, first_full, list_ptr, capacity, LISTED
+                )
                 query = number * BLOCK_T + tl.arange(0, BLOCK_T)
                 q = load_rows(q_base, query, stride_qt, column, query_end, D, BOUND_QUERIES)
                 do = load_rows(do_base, query, stride_gt, column_v, query_end, DV, BOUND_QUERIES)
@@ -305,7 +323,9 @@ def attention_backward_key_kernel(
                 dk = dot(narrow(dscores, q), q, dk, PRECISION)
         if CAUSAL or MASK != 0 or query_length_ptr is not None:
             for i in range(unmasked, total):
-                number = tile_number(i, full, first - full, list_ptr, capacity, LISTED)
+                number, upcoming = walked_tile(
+                    i, upcoming, full, total, first - full, list_ptr, capacity, LISTED
+                )
                 if query_length_ptr is not None and not LISTED:
                     number += tl.where(number >= first_full, full, 0)
                 query = number * BLOCK_T + tl.arange(0, BLOCK_T)

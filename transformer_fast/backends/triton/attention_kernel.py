@@ -35,6 +35,7 @@ from .tiles import (
     store_rows,
     tile_number,
     visible_scores,
+    walked_tile,
 )
 
 
@@ -137,12 +138,16 @@ def attention_forward_kernel(
         live = (first < query_end).to(tl.int32)
         full, total = full * live, total * live
 
+    upcoming = 0
+    if LISTED:
+        upcoming = tile_number(0, full, 0, list_ptr, capacity, True)
     row_max = tl.full([BLOCK_T], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_T], tl.float32)
     accumulator = tl.zeros([BLOCK_T, BLOCK_DV], tl.float32)
     if LISTED or MASK == 0:
         for i in range(0, full):
-            start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+            number, upcoming = walked_tile(i, upcoming, full, total, 0, list_ptr, capacity, LISTED)
+            start = number * BLOCK_S
             key = start + tl.arange(0, BLOCK_S)
             k = load_rows(k_base, key, stride_ks, column, keys, D, False)
             scores = product(q, tl.trans(k), PRECISION)
@@ -155,7 +160,8 @@ def attention_forward_kernel(
             )  # fmt: skip
     if MASKED:
         for i in range(full, total):
-            start = tile_number(i, full, 0, list_ptr, capacity, LISTED) * BLOCK_S
+            number, upcoming = walked_tile(i, upcoming, full, total, 0, list_ptr, capacity, LISTED)
+            start = number * BLOCK_S
             key = start + tl.arange(0, BLOCK_S)
             k = load_rows(k_base, key, stride_ks, column, end, D, BOUNDED)
             scores, visible = visible_scores(

@@ -26,6 +26,7 @@ _INSTRUCTIONS = {
     "LDG.128": r"\bLDG\S*\.128",
     "LDGSTS.128": r"\bLDGSTS\S*\.128",
 }
+_WAIT = r"\bDEPBAR\.LE SB0, (0x\w+)"
 
 
 def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[str, Any]]:
@@ -51,6 +52,8 @@ def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[s
                     "fits": compiled.fits,
                     # Of Hopper's matrix instructions: columns (N) of what one makes.
                     "columns": sorted({int(n) for n in re.findall(r"\bHGMMA\.\d+x(\d+)x", code)}),
+                    # Groups of asynchronous loads that waits leave in flight.
+                    "in_flight": sorted({int(n, 16) for n in re.findall(_WAIT, code)}),
                     "instructions": {
                         name: len(re.findall(pattern, code))
                         for name, pattern in _INSTRUCTIONS.items()

@@ -191,6 +191,29 @@ def tile_number(
 
 
 @triton.jit
+def walked_tile(
+    i,
+    upcoming,
+    full,
+    total,
+    first,
+    list_ptr,
+    capacity,
+    LISTED: tl.constexpr,
+):
+    """(`tile_number` of i, that of the tile behind it), in a walk over all ``total`` tiles.
+
+    ``upcoming`` is what this gave as the second for the tile before. A number that is read in the very
+    step that loads its tile costs the pipeline half its stages, as loads whose place other loads tell.
+    """
+    number = first + i
+    if LISTED:
+        number = upcoming
+        upcoming = tile_number(tl.minimum(i + 1, total - 1), full, 0, list_ptr, capacity, True)
+    return number, upcoming
+
+
+@triton.jit
 def any_not_finite(x):
     """Whether any element is NaN or infinite."""
     return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, None) > 0
