@@ -8,7 +8,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as TF
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_fast import functional as F
 from transformer_fast import nn, reference, strict, use_backend
@@ -282,6 +285,47 @@ def test_all_logits_are_never_in_memory(monkeypatch, at_once, backend, dtype):
     with Largest() as seen:
         gradients("linear_cross_entropy", run, arguments)
     assert seen.elements <= 2 * at_once * classes
+    check_gradients("linear_cross_entropy", run, arguments)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype, summed):
+    """On the CPU's kernels; and the forward makes nothing that is for the backward."""
+    (kernel,) = (k for k in kernels("linear_cross_entropy") if k.backend == "cpu")
+    if kernel.unavailable is not None:
+        pytest.skip(kernel.unavailable)
+    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+    x, weight, bias = draw.normal(1000, 24), draw.weight(700, 24), draw.normal(700)
+    target = torch.randint(0, 700, (1000,))
+    arguments = (x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1)
+    seen, flops = Largest(), []
+
+    def measured(graph, _):
+        def run(*given):
+            with seen, FlopCounterMode(display=False) as counter:
+                results = graph(*given)
+            flops.append(counter.get_total_flops())
+            return results
+
+        return make_boxed_func(run)
+
+    torch._dynamo.reset()  # each dtype and flag is compiled anew, which may be some times only
+    compiled = torch.compile(
+        kernel.run, fullgraph=True, backend=aot_autograd(fw_compiler=measured), dynamic=False
+    )
+
+    def run(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_cross_entropy, "MOST_LOGITS", 96 * 700)
+            return compiled(*given, summed)
+
+    with torch.no_grad():
+        check("linear_cross_entropy", run(*arguments), arguments)
+    gradients("linear_cross_entropy", run, arguments)
+    once = 2 * 1000 * 700 * 24
+    assert flops == [once, once, 3 * once]
+    assert 0 < seen.elements <= 2 * 96 * 700
     check_gradients("linear_cross_entropy", run, arguments)
 
 

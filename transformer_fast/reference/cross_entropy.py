@@ -89,14 +89,14 @@ def in_parts(
 ) -> Tensor:
     """``losses(input, weight, bias, target)``, for as many rows at a time as `MOST_LOGITS` allow.
 
-    A backend may have ``gradients`` of its own; else they are those of ``losses``. A program that
-    is traced, or transformed by `torch.func` or in forward mode, makes all logits at once, and so do
-    second derivatives.
+    A backend may have ``gradients`` of its own, an operator; else they are those of ``losses``, and
+    a program that is traced makes all logits at once. So do transforms of `torch.func`, forward mode
+    and second derivatives.
     """
     rows = max(_LEAST_ROWS, MOST_LOGITS // max(1, weight.shape[0]))
     if (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        (torch.compiler.is_compiling() and gradients is None)
+        or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or input.shape[0] <= rows
     ):
@@ -104,6 +104,9 @@ def in_parts(
     work = gradients or partial(_gradients, losses)
     if not (torch.is_grad_enabled() and any_requires_grad(input, weight, bias)):
         return work(None, input, weight, bias, target, rows, (False,) * 3)[0]
+    # How the losses' gradient lies in memory, by which it is known that they count alike, is not
+    # known while a program is traced: gradients worked out with the losses would be so for nothing.
+    summed = summed and not torch.compiler.is_compiling()
     return _InParts.apply(  # type: ignore[no-any-return]
         losses, work, rows, summed, ignore_index, input, weight, bias, target
     )
@@ -138,7 +141,7 @@ class _InParts(torch.autograd.Function):
         input, weight, bias, target, *found = ctx.saved_tensors
         wants = ctx.needs_input_grad[5:8]
         primals = (input, weight, bias)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             found = _derivatives(ctx.losses, primals, target, grad, wants)
         elif ctx.summed and grad.stride(0) == 0:
             found = _times(grad[0], found, primals, target == ctx.ignore_index)
