@@ -25,7 +25,7 @@ def differentiable(op, arguments):
     spec = OPS[op]
     places = [
         place
-        for place, (name, value) in enumerate(zip(spec.arguments, arguments, strict=True))
+        for place, (name, value) in enumerate(zip(spec.arguments, arguments, strict=False))
         if name in spec.gradients_of and is_floating(value)
     ]
 
