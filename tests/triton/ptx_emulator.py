@@ -442,7 +442,10 @@ class Program:
         return extract
 
     def op_prmt(self, op: list[str], operands: list[str]) -> Step:
-        put, reads = self._write(operands[0]), self._reads(operands[1:], "u", 32)
+        to, low, high, choice = operands
+        if choice[0] != "%" and not int(choice.rstrip("U"), 0) & 0x4444:
+            high = low  # no byte comes from there, and Triton 3.6 names registers never written
+        put, reads = self._write(to), self._reads([low, high, choice], "u", 32)
 
         def permute(m: Machine, on: Array) -> None:
             low, high, choice = (read(m).astype(np.uint64) for read in reads)
