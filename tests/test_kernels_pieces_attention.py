@@ -17,7 +17,7 @@ from harness import ISAS, Target, check_target, kernels, run, use
 
 from transformer_fast import _native
 from transformer_fast.specs.attention_cases import arrange
-from transformer_fast.testing import OUTPUT_FACTOR, check, require_grad, truth_of
+from transformer_fast.testing import OUTPUT_FACTOR, check, gradients, require_grad, truth_of
 from transformer_fast.testing.oracle import oracle
 from transformer_fast.testing.parity import compare
 
@@ -40,6 +40,17 @@ def output_of(arguments: tuple[Any, ...], isa: str = "amx") -> torch.Tensor:
 
 def with_tensors(arguments: tuple[Any, ...], *qkv: torch.Tensor) -> tuple[Any, ...]:
     return *qkv, *arguments[3:]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_channels_that_are_not_adjacent(which):
+    """The backward works out the scores of the forward, whatever the strides."""
+    query, key, value = tensors(49, 45)
+    near = [30.0 * query, key[:, :, :1].expand(key.shape).contiguous(), value]
+    far = list(near)
+    far[which] = near[which].transpose(-1, -2).contiguous().transpose(-1, -2)
+    found = [gradients("attention", target().kernel.run, arrange(*given)) for given in (near, far)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_queries_decide_the_way():

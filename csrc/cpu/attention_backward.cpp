@@ -29,11 +29,6 @@ Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int
   return tensor;
 }
 
-// The tensor itself if its channels are adjacent.
-Tensor with_unit_stride(const Tensor& tensor) {
-  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);
-}
-
 // A gradient with heads and positions in memory as the tensor has them, or an empty one.
 Tensor gradient_like(const Tensor& tensor, bool wanted) {
   if (!wanted) return fresh(tensor, {0});

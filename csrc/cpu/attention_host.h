@@ -97,6 +97,11 @@ inline bool run_few_attention(const TypedAttentionArgs& args) {
   return true;
 }
 
+// The tensor itself if its channels are adjacent.
+inline Tensor with_unit_stride(const Tensor& tensor) {
+  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);
+}
+
 // Keys and values are packed anyway, so that pieces pay for fewer queries than rows of a product:
 // times this. The backward, which works out the same scores, follows.
 constexpr int64_t kPiecesFromQueries = 2;
@@ -121,9 +126,7 @@ inline TypedAttentionArgs typed(const AttentionArgs& args) {
 inline void run_attention(const AttentionArgs& args) {
   if (run_few_attention(typed(args))) return;
 #ifdef TF_HAVE_AMX
-  const bool adjacent =
-      args.query_stride[3] == 1 && args.key_stride[3] == 1 && args.value_stride[3] == 1;
-  if (adjacent && goes_by_pieces(kPiecesFromQueries * args.queries)) {
+  if (goes_by_pieces(kPiecesFromQueries * args.queries)) {
     const TypedAttentionArgs pieces = typed(args);
     const int64_t bytes = amx::split_attention_scratch(pieces);
     each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {

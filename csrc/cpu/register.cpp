@@ -128,6 +128,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   const int64_t key_heads = key.size(1);
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
                   "attention: the number of query heads must be a multiple of that of key heads");
+#ifdef TF_HAVE_AMX
+  if (goes_by_pieces(kPiecesFromQueries * queries)) {
+    query = with_unit_stride(query);
+    key = with_unit_stride(key);
+    value = with_unit_stride(value);
+  }
+#endif
   AttentionArgs args{};
   set_mask(args, mask, {batch, heads, queries, keys});
   const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);

@@ -78,15 +78,6 @@ Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual
   return result;
 }
 
-namespace {
-
-// A tensor whose channels are adjacent.
-Tensor adjacent(const Tensor& tensor) {
-  return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);
-}
-
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
     const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
@@ -109,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
   set_mask(args, mask, {batch, heads, queries, keys}, query.scalar_type());
   const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
   if (key_lengths) args.key_lengths = lengths.data();
-  const Tensor q = adjacent(query), k = adjacent(key), v = adjacent(value);
+  const Tensor q = with_unit_stride(query), k = with_unit_stride(key), v = with_unit_stride(value);
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
   Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
   Tensor shift = keep ? fresh_float(query, {batch, heads, queries}) : fresh_float(query, {0});
