@@ -64,6 +64,9 @@ def test_resources(architecture):
             rare = {16, 32} if "causal" in one["call"] else set()
             assert one["columns"], about
             assert min(set(one["columns"]) - rare) >= 64, about
+    if architecture == 90:
+        products = [one for one in kernels if one["kernel"] == "matmul_descriptor_kernel"]
+        assert {max(one["columns"]) for one in products} == {128, 256}
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ _BACKWARD_QUERY = {
     90: _rows(
         " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
         "128: 128x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  64x32 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
+        "256:  64x64 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
     ),
     100: _rows(
         " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
@@ -179,7 +179,7 @@ _BACKWARD_KEY = {
     90: _rows(
         " 64:  64x64 w4 s2 |  32x64 w4 s2 | 32x32 w8 s2",
         "128: 64x128 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
-        "256:  16x64 w8 s2 |  16x32 w4 s2 | 16x16 w8 s2",
+        "256:  32x64 w8 s2 |  16x32 w4 s2 | 16x16 w8 s2",
     ),
     100: _rows(
         " 64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2",
@@ -302,11 +302,19 @@ class ProductTile(NamedTuple):
     slices: int = 1  # of the epilogue
 
 
-def matmul(architecture: int, rows: int, columns: int, half: bool) -> ProductTile:
+def matmul(
+    architecture: int, rows: int, columns: int, half: bool, describable: bool = True
+) -> ProductTile:
+    """``describable``: whether tensor descriptors can load both matrices."""
     if architecture == 0:
         return ProductTile(32, 32, 16, 2, 4, 1, half, 2)
     if not half:
         return ProductTile(64, 64, 32, 8, 8, 3, slices=2)
+    if architecture == 90 and describable and -(-rows // 128) * -(-columns // 256) >= 2 * 132:
+        # Matrix instructions of 256 columns read less shared memory for each product. Smaller results
+        # would leave some of the 132 multiprocessors without a tile for much of the time, and without
+        # descriptors pointers would take the registers.
+        return ProductTile(128, 256, 64, 8, 8, 3, True, 8)
     if architecture in (90, 100):
         return ProductTile(128, 128, 64, 8, 8, 4, True, 4)
     if architecture == 80:
@@ -342,7 +350,7 @@ def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
         found += [matmul(a, 4096, 1024, half) for a in (80, 86, 90)]
         if half:
             found.append(ProductTile(64, 64, 64, 8, 4, 4, slices=2))
-            found.append(ProductTile(128, 256, 64, 8, 8, 3, True, 4))
+            found.append(matmul(90, 2**15, 2**15, half))
     elif name == "attention_decode":
         numbers = itertools.product((32, 64, 128), (128, 256, 512), (4, 8), (2, 3))
         found += [DecodeTile(*n) for n in numbers]

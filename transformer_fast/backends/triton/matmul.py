@@ -266,7 +266,10 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
     z = torch.empty_like(output) if epilogue.save_z else None
     hidden = torch.empty_like(output) if epilogue.make_hidden else None
     half = a.dtype != torch.float32
-    tile = config.matmul(config.architecture(a.device), rows, columns, half)
+    sideways = b.stride(0) == 1 and b.stride(1) != 1
+    stored = b.t() if sideways else b
+    describable = _describable(a) and _describable(stored)
+    tile = config.matmul(config.architecture(a.device), rows, columns, half, describable)
     down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
     sums = None
     if epilogue.make_sums:
@@ -293,9 +296,7 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
         "SLICES": tile.slices if epilogue.heavy else 1,
         "PRECISION": dot_precision(a.dtype),
     }
-    sideways = b.stride(0) == 1 and b.stride(1) != 1
-    stored = b.t() if sideways else b
-    if tile.descriptors and _describable(a) and _describable(stored):
+    if tile.descriptors and describable:
         block = [tile.columns, tile.depth] if sideways else [tile.depth, tile.columns]
         launch(
             matmul_descriptor_kernel,
