@@ -88,6 +88,10 @@ def gradient_oracle(
     ]
     if from_rounded is not None and op == "attention":
         rounded = [None if x is None else exact(torch.from_numpy(x).to(dtype)) for x in results]
+        if dtype == torch.float32:  # whose sums are rounded as much as the result is
+            with torch.no_grad():
+                own = as_results(Orders(op, from_rounded)(*arguments))
+            rounded = [None if x is None else exact(x) for x in own]
         order = np.random.default_rng(from_rounded).permutation(results[0].shape[-1])
         starts.append((*rounded, order))  # type: ignore[arg-type]
     elif from_rounded is not None:
@@ -227,9 +231,10 @@ def gradient_truth(
     row, that takes away almost all of its slope, and a rounding of O is much of what is left. Where
     values are equal it takes away all of dO V: the reference, which takes the mean of the slopes
     themselves, has the same rounding on both sides. So what this formula gives where slopes and
-    means are summed up in fp32 and all else is exact counts as the reference's, where it is farther
-    off. So does what exact arithmetic makes of rounded probabilities where a loss's slopes are
-    smaller than that: with equal logits and a smoothing of 1 they vanish, in the reference by luck.
+    means are summed up in fp32, from the reference's own results in fp32 and from rounded exact ones
+    in half types, and all else is exact counts as the reference's, where it is farther off. So does
+    what exact arithmetic makes of rounded probabilities where a loss's slopes are smaller than that:
+    with equal logits and a smoothing of 1 they vanish, in the reference by luck.
     """
     truth = truth_of_gradients(op, arguments, names, oracle=gradient_oracle)
     # It may be given again.
