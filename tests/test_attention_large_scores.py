@@ -126,6 +126,30 @@ def test_gradients_where_one_key_has_almost_all(keys, options, float_isa, genera
         check_gradients("attention", kernel, arrange(query, key, value, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("queries", [17, 256])
+def test_equal_values_far_from_zero_leave_scores_no_slope(queries, dtype, isa, generator):
+    """dP is dO V, as exact as the sums of fp32: only they are left where it is the same for all keys.
+
+    Integers, so that O is V; scores so large that the forward keeps their maximum and sum apart.
+    """
+
+    def integers(least, most, *size):
+        return torch.randint(least, most + 1, size, generator=generator).to(dtype)
+
+    query, key = 64 * integers(-3, 3, 1, 2, queries, 16), integers(-3, 3, 1, 2, 256, 16)
+    value = integers(60, 120, 1, 2, 1, 16).expand(1, 2, 256, 16).contiguous()
+    grad = integers(-9, 9, 1, 2, queries, 16)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    output, _ = kernel(*arrange(*inputs))
+    torch.testing.assert_close(output, value[:, :, :1].expand_as(output), rtol=0, atol=0)
+    dquery, dkey = torch.autograd.grad(output, (query, key), grad)
+    # The largest sum of |dO V|, times a unit of rounding for dP and one for delta.
+    rounding = (grad.abs().double() @ value.double().mT).max() * 2 * torch.finfo(torch.float32).eps
+    assert dquery.abs().max() <= rounding * key.abs().max() / math.sqrt(16)
+    assert dkey.abs().max() <= rounding * query.abs().max() / math.sqrt(16) * queries
+
+
 @pytest.mark.parametrize("queries", [1, 2, 4])
 def test_gradients_of_few_queries_with_large_scores(queries, float_isa, generator):
     """The backward's scores are those of the forward, though inference has a shorter way there."""

@@ -35,8 +35,8 @@ struct BackwardWorkspace {
   // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
   // turned; of a panel: P and dS as right factors; of the block: dS as a left one.
   Operand *keys, *values, *key_rows, *query, *grad, *query_turned, *grad_turned, *p, *ds, *ds_rows;
-  float *scores[2], *slopes[2];     // products of a panel: Q K^T and dO V^T
-  float *minus, *delta, *dominant;  // per row of the block
+  float *scores[2], *slopes[2];      // products of a panel: Q K^T and dO V^T
+  float *minus, *log2_norm, *delta;  // per row of the block
   float *read, *grad_key, *grad_value, *grad_query, *bias;
   KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
   bool* started;   // per panel: its sums for keys are begun
@@ -71,8 +71,8 @@ struct BackwardWorkspace {
       take(slopes[slot], kRows * kPanel);
     }
     take(minus, kRows);
+    take(log2_norm, kRows);
     take(delta, kRows);
-    take(dominant, kRows);
     take(read, kRows * wide);
     take(grad_key, size_up * sum_stride);
     take(grad_value, value_up * sum_stride);
@@ -206,14 +206,15 @@ class BackwardRows : protected Scores {
     } else {
       see(panel, i, shared, x);
     }
-    const Vec minus = set1(work.minus[i]), delta = set1(work.delta[i]);
+    const Vec minus = set1(work.minus[i]), log2_norm = set1(work.log2_norm[i]);
+    const Vec delta = set1(work.delta[i]);
     const float* slopes = work.slopes[panel.slot] + i * kPanel;
     const long row = row_of(i);
     Vec f[2];
     if (args.dropout.on)
       panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
-      const Vec y = exponent(x[u], minus);
+      const Vec y = fma(x[u] + minus, set1(kLog2E), log2_norm);
       const auto none = less(y, set1(kNegligible));
       const Vec unmixed = select(none, zero(), power_of_two(y, T{}));
       Vec slope = load_slope(panel, row, slopes, u);
@@ -229,23 +230,21 @@ class BackwardRows : protected Scores {
 
   // dS of keys that dominate a row.
   TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
-    const Vec dominant = set1(work.dominant[i]);
+    const Vec dominant = set1(args.dominant * kept_);
     if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
   }
   [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
                                      Vec (&ds)[2]) const {
-    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
-    const float norm = args.norm[row_of(i)];
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       float weight[kLanes], slope[kLanes];
       store(weight, p[u]);
       store(slope, ds[u]);
       for (int j = 0; j < kLanes; ++j) {
-        if (!(weight[j] > work.dominant[i])) continue;
-        const float probability = weight[j] / factor * norm;
+        if (!(weight[j] > args.dominant * kept_)) continue;
+        const float probability = weight[j] / kept_;
         slope[j] =
             probability * dominant_slope<T>(args, probability, sight.b, sight.head, sight.first + i,
-                                            panel.start + u * kLanes + j, factor);
+                                            panel.start + u * kLanes + j, kept_);
       }
       ds[u] = load(slope);
     }
@@ -257,11 +256,13 @@ class BackwardRows : protected Scores {
     const long left = panel.count - u * kLanes;
     if (args.grad_weights == nullptr || left <= 0) return slope;
     const float* extra = args.grad_weights + row * args.keys + panel.start + u * kLanes;
-    return fma(set1(args.norm[row]), load_some(extra, left), slope);
+    return slope + load_some(extra, left);
   }
 
   const AttentionBackwardArgs& args;
   const BackwardWorkspace<T>& work;
+  // What dropout multiplies a probability by that it keeps.
+  const float kept_ = args.dropout.on ? args.dropout.scale : 1.0f;
   const long pairs_ = round_up(rows, kPairDepth) / 2;
   Panel waiting_{};    // scored, not yet softened
   long softened_ = 0;  // parts of it that are
@@ -272,40 +273,38 @@ class BackwardRows : protected Scores {
            head_offset(args.query_starts, strides, sight.b, sight.head) + sight.first * strides[2];
   }
 
-  // Queries and dO, as they are and, for the keys, turned. dO is multiplied by norm, so that P need
-  // not be.
+  // Queries and dO, as they are and, for the keys, turned. P is multiplied by norm, and not dO:
+  // half types would round it once more, and dP is to be exact, where values are far from 0 and a
+  // row's slopes are small differences of it.
   bool load_rows() const {
     const long row = row_of(0);
-    if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
-              work.query, args.grad_key != nullptr ? work.query_turned : nullptr) ||
-        !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
-              args.norm + row, work.grad, args.grad_value != nullptr ? work.grad_turned : nullptr))
+    if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, work.query,
+              args.grad_key != nullptr ? work.query_turned : nullptr) ||
+        !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size, work.grad,
+              args.grad_value != nullptr ? work.grad_turned : nullptr))
       return false;
-    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
     for (long i = 0; i < rows; ++i) {
       const float shift = args.shift[row + i];
       work.minus[i] = shift == -kInf ? 0.0f : -shift;
-      work.delta[i] = args.delta[row + i] * args.norm[row + i];
-      // As P with dropout, and without norm.
-      work.dominant[i] = args.dominant * factor / args.norm[row + i];
+      const float norm = args.norm[row + i];
+      work.log2_norm[i] = norm == 1.0f ? 0.0f : __builtin_log2f(norm);
+      work.delta[i] = args.delta[row + i];
     }
     return true;
   }
 
-  // Rows of n values, times factors if given, as left factors, and turned if asked for; false if
-  // products cannot take them.
-  bool fill(const T* from, long stride, long n, const float* factors, typename P::Operand* block,
+  // Rows of n values as left factors, and turned if asked for; false if products cannot take them.
+  bool fill(const T* from, long stride, long n, typename P::Operand* block,
             typename P::Operand* turned) const {
     typename P::Lost lost;
     for (long i = 0; i < 2 * pairs_; ++i) {
       float* row = work.read + i * work.wide;
-      const Vec factor = set1(i < rows && factors != nullptr ? factors[i] : 1.0f);
       for (long j = 0; j < n; j += kPanel, row += kPanel) {
         Vec x[2] = {zero(), zero()};
         if (i < rows) {
           TF_UNROLL for (int u = 0; u < 2; ++u) {
             const long left = n - j - u * kLanes;
-            if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left) * factor;
+            if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left);
             lost.see(x[u]);
           }
           P::put(P::chunk(block, n, i, j), x[0], x[1]);
