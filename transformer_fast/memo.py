@@ -26,8 +26,9 @@ MOST = 4096
 #: Whether calls on CPU tensors are remembered too, which tests of GPU kernels without a GPU want.
 on_cpu = False
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_CONSTANT = frozenset({int, float, bool, str, type(None)})
+_Parameter = torch.nn.Parameter
+_PLAIN = frozenset({Tensor, _Parameter})
+_CONSTANT = frozenset({int, float, str})
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _C = torch._C
@@ -80,49 +81,57 @@ def quiet() -> bool:
     )
 
 
-def describe(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Of a tensor at address 0: whether it is a meta tensor or zeros of autograd's, not just empty."""
+    return tensor.numel() > 0 or tensor.is_meta or tensor._is_zerotensor()
+
+
+def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any, ...] | None:
     """All that a call with these arguments depends on but for data, to look it up by.
 
-    Of tensors dtype, shape, strides, device and whether they begin on 16 bytes, for which kernels
-    have variants. None for tensors that are more or less than their memory.
+    Of tensors dtype, shape, strides, device, whether they begin on 16 bytes, for which kernels have
+    variants, and whether autograd follows them. None for tensors that are more or less than their
+    memory. ``before``: what else the call is looked up by.
     """
-    parts: list[Any] = [_circumstances]
-    places: list[int] = []
+    parts: list[Any] = [_circumstances, *before]
+    add = parts.append
+    follows = _is_grad_enabled()
     bits = 0
-    precise = False
     device = -1
     try:
         for value in arguments:
+            # Most arguments are one of these three, and no other part equals them here.
+            if value is None or value is False or value is True:
+                add(value)
+                continue
             kind = type(value)
-            if kind in _PLAIN:
+            if kind is Tensor or kind is _Parameter:
                 place = value.data_ptr()
-                if not place or value.is_neg():  # nothing in it, a meta tensor, zeros of autograd's
+                if value.is_neg() or (not place and _has_no_memory(value)):
                     return None
-                places.append(place)
                 bits |= place
                 device = value.get_device()
-                dtype = value.dtype
-                precise = precise or dtype is torch.float32
-                parts += (dtype, value.shape, value.stride(), device)
+                parts += (value.dtype, value.shape, value.stride(), device)
+                if follows and value.requires_grad:
+                    add("grad")
             elif kind in _CONSTANT:
-                # 1, 1.0 and True are equal, but variants of their own.
+                # 1 and 1.0 are equal, but variants of their own.
                 parts += (kind, value)
             elif kind is tuple or kind is list or kind is torch.Size:
                 for one in value:
                     if type(one) is not int:
                         return None
-                parts.append(tuple(value))
+                add(tuple(value))
             else:
                 return None
     except RuntimeError:  # sparse tensors have no strides, nested ones no shape
         return None
     if bits & 15:
-        parts.append(tuple([place & 15 == 0 for place in places]))
+        add(tuple([x.data_ptr() & 15 == 0 for x in arguments if type(x) in _PLAIN]))
     where = "cuda" if device >= 0 else "cpu"
     if torch.is_autocast_enabled(where):
-        parts.append(torch.get_autocast_dtype(where))
-    if precise:
-        parts.append(_C._get_fp32_precision_getter("cuda", "matmul"))
+        add(torch.get_autocast_dtype(where))
+    add(_C._get_fp32_precision_getter("cuda", "matmul"))
     return tuple(parts)
 
 
@@ -137,14 +146,8 @@ def key_of(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[
         return None
     if not quiet():
         return None
-    told = describe((*tensors, *others))
-    if told is None:
-        return None
-    wants = 0
-    if _is_grad_enabled():
-        for tensor in tensors:
-            wants = 2 * wants + (tensor is not None and tensor.requires_grad)
-    return (op, _state.backend, _state.strict, wants, proof.epoch, *told)
+    now = (op, _state.backend, _state.strict, proof.epoch)
+    return describe((*tensors, *others), now)
 
 
 def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
@@ -152,7 +155,7 @@ def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
     if key is None:
         return None
     known = _calls.get(key)
-    if known is None or known is _SEEN or known[0] is not _state.kernels[key[0]]:
+    if known is None or known is _SEEN or known[0] is not _state.kernels[key[1]]:
         return None
     return known[1]  # type: ignore[no-any-return]
 

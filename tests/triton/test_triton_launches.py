@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from transformer_fast.testing.launcher import Machine
 
-CASES = ("variants", "stream", "batches", "fallback", "order", "host")
+CASES = ("variants", "stream", "batches", "fallback", "order", "host", "blocks", "empty")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -272,6 +273,24 @@ def host(machine: Machine) -> None:
         "linear": lambda *a: functional.linear(x, w, bias, activation="relu"),
         "feed_forward": lambda *a: functional.feed_forward(x, w, bias, w, bias),
     }
+    own = [t.clone().requires_grad_() for t in (q, x, w, gain)]
+
+    def gradients(call: Any, *wanted: Any) -> Any:
+        def both() -> None:
+            result = call(*wanted)
+            torch.autograd.grad(result, wanted, result)
+
+        return both
+
+    calls |= {
+        "attention with gradients": gradients(
+            lambda q: functional.scaled_dot_product_attention(q, q, q, key_lengths=lengths), own[0]
+        ),
+        "layer_norm with gradients": gradients(
+            lambda x, w: functional.layer_norm(x, (512,), w, None), own[1], own[3]
+        ),
+        "linear with gradients": gradients(lambda x, w: functional.linear(x, w), own[1], own[2]),
+    }
     for name, call in calls.items():
         for _ in range(5):
             call()
@@ -286,7 +305,8 @@ def host(machine: Machine) -> None:
 
 #: Function calls of one call of the public function; not remembered it makes 150 to 400.
 MOST_CALLS = {
-    "attention": 66, "layer_norm": 62, "add_layer_norm": 70, "linear": 58, "feed_forward": 76,
+    "attention": 63, "layer_norm": 55, "add_layer_norm": 61, "linear": 53, "feed_forward": 69,
+    "attention with gradients": 318, "layer_norm with gradients": 244, "linear with gradients": 242,
 }  # fmt: skip
 
 #: With causality and raggedness, which are code of their own.
@@ -336,6 +356,49 @@ def fallback(machine: Machine) -> None:
     assert len(count) == len(machine.take()) == 9
 
 
+def blocks() -> None:
+    """What is remembered in one block is known in the next, which leaves what it found."""
+    import torch
+
+    from transformer_fast import dispatch, functional, memo
+
+    x = torch.zeros(4, 16, dtype=torch.bfloat16)
+    outside = dict(dispatch._state.kernels), dict(dispatch._state.usable)
+    with stubbed():
+        for _ in range(3):
+            functional.layer_norm(x, (16,))
+        known = dict(memo._calls)
+    for _ in range(2):
+        with stubbed():
+            functional.layer_norm(x, (16,))
+        assert memo._calls == known
+        assert (dispatch._state.kernels, dispatch._state.usable) == outside
+    other = next(k for k in outside[0]["layer_norm"] if k.backend == "torch")
+    dispatch.register(replace(other, dropout=not other.dropout))
+    with stubbed():  # beside other kernels
+        functional.layer_norm(x, (16,))
+    assert memo._calls != known
+
+
+def empty(machine: Machine) -> None:
+    """Tensors with nothing in them are described; those without memory of their own are not."""
+    import torch
+
+    from transformer_fast import memo
+
+    x = torch.zeros(3, 4)
+    nothing = torch.empty(0, 4)
+    assert memo.describe((x, nothing)) is not None
+    assert memo.describe((x, nothing)) != memo.describe((x, torch.empty(0, 5)))
+    for other in (torch.empty(0, 4, device="meta"), torch._efficientzerotensor((3, 4)),
+                  torch._efficientzerotensor((0, 4)), torch.zeros(3, 4, device="meta")):  # fmt: skip
+        assert memo.describe((x, other)) is None
+    # Flags, numbers and tuples are told apart, in whatever place.
+    values = (None, False, True, 0, 1, 0.0, 1.0, "1", (1,), (0,), ())
+    keys = {memo.describe((x, one, two)) for one in values for two in values}
+    assert len(keys) == len(values) ** 2
+
+
 def order(machine: Machine) -> None:
     """Constants come last: what a replayed launch takes a kernel's parameters to be."""
     import importlib
@@ -362,5 +425,8 @@ def order(machine: Machine) -> None:
 if __name__ == "__main__":
     from transformer_fast.testing.launcher import Machine, stubbed
 
-    with stubbed() as machine:
-        globals()[sys.argv[1]](machine)
+    if sys.argv[1] == "blocks":
+        blocks()
+    else:
+        with stubbed() as machine:
+            globals()[sys.argv[1]](machine)

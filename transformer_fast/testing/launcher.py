@@ -23,6 +23,8 @@ class Machine:
         #: (binary, grid, stream, arguments) of each launch; None: they are not wanted.
         self.launches: list[tuple[Any, ...]] | None = []
         self.stream = 7
+        #: The dispatcher's kernels as they were outside of the block, and as they are within.
+        self.kernels: tuple[Any, Any] = (None, None)
 
     def take(self) -> list[tuple[Any, ...]]:
         """The launches since this was asked last."""
@@ -75,6 +77,8 @@ _installed: Machine | None = None
 def stubbed() -> Iterator[Machine]:
     """Within the block Triton's kernels take CPU tensors, named or not, and do nothing.
 
+    What is remembered of calls in one block is known in the next.
+
     Raises:
         RuntimeError: there is a GPU, or Triton's interpreter is on.
     """
@@ -86,15 +90,22 @@ def stubbed() -> Iterator[Machine]:
         raise RuntimeError("the launcher is stubbed only without a GPU and without the interpreter")
     if _installed is None:
         _install(_installed := Machine())
-    before, on_cpu = dict(dispatch._state.kernels), memo.on_cpu
+    state, on_cpu = dispatch._state, memo.on_cpu
+    before = dict(state.kernels), dict(state.usable)
     try:
-        for kernel in backend.kernels(interpreted=True):
-            dispatch.register(kernel)
+        if _installed.kernels[0] == before:
+            # The very same records as before: what is remembered of calls goes by them.
+            kernels, usable = _installed.kernels[1]
+            state.kernels.update(kernels)
+            state.usable.update(usable)
+        else:
+            for kernel in backend.kernels(interpreted=True):
+                dispatch.register(kernel)
+            _installed.kernels = before, (dict(state.kernels), dict(state.usable))
         memo.on_cpu = True
         with config.use_architecture(90), dispatch.use_backend("triton"):
             yield _installed
     finally:
         memo.on_cpu = on_cpu
-        for kernels in before.values():
-            for kernel in kernels:
-                dispatch.register(kernel)
+        state.kernels.update(before[0])
+        state.usable.update(before[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .... import reference
 from ....autograd import Attention, needs_function, register
-from .define import absent, define, given
+from .define import absent, define
 
 
 def _run(
@@ -26,7 +26,7 @@ def _run(
     need_weights: bool,
     query_lengths: Tensor | None = None,
     longest: Sequence[int] | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from ..attention import attention_forward, make_problem
     from ..attention_weights import attention_weights
 
@@ -35,9 +35,7 @@ def _run(
         query_lengths, longest,
     )  # fmt: skip
     output, shift, norm = attention_forward(*arguments)
-    weights = absent(query)
-    if need_weights:
-        weights = attention_weights(make_problem(*arguments), shift, norm)
+    weights = attention_weights(make_problem(*arguments), shift, norm) if need_weights else None
     return output, weights, shift, norm
 
 
@@ -90,10 +88,10 @@ def _run_backward(
     need_mask: bool,
     query_lengths: Tensor | None = None,
     longest: Sequence[int] | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from ..attention_bwd import attention_backward
 
-    dquery, dkey, dvalue, dmask = attention_backward(
+    return attention_backward(
         grad,
         grad_weights,
         query,
@@ -113,7 +111,6 @@ def _run_backward(
         query_lengths,
         longest,
     )
-    return dquery, dkey, dvalue, given(dmask, query)
 
 
 def _fake_backward(
@@ -136,7 +133,7 @@ def _fake_backward(
     query_lengths: Tensor | None = None,
     longest: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    dmask = absent(query)
+    dmask = absent(grad)
     if need_mask:
         assert attn_mask is not None
         dmask = attn_mask.new_empty(attn_mask.shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .... import memo
 from .. import plans
 
+_is_compiling = torch.compiler.is_compiling
 _library = torch.library.Library("transformer_fast", "FRAGMENT")
 _RUNTIME = __name__.rpartition(".operators.")[0] + ".runtime"
 
@@ -19,28 +20,40 @@ _RUNTIME = __name__.rpartition(".operators.")[0] + ".runtime"
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define the operator ``triton_...`` of that schema; what is returned calls it.
 
-    While launches are recorded (`runtime.record_launches`) the implementation itself is called, for
-    torch would answer meta tensors with the fake.
+    Where the implementation gives None the operator gives `absent` of its first argument; who calls it
+    by what is returned here may get either. While launches are recorded (`runtime.record_launches`) the
+    implementation itself is called, for torch would answer meta tensors with the fake.
     """
     name = schema.partition("(")[0]
     planned = plans.Planned(implementation)
+
+    def operator(*arguments: Any) -> Any:
+        results = planned(*arguments)
+        if type(results) is not tuple:
+            return results
+        return tuple([absent(arguments[0]) if one is None else one for one in results])
+
     _library.define(schema)
     for place in ("CUDA", "CPU"):
-        _library.impl(name, planned, place)
+        _library.impl(name, operator, place)
     torch.library.register_fake(f"transformer_fast::{name}", fake, lib=_library)
     overload = getattr(torch.ops.transformer_fast, name).default
+    required = sum(not one.has_default_value() for one in overload._schema.arguments)
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return overload(*arguments)
-        runtime = sys.modules.get(_RUNTIME)
-        if runtime is not None and (runtime.recording() or plans.recorder() is not None):
-            return implementation(*arguments)
+        # PyTorch leaves defaults at the end out, too, and plans are kept by what it hands over.
+        while len(arguments) > required and arguments[-1] is None:
+            arguments = arguments[:-1]
         if memo.quiet():
             # PyTorch's way to an operator in Python takes longer than all else.
             result = planned.replay(arguments)
             if result is not NotImplemented:
                 return result
+        runtime = sys.modules.get(_RUNTIME)
+        if runtime is not None and (runtime.recording() or plans.recorder() is not None):
+            return implementation(*arguments)
         return overload(*arguments)
 
     return call

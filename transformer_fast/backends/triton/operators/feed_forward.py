@@ -59,14 +59,13 @@ def _run_backward(
     need_input: bool,
     need_bias1: bool,
     need_bias2: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from ..feed_forward import feed_forward_backward
 
-    found = feed_forward_backward(
+    return feed_forward_backward(
         grad, input, weight1, weight2, activation, dropout_p, seed, saved, need_input, need_bias1,
         need_bias2,
     )  # fmt: skip
-    return tuple(given(gradient, input) for gradient in found)
 
 
 def _fake_backward(
@@ -83,11 +82,11 @@ def _fake_backward(
     need_bias2: bool,
 ) -> tuple[Tensor, ...]:
     return (
-        input.new_empty(input.shape) if need_input else absent(input),
+        input.new_empty(input.shape) if need_input else absent(grad),
         weight1.new_empty(weight1.shape),
-        weight1.new_empty(weight1.shape[:1]) if need_bias1 else absent(input),
+        weight1.new_empty(weight1.shape[:1]) if need_bias1 else absent(grad),
         weight2.new_empty(weight2.shape),
-        weight2.new_empty(weight2.shape[:1]) if need_bias2 else absent(input),
+        weight2.new_empty(weight2.shape[:1]) if need_bias2 else absent(grad),
     )
 
 

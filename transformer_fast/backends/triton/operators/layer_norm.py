@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .... import reference
 from ....autograd import AddLayerNorm, LayerNorm, needs_function, register
-from .define import absent, define, given
+from .define import absent, define
 
 
 def _run(
@@ -22,12 +22,12 @@ def _run(
     eps: float,
     dropout_p: float,
     seed: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from ..layer_norm import add_layer_norm_forward, layer_norm_forward
 
     if residual is None:
         output, mean, rstd = layer_norm_forward(input, normalized_shape, weight, bias, eps)
-        return output, absent(input), mean, rstd
+        return output, None, mean, rstd
     return add_layer_norm_forward(
         input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
     )
@@ -61,7 +61,7 @@ def _run_backward(
     seed: Tensor | None,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from ..layer_norm import add_layer_norm_backward
 
     dinput, dx, dweight, dbias = add_layer_norm_backward(
@@ -79,9 +79,8 @@ def _run_backward(
     )
     if dinput is dx:
         # Results of an operator may not share memory.
-        dinput = dx.clone() if dropout_p > 0.0 else absent(dx)
-    kind = x if weight is None else weight
-    return dinput, dx, given(dweight, kind), given(dbias, kind)
+        return dx.clone() if dropout_p > 0.0 else None, dx, dweight, dbias
+    return dinput, dx, dweight, dbias
 
 
 def _fake_backward(
@@ -101,10 +100,10 @@ def _fake_backward(
     kind = x if weight is None else weight
     shape = tuple(normalized_shape)
     return (
-        torch.empty_like(dx) if dropout_p > 0.0 else absent(dx),
+        torch.empty_like(dx) if dropout_p > 0.0 else absent(grad),
         dx,
-        kind.new_empty(shape) if need_weight else absent(kind),
-        kind.new_empty(shape) if need_bias else absent(kind),
+        kind.new_empty(shape) if need_weight else absent(grad),
+        kind.new_empty(shape) if need_bias else absent(grad),
     )
 
 

@@ -48,11 +48,10 @@ def _run_backward(
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from ..linear import linear_backward
 
-    found = linear_backward(grad, input, weight, activation, z, need_input, need_weight, need_bias)
-    return tuple(given(gradient, input) for gradient in found)
+    return linear_backward(grad, input, weight, activation, z, need_input, need_weight, need_bias)
 
 
 def _fake_backward(
@@ -66,9 +65,9 @@ def _fake_backward(
     need_bias: bool,
 ) -> tuple[Tensor, ...]:
     return (
-        input.new_empty(input.shape) if need_input else absent(input),
-        weight.new_empty(weight.shape) if need_weight else absent(input),
-        weight.new_empty(weight.shape[:1]) if need_bias else absent(input),
+        input.new_empty(input.shape) if need_input else absent(grad),
+        weight.new_empty(weight.shape) if need_weight else absent(grad),
+        weight.new_empty(weight.shape[:1]) if need_bias else absent(grad),
     )
 
 
