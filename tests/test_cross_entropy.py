@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,8 +23,7 @@ from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check, check_gradients, gradients, nan_memory, promote
 from transformer_fast.testing.gradients import GradientTruth
 
-#: The package has a function of this name.
-reference_cross_entropy = importlib.import_module("transformer_fast.reference.cross_entropy")
+loss_in_parts = importlib.import_module("transformer_fast.reference.loss_in_parts")
 SHAPES = [(7,), (5, 7), (3, 7, 4), (2, 7, 3, 2), (0, 7)]
 
 
@@ -275,7 +276,7 @@ def test_all_logits_are_never_in_memory(monkeypatch, at_once, backend, dtype):
     def run(*arguments):
         """In parts, while the reference that judges makes all logits at once."""
         with monkeypatch.context() as patch:
-            patch.setattr(reference_cross_entropy, "MOST_LOGITS", at_once * classes)
+            patch.setattr(loss_in_parts, "MOST_LOGITS", at_once * classes)
             return kernel.run(*arguments)
 
     with Largest() as seen, torch.no_grad():
@@ -289,10 +290,11 @@ def test_all_logits_are_never_in_memory(monkeypatch, at_once, backend, dtype):
 
 
 @pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype, summed):
-    """On the CPU's kernels; and the forward makes nothing that is for the backward."""
-    (kernel,) = (k for k in kernels("linear_cross_entropy") if k.backend == "cpu")
+def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype, backend, summed):
+    """And the forward makes nothing that is for the backward."""
+    (kernel,) = (k for k in kernels("linear_cross_entropy") if k.backend == backend)
     if kernel.unavailable is not None:
         pytest.skip(kernel.unavailable)
     draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
@@ -310,6 +312,11 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype,
 
         return make_boxed_func(run)
 
+    def in_operator(*arguments, original=loss_in_parts._gradients):
+        with seen:
+            return original(*arguments)
+
+    monkeypatch.setattr(loss_in_parts, "_gradients", in_operator)
     torch._dynamo.reset()  # each dtype and flag is compiled anew, which may be some times only
     compiled = torch.compile(
         kernel.run, fullgraph=True, backend=aot_autograd(fw_compiler=measured), dynamic=False
@@ -317,7 +324,7 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype,
 
     def run(*given):
         with monkeypatch.context() as patch:
-            patch.setattr(reference_cross_entropy, "MOST_LOGITS", 96 * 700)
+            patch.setattr(loss_in_parts, "MOST_LOGITS", 96 * 700)
             return compiled(*given, summed)
 
     with torch.no_grad():
@@ -344,7 +351,7 @@ def test_gradients_of_losses_that_are_added_up(monkeypatch, backend, dtype, isa)
 
     def run(*arguments):
         with monkeypatch.context() as patch, nan_memory():
-            patch.setattr(reference_cross_entropy, "MOST_LOGITS", 96 * 301)
+            patch.setattr(loss_in_parts, "MOST_LOGITS", 96 * 301)
             return kernel.run(*arguments, True)
 
     def total(run):
@@ -366,7 +373,7 @@ def test_gradients_of_losses_that_are_added_up(monkeypatch, backend, dtype, isa)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
     """As PyTorch has it, whose mean of no losses is NaN; nor where the loss has an infinite one."""
-    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 1)
+    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 1)
     x, weight = torch.randn(200, 8).to(dtype).requires_grad_(), torch.randn(9, 8).to(dtype)
     weight.requires_grad_()
     loss = F.linear_cross_entropy(x, weight, torch.full((200,), -100), backend=backend)
@@ -382,7 +389,7 @@ def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
 
 
 def test_parts_can_be_differentiated_twice(monkeypatch):
-    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 1)
+    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 1)
     draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
     x, weight = draw.normal(130, 2).requires_grad_(), draw.weight(3, 2).requires_grad_()
     target = torch.randint(0, 3, (130,))
@@ -392,10 +399,132 @@ def test_parts_can_be_differentiated_twice(monkeypatch):
 
     first = torch.autograd.grad(loss(x, weight), (x, weight), create_graph=True)
     (twice,) = torch.autograd.grad(first[1].square().sum(), x)
-    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 2**24)
+    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 2**24)
     first = torch.autograd.grad(loss(x, weight), (x, weight), create_graph=True)
     (expected,) = torch.autograd.grad(first[1].square().sum(), x)
     torch.testing.assert_close(twice, expected)
-    # torch.func cannot forget what a part keeps.
-    monkeypatch.setattr(reference_cross_entropy, "MOST_LOGITS", 1)
-    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), weight.detach()), first[0])
+
+
+class Alive(TorchDispatchMode):
+    """How many elements are in memory at most, in what operators have made of more than 100."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.numel() > 100:
+                storage = one.untyped_storage()
+                known = StorageWeakRef(storage)
+                self.storages[known.cdata] = known, storage.nbytes() // one.itemsize
+        self.storages = {k: s for k, s in self.storages.items() if not s[0].expired()}
+        self.elements = max(self.elements, sum(size for _, size in self.storages.values()))
+        return result
+
+
+def all_derivatives():
+    """Of a loss with 1280 x 70 logits: functions of input, weight, bias and what they move by."""
+    target = torch.randint(0, 70, (1280,), generator=torch.Generator().manual_seed(0))
+    target[::5] = -100
+
+    def loss(x, w, b, target=target, **options):
+        return F.linear_cross_entropy(
+            x, w, target, linear_bias=b, label_smoothing=0.1, backend="reference", **options
+        )
+
+    def derived(function, times):
+        """The gradient along the moves, so many times."""
+
+        def once(x, w, b, moves):
+            values = [t.detach().requires_grad_() for t in (x, w, b)]
+            result = function(*values)
+            for _ in range(times):
+                found = torch.autograd.grad(result, values, create_graph=True)
+                result = sum((g * m).sum() for g, m in zip(found, moves, strict=True))
+            return torch.autograd.grad(result.square(), values)
+
+        return once
+
+    def dual(x, w, b, moves):
+        values = [t.detach().requires_grad_() for t in (x, w, b)]
+        with forward_ad.dual_level():
+            moved = [forward_ad.make_dual(*pair) for pair in zip(values, moves, strict=True)]
+            found = torch.autograd.grad(loss(*moved), values, create_graph=True)
+            return [forward_ad.unpack_dual(one).tangent for one in found]
+
+    def one(w, x, t):
+        return loss(x, w, None, t)
+
+    def some(x):
+        return x.unflatten(0, (8, 160)), target.unflatten(0, (8, 160))
+
+    func = torch.func
+    return {
+        "second": derived(loss, 1),
+        "third": derived(loss, 2),
+        "second, offloaded": lambda *given: offloaded(derived(loss, 1), given),
+        "forward": dual,
+        "grad": lambda x, w, b, moves: func.grad(loss, (0, 1, 2))(x, w, b),
+        "jvp": lambda x, w, b, moves: func.jvp(loss, (x, w, b), moves),
+        "jvp of grad": lambda x, w, b, moves: func.jvp(
+            func.grad(loss, (0, 1, 2)), (x, w, b), moves
+        ),
+        "grad of jvp": lambda x, w, b, moves: func.grad(
+            lambda *p: func.jvp(loss, p, moves)[1], (0, 1, 2)
+        )(x, w, b),
+        "losses, vmap": lambda x, w, b, moves: torch.vmap(
+            lambda x, t: loss(x, w, b, t, reduction="none")
+        )(*some(x)),
+        "weights, vmap": lambda x, w, b, moves: torch.vmap(loss, (None, 0, None))(
+            x, torch.stack([w, -w, 2 * w]), b
+        ),
+        "grad, vmap": lambda x, w, b, moves: torch.vmap(func.grad(one), (None, 0, 0))(w, *some(x)),
+        "vmap, grad": lambda x, w, b, moves: func.grad(
+            lambda w: torch.vmap(one, (None, 0, 0))(w, *some(x)).sum()
+        )(w),
+        "batched": lambda x, w, b, moves: batched(loss, x, w, b),
+    }
+
+
+def offloaded(function, given):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*given)
+
+
+def batched(loss, x, w, b):
+    b = b.detach().requires_grad_()
+    grads = torch.linspace(-1, 1, 3 * len(x), dtype=x.dtype).view(3, -1)
+    return torch.autograd.grad(loss(x, w, b, reduction="none"), b, grads, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", all_derivatives())
+def test_all_logits_are_never_in_memory_for_derivatives(monkeypatch, name):
+    """Of any order and mode, and under transforms of torch.func."""
+    draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
+    shapes = (1280, 3), (70, 3), (70,)
+    arguments = *(draw.normal(*s) for s in shapes), tuple(draw.normal(*s) for s in shapes)
+    function = all_derivatives()[name]
+    expected = function(*arguments)
+    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 32 * 70)
+    monkeypatch.setattr(loss_in_parts, "_LEAST_ROWS", 1)
+    with Alive() as alive:
+        found = function(*arguments)
+    torch.testing.assert_close(found, expected)
+    assert alive.elements < 1280 * 70 / 2
+
+
+def test_rows_whose_number_depends_on_data_are_compiled(monkeypatch):
+    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 1)
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    x, target = logits_and_target(200, 7)
+    weight = torch.randn(9, 7)
+
+    def loss(x, target):
+        kept = target > 2
+        return F.linear_cross_entropy(x[kept], weight, target[kept], backend="torch")
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, target), loss(x, target))

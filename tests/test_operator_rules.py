@@ -32,7 +32,7 @@ def test_all_operators_are_looked_at():
     assert cpu_annotated
     assert cpu_blocks
     prefixes = {name.partition("_")[0] for name in SCHEMAS}
-    built = {"cpu", "triton"} if _native.module is not None else {"triton"}
+    built = {"cpu", "triton", "linear"} if _native.module is not None else {"triton", "linear"}
     assert prefixes - {"cuda"} == built  # whose library is loaded only where CUDA is
 
 
@@ -183,7 +183,7 @@ def test_costs_of_the_loss():
 @needs_native
 def test_costs_of_the_loss_in_parts(monkeypatch):
     """Half types' gradients are worked out with the losses if these are added up."""
-    rules = importlib.import_module("transformer_fast.reference.cross_entropy")
+    rules = importlib.import_module("transformer_fast.reference.loss_in_parts")
     monkeypatch.setattr(rules, "MOST_LOGITS", 1)
     x = torch.randn(200, 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(30, 16, dtype=torch.bfloat16, requires_grad=True)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_cross_entropy import Largest, reference_cross_entropy
+from test_cross_entropy import Largest, loss_in_parts
 
 import transformer_fast
 from transformer_fast import dispatch
@@ -235,8 +235,8 @@ def test_all_logits_are_never_in_memory(monkeypatch, device, dtype):
     def run(*arguments):
         """In parts, while the reference that judges makes all logits at once."""
         with monkeypatch.context() as patch:
-            patch.setattr(reference_cross_entropy, "MOST_LOGITS", at_once * classes)
-            patch.setattr(reference_cross_entropy, "_LEAST_ROWS", 1)
+            patch.setattr(loss_in_parts, "MOST_LOGITS", at_once * classes)
+            patch.setattr(loss_in_parts, "_LEAST_ROWS", 1)
             return kernel.run(*arguments)
 
     with Largest() as seen, torch.no_grad():

@@ -12,7 +12,8 @@ from .. import _native, autograd
 from ..autograd import CrossEntropy, LinearCrossEntropy, needs_function
 from ..autograd.function import only
 from ..dispatch import kernels
-from ..reference import in_parts
+from ..reference import in_parts, register_losses
+from ..reference.loss_in_parts import fake_gradients
 
 _ops = torch.ops.transformer_fast
 
@@ -23,6 +24,36 @@ def cross_entropy(
     if needs_function(input):
         return CrossEntropy.apply("cpu", input, target, ignore_index, label_smoothing)
     return _ops.cpu_cross_entropy(input, target, ignore_index, label_smoothing)[0]
+
+
+def _linear_losses(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    (own,) = (kernel for kernel in kernels("linear") if kernel.backend == "cpu")
+    logits = own.run(input, weight, bias, None, None)
+    return cross_entropy(logits, target, ignore_index, label_smoothing)
+
+
+def _linear_gradients(
+    grad: Tensor | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    rows: int,
+    ignore_index: int,
+    label_smoothing: float,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    result, *found = _ops.cpu_linear_cross_entropy_gradients(
+        grad, input, weight, bias, target, rows, ignore_index, label_smoothing, *wants
+    )
+    return (result, *only(wants, found))  # type: ignore[return-value]
 
 
 def linear_cross_entropy(
@@ -36,27 +67,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """An operator makes a part of the logits at a time."""
     if input.dtype != torch.float32:
-        (own,) = (kernel for kernel in kernels("linear") if kernel.backend == "cpu")
-
-        def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
-            logits = own.run(x, w, b, None, None)
-            return cross_entropy(logits, t, ignore_index, label_smoothing)
-
-        def gradients(
-            grad: Tensor | None,
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            target: Tensor,
-            rows: int,
-            wants: Sequence[bool],
-        ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-            result, *found = _ops.cpu_linear_cross_entropy_gradients(
-                grad, input, weight, bias, target, rows, ignore_index, label_smoothing, *wants
-            )
-            return (result, *only(wants, found))  # type: ignore[return-value]
-
-        return in_parts(losses, input, weight, bias, target, ignore_index, summed, gradients)
+        return in_parts("cpu", input, weight, bias, target, ignore_index, label_smoothing, summed)
     if needs_function(input, weight, bias):
         return LinearCrossEntropy.apply(
             "cpu", input, weight, bias, target, ignore_index, label_smoothing
@@ -149,31 +160,9 @@ def _fake_linear_backward(
     )
 
 
-def _fake_linear_gradients(
-    grad: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    part_rows: int,
-    ignore_index: int,
-    label_smoothing: float,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, inputs = input.shape
-    classes = weight.shape[0]
-    return (
-        input.new_empty((rows,), dtype=torch.float32),
-        input.new_empty((rows, inputs) if want_input else (0,)),
-        weight.new_empty((classes, inputs) if want_weight else (0,), dtype=torch.float32),
-        weight.new_empty((classes if want_bias else 0,), dtype=torch.float32),
-    )
-
-
 def _register() -> None:
     autograd.register("linear_cross_entropy", "cpu", _linear_forward, _linear_backward)
+    register_losses("cpu", _linear_losses, _linear_gradients)
     if _native.module is None:
         return
     fakes: dict[str, Callable[..., Any]] = {
@@ -181,7 +170,7 @@ def _register() -> None:
         "cpu_cross_entropy_backward": fake_cross_entropy_backward,
         "cpu_linear_cross_entropy": _fake_linear_cross_entropy,
         "cpu_linear_cross_entropy_backward": _fake_linear_backward,
-        "cpu_linear_cross_entropy_gradients": _fake_linear_gradients,
+        "cpu_linear_cross_entropy_gradients": fake_gradients,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"transformer_fast::{name}", fake)

@@ -112,6 +112,10 @@ RULES: dict[str, Rule] = {
         _LINEAR_LOSS, "r ri?want_input ci?want_weight c?want_bias", "r",
         "rci rci?want_input rci?want_weight",
     ),
+    "linear_cross_entropy_gradients": Rule(
+        _LINEAR_LOSS, "r ri?want_input ci?want_weight c?want_bias", "r",
+        "rci rci?want_input rci?want_weight",
+    ),
     "cpu_embedding_backward": Rule("grad:...m tokens:...", "vm", ".m"),
     "cpu_argmax": Rule("input:rc", "r", "r"),
     "triton_layer_norm": Rule(_FLAT_NORM, "...* ...*?residual # #", "0"),

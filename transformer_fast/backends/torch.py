@@ -166,6 +166,17 @@ def cross_entropy(
     )
 
 
+def _linear_losses(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    return cross_entropy(F.linear(input, weight, bias), target, ignore_index, label_smoothing)
+
+
 def linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -175,10 +186,9 @@ def linear_cross_entropy(
     label_smoothing: float,
     summed: bool = False,
 ) -> Tensor:
-    def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
-        return cross_entropy(F.linear(x, w, b), t, ignore_index, label_smoothing)
-
-    return reference.in_parts(losses, input, weight, bias, target, ignore_index, summed)
+    return reference.in_parts(
+        "torch", input, weight, bias, target, ignore_index, label_smoothing, summed
+    )
 
 
 def _refuse_attention(call: Call) -> str | None:
@@ -219,6 +229,7 @@ def _register() -> None:
         torch.library.register_autograd(
             "transformer_fast::cpu_dropout", _dropout_backward, setup_context=_keep_dropout
         )
+    reference.register_losses("torch", _linear_losses)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
         Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm),

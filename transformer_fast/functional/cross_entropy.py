@@ -232,8 +232,8 @@ def linear_cross_entropy(
     PyTorch. The logits are made a part at a time: at most 2^24 of them, or those of 64 rows. The
     CPU's fp32 kernel makes them once more in the backward, and so do all with reduction "none"; else
     the gradients are worked out with the losses, at the price of fp32 sums of the weight's size.
-    All logits are made at once under transforms of torch.func, for second derivatives, and in programs
-    of torch.compile on other backends than `cpu`.
+    All logits are made at once in programs of torch.compile under transforms of torch.func, and in
+    programs of torch.export on other backends than `cpu`.
 
     Args:
         input: (in_features,) or (N, in_features).

@@ -4,11 +4,12 @@ Every backend's entry has the signature of the function of the same name here.
 """
 
 from .attention import attention, taking_query_lengths, visible_places
-from .cross_entropy import cross_entropy, in_parts, linear_cross_entropy
+from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, annotated_layer_norm, layer_norm
 from .linear import ACTIVATIONS, activate, linear
+from .loss_in_parts import in_parts, recomputed_losses, register_losses
 
 __all__ = [
     "ACTIVATIONS",
@@ -23,6 +24,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "recomputed_losses",
+    "register_losses",
     "taking_query_lengths",
     "visible_places",
 ]

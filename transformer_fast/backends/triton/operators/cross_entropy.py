@@ -98,6 +98,21 @@ def cross_entropy(
     return losses
 
 
+def _linear_losses(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    logits = linear(input, weight, bias, None, None)
+    return cross_entropy(logits, target, ignore_index, label_smoothing)
+
+
+reference.register_losses("triton", _linear_losses)
+
+
 def linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -108,9 +123,6 @@ def linear_cross_entropy(
     summed: bool = False,
 ) -> Tensor:
     """`linear`, then `cross_entropy`, of as many rows at a time as `in_parts` says."""
-
-    def losses(x: Tensor, w: Tensor, b: Tensor | None, t: Tensor) -> Tensor:
-        logits = linear(x, w, b, None, None)
-        return cross_entropy(logits, t, ignore_index, label_smoothing)
-
-    return reference.in_parts(losses, input, weight, bias, target, ignore_index, summed)
+    return reference.in_parts(
+        "triton", input, weight, bias, target, ignore_index, label_smoothing, summed
+    )
