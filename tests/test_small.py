@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast
-from transformer_fast import _native, functional, nn, small
+from transformer_fast import _native, dispatch, functional, nn, small
+from transformer_fast.testing import call_of
 
 pytestmark = [
     pytest.mark.usefixtures("small_calls"),
@@ -163,6 +164,68 @@ def test_a_module_asks_once_whether_a_norm_is_small(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(small, "layer_norm", lambda *a: asked.append(a) or ask(*a))
     assert _ours(lambda: nn.LayerNorm(8)(torch.randn(4096, 8)).sum().backward())
     assert len(asked) == 1
+
+
+def _norm(rows: int = 4096) -> list[Any]:
+    leaves = [torch.randn(n, 8, requires_grad=True) for n in (rows, 1, 1)]
+    return [leaves[0], (8,), leaves[1][0].detach(), leaves[2][0].detach(), 1e-5]
+
+
+def test_a_norm_goes_straight_to_the_kernel_that_the_dispatcher_would_take() -> None:
+    arguments = _norm()
+    run = small.layer_norm_kernel(*arguments)
+    assert run is dispatch.select(call_of("layer_norm", tuple(arguments))).run
+    with _Ours() as found, dispatch.use_backend(None):
+        nn.LayerNorm(8)(arguments[0])
+    assert found.names == ["cpu_layer_norm.default"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, lambda: torch.randn(4096, 7)),
+        (0, lambda: torch.randn(4096, 8).double()),
+        (0, lambda: torch.randn(4096, 8).to_sparse()),
+        (0, lambda: torch.nested.nested_tensor([torch.randn(3, 8)])),
+        (0, lambda: torch.randn(4096, 8, device="meta")),
+        (1, lambda: [8]),
+        (1, lambda: 8),
+        (1, lambda: (4096, 8)),
+        (2, lambda: torch.randn(7)),
+        (2, lambda: torch.randn(8).double()),
+        (3, lambda: torch.randn(1, 8)),
+        (3, lambda: torch.randn(8, device="meta")),
+        (4, lambda: 1),
+    ],
+)
+def test_what_is_not_plainly_the_kernels_is_the_dispatchers(place: int, value: Any) -> None:
+    arguments = _norm()
+    arguments[place] = value()
+    assert small.layer_norm_kernel(*arguments) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_named_backends_and_transforms_are_the_dispatchers() -> None:
+    arguments = _norm()
+    for name in ("reference", "torch", "cpu"):
+        with transformer_fast.use_backend(name):
+            assert small.layer_norm_kernel(*arguments) is None
+    with small.handed_over(short=False):
+        assert small.layer_norm_kernel(*arguments) is None
+    seen = []
+
+    def ask(x: Tensor) -> Tensor:
+        seen.append(small.layer_norm_kernel(arguments[0], *arguments[1:]))
+        return x * 2.0
+
+    torch.func.jvp(ask, (arguments[0],), (arguments[0],))
+    torch.vmap(ask)(arguments[0])
+    torch.jit.trace(ask, (arguments[0],), check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        ask(arguments[0])
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("change", ["mask", "causal", "weights", "dropout", "lead", "autocast"])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,52 @@ def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> boo
         and type(weight) in _PLAIN
         and type(bias) in _PLAIN
         and LAYER_NORM.holds(input.numel(), _rows(input, weight), input, weight, bias)
+    )
+
+
+def layer_norm_kernel(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Callable[..., Any] | None:
+    """The CPU's kernel for a call that `layer_norm` has said no to, where it is plain that the
+    dispatcher would take it; None: ask the dispatcher, which takes as long as a kernel for some
+    hundred rows."""
+    if not (
+        _short
+        and type(input) is Tensor
+        and _state.backend is None
+        and not _is_compiling()
+        and input.is_cpu
+        and input.dtype is _FLOAT
+        and input.layout is torch.strided
+        and not input.is_nested
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and type(eps) is float
+        and type(normalized_shape) is tuple
+        and len(normalized_shape) == 1
+        and input.shape[-1:] == normalized_shape
+        and _is_row(weight, normalized_shape)
+        and _is_row(bias, normalized_shape)
+    ):
+        return None
+    kernels, usable = _state.usable["layer_norm"]
+    first = usable["cpu"][0]
+    known = first.backend == "cpu" and kernels is _state.kernels["layer_norm"]
+    return first.run if known else None
+
+
+def _is_row(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
+    return tensor is None or (
+        type(tensor) in _PLAIN
+        and tensor.dtype is _FLOAT
+        and tensor.is_cpu
+        and tensor.shape == shape
+        and tensor.layout is torch.strided
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
+from torch._C._functorch import unwrap_if_dead
 
 from ..dispatch import OPS
 
@@ -52,7 +52,8 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """What torch's does, but for inspecting forward's signature: longer than many an op."""
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+        own = [unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in args]
+        return super(torch.autograd.Function, cls).apply(*own)  # type: ignore[misc]
 
 
 def gradients(op: str, backend: str, *arguments: Any) -> Any:

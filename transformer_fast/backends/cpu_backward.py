@@ -56,6 +56,11 @@ def _attention_backward(
     norm: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if query.dtype is torch.float32 and not wants[3]:
+        return _ops.cpu_attention_backward(  # type: ignore[no-any-return]
+            grad, grad_weights, query, key, value, attn_mask, key_lengths, is_causal, scale,
+            dropout_p, seed, output, weights, shift, norm, *wants,
+        )  # fmt: skip
     # The gradients of probabilities are there for float32 only.
     given = wide if grad_weights is not None else _as_it_is
     found = _ops.cpu_attention_backward(

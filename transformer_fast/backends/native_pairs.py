@@ -57,10 +57,24 @@ def _layer_norm_backward(
     rstd: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    return _add_layer_norm_backward(
-        backend, grad, None, input, normalized_shape, weight, mean, rstd, 0.0, None,
-        (False, *wants),
-    )[1:]  # fmt: skip
+    # Not by way of the sum's: within a model each frame of Python takes some microseconds.
+    dinput, _, dweight, dbias = getattr(_ops, f"{backend}_layer_norm_backward")(
+        grad, None, input, mean, rstd, wide(weight) if backend == "cpu" else weight,
+        math.prod(normalized_shape), 0.0, None, wants[0], False, wants[1], wants[2],
+    )  # fmt: skip
+    if len(normalized_shape) == 1 and grad.dtype is torch.float32:
+        return dinput, dweight, dbias
+    return dinput, *_shaped((dweight, dbias), wants[1:], normalized_shape, grad.dtype)
+
+
+def _shaped(
+    flat: Sequence[Tensor], wants: Sequence[bool], shape: tuple[int, ...], dtype: torch.dtype
+) -> list[Tensor]:
+    """Gradients of weight and bias, which operators give in one dimension and in float32."""
+    return [
+        (each.view(shape) if wanted and len(shape) > 1 else each).to(dtype)
+        for each, wanted in zip(flat, wants, strict=True)
+    ]
 
 
 def _add_layer_norm_forward(
@@ -101,13 +115,9 @@ def _add_layer_norm_backward(
         on(sum.device, seed), wants[1] or (wants[0] and not drops), wants[0] and drops,
         wants[2], wants[3],
     )  # fmt: skip
-    shaped = (
-        (flat.view(normalized_shape) if wanted and len(normalized_shape) > 1 else flat).to(
-            grad.dtype
-        )
-        for wanted, flat in zip(wants[2:], parameters, strict=True)
-    )
-    return dinput if drops else dsource, dsource, *shaped
+    if len(normalized_shape) > 1 or grad.dtype is not torch.float32:
+        parameters = _shaped(parameters, wants[2:], normalized_shape, grad.dtype)
+    return dinput if drops else dsource, dsource, *parameters
 
 
 def _linear_backward(

@@ -172,6 +172,10 @@ def dispatched_layer_norm(
     backend: str | None = None,
 ) -> Tensor:
     """`layer_norm` for who has asked already whether the call is small."""
+    if backend is None:
+        run = small.layer_norm_kernel(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
+        if run is not None:
+            return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
     tensors = (input, weight, bias)
     key = memo.key_of("layer_norm", tensors, (normalized_shape, eps, backend))
     if (again := memo.find(key)) is not None:

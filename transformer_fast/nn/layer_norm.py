@@ -30,6 +30,9 @@ class LayerNorm(Swapped, torch.nn.LayerNorm):
             weight, bias = self.weight, self.bias
         if small.layer_norm(input, weight, bias):
             return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        run = small.layer_norm_kernel(input, self.normalized_shape, weight, bias, self.eps)
+        if run is not None:
+            return run(input, self.normalized_shape, weight, bias, self.eps)  # type: ignore[no-any-return]
         if is_torchs(input):
             return by_torch(self, super().forward, input)
         return dispatched_layer_norm(input, self.normalized_shape, weight, bias, self.eps)
