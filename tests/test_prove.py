@@ -17,7 +17,7 @@ from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import device as on_device
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import GPU_CASES, GpuCase
+from transformer_fast.specs.gpu import GPU_CASES, GpuCase, _attention_case, _packed_case
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
@@ -169,6 +169,36 @@ def test_two_sizes_of_a_case_are_of_one_class():
         )
         assert checked == timed, one.name
     assert {one.op for one in GPU_CASES} == set(OPS)
+
+
+def class_of(case):
+    return shape_class(call_of("attention", case.build(torch.bfloat16, "meta", None)))
+
+
+def test_attention_is_measured_at_few_and_at_many_keys():
+    measured = {class_of(one.timed) for one in GPU_CASES if one.op == "attention"}
+    for size in (64, 128):
+        for seen in ("no mask", "key lengths"):
+            classes = {
+                class_of(_attention_case(2, 1, queries, keys, size, seen))
+                for queries in (4, 5, 512, 513)
+                for keys in (1, 512, 513)
+            }
+            assert len(classes) == 6
+            assert classes <= measured, classes - measured
+    packed = [class_of(_packed_case(1, 2, longest, 64)) for longest in (512, 513)]
+    assert ["up to 512 keys" in packed[0], "more than 512 keys" in packed[1]] == [True, True]
+
+
+def test_a_proof_of_an_older_version_is_ignored_with_a_sentence():
+    path = prove_that(verdict())
+    changed(path, lambda content: content.update(format=1))
+    found, problem = proof.read(MACHINE)
+    assert found is None
+    assert problem == (
+        f"{path} is ignored, since it is of format 1 and this version's is 2; "
+        f"`{proof.COMMAND}` replaces it"
+    )
 
 
 def fake_clock(times):

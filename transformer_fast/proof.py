@@ -25,7 +25,8 @@ import torch
 from ._version import __version__
 
 COMMAND = "python -m transformer_fast prove"
-_FORMAT = 1
+#: Of a file. 2: classes of attention by the number of keys, too.
+_FORMAT = 2
 
 
 class Machine(NamedTuple):
@@ -113,8 +114,8 @@ def _norm_class(call: Any) -> list[str]:
 
 
 def _attention_class(call: Any) -> list[str]:
-    query = call.tensors[0]
-    queries = query.shape[-2] if call.longest is None else call.longest[0]
+    query, key = call.tensors[:2]
+    queries, keys = call.longest or (query.shape[-2], key.shape[-2])
     if call.mask is not None:
         seen = "bool mask" if call.mask.dtype == torch.bool else "float mask"
     elif call.key_lengths is not None or call.query_lengths is not None:
@@ -124,6 +125,8 @@ def _attention_class(call: Any) -> list[str]:
     words = [
         _up_to(query.shape[-1], (64, 128), "values a head"),
         _up_to(queries, (4, 512), "queries"),
+        # More are served by other kernels on the backend cuda.
+        _up_to(keys, (512,), "keys"),
         seen,
     ]
     return [*words, "weights"] if call.need_weights else words
@@ -237,8 +240,11 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
         return None, f"{path} cannot be read: {error.strerror}"
     try:
         content = json.loads(text)
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError("it is of another format")
+        if content["format"] != _FORMAT:
+            return None, (
+                f"{path} is ignored, since it is of format {content['format']} and this version's "
+                f"is {_FORMAT}; `{COMMAND}` replaces it"
+            )
         verdicts = tuple(_checked(Verdict, one) for one in content["verdicts"])
         proof = Proof(_checked(Machine, content["machine"]), str(content["taken"]), verdicts)
     except (ValueError, KeyError, TypeError) as error:

@@ -103,6 +103,18 @@ def _attentions() -> Iterator[GpuCase]:
                     _attention_case(*checked, queries, keys, size, seen),
                     _attention_case(*timed, queries, keys, size, seen),
                 )
+        # A decoder's first tokens, and its attention to a source of another length.
+        for seen in ("no mask", "key lengths"):
+            for queries, keys, checked, timed in (
+                (1, 128, (3, 4), (64, 16)),
+                (128, 1024, (2, 2), (32, 16)),
+                (1024, 128, (2, 2), (32, 16)),
+            ):
+                yield GpuCase(
+                    "attention",
+                    _attention_case(*checked, queries, keys, size, seen),
+                    _attention_case(*timed, queries, keys, size, seen),
+                )
     for length, checked, timed in ((128, (3, 4), (32, 16)), (1024, (1, 2), (8, 16))):
         for seen in ("no mask", "causal", "key lengths"):
             yield GpuCase(
