@@ -67,6 +67,26 @@ def test_what_is_beyond_the_longest_is_left_out(device):
     check_gradients("attention", attention, call)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("starts", "within"), [((0, 6, 14), (0, 6, 10)), ((-3, 4, 9), (0, 4, 9)), ((0, 12, 15), (0, 10, 10))]
+)  # fmt: skip
+def test_offsets_outside_of_the_tensors_reach_nothing(device, starts, within, causal):
+    """Around the ten rows stand NaN in the same memory, and what is around gradients is kept."""
+    around = torch.full((3, 30, 2, 16), torch.nan, device=device)
+    around[:, 10:20] = torch.randn(3, 10, 2, 16, generator=torch.Generator().manual_seed(0))
+    wrong, right = (torch.tensor(x, device=device) for x in (starts, within))
+    found = []
+    for q_starts, k_starts in ((wrong, wrong), (right, wrong), (wrong, right), (right, right)):
+        q, k, v = (x.transpose(0, 1)[None].detach().requires_grad_() for x in around[:, 10:20])
+        output, _ = attention(
+            q, k, v, None, k_starts, causal, None, 0.0, None, False, False, q_starts, (9, 9)
+        )
+        found.append((output, *torch.autograd.grad(output.sum(), (q, k, v))))
+    for one in found[:3]:
+        torch.testing.assert_close(one, found[3], rtol=0, atol=0)
+
+
 class Names(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -293,7 +293,7 @@ def varlen_attn(
 
     Raises:
         RuntimeError, TypeError, ValueError: arguments that do not fit; values of cu_seq_q and
-            cu_seq_k are not looked at.
+            cu_seq_k are not looked at, but nothing outside of the tensors is read or written.
     """
     for place, (name, x) in enumerate(
         {"query": query, "key": key, "value": value, "cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}

@@ -62,6 +62,12 @@ class Problem(NamedTuple):
     def stride_query_length(self) -> int:
         return 0 if self.query_lengths is None else self.query_lengths.stride(0)
 
+    def list_arguments(self, lists: TileLists | None) -> tuple[int, int, int]:
+        """Strides and capacity of the lists; packed sequences have none, but rows to stay within."""
+        if lists is not None:
+            return lists[2:]
+        return (self.query.shape[2], self.key.shape[2], 0) if self.packed else (0, 0, 0)
+
     @property
     def half(self) -> bool:
         return self.query.dtype != torch.float32
@@ -219,8 +225,7 @@ def attention_forward(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )
     lists = None if mask.data is None else problem.lists(tile)
-    found = (None, None, 0, 0, 0) if lists is None else lists
-    counts, numbers = found[:2]
+    counts, numbers = (None, None) if lists is None else lists[:2]
     launch(
         attention_forward_kernel,
         (ceil_div(queries, tile.queries) * batch * heads,),
@@ -243,7 +248,7 @@ def attention_forward(
         *mask.strides,
         problem.stride_length,
         problem.stride_query_length,
-        *found[2:],
+        *problem.list_arguments(lists),
         heads,
         problem.group,
         queries,

@@ -82,8 +82,10 @@ def attention_backward_query_kernel(
     first = tile * BLOCK_T
     query = first + tl.arange(0, BLOCK_T)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    begin, query_end = sequence(query_length_ptr, stride_query_length, b, queries, PACKED)
-    key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
+    begin, query_end = sequence(
+        query_length_ptr, stride_query_length, b, queries, stride_list_b, PACKED
+    )
+    key_begin, end = sequence(length_ptr, stride_length, b, keys, stride_list_h, PACKED)
     k_base = k_ptr + b * stride_kb + (h // group) * stride_kh + key_begin * stride_ks
     v_base = v_ptr + b * stride_vb + (h // group) * stride_vh + key_begin * stride_vs
     at = q_ptr + b * stride_qb + h * stride_qh + begin * stride_qt
@@ -247,7 +249,7 @@ def attention_backward_key_kernel(
     start = tile * BLOCK_S
     key = start + tl.arange(0, BLOCK_S)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
+    key_begin, end = sequence(length_ptr, stride_length, b, keys, stride_list_h, PACKED)
     k_base = k_ptr + b * stride_kb + hk * stride_kh + key_begin * stride_ks
     k = load_rows(k_base, key, stride_ks, column, end, D, True)
     v_base = v_ptr + b * stride_vb + hk * stride_vh + key_begin * stride_vs
@@ -255,7 +257,9 @@ def attention_backward_key_kernel(
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
-    begin, query_end = sequence(query_length_ptr, stride_query_length, b, queries, PACKED)
+    begin, query_end = sequence(
+        query_length_ptr, stride_query_length, b, queries, stride_list_b, PACKED
+    )
     all_tiles = tl.cdiv(query_end, BLOCK_T)
     if start >= end:
         all_tiles = 0

@@ -79,7 +79,7 @@ def attention_forward_kernel(
     stride_ob, stride_oh, stride_ot,
     stride_mb, stride_mh, stride_mt, stride_ms,
     stride_length, stride_query_length,
-    stride_list_b, stride_list_h, capacity,
+    stride_list_b, stride_list_h, capacity,  # PACKED: rows of queries and of keys, and 0
     heads, group, queries, keys,
     scale,
     limit, keep_scale,
@@ -102,8 +102,10 @@ def attention_forward_kernel(
     first = tile * BLOCK_T
     query = first + tl.arange(0, BLOCK_T)
     column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    begin, query_end = sequence(query_length_ptr, stride_query_length, b, queries, PACKED)
-    key_begin, end = sequence(length_ptr, stride_length, b, keys, PACKED)
+    begin, query_end = sequence(
+        query_length_ptr, stride_query_length, b, queries, stride_list_b, PACKED
+    )
+    key_begin, end = sequence(length_ptr, stride_length, b, keys, stride_list_h, PACKED)
     k_base = k_ptr + b * stride_kb + (h // group) * stride_kh + key_begin * stride_ks
     v_base = v_ptr + b * stride_vb + (h // group) * stride_vh + key_begin * stride_vs
     q_base = q_ptr + b * stride_qb + h * stride_qh + begin * stride_qt

@@ -150,15 +150,16 @@ def visible_scores(
 @triton.jit
 def sequence_end(length_ptr, stride, batch, places):
     """How many places of a sequence are real: all, or its length, kept between 0 and ``places``."""
-    return sequence(length_ptr, stride, batch, places, False)[1]
+    return sequence(length_ptr, stride, batch, places, 0, False)[1]
 
 
 @triton.jit
-def sequence(length_ptr, stride, batch, places, PACKED: tl.constexpr):
+def sequence(length_ptr, stride, batch, places, rows, PACKED: tl.constexpr):
     """(row of a sequence's first place, how many of its places are real).
 
-    PACKED: sequences lie one behind the other in one tensor, and instead of lengths there is where each
-    begins and, behind the last, where that ends. Otherwise each has rows of its own, from 0.
+    PACKED: sequences lie one behind the other in one tensor of so many ``rows``, and instead of lengths
+    there is where each begins and, behind the last, where that ends; what of a sequence lies outside of
+    the tensor is left out. Otherwise each has rows of its own, from 0.
     """
     begin = 0
     end = places
@@ -166,8 +167,8 @@ def sequence(length_ptr, stride, batch, places, PACKED: tl.constexpr):
         at = length_ptr + batch.to(tl.int64) * stride
         length = tl.load(at).to(tl.int64)
         if PACKED:
-            begin = length
-            length = tl.load(at + stride).to(tl.int64) - begin
+            begin = tl.maximum(tl.minimum(length, rows), 0)
+            length = tl.minimum(tl.load(at + stride).to(tl.int64), rows) - begin
         end = tl.maximum(tl.minimum(length, places), 0).to(tl.int32)
     return begin, end
 
