@@ -35,8 +35,9 @@ struct BackwardWorkspace {
   // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
   // turned; of a panel: P and dS as right factors; of the block: dS as a left one.
   Operand *keys, *values, *key_rows, *query, *grad, *query_turned, *grad_turned, *p, *ds, *ds_rows;
-  float *scores[2], *slopes[2];      // products of a panel: Q K^T and dO V^T
-  float *minus, *log2_norm, *delta;  // per row of the block
+  float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
+  // Per row of the block; the row's norm is split between dO and the exponents of P.
+  float *minus, *norm, *log2_norm, *delta, *dominant;
   float *read, *grad_key, *grad_value, *grad_query, *bias;
   KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
   bool* started;   // per panel: its sums for keys are begun
@@ -71,8 +72,10 @@ struct BackwardWorkspace {
       take(slopes[slot], kRows * kPanel);
     }
     take(minus, kRows);
+    take(norm, kRows);
     take(log2_norm, kRows);
     take(delta, kRows);
+    take(dominant, kRows);
     take(read, kRows * wide);
     take(grad_key, size_up * sum_stride);
     take(grad_value, value_up * sum_stride);
@@ -217,7 +220,7 @@ class BackwardRows : protected Scores {
       const Vec y = fma(x[u] + minus, set1(kLog2E), log2_norm);
       const auto none = less(y, set1(kNegligible));
       const Vec unmixed = select(none, zero(), power_of_two(y, T{}));
-      Vec slope = load_slope(panel, row, slopes, u);
+      Vec slope = load_slope(panel, i, slopes, u);
       p[u] = unmixed;
       if (args.dropout.on) {
         p[u] = unmixed * f[u];
@@ -230,39 +233,39 @@ class BackwardRows : protected Scores {
 
   // dS of keys that dominate a row.
   TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
-    const Vec dominant = set1(args.dominant * kept_);
+    const Vec dominant = set1(work.dominant[i]);
     if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
   }
   [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
                                      Vec (&ds)[2]) const {
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float norm = work.norm[i];
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       float weight[kLanes], slope[kLanes];
       store(weight, p[u]);
       store(slope, ds[u]);
       for (int j = 0; j < kLanes; ++j) {
-        if (!(weight[j] > args.dominant * kept_)) continue;
-        const float probability = weight[j] / kept_;
+        if (!(weight[j] > work.dominant[i])) continue;
+        const float probability = weight[j] / factor * norm;
         slope[j] =
             probability * dominant_slope<T>(args, probability, sight.b, sight.head, sight.first + i,
-                                            panel.start + u * kLanes + j, kept_);
+                                            panel.start + u * kLanes + j, factor);
       }
       ds[u] = load(slope);
     }
   }
 
-  // A vector of dP.
-  TF_INLINE Vec load_slope(const Panel& panel, long row, const float* slopes, int u) const {
+  // A vector of dP, times norm.
+  TF_INLINE Vec load_slope(const Panel& panel, long i, const float* slopes, int u) const {
     const Vec slope = load(slopes + u * kLanes);
     const long left = panel.count - u * kLanes;
     if (args.grad_weights == nullptr || left <= 0) return slope;
-    const float* extra = args.grad_weights + row * args.keys + panel.start + u * kLanes;
-    return slope + load_some(extra, left);
+    const float* extra = args.grad_weights + row_of(i) * args.keys + panel.start + u * kLanes;
+    return fma(set1(work.norm[i]), load_some(extra, left), slope);
   }
 
   const AttentionBackwardArgs& args;
   const BackwardWorkspace<T>& work;
-  // What dropout multiplies a probability by that it keeps.
-  const float kept_ = args.dropout.on ? args.dropout.scale : 1.0f;
   const long pairs_ = round_up(rows, kPairDepth) / 2;
   Panel waiting_{};    // scored, not yet softened
   long softened_ = 0;  // parts of it that are
@@ -273,38 +276,48 @@ class BackwardRows : protected Scores {
            head_offset(args.query_starts, strides, sight.b, sight.head) + sight.first * strides[2];
   }
 
-  // Queries and dO, as they are and, for the keys, turned. P is multiplied by norm, and not dO:
-  // half types would round it once more, and dP is to be exact, where values are far from 0 and a
-  // row's slopes are small differences of it.
+  // Queries and dO, as they are and, for the keys, turned. In fp32 dO is multiplied by norm, so
+  // that P need not be. Half types would round that, and dP has to be exact where values are far
+  // from 0: a row's slopes are small differences of it. There the exponents take norm.
   bool load_rows() const {
+    constexpr bool grad_takes_norm = sizeof(T) == sizeof(float);
     const long row = row_of(0);
-    if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, work.query,
-              args.grad_key != nullptr ? work.query_turned : nullptr) ||
-        !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size, work.grad,
+    for (long i = 0; i < rows; ++i) {
+      const float norm = args.norm[row + i];
+      work.norm[i] = grad_takes_norm ? norm : 1.0f;
+      work.log2_norm[i] = grad_takes_norm || norm == 1.0f ? 0.0f : __builtin_log2f(norm);
+    }
+    if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
+              work.query, args.grad_key != nullptr ? work.query_turned : nullptr) ||
+        !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
+              grad_takes_norm ? work.norm : nullptr, work.grad,
               args.grad_value != nullptr ? work.grad_turned : nullptr))
       return false;
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
     for (long i = 0; i < rows; ++i) {
       const float shift = args.shift[row + i];
       work.minus[i] = shift == -kInf ? 0.0f : -shift;
-      const float norm = args.norm[row + i];
-      work.log2_norm[i] = norm == 1.0f ? 0.0f : __builtin_log2f(norm);
-      work.delta[i] = args.delta[row + i];
+      work.delta[i] = args.delta[row + i] * work.norm[i];
+      // As P with dropout, and without the norm that dO has.
+      work.dominant[i] = args.dominant * factor / work.norm[i];
     }
     return true;
   }
 
-  // Rows of n values as left factors, and turned if asked for; false if products cannot take them.
-  bool fill(const T* from, long stride, long n, typename P::Operand* block,
+  // Rows of n values, times factors if given, as left factors, and turned if asked for; false if
+  // products cannot take them.
+  bool fill(const T* from, long stride, long n, const float* factors, typename P::Operand* block,
             typename P::Operand* turned) const {
     typename P::Lost lost;
     for (long i = 0; i < 2 * pairs_; ++i) {
       float* row = work.read + i * work.wide;
+      const Vec factor = set1(i < rows && factors != nullptr ? factors[i] : 1.0f);
       for (long j = 0; j < n; j += kPanel, row += kPanel) {
         Vec x[2] = {zero(), zero()};
         if (i < rows) {
           TF_UNROLL for (int u = 0; u < 2; ++u) {
             const long left = n - j - u * kLanes;
-            if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left);
+            if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left) * factor;
             lost.see(x[u]);
           }
           P::put(P::chunk(block, n, i, j), x[0], x[1]);
