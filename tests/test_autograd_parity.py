@@ -110,3 +110,9 @@ def test_same_bits_with_one_thread(op: str, case: str, two_threads: None) -> Non
 def test_second_derivatives(op: str, case: str, dtype: torch.dtype) -> None:
     """By the reference's formula, from what the kernel's forward saved."""
     check_gradients(op, kernel_of(op).run, drawn(op, case, dtype), twice=True)
+
+
+def test_gradients_of_norms_of_rows_far_from_zero(float_isa: str) -> None:
+    """Half a unit of the mean is up to 1e-5 of what is left there, in all of a row."""
+    x = 100.0 + 0.5 * torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    check_gradients("layer_norm", kernel_of("layer_norm").run, (x, (4,), None, None, 1e-12))

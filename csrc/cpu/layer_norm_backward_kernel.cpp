@@ -18,6 +18,8 @@ namespace {
 
 // Rows summed up before they are added to the block's share: sums of few terms stay exact.
 constexpr long kRowChain = 32;
+// Standard deviations of a row; up to here half a unit of its mean is about one of the results.
+constexpr float kFar = 2.0f;
 constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
 
 template <class T>
@@ -49,6 +51,18 @@ float annotated_share(const Row<T>& in, long n) {
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
+// 0, but for what the rounding of the row's mean left.
+template <class T>
+float mean_of_normal(const Row<T>& in, long n) {
+  const long whole = n / kLanes * kLanes;
+  float sum[1], rest = 0.0f;
+  row_sums(whole, sum, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    to[0] = to[0] + in.normal(j, count);
+  });
+  for (long j = whole; j < n; ++j) rest += (load_one(in.source + j) - in.mean) * in.rstd;
+  return (sum[0] + rest) / static_cast<float>(n);
+}
+
 template <class T>
 void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
   const long n = args.n;
@@ -61,7 +75,13 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
   });
   const float inverse = 1.0f / static_cast<float>(n);
   const float share = args.annotated ? annotated_share(in, n) : inverse;
-  const Vec mean_g = set1(sums[0] * inverse), mean_gh = set1(sums[1] * share);
+  float mean_g = sums[0] * inverse, mean_gh = sums[1] * share;
+  // All of h are off by the rounding of a mean far from 0, and ds with them.
+  if (__builtin_fabsf(in.mean) * in.rstd > kFar) {
+    const float off = mean_of_normal(in, n);
+    mean_gh -= off * sums[0] * share;
+    mean_g -= off * mean_gh;
+  }
   const bool drops = args.grad_input != nullptr && args.dropout.on;
   if (drops) {
     const long rows_in_row = n / args.dropout_columns;
@@ -79,7 +99,7 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
                        : static_cast<const T*>(args.grad_sum) + row * args.grad_sum_stride;
   each_vector(n, [&](long j, long count) {
     const Vec h = in.normal(j, count);
-    Vec d = (in.weighted(j, count) - mean_g - h * mean_gh) * set1(in.rstd);
+    Vec d = (in.weighted(j, count) - set1(mean_g) - h * set1(mean_gh)) * set1(in.rstd);
     if (extra != nullptr) d = d + load_some(extra + j, count);
     if (to_source != nullptr) store_some(to_source + j, d, count);
     if (drops) d = drop(d, load_some(factors + j, count));
