@@ -131,19 +131,24 @@ def cuda_architectures() -> str:
     return ";".join(found)
 
 
-def embedded_dtypes(torch_dir: Path) -> list[str]:
-    """Return what TRANSFORMER_FAST_CUDA_EMBED asks for."""
+def embedded_dtypes() -> list[str]:
+    """Return what TRANSFORMER_FAST_CUDA_EMBED asks for; nothing: none are to be embedded."""
     wanted = os.environ.get("TRANSFORMER_FAST_CUDA_EMBED", "bfloat16")
-    if wanted == "0":
-        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_EMBED=0)")
     dtypes = sorted(set(re.split(r"[;, ]+", wanted.strip())))
+    if dtypes == ["0"]:
+        return []
     if not set(dtypes) <= {"bfloat16", "float16"}:
         raise SystemExit(
             f"TRANSFORMER_FAST_CUDA_EMBED is {wanted!r}; expected 0, or of bfloat16 and float16"
         )
+    return dtypes
+
+
+def check_embedding(dtypes: list[str], torch_dir: Path) -> None:
+    if not dtypes:
+        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_EMBED=0)")
     if not (torch_dir.parent / "triton" / "__init__.py").is_file():
         raise BuildError("Triton was not found beside torch at build time")
-    return dtypes
 
 
 def check_machine() -> None:
@@ -194,6 +199,7 @@ class Built(NamedTuple):
 
 def build(build_dir: Path, output_dir: Path) -> Built:
     """Configure, compile and put the libraries into output_dir."""
+    dtypes = embedded_dtypes()  # a wrong value is told before minutes of work
     check_machine()
     torch_dir, torch_version = find_torch()
     check_torch_version(torch_version)
@@ -246,7 +252,7 @@ def build(build_dir: Path, output_dir: Path) -> Built:
         architectures = cuda_architectures()
         embed_reason = ""
         try:
-            dtypes = embedded_dtypes(torch_dir)
+            check_embedding(dtypes, torch_dir)
             embed = sorted({int(n) for n in re.findall(r"(\d+)[af]?-real", architectures)})
         except BuildError as error:
             dtypes, embed, embed_reason = [], [], str(error)

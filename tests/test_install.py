@@ -157,6 +157,15 @@ def test_unknown_mode(checkout):
     assert "TRANSFORMER_FAST_BUILD is 'yes'; expected auto, 0 or require" in done.stdout
 
 
+@pytest.mark.parametrize("wanted", ["0,bfloat16", ""])
+def test_unknown_embedding(wanted, checkout):
+    done = build_ext(checkout, CXX="false", TRANSFORMER_FAST_CUDA_EMBED=wanted)
+    assert done.returncode != 0
+    assert done.stdout.splitlines()[-1] == (
+        f"TRANSFORMER_FAST_CUDA_EMBED is {wanted!r}; expected 0, or of bfloat16 and float16"
+    )
+
+
 def test_why_absent_other_machine(monkeypatch):
     monkeypatch.setattr(_native.platform, "machine", lambda: "aarch64")
     assert "this is Linux on aarch64" in _native._why_absent()
