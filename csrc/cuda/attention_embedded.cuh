@@ -6,8 +6,7 @@
 // and its backward know alike.
 #pragma once
 
-#include <mutex>
-#include <unordered_map>
+#include <stdexcept>
 
 #include "cuda/attention.cuh"
 #include "cuda/embedded.h"
@@ -116,6 +115,7 @@ inline const void* address_of_no_length() { return &no_length; }
 #else
 static __device__ long long no_length = INT64_MAX;
 inline const void* address_of_no_length() {
+  const DespiteCapture here;  // CUDA may load what has the symbol only now
   void* found = nullptr;
   check(cudaGetSymbolAddress(&found, no_length));
   return found;
@@ -156,21 +156,7 @@ inline void launch_embedded(const EmbeddedKernel& kernel, int64_t rows, int64_t 
   (void)stream;
   simt::foreign(&kernel, static_cast<int>(grid.x), given);
 #elif CUDART_VERSION >= 12080
-  static std::mutex guard;
-  static std::unordered_map<const EmbeddedKernel*, cudaKernel_t> loaded;
-  cudaKernel_t code = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(guard);
-    cudaKernel_t& known = loaded[&kernel];
-    if (known == nullptr) {
-      cudaLibrary_t library = nullptr;  // of all devices, and until the process ends
-      check(cudaLibraryLoadData(&library, kernel.code, nullptr, nullptr, 0, nullptr, nullptr, 0));
-      check(cudaLibraryGetKernel(&known, library, kernel.name));
-    }
-    code = known;
-  }
-  launch_function(reinterpret_cast<const void*>(code), grid, kernel.threads, kernel.shared, stream,
-                  given);
+  launch_cubin(kernel.code, kernel.name, grid, kernel.threads, kernel.shared, stream, given);
 #else
   throw std::runtime_error("CUDA: this library was built without a way to load kernels");
 #endif

@@ -3,10 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "cuda/device.cuh"
+#ifndef TF_SIMT
+#include "cuda/runtime.h"
+#endif
 
 namespace tf::cuda {
 
@@ -23,12 +24,6 @@ void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream,
 #else
 using Stream = cudaStream_t;
 
-// What CUDA said was wrong, as an exception of the kind that torch makes a RuntimeError of.
-inline void check(cudaError_t code) {
-  if (code != cudaSuccess)
-    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(code));
-}
-
 // Of the current device; asking the driver at every call would take longer than a launch.
 inline int multiprocessors() {
   constexpr int kDevices = 64;
@@ -39,16 +34,6 @@ inline int multiprocessors() {
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   if (device < kDevices) known[device] = count;
   return count;
-}
-
-// `shared`: bytes of dynamic shared memory.
-inline void launch_function(const void* function, dim3 grid, int threads, size_t shared,
-                            Stream stream, void** arguments) {
-  constexpr size_t kWithoutAsking = 48 << 10;
-  if (shared > kWithoutAsking)
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)));
-  check(cudaLaunchKernel(function, grid, dim3(threads), arguments, shared, stream));
 }
 
 template <class Args>

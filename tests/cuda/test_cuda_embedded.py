@@ -7,6 +7,7 @@ import ctypes
 import functools
 import inspect
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -511,3 +512,21 @@ def test_machine_code(architecture):
         registers, spilled = compile_ahead.resources(cubin)
         assert registers <= compile_ahead.REGISTER_LIMIT
         assert spilled <= SPILLED[kind], variant
+
+
+def test_kernels_can_be_loaded_while_a_cuda_graph_is_captured(tmp_path):
+    """By the header of Triton's own CUDA, with functions of the test's own behind it."""
+    header = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "include"
+    if simt_build.WHY_NOT or not (header / "cuda_runtime_api.h").is_file():
+        pytest.skip(simt_build.WHY_NOT or "there is no header of CUDA's")
+    program = tmp_path / "runtime"
+    folders = [f"-I{simt_build.SOURCES.parent}", f"-isystem{header}"]
+    source = str(simt_build.HERE / "runtime.cpp")
+    options = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *folders]
+    made = subprocess.run(
+        [str(simt_build.COMPILER), *options, "-o", str(program), source],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    told = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert told == "CUDA: no memory\n3 libraries, 6 launches\n"
