@@ -50,10 +50,10 @@ class Limit:
 
     def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
         """Whether a call with so much work, of these tensors, is small."""
-        if _is_grad_enabled():
+        if _is_grad_enabled() and (self.inference != self.training or self.rows is not None):
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    return work < self.training and self.allows(rows)
+                    return work < self.training and (self.rows is None or self.allows(rows))
         return work < self.inference
 
     def allows(self, rows: int) -> bool:

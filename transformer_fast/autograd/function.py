@@ -122,7 +122,7 @@ def stand_in(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape[-1:]).expand(shape)
 
 
-def only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    if all(wants):
-        return list(found)
+def only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    if False not in wants:
+        return found
     return [t if want else None for want, t in zip(wants, found, strict=True)]

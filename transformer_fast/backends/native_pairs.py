@@ -58,11 +58,14 @@ def _layer_norm_backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     # Not by way of the sum's: within a model each frame of Python takes some microseconds.
+    in_float = grad.dtype is torch.float32
+    if backend == "cpu" and not in_float:
+        weight = wide(weight)
     dinput, _, dweight, dbias = getattr(_ops, f"{backend}_layer_norm_backward")(
-        grad, None, input, mean, rstd, wide(weight) if backend == "cpu" else weight,
-        math.prod(normalized_shape), 0.0, None, wants[0], False, wants[1], wants[2],
+        grad, None, input, mean, rstd, weight, math.prod(normalized_shape), 0.0, None,
+        wants[0], False, wants[1], wants[2],
     )  # fmt: skip
-    if len(normalized_shape) == 1 and grad.dtype is torch.float32:
+    if len(normalized_shape) == 1 and in_float:
         return dinput, dweight, dbias
     return dinput, *_shaped((dweight, dbias), wants[1:], normalized_shape, grad.dtype)
 
