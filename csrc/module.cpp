@@ -107,9 +107,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("supported_isas", &supported_isas, "Instruction sets this CPU has, from low to high.");
   m.def(
       "set_isa", [](const std::string& name) { tf::set_isa(name.c_str()); }, py::arg("name"),
-      "Chooses the instruction set for the whole process, for tests. No other thread may be inside "
-      "an operator: its scratch memory would be that of another instruction set. Raises "
-      "ValueError.");
+      py::call_guard<py::gil_scoped_release>(),
+      "Chooses the instruction set for the whole process, for tests, once no thread is inside an "
+      "operator. Raises ValueError, and RuntimeError if operators run for 10 s without a gap.");
 
   m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
         "Whether results of operators start as NaN, for tests; returns whether they did.");

@@ -8,11 +8,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
+import torch
 
-from transformer_fast import _native
+from transformer_fast import _native, functional
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -85,6 +89,48 @@ def test_set_isa():
         assert _C.isa() == SUPPORTED[-1]
     finally:
         _C.set_isa(before)
+
+
+def _calls():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight = torch.randn(96, 256).to(dtype), torch.randn(384, 256).to(dtype)
+        query = torch.randn(2, 4, 40, 32).to(dtype)
+        yield partial(functional.linear, x, weight, backend="cpu")
+        yield partial(
+            functional.scaled_dot_product_attention, query, query, query, is_causal=True,
+            backend="cpu",
+        )  # fmt: skip
+
+
+def _is_one_of(found, known):
+    return any(torch.equal(found, one) for one in known)
+
+
+def test_set_isa_while_other_threads_compute():
+    """Each of their results is that of one instruction set."""
+    before, calls, results = _C.isa(), list(_calls()), []
+
+    def count_wrong():
+        return sum(
+            not _is_one_of(call(), known)
+            for _ in range(50)
+            for call, known in zip(calls, results, strict=True)
+        )
+
+    try:
+        for isa in SUPPORTED:
+            _C.set_isa(isa)
+            results.append([call() for call in calls])
+        results = list(zip(*results, strict=True))
+        with ThreadPoolExecutor(2) as pool:
+            workers = [pool.submit(count_wrong) for _ in range(2)]
+            for isa in cycle(SUPPORTED):
+                _C.set_isa(isa)
+                if all(worker.done() for worker in workers):
+                    break
+    finally:
+        _C.set_isa(before)
+    assert [worker.result() for worker in workers] == [0, 0]
 
 
 def test_supported_isas_follow_from_cpu_features():

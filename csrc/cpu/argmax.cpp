@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cpu/argmax_kernel.h"
+#include "cpu/box.h"
 #include "cpu/half_ops.h"
 #include "cpu/host.h"
 
@@ -34,6 +35,4 @@ Tensor argmax(Tensor input) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_argmax(Tensor input) -> Tensor"); }
 
-STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_argmax", TORCH_BOX(&tf::argmax));
-}
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("cpu_argmax", TF_BOX(&tf::argmax)); }

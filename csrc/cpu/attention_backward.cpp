@@ -8,6 +8,7 @@
 #include "cpu/attention_backward_tiles_kernel.h"
 #include "cpu/attention_host.h"
 #include "cpu/attention_mask_backward_kernel.h"
+#include "cpu/box.h"
 #include "cpu/dropout_host.h"
 #include "cpu/half_ops.h"
 
@@ -332,5 +333,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_attention_backward", TORCH_BOX(&tf::attention_backward));
+  m.impl("cpu_attention_backward", TF_BOX(&tf::attention_backward));
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/box.h"
 #include "cpu/cross_entropy_host.h"
 
 namespace tf {
@@ -87,6 +88,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_cross_entropy", TORCH_BOX(&tf::cross_entropy));
-  m.impl("cpu_cross_entropy_backward", TORCH_BOX(&tf::cross_entropy_backward));
+  m.impl("cpu_cross_entropy", TF_BOX(&tf::cross_entropy));
+  m.impl("cpu_cross_entropy_backward", TF_BOX(&tf::cross_entropy_backward));
 }

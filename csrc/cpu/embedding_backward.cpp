@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/box.h"
 #include "cpu/host.h"
 
 namespace tf {
@@ -56,5 +57,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_embedding_backward", TORCH_BOX(&tf::embedding_backward));
+  m.impl("cpu_embedding_backward", TF_BOX(&tf::embedding_backward));
 }

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cpu/backward_calls.h"
+#include "cpu/box.h"
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_host.h"
 #include "cpu/half_ops.h"
@@ -232,6 +233,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_feed_forward_training", TORCH_BOX(&tf::feed_forward_training));
-  m.impl("cpu_feed_forward_backward", TORCH_BOX(&tf::feed_forward_backward));
+  m.impl("cpu_feed_forward_training", TF_BOX(&tf::feed_forward_training));
+  m.impl("cpu_feed_forward_backward", TF_BOX(&tf::feed_forward_backward));
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/box.h"
 #include "cpu/kept_memory.h"
 
 // In PyTorch from 2.11 on; the binary serves older ones too.
@@ -158,5 +159,5 @@ Tensor uninitialised(Tensor like) { return fresh_like(like); }
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_fresh(Tensor like) -> Tensor"); }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_fresh", TORCH_BOX(&tf::uninitialised));
+  m.impl("cpu_fresh", TF_BOX(&tf::uninitialised));
 }

@@ -4,9 +4,13 @@
 #include <strings.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <thread>
+
+#include "cpu/box.h"
 
 #ifdef __linux__
 #include <sys/syscall.h>
@@ -168,9 +172,24 @@ long direct_rows(Element type) {
   }
 }
 
+std::atomic<long> running_operators{0};
+
+void wait_for_set_isa() {
+  while (running_operators.load(std::memory_order_acquire) < 0) std::this_thread::yield();
+}
+
 void set_isa(const char* name) {
-  chosen().store(parse<std::invalid_argument>(name, "set_isa: name is "),
-                 std::memory_order_relaxed);
+  constexpr long kStoring = -(1L << 40);
+  constexpr auto kPatience = std::chrono::seconds(10);
+  const Isa isa = parse<std::invalid_argument>(name, "set_isa: name is ");
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  for (long none = 0; !running_operators.compare_exchange_strong(none, kStoring); none = 0) {
+    if (std::chrono::steady_clock::now() > end)
+      throw std::runtime_error("set_isa: operators of other threads have been running for 10 s");
+    std::this_thread::yield();
+  }
+  chosen().store(isa, std::memory_order_relaxed);
+  running_operators.fetch_sub(kStoring, std::memory_order_release);
 }
 
 Isa find_isa(const char* name, const char* argument) {

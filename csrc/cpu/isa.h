@@ -21,8 +21,8 @@ constexpr int kIsaCount = 5;
 // for something this CPU lacks.
 Isa current_isa();
 
-// Chooses by name for the whole process. Throws std::invalid_argument for an unknown name and for
-// an instruction set this CPU lacks.
+// Chooses by name for the whole process, once no operator runs (box.h; std::runtime_error if one
+// always does). Throws std::invalid_argument for a name unknown or of what this CPU lacks.
 void set_isa(const char* name);
 
 // The instruction set of that name; throws like set_isa(), naming `argument`.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/box.h"
 #include "cpu/dropout_host.h"
 #include "cpu/half_ops.h"
 #include "cpu/host.h"
@@ -138,6 +139,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_layer_norm_backward", TORCH_BOX(&tf::layer_norm_backward));
-  m.impl("cpu_annotated_layer_norm_backward", TORCH_BOX(&tf::annotated_layer_norm_backward));
+  m.impl("cpu_layer_norm_backward", TF_BOX(&tf::layer_norm_backward));
+  m.impl("cpu_annotated_layer_norm_backward", TF_BOX(&tf::annotated_layer_norm_backward));
 }

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "cpu/backward_calls.h"
+#include "cpu/box.h"
 #include "cpu/half_ops.h"
 #include "cpu/linear_backward_host.h"
 
@@ -103,5 +104,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_linear_backward", TORCH_BOX(&tf::linear_backward));
+  m.impl("cpu_linear_backward", TF_BOX(&tf::linear_backward));
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/box.h"
 #include "cpu/cross_entropy_host.h"
 #include "cpu/half_host.h"
 #include "cpu/linear_backward_half_kernel.h"
@@ -254,7 +255,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_linear_cross_entropy", TORCH_BOX(&tf::linear_cross_entropy));
-  m.impl("cpu_linear_cross_entropy_backward", TORCH_BOX(&tf::linear_cross_entropy_backward));
-  m.impl("cpu_linear_cross_entropy_gradients", TORCH_BOX(&tf::linear_cross_entropy_gradients));
+  m.impl("cpu_linear_cross_entropy", TF_BOX(&tf::linear_cross_entropy));
+  m.impl("cpu_linear_cross_entropy_backward", TF_BOX(&tf::linear_cross_entropy_backward));
+  m.impl("cpu_linear_cross_entropy_gradients", TF_BOX(&tf::linear_cross_entropy_gradients));
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/attention_host.h"
+#include "cpu/box.h"
 #include "cpu/dropout_host.h"
 #include "cpu/feed_forward_host.h"
 #include "cpu/half_ops.h"
@@ -296,12 +297,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_layer_norm", TORCH_BOX(&tf::layer_norm));
-  m.impl("cpu_layer_norm_alone", TORCH_BOX(&tf::layer_norm_alone));
-  m.impl("cpu_add_layer_norm_alone", TORCH_BOX(&tf::add_layer_norm_alone));
-  m.impl("cpu_attention", TORCH_BOX(&tf::attention));
-  m.impl("cpu_pack_weight", TORCH_BOX(&tf::pack_weight));
-  m.impl("cpu_linear", TORCH_BOX(&tf::linear));
-  m.impl("cpu_linear_with_preactivation", TORCH_BOX(&tf::linear_with_preactivation));
-  m.impl("cpu_feed_forward", TORCH_BOX(&tf::feed_forward));
+  m.impl("cpu_layer_norm", TF_BOX(&tf::layer_norm));
+  m.impl("cpu_layer_norm_alone", TF_BOX(&tf::layer_norm_alone));
+  m.impl("cpu_add_layer_norm_alone", TF_BOX(&tf::add_layer_norm_alone));
+  m.impl("cpu_attention", TF_BOX(&tf::attention));
+  m.impl("cpu_pack_weight", TF_BOX(&tf::pack_weight));
+  m.impl("cpu_linear", TF_BOX(&tf::linear));
+  m.impl("cpu_linear_with_preactivation", TF_BOX(&tf::linear_with_preactivation));
+  m.impl("cpu_feed_forward", TF_BOX(&tf::feed_forward));
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/box.h"
 #include "cpu/host.h"
 #include "cpu/layer_norm_kernel.h"
 
@@ -57,5 +58,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_annotated_layer_norm", TORCH_BOX(&tf::annotated_layer_norm));
+  m.impl("cpu_annotated_layer_norm", TF_BOX(&tf::annotated_layer_norm));
 }

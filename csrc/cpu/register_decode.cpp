@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "cpu/box.h"
 #include "cpu/sublayer_host.h"
 
 namespace tf {
@@ -218,6 +219,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_decode_stack", TORCH_BOX(&tf::decode_stack));
-  m.impl("cpu_uninitialized", TORCH_BOX(&tf::uninitialized));
+  m.impl("cpu_decode_stack", TF_BOX(&tf::decode_stack));
+  m.impl("cpu_uninitialized", TF_BOX(&tf::uninitialized));
 }

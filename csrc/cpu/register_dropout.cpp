@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cpu/box.h"
 #include "cpu/dropout_host.h"
 #include "cpu/dropout_kernel.h"
 #include "cpu/half_ops.h"
@@ -36,6 +37,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("cpu_dropout(Tensor input, float p, Tensor? seed) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_dropout", TORCH_BOX(&tf::dropout));
-}
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("cpu_dropout", TF_BOX(&tf::dropout)); }

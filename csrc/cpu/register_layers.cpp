@@ -3,6 +3,7 @@
 // in this thread's scratch, so a call costs one dispatch and no fresh pages but its result's.
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/box.h"
 #include "cpu/sublayer_host.h"
 
 namespace tf {
@@ -208,6 +209,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "bool memory_is_causal, Tensor? starts, Tensor? memory_starts) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_layers", TORCH_BOX(&tf::layers));
-}
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("cpu_layers", TF_BOX(&tf::layers)); }
