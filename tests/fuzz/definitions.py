@@ -234,10 +234,11 @@ def attention(
 
     def back(
         doutput: Array, dweights: Array | None,
-        rounded: tuple[Array, Array | None, Any] | None = None,
+        rounded: tuple[Array, Array | None, Any, Callable[[Array], Array]] | None = None,
     ) -> Gradients:  # fmt: skip
         """``rounded``: results, and an order of the value's channels: the slopes and their weighted
-        mean are to be taken from these in fp32, as Dao et al. 2022 do.
+        mean are to be taken from these in fp32, as Dao et al. 2022 do. And what becomes of P and dS
+        as factors of matrix units.
         """
         dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
         ds = np.zeros(sees.shape)
@@ -259,10 +260,13 @@ def attention(
                         mean = mean + (dweights[b, h] * rounded[1][b, h]).sum(axis=1, keepdims=True)
                     dp = dp * factor[b, h]
                 ds[b, h] = w * (dp - mean)
+                dropped = w * factor[b, h]
+                if rounded is not None:
+                    ds[b, h], dropped = rounded[3](ds[b, h]), rounded[3](dropped)
                 clean_q = np.where(here.any(axis=1)[:, None], q[b, h], 0.0)
                 dq[b, h] = scale * ds[b, h] @ clean_k
                 dk[b, g] += scale * ds[b, h].T @ clean_q
-                dv[b, g] += (w * factor[b, h]).T @ doutput[b, h]
+                dv[b, g] += dropped.T @ doutput[b, h]
         dmask = None
         if added is not None:
             axes = tuple(i for i, n in enumerate(mask.shape) if n == 1)
