@@ -81,10 +81,10 @@ bool all_hold(const std::vector<tf::Fingerprint*>& fingerprints, int64_t rows) {
                      [rows](tf::Fingerprint* fingerprint) { return fingerprint->holds(rows); });
 }
 
-long direct_rows(const std::string& element) {
-  if (element == "float32") return tf::direct_rows(tf::Element::float32);
-  if (element == "bfloat16") return tf::direct_rows(tf::Element::bfloat16);
-  if (element == "float16") return tf::direct_rows(tf::Element::float16);
+long direct_rows(const std::string& element, long elements) {
+  if (element == "float32") return tf::direct_rows(tf::Element::float32, elements);
+  if (element == "bfloat16") return tf::direct_rows(tf::Element::bfloat16, elements);
+  if (element == "float16") return tf::direct_rows(tf::Element::float16, elements);
   throw std::invalid_argument("direct_rows: no kernel multiplies " + element);
 }
 
@@ -113,8 +113,9 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
         "Whether results of operators start as NaN, for tests; returns whether they did.");
-  m.def("direct_rows", &direct_rows, py::arg("element"),
-        "Up to how many rows a product reads a weight of float32, bfloat16 or float16 as it is.");
+  m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),
+        "Up to how many rows a product reads a weight of float32, bfloat16 or float16, of so many "
+        "elements, as it is.");
   m.def("packs_pieces", &tf::packs_pieces, py::arg("rows"),
         "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),

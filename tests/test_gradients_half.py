@@ -200,3 +200,26 @@ def test_same_bits_with_one_thread(dtype: torch.dtype) -> None:
     for a, b, c in zip(first, second, found(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [9, 15, 64, 256, 257])
+def test_panels_packed_as_they_are_multiplied(rows: int, dtype: torch.dtype, isa: str) -> None:
+    """As by panels that were packed before, bit by bit: outputs and the input's gradient."""
+    ops = torch.ops.transformer_fast
+    generator = torch.Generator().manual_seed(rows)
+    for n, k in ((128, 67), (131, 256), (520, 130)):
+        x, weight, bias, grad = (
+            torch.randn(shape, generator=generator).to(dtype)
+            for shape in ((rows, k), (n, k), (n,), (rows, n))
+        )
+        wide = torch.nn.functional.pad(weight, (3, 5))[:, 3 : 3 + k]  # rows that are further apart
+        packed = ops.cpu_pack_weight(weight, rows)
+        turned = weight.t().contiguous()
+        expected = ops.cpu_linear(x, weight, packed, bias, None, 2)
+        by_columns = ops.cpu_linear(grad, turned, ops.cpu_pack_weight(turned, rows), None, None, 0)
+        for w in (weight, wide):
+            with nan_memory():
+                assert torch.equal(ops.cpu_linear(x, w, None, bias, None, 2), expected)
+                found = ops.cpu_linear_backward(grad, x, w, None, 0, True, False, False)[0]
+            assert torch.equal(found, by_columns)

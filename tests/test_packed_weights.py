@@ -219,7 +219,7 @@ DIRECT_ROWS: dict[str, dict[str, int]] = {
 def test_few_rows_read_the_weight_itself(rows: int, dtype: torch.dtype, isa: str) -> None:
     assert _native.module is not None
     name = str(dtype).removeprefix("torch.")
-    assert _native.module.direct_rows(name) == DIRECT_ROWS[name].get(isa, 4)
+    assert _native.module.direct_rows(name, 1) == DIRECT_ROWS[name].get(isa, 4)
     if rows > DIRECT_ROWS[name].get(isa, 4):
         pytest.skip("so many are packed")
     generator = torch.Generator().manual_seed(rows)
@@ -242,6 +242,32 @@ def test_few_rows_read_the_weight_itself(rows: int, dtype: torch.dtype, isa: str
             call(w1, x)
             w1.data[-1, -1] = 3.0  # a single element
             parity.check("linear", call(w1, x), (x, w1.detach(), None, None, None))
+    assert memory.packed() == 0
+
+
+#: Of weights that no cache keeps, where it is more.
+DISTANT_ROWS: dict[str, dict[str, int]] = {
+    "float32": {"amx": 4},
+    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_few_more_rows_read_a_distant_weight_itself(dtype: torch.dtype, isa: str) -> None:
+    assert _native.module is not None
+    name = str(dtype).removeprefix("torch.")
+    rows = DISTANT_ROWS[name].get(isa, 8 if dtype == torch.float32 else 4)
+    k = 64
+    n = (16 << 20) // (k * dtype.itemsize) + 1
+    assert _native.module.direct_rows(name, n * k) == rows
+    if rows <= 4:
+        pytest.skip("so many are packed")
+    weight = parameter(n, k, dtype)
+    for count in (5, 7, rows):
+        x = rows_of(weight, count)
+        parity.check("linear", call(weight, x), (x, weight.detach(), None, None, None))
+    weight.data[-1, -1] = 100.0  # a single element
+    parity.check("linear", call(weight, x), (x, weight.detach(), None, None, None))
     assert memory.packed() == 0
 
 

@@ -113,7 +113,8 @@ class DotProduct {
  private:
   static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
                       const Operand* next, bool accumulate, float* c, long c_stride) {
-    const long depth = pair_depth(k), count = (rows + kTileRows - 1) / kTileRows;
+    // Whole pairs: of the zeros behind them nothing comes.
+    const long depth = round_up(k, 2), count = (rows + kTileRows - 1) / kTileRows;
     long p = 0;
     do {
       const long here = least(kChain, depth - p);

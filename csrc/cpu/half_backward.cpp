@@ -90,9 +90,21 @@ void run_weight_gradient(HalfWeightGradientArgs args, const void* x, int64_t x_s
 void linear_gradients(LinearGradients& call) {
   const int64_t m = call.m, n = call.n, k = call.k;
   const Element type = element_of(call.input);
-  if (call.want_input && k > 0)
-    run_linear({type, call.dy, column_panels_of(call.weight, 0), nullptr, nullptr,
-                call.grad_input.mutable_data_ptr(), m, n, k, call.dy_stride, k, k, 0});
+  if (call.want_input && k > 0) {
+    TypedLinearArgs args{type, call.dy, nullptr, nullptr,        nullptr, data_of(&call.grad_input),
+                         m,    n,       k,       call.dy_stride, k,       k,
+                         0};
+    if (packs_by_panel(args)) {
+      const HalfRows w = half_rows(call.weight);
+      args.weight = w.data;
+      args.weight_stride = w.stride;
+      args.turned = true;
+      run_packing_linear(args);
+    } else {
+      args.packed = column_panels_of(call.weight, 0);
+      run_linear(args);
+    }
+  }
   if (!call.want_weight && !call.want_bias) return;
   const HalfRows x = half_rows(call.input);
   const int64_t most = part_rows(k);

@@ -89,28 +89,54 @@ inline void run_linear(const TypedLinearArgs& args) {
 
 // Whether a product of m rows reads the weight as it is.
 inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
-  return !packed && m <= direct_rows(element_of(weight)) &&
+  return !packed && m <= direct_rows(element_of(weight), weight.numel()) &&
          (weight.size(1) <= 1 || weight.stride(1) == 1);
 }
 
 // By rows of W from `row` on, as they are.
 inline void run_direct_linear(TypedLinearArgs args, const Tensor& weight, int64_t row) {
   const int64_t width = TF_DISPATCH(half_panel_columns, ), stride = weight.stride(0);
-  args.packed = static_cast<const uint16_t*>(weight.const_data_ptr()) + row * stride;
+  args.weight = static_cast<const uint16_t*>(weight.const_data_ptr()) + row * stride;
+  args.weight_stride = stride;
   const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.k)));
-  torch::stable::parallel_for(0, (args.n + width - 1) / width, grain,
-                              [&](int64_t begin, int64_t end) {
-                                TF_DISPATCH(half_linear_direct, args, stride, begin, end);
-                              });
+  torch::stable::parallel_for(
+      0, (args.n + width - 1) / width, grain,
+      [&](int64_t begin, int64_t end) { TF_DISPATCH(half_linear_direct, args, begin, end); });
+}
+
+// Whether a weight that is packed for this call only is packed panel by panel by those who multiply
+// by them: each thread needs all rows then, and a panel has to stay in its cache.
+inline bool packs_by_panel(const TypedLinearArgs& args) {
+  constexpr int64_t kMostDepth = 4096, kLeastPanels = 4;
+  const int64_t width = TF_DISPATCH(half_panel_columns, );
+  return args.m > 0 && args.k > 0 && args.k <= kMostDepth &&
+         args.n >= kLeastPanels * width * torch::stable::get_num_threads() &&
+         args.m <= TF_DISPATCH(half_linear_row_block, args);
+}
+
+inline void run_packing_linear(const TypedLinearArgs& args) {
+  const int64_t width = TF_DISPATCH(half_panel_columns, );
+  const int64_t scratch = TF_DISPATCH(half_linear_packing_scratch, args);
+  for_each_after((args.n + width - 1) / width,
+                 [&] { TF_DISPATCH(half_linear_fill, args, bytes_of(kernel_scratch(), scratch)); },
+                 [&](int64_t panel) {
+                   TF_DISPATCH(half_linear_packing, args, panel, panel + 1,
+                               bytes_of(kernel_scratch(), scratch));
+                 });
 }
 
 // With the weight as it is, packed before, or packed now into shared scratch `slot`.
-inline void run_linear(const TypedLinearArgs& args, const Tensor& weight,
+inline void run_linear(TypedLinearArgs args, const Tensor& weight,
                        const std::optional<Tensor>& packed, int slot) {
   if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
-  TypedLinearArgs with_panels = args;
-  with_panels.packed = panels_of(weight, packed, slot);
-  run_linear(with_panels);
+  if (!packed && packs_by_panel(args)) {
+    const HalfRows rows = half_rows(weight);
+    args.weight = rows.data;
+    args.weight_stride = rows.stride;
+    return run_packing_linear(args);
+  }
+  args.packed = panels_of(weight, packed, slot);
+  run_linear(args);
 }
 
 // Calls f(begin, end) for blocks of m rows, at most `tall` high but for one row, as many as threads

@@ -42,8 +42,9 @@ bool packs_pieces(long rows);
 // is split as it is read.
 bool splits_panels(long rows);
 
-// Up to how many rows a product reads a weight as it is, in which case no packed copy is kept.
-long direct_rows(Element type);
+// Up to how many rows a product reads a weight of so many elements as it is, in which case no
+// packed copy is kept.
+long direct_rows(Element type, long elements);
 
 // What CPUID and the operating system say, feature by feature.
 struct CpuFeatures {

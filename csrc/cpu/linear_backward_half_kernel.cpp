@@ -35,6 +35,15 @@ void weight_gradient(const HalfWeightGradientArgs& args, long row_begin, long ro
   const WeightGradientBlock<T> block(static_cast<const T*>(args.grad), args.grad_stride, args.m,
                                      args.panels, row_begin, rows, column_begin, columns, scratch);
   const auto place = [&](long i) { return (row_begin + i) * args.k + column_begin; };
+  if (args.first && args.last && block.is_one_part(args.m)) {
+    auto* to = static_cast<T*>(args.grad_weight);
+    block.multiply_at_once([&](long i, long j, Vec low, Vec high) __attribute__((always_inline)) {
+      const long left = columns - j;
+      store_some(to + place(i) + j, low, left);
+      if (left > kLanes) store_some(to + place(i) + j + kLanes, high, left - kLanes);
+    });
+    return;
+  }
   if (!args.first)
     for (long i = 0; i < rows; ++i)
       copy_row(args.sums + place(i), columns, block.sums(i), round_up(columns, kPanel));

@@ -59,8 +59,9 @@ constexpr long kDirectRows = 4;
 
 // kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
 template <class T, int kRows, int kColumns>
-void dot_products(const TypedLinearArgs& args, const T* x, const T* w, long stride, float* sums) {
+void dot_products(const TypedLinearArgs& args, const T* x, const T* w, float* sums) {
   using P = InPlace<T>;
+  const long stride = args.weight_stride;
   Vec sum[kRows][kColumns];
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
       zero();
@@ -85,27 +86,27 @@ void dot_products(const TypedLinearArgs& args, const T* x, const T* w, long stri
 
 // All rows of x times kColumns rows of W.
 template <class T, int kColumns>
-void direct_columns(const TypedLinearArgs& args, const T* w, long stride, float* sums) {
+void direct_columns(const TypedLinearArgs& args, const T* w, float* sums) {
   constexpr decltype(&dot_products<T, 1, kColumns>) kByRows[kDirectRows] = {
       dot_products<T, 1, kColumns>, dot_products<T, 2, kColumns>, dot_products<T, 3, kColumns>,
       dot_products<T, 4, kColumns>};
   const auto* x = static_cast<const T*>(args.x);
   for (long i = 0; i < args.m; i += kDirectRows)
-    kByRows[least(args.m - i, kDirectRows) - 1](args, x + i * args.x_stride, w, stride,
-                                                sums + i * kPanel);
+    kByRows[least(args.m - i, kDirectRows) - 1](args, x + i * args.x_stride, w, sums + i * kPanel);
 }
 
 template <class T, int kColumns>
-void direct(const TypedLinearArgs& args, long stride, long begin, long end) {
+void direct(const TypedLinearArgs& args, long begin, long end) {
   const RowEnds<T> row_ends(args, 0);
+  const long stride = args.weight_stride;
   float sums[kMostDirectRows * kPanel] = {};
   for (long p = begin; p < end; ++p) {
     const long columns = least(kPanel, args.n - p * kPanel);
-    const auto* w = static_cast<const T*>(args.packed) + p * kPanel * stride;
+    const auto* w = static_cast<const T*>(args.weight) + p * kPanel * stride;
     long j = 0;
     for (; j + kColumns <= columns; j += kColumns)
-      direct_columns<T, kColumns>(args, w + j * stride, stride, sums + j);
-    for (; j < columns; ++j) direct_columns<T, 1>(args, w + j * stride, stride, sums + j);
+      direct_columns<T, kColumns>(args, w + j * stride, sums + j);
+    for (; j < columns; ++j) direct_columns<T, 1>(args, w + j * stride, sums + j);
     const Ends<T> ends = row_ends.of_panel(p);
     for (long i = 0; i < args.m; ++i)
       row_ends.finish_sound(ends, i, p, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
@@ -114,12 +115,57 @@ void direct(const TypedLinearArgs& args, long stride, long begin, long end) {
 
 // Accumulators: up to 16 of 32 registers, or 8 of 16.
 template <class T>
-void direct(const TypedLinearArgs& args, long stride, long begin, long end) {
+void direct(const TypedLinearArgs& args, long begin, long end) {
 #if defined(__AVX512F__)
-  (args.m <= 2 ? direct<T, 8> : direct<T, 4>)(args, stride, begin, end);
+  (args.m <= 2 ? direct<T, 8> : direct<T, 4>)(args, begin, end);
 #else
-  direct<T, 2>(args, stride, begin, end);
+  direct<T, 2>(args, begin, end);
 #endif
+}
+
+template <class T>
+void fill(const TypedLinearArgs& args, void* scratch) {
+  using P = Product<T>;
+  P::fill(static_cast<const T*>(args.x), args.x_stride, args.m, args.k,
+          static_cast<typename P::Operand*>(scratch));
+}
+
+// Panels that are packed for one product only, in the cache of the thread that multiplies by them.
+template <class T>
+void packing(const TypedLinearArgs& args, long begin, long end, void* scratch) {
+  using P = Product<T>;
+  const auto* weight = static_cast<const T*>(args.weight);
+  const long k = args.k, stride = args.weight_stride;
+  auto* a = static_cast<typename P::Operand*>(scratch);
+  auto* panel = a + P::block_size(args.m, k);
+  float* sums = reinterpret_cast<float*>(panel + P::panel_size(k));
+  const RowEnds<T> row_ends(args, 0);
+  P::enter();
+  for (long p = begin; p < end; ++p) {
+    const long column = p * kPanel, columns = least(kPanel, args.n - column);
+    const typename P::Operand* next = panel;
+    if (args.turned) {
+      P::pack_columns(weight + column, stride, columns, k, panel);
+    } else {
+      P::pack_rows(weight + column * stride, stride, columns, k, panel);
+      // Fetched during the product, where it is as long as a panel.
+      if constexpr (sizeof(typename P::Operand) == sizeof(T))
+        next = weight + (column + kPanel) * stride;
+    }
+    const Ends<T> ends = row_ends.of_panel(p);
+    P::multiply(a, args.m, k, panel, next, sums,
+                [=](long i, Vec low, Vec high)
+                    __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
+  }
+  P::leave();
+}
+
+template <class T>
+long packing_scratch_bytes(const TypedLinearArgs& args) {
+  using P = Product<T>;
+  return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
+             static_cast<long>(sizeof(typename P::Operand)) +
+         P::buffer_size(args.m) * static_cast<long>(sizeof(float));
 }
 
 }  // namespace
@@ -156,10 +202,24 @@ void half_linear_block(const TypedLinearArgs& args, long row_begin, long row_end
                                                                       scratch);
 }
 
-void half_linear_direct(const TypedLinearArgs& args, long weight_stride, long panel_begin,
-                        long panel_end) {
-  (args.type == Element::bfloat16 ? direct<BFloat16> : direct<Float16>)(args, weight_stride,
-                                                                        panel_begin, panel_end);
+long half_linear_packing_scratch(const TypedLinearArgs& args) {
+  return args.type == Element::bfloat16 ? packing_scratch_bytes<BFloat16>(args)
+                                        : packing_scratch_bytes<Float16>(args);
+}
+
+void half_linear_fill(const TypedLinearArgs& args, void* scratch) {
+  (args.type == Element::bfloat16 ? fill<BFloat16> : fill<Float16>)(args, scratch);
+}
+
+void half_linear_packing(const TypedLinearArgs& args, long panel_begin, long panel_end,
+                         void* scratch) {
+  (args.type == Element::bfloat16 ? packing<BFloat16> : packing<Float16>)(args, panel_begin,
+                                                                          panel_end, scratch);
+}
+
+void half_linear_direct(const TypedLinearArgs& args, long panel_begin, long panel_end) {
+  (args.type == Element::bfloat16 ? direct<BFloat16> : direct<Float16>)(args, panel_begin,
+                                                                        panel_end);
 }
 
 }  // namespace tf::TF_ISA

@@ -26,10 +26,17 @@ TF_KERNEL_AMX(long half_linear_scratch(const TypedLinearArgs& args))
 TF_KERNEL_AMX(void half_linear_block(const TypedLinearArgs& args, long row_begin, long row_end,
                                      long panel_begin, long panel_end, void* scratch))
 
-// Panels [panel_begin, panel_end) of y from W as it is, rows weight_stride apart, which is in the
-// place of packed: for 1 to kMostDirectRows rows.
-constexpr long kMostDirectRows = 8;
-TF_KERNEL_AMX(void half_linear_direct(const TypedLinearArgs& args, long weight_stride,
-                                      long panel_begin, long panel_end))
+// The same of all rows, of which there are at most half_linear_row_block, from W itself: the rows
+// are brought into the form that products read, and each panel is packed just before it is
+// multiplied.
+TF_KERNEL_AMX(long half_linear_packing_scratch(const TypedLinearArgs& args))
+TF_KERNEL_AMX(void half_linear_fill(const TypedLinearArgs& args, void* scratch))
+TF_KERNEL_AMX(void half_linear_packing(const TypedLinearArgs& args, long panel_begin,
+                                       long panel_end, void* scratch))
+
+// Panels [panel_begin, panel_end) of y from W as it is, not turned: for 1 to kMostDirectRows rows.
+constexpr long kMostDirectRows = 12;
+TF_KERNEL_AMX(void half_linear_direct(const TypedLinearArgs& args, long panel_begin,
+                                      long panel_end))
 
 }  // namespace tf

@@ -39,12 +39,30 @@ class WeightGradientBlock {
   // kColumns floats: those of the block, and anything behind them.
   float* sums(long row) const { return sums_ + row * kSumStride; }
 
+  // Whether all rows of dY and X pass by at once, for multiply_at_once().
+  static bool is_one_part(long m) { return m <= kDepth; }
+
+  // sink(i, j, low, high): row i and the kPanel columns from j on of dY^T X, some of them maybe
+  // behind the block.
+  template <class Sink>
+  void multiply_at_once(const Sink& sink) const {
+    P::enter();
+    take_grad(0, m_, m_);
+    for (long j = 0; j < columns_; j += kPanel) {
+      const Operand* panel = panels_ + j / kPanel * P::panel_size(m_);
+      P::multiply(turned_, rows_, m_, panel, panel + P::panel_size(m_), sums_,
+                  [&](long i, Vec low, Vec high)
+                      __attribute__((always_inline)) { sink(i, j, low, high); });
+    }
+    P::leave();
+  }
+
   // sums = dY^T X, or sums += dY^T X.
   void multiply(bool onto) const {
     P::enter();
     for (long p = 0; p < m_; p += kDepth) {
       const long depth = least(kDepth, m_ - p);
-      take_grad(p, depth);
+      take_grad(p, depth, kDepth);
       multiply_part(p, depth, onto || p > 0);
     }
     P::leave();
@@ -54,12 +72,13 @@ class WeightGradientBlock {
   static constexpr long kDepth = P::kChain;
   static constexpr long kSumStride = kColumns + 16;  // off the powers of two
 
-  void take_grad(long p, long depth) const {
+  // `block_depth`: of the block that `turned_` is.
+  void take_grad(long p, long depth, long block_depth) const {
     constexpr long kTurned = 16, kDeep = 32;
     for (long u = 0; u < depth; u += kDeep)
       for (long i = 0; i < rows_; i += kTurned)
         P::turn(grad_ + (p + u) * grad_stride_ + i, grad_stride_, least(kDeep, depth - u),
-                least(kTurned, rows_ - i), turned_, kDepth, i, u);
+                least(kTurned, rows_ - i), turned_, block_depth, i, u);
   }
 
   void multiply_part(long p, long depth, bool onto) const {

@@ -88,10 +88,11 @@ _clock = itertools.count(1)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _is_direct(dtype: torch.dtype, rows: int) -> bool:
+def _is_direct(weight: Tensor, rows: int) -> bool:
     """Whether so few rows are multiplied that reading the weight as it is takes no longer."""
     assert _native.module is not None  # or no kernel would ask
-    return rows <= _native.module.direct_rows(_NAMES[dtype])  # type: ignore[no-any-return]
+    most = _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
+    return rows <= most  # type: ignore[no-any-return]
 
 
 def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
@@ -100,7 +101,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
     # In this order: torch.compile cannot trace a question to the native module.
-    if _is_traced() or _is_direct(weight.dtype, rows):
+    if _is_traced() or _is_direct(weight, rows):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
@@ -200,7 +201,7 @@ class PackedWeights:
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if _is_traced() or _is_direct(weights[0].dtype, rows):
+        if _is_traced() or all(_is_direct(weight, rows) for weight in weights):
             return [None] * len(weights)
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last
