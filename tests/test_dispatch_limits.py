@@ -299,7 +299,7 @@ def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
     """On each side of every limit, for the instruction set that it was measured with."""
     (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "cpu")
     least, few, most = {
-        ("linear", "avx512_bf16"): (2**18, 8, 256),
+        ("linear", "avx512_bf16"): (2**22, 256, 256),
         ("feed_forward", "avx512_bf16"): (2**18, 64, 256),
         ("linear", "amx"): (2**18, 23, 23),
         ("feed_forward", "amx"): (2**18, 31, 31),
@@ -308,7 +308,7 @@ def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
     def chosen(count: int, rows: int, dtype: torch.dtype = torch.bfloat16, **how: bool) -> str:
         return select(linear_call(op, count, rows, dtype, **how)).backend
 
-    for count, limit in ((least, few), (2**20, most), (least - 64, 0)):
+    for count, limit in ((least, few), (2**22, most), (least - 64, 0)):
         for rows in (1, limit, limit + 1, 300):
             expected = "torch" if 1 <= rows <= limit else "cpu"
             assert chosen(count, rows) == expected, (count, rows)
@@ -325,7 +325,7 @@ def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
 
 def test_what_follows_a_product_keeps_it(isa):
     """An activation or a residual is added in the kernel's epilogue."""
-    call = linear_call("linear", 2**20, 1, torch.bfloat16)
+    call = linear_call("linear", 2**22, 1, torch.bfloat16)
     x = call.tensors[0]
     assert select(call._replace(activation="relu")).backend == "cpu"
     assert select(call._replace(tensors=(*call.tensors[:3], x))).backend == "cpu"

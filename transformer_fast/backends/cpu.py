@@ -290,8 +290,7 @@ _FEW_FLOATS = _few(torch.float32, range(16, 129), 1, _is_intel)
 _YIELDS = {
     "linear": (
         _FEW_FLOATS,
-        _few(torch.bfloat16, range(1, 257), 2**19, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(1, 9), 2**18, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(1, 24), 2**18, _in_use("amx")),
     ),
     "feed_forward": (
