@@ -286,7 +286,8 @@ def _is_intel() -> bool:
 #: A dozen rows of fp32 read weights as they are. MKL has AVX-512 on Intel's CPUs only; on others it
 #: takes up to five times as long as the kernels.
 _FEW_FLOATS = _few(torch.float32, range(16, 129), 1, _is_intel)
-#: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one thread and with two.
+#: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one thread and with two; of AVX-512-BF16
+#: with 1 to 256 rows and 2^17 to 2^24 weights, with two.
 _YIELDS = {
     "linear": (
         _FEW_FLOATS,
@@ -295,8 +296,8 @@ _YIELDS = {
     ),
     "feed_forward": (
         _FEW_FLOATS,
-        _few(torch.bfloat16, range(1, 257), 2**20, _in_use("avx512_bf16")),
-        _few(torch.bfloat16, range(1, 65), 2**18, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
+        _few(torch.bfloat16, range(32, 257), 2**20, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(1, 32), 2**18, _in_use("amx")),
     ),
 }
