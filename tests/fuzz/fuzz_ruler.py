@@ -97,7 +97,7 @@ def gradient_oracle(
         half = dtype in (torch.float16, torch.bfloat16)
         wide = (x.float() if isinstance(x, Tensor) and x.dtype == dtype else x for x in arguments)
         with torch.no_grad():
-            own = as_results(Orders(op, from_rounded)(*(wide if half else arguments)))
+            own = as_results(Orders(op, from_rounded, dtype)(*(wide if half else arguments)))
         rounded = [
             None if x is None
             else exact(torch.from_numpy(_about(exact(x), generator)).to(dtype) if half else x)
@@ -155,8 +155,13 @@ class OneByOne(TorchFunctionMode):
     """Products and sums of rows in fp32 add their terms one by one.
 
     Exponentials have a factor, which a softmax cancels: where scores are equal, all of them would be
-    1 and their sums exact.
+    1 and their sums exact. In calls of half types they are rounded to the type, which is how matrix
+    units take them.
     """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -169,7 +174,7 @@ class OneByOne(TorchFunctionMode):
                 y = _OneByOne.apply(x, weight.mT)
                 return y if bias is None else y + bias
             if func is torch.exp:
-                return func(*args) * 0.7
+                return (func(*args) * 0.7).to(self.dtype).float()
             if func is Tensor.sum and kwargs == {"dim": -1, "keepdim": True}:
                 return _OneByOne.apply(args[0], args[0].new_ones(args[0].shape[-1], 1))
         return func(*args, **(kwargs or {}))
@@ -185,14 +190,16 @@ class Orders:
     Half of the orders are loops, whose errors are up to four times those of a library's products.
     """
 
-    def __init__(self, op: str, seed: int) -> None:
+    def __init__(self, op: str, seed: int, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self.reference = OPS[op].reference
         self.run: Callable[..., Any] = getattr(self, op)
         self.seed = seed
 
     def __call__(self, *arguments: Any) -> Any:
         self.generator = torch.Generator().manual_seed(self.seed)
-        with OneByOne() if self.seed % 2 else contextlib.nullcontext():
+        dtype = arguments[0].dtype if self.dtype is None else self.dtype
+        with OneByOne(dtype) if self.seed % 2 else contextlib.nullcontext():
             return self.run(*arguments)
 
     def order(self, n: int, fixed: bool = False) -> Tensor:
