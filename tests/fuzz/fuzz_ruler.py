@@ -210,6 +210,9 @@ class Orders:
         scale: Any, p: float, seed: Any, *rest: Any,
     ) -> Any:  # fmt: skip
         of_scores, of_values = self.order(q.shape[-1]), self.order(v.shape[-1])
+        if self.seed % 2 and q.dtype == torch.float32 and q.shape[-1]:
+            # Some scale queries, some scores; neither is exact.
+            q, scale = q * (q.shape[-1] ** -0.5 if scale is None else scale), 1.0
         places = lengths is not None or causal or seed is not None
         of_keys = self.order(k.shape[-2], fixed=places)
         if mask is not None and mask.dim() and mask.shape[-1] > 1:
