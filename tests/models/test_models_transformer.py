@@ -29,6 +29,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("example", [[7, 7, 7], [7, 3, 5]], ids=str)
+def test_traced_models_look_for_padding(example: list[int]) -> None:
+    """Though the example has none."""
+    model, target = small().eval(), tokens(19, [6, 6, 6])
+    traced = torch.jit.trace(model, (tokens(19, example), target), check_trace=False)
+    for lengths in ([7, 3, 5], [7, 7, 7]):
+        source = tokens(19, lengths)
+        torch.testing.assert_close(traced(source, target), model(source, target))
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("padded", [False, True])
 def test_forward_is_that_of_plain_pytorch(options: dict[str, Any], padded: bool) -> None:

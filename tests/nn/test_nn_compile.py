@@ -187,6 +187,25 @@ def test_jit_trace_records_torchs_ops(name: str, training: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_for_each_sample(compiled: bool) -> None:
+    """Under vmap nobody knows whether one is causal."""
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.stack([_x(), _x()])
+    masks = torch.stack([torch.ones(T, T, dtype=torch.bool).triu(k) for k in (1, 2)])
+    run = torch.vmap(lambda x, mask: encoder(x, mask))
+    found = (
+        torch.compile(run, fullgraph=True, backend="aot_eager")(x, masks)
+        if compiled
+        else run(x, masks)
+    )
+    torch.testing.assert_close(
+        found, torch.stack([encoder(*one) for one in zip(x, masks, strict=True)])
+    )
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_per_sample_gradients() -> None:
     """vmap of grad, as differential privacy and meta-learning use it."""
     layer = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import small
 from ..dispatch import Call, select
-from ..reference.attention import values_are_known
+from ..reference import values_are_known
 from ._check import (
     autocast,
     is_torchs,

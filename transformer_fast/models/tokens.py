@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def data_is_known(tensor: Tensor) -> bool:
-    """Whether the values can be looked at: not while tracing, not under a function transform."""
-    return (
-        type(tensor) is Tensor
-        and not tensor.is_meta
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+from ..reference import values_are_known
 
 
 def check_ids(name: str, tokens: Any) -> None:
@@ -37,7 +29,7 @@ def check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
         raise ValueError(f"{name} must have shape (batch, length), not {list(tokens.shape)}")
     if tokens.shape[1] == 0:
         raise ValueError(f"{name} is empty: each sequence must have at least one token")
-    if tokens.numel() == 0 or not data_is_known(tokens):
+    if tokens.numel() == 0 or not values_are_known(tokens):
         return
     if tokens.device.type == "cpu":
         lowest, highest = (x.item() for x in tokens.aminmax())
@@ -78,7 +70,7 @@ def padding_mask(
     if pad_token is None:
         return None
     mask = tokens == pad_token
-    if mask.device.type == "cpu" and data_is_known(mask) and not mask.any():
+    if mask.device.type == "cpu" and values_are_known(mask) and not mask.any():
         return None
     return mask
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..reference import values_are_known
+
 
 def check_masks(
     attn_mask: Tensor | None,
@@ -109,10 +111,6 @@ def for_attend(
     return mask
 
 
-def _data_is_known(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-
-
 def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
     """The caller's hint; without one, whether ``mask`` is exactly the causal mask of ``size``.
 
@@ -123,7 +121,7 @@ def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
         return hint is True
     if mask is None or mask.shape != (size, size) or mask.device.type != "cpu":
         return False
-    if not _data_is_known(mask):
+    if not values_are_known(mask):
         return False
     hidden = True if mask.dtype == torch.bool else -math.inf
     # Two corners tell most other masks apart before the whole of it is read.

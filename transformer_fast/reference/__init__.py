@@ -3,7 +3,7 @@
 Every backend's entry has the signature of the function of the same name here.
 """
 
-from .attention import attention, taking_query_lengths, visible_places
+from .attention import attention, taking_query_lengths, values_are_known, visible_places
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
@@ -27,5 +27,6 @@ __all__ = [
     "recomputed_losses",
     "register_losses",
     "taking_query_lengths",
+    "values_are_known",
     "visible_places",
 ]

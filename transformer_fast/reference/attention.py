@@ -147,13 +147,13 @@ def _may_hide_garbage(key: Tensor, value: Tensor) -> bool:
 
 
 def values_are_known(tensor: Tensor) -> bool:
-    """Whether Python may look at them: they are there, and no program is being traced."""
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    """Whether Python may look at them: they are there, one for all, and no program is being traced."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._are_functorch_transforms_active()
         and mode(keys.FAKE) is None
         and mode(keys.PROXY) is None
     )

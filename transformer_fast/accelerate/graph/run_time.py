@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...functional._check import autocast
 from ...functional.attention import attend
+from ...reference import values_are_known
 
 
 class Mask(NamedTuple):
@@ -24,11 +25,7 @@ class Mask(NamedTuple):
 
 def _data_is_known(tensor: Tensor) -> bool:
     """Whether looking at values is possible and makes nobody wait."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-    )
+    return tensor.is_cpu and values_are_known(tensor)
 
 
 def _to_four(mask: Tensor, rank: int) -> Tensor:
