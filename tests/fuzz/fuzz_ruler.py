@@ -382,7 +382,8 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
         found = truth_of_gradients(op, wide, names, oracle=gradient_oracle)
         pairs += [(name, x, found.true[name]) for name, x in found.expected.items()]
         largest = max((_size(x) for x in found.true.values()), default=0.0)
-        terms = _slope_terms(arguments) if op == "attention" else 0.0
+        of_op = {"attention": _slope_terms, "linear_cross_entropy": _logit_terms}
+        terms = of_op[op](arguments) if op in of_op else 0.0
     for name, got, true in pairs:
         if got is None or true is None or true.numel() == 0:
             continue
@@ -430,6 +431,15 @@ def _slope_terms(arguments: tuple[Any, ...]) -> float:
     scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else abs(scale)
     slopes = value * _size(start.abs().sum(dim=-1))
     return float(scale * max(query, key) * slopes)
+
+
+def _logit_terms(arguments: tuple[Any, ...]) -> float:
+    """The largest sums of |p - t| |W| over classes, of |p - t| |x| over rows.
+
+    Where logits are nearly equal and all of the target is smoothing, the differences nearly vanish.
+    """
+    x, weight = (_size(given.double()) for given in arguments[:2])
+    return max(2.0 * weight, len(arguments[0]) * x)
 
 
 def _size(x: Tensor) -> float:
