@@ -23,7 +23,7 @@ bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long beg
 
 // f(T{}) for the type of the call, T being float only where there are pieces.
 template <class F>
-auto by_type(const AttentionBackwardArgs& args, const F& f) {
+auto by_type([[maybe_unused]] const AttentionBackwardArgs& args, const F& f) {
 #if defined(__AMX_BF16__)
   if (args.type == Element::float32) return f(float{});
 #endif
