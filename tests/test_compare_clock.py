@@ -249,12 +249,32 @@ def test_machine_line():
     assert difference.startswith("threads is ")
     fast = about | {"cpu": "Fast(R) CPU @ 3.00GHz", "isa": None, "cpu_isa": None, "threads": 2}
     assert machine.slug(fast) == "fast-pure-2-threads"
+    told = fast | {"cpu": "Fast(R) CPU @ 3.00GHz, family 6"}
+    assert machine.slug(told) == "fast-family-6-pure-2-threads"
     assert machine.forced_isa(fast) is None
     assert machine.peaks_line(fast) == ""
     rates = {"fp32": 491.7, "bf16": 7600.0}
     assert machine.peaks_line(fast | {"peaks": rates}) == (
         "Measured peaks in Gflop/s: fp32 492, bf16 7600."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("AMD EPYC", "AMD EPYC, family 25, model 17"),
+        (
+            "Intel(R) Xeon(R) Processor @ 2.70GHz",
+            "Intel(R) Xeon(R) Processor @ 2.70GHz, family 25, model 17",
+        ),
+        ("AMD EPYC 9354 32-Core Processor",) * 2,
+    ],
+)
+def test_a_name_without_a_number_is_not_the_processors(name, told, monkeypatch):
+    """Virtual machines hide it, and results of two generations would be one machine's."""
+    one = f"cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: {name}\nstepping\t: 1\n"
+    monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: one + "\n" + one)
+    assert machine.cpu_model() == told
 
 
 def test_one_instruction_set_of_several_is_another_machine():

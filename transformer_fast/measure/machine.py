@@ -20,13 +20,19 @@ IDENTITY = ("cpu", "logical_cpus", "threads", "isa", "gpu")
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """The processor's name; with family and model if it has no number, as in virtual machines."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     found = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return " ".join((found[1] if found else platform.processor() or platform.machine()).split())
+    name = " ".join((found[1] if found else platform.processor() or platform.machine()).split())
+    numbers = [
+        f"{what} {value}"
+        for what, value in re.findall(r"^(?:cpu )?(family|model)\s*:\s*(\d+)$", text, re.MULTILINE)
+    ]
+    hidden = not re.search(r"\d", name.partition("@")[0])
+    return ", ".join([name, *dict.fromkeys(numbers)]) if hidden else name
 
 
 def governor() -> str | None:
@@ -116,7 +122,7 @@ def peaks_line(machine: dict[str, Any]) -> str:
 
 def slug(machine: dict[str, Any]) -> str:
     """A file name for the machine's results; one instruction set of several is its end."""
-    text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*", " ", machine["cpu"].lower())
+    text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@[^,]*", " ", machine["cpu"].lower())
     isa = machine.get("cpu_isa") or machine["isa"] or "pure"
     threads = f"{machine['threads']}-threads"
     parts = [machine["gpu"], text, isa, threads, forced_isa(machine)]
