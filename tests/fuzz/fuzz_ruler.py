@@ -97,7 +97,7 @@ def gradient_oracle(
         half = dtype in (torch.float16, torch.bfloat16)
         wide = (x.float() if isinstance(x, Tensor) and x.dtype == dtype else x for x in arguments)
         with torch.no_grad():
-            own = as_results(Orders(op, from_rounded, dtype)(*(wide if half else arguments)))
+            own = as_results(Orders(op, from_rounded, dtype)(*wide))
         rounded = [
             None if x is None
             else exact(torch.from_numpy(_about(exact(x), generator)).to(dtype) if half else x)

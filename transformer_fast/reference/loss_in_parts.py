@@ -280,27 +280,14 @@ def _gradients(
     )
 
 
-def _operator(
-    backend: str,
-    grad: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    part_rows: int,
-    ignore_index: int,
-    label_smoothing: float,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, ...]:
+def _operator(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """`_gradients`, whose wants stand one by one here."""
+    given: tuple[Any, ...] = (*arguments[:-3], arguments[-3:])
     # Behind autograd, as operators are called under modes, `_gradients` needs it nevertheless.
     autograd = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(autograd, False):
-        results = _gradients(
-            _backends[backend].losses, grad, input, weight, bias, target, part_rows, ignore_index,
-            label_smoothing, (want_input, want_weight, want_bias),
-        )  # fmt: skip
+        results = _gradients(_backends[backend].losses, *given)
+    input = given[1]
     return tuple(input.new_empty((0,)) if r is None else r for r in results)
 
 
