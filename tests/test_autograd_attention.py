@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_fast import _native
+from transformer_fast import functional as F
 from transformer_fast.backends import cpu
 from transformer_fast.measure.memory import peak
 from transformer_fast.testing import check_gradients, nan_memory
@@ -162,6 +163,18 @@ def test_gradients_lie_as_their_tensors_do():
     output, _ = cpu.attention(*call(q, k, v))
     for grad in torch.autograd.grad(output.sum(), (q, k, v)):
         assert grad.is_contiguous()
+
+
+def test_a_mask_made_in_inference_mode():
+    q, k, v = (x.requires_grad_() for x in inputs(2, 2, 40, 40, 16))
+    with torch.inference_mode():
+        mask = torch.rand(40, 40) < 0.5
+    for given in (mask, mask.clone()):
+        F.scaled_dot_product_attention(q, k, v, given).square().sum().backward()
+    once = q.grad
+    q.grad = None
+    F.scaled_dot_product_attention(q, k, v, mask.clone()).square().sum().backward()
+    torch.testing.assert_close(once, 2 * q.grad)
 
 
 def test_no_memory_for_the_scores():

@@ -191,6 +191,38 @@ def test_empty(sizes: tuple[int, int, int]) -> None:
     assert torch.equal(output, ours.out_proj.bias.expand_as(output)) or keys
 
 
+@pytest.mark.parametrize("sizes", [(B, T, 12), (8, 64, 128)], ids=["small", "large"])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("kind", ["self", "shared", "distinct"])
+def test_inputs_made_in_inference_mode(
+    sizes: tuple[int, int, int], need_weights: bool, kind: str
+) -> None:
+    """Autograd does not save them; torch saves copies where it transposes."""
+    width = sizes[2]
+    theirs, ours = attention_pair(width, H if width == 12 else 4, batch_first=True)
+    with torch.inference_mode():
+        query = torch.randn(sizes)
+        given = {
+            "self": (query, query, query),
+            "shared": (query, *[torch.randn(sizes)] * 2),
+            "distinct": (query, torch.randn(sizes), torch.randn(sizes)),
+        }[kind]
+        padding = torch.randn(sizes[:2])
+
+    def gradients(module: torch.nn.Module, *args: Tensor, **masks: Tensor) -> Any:
+        output = module(*args, need_weights=need_weights, **masks)[0]
+        return torch.autograd.grad(output.square().sum(), [*module.parameters()])
+
+    for masks in ({}, {"key_padding_mask": padding}):
+        gradients(theirs, *given, **masks)
+        copies = {id(x): x.clone() for x in given}  # what is one tensor stays one
+        expected = gradients(
+            ours, *[copies[id(x)] for x in given], **{name: x.clone() for name, x in masks.items()}
+        )
+        for one, other in zip(gradients(ours, *given, **masks), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_go_to_torch() -> None:
     ours = nn.MultiheadAttention(4, 2, batch_first=True).eval()

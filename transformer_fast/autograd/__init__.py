@@ -52,7 +52,7 @@ inside torch.func's transforms, never get here (`dispatch.select`).
 from .attention import Attention
 from .cross_entropy import CrossEntropy, LinearCrossEntropy
 from .feed_forward import FeedForward
-from .function import differentiates_again, needs_function, pairs, register, vjp
+from .function import differentiates_again, needs_function, pairs, register, savable, vjp
 from .layer_norm import AddLayerNorm, LayerNorm
 from .linear import Linear
 
@@ -68,5 +68,6 @@ __all__ = [
     "needs_function",
     "pairs",
     "register",
+    "savable",
     "vjp",
 ]

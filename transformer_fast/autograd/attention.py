@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference.attention import attention
-from .function import Function, differentiates_again, gradients, only, pairs, vjp
+from .function import Function, differentiates_again, gradients, only, pairs, savable, vjp
 
 
 def _if_there(query_lengths: Tensor | None, longest: Any) -> tuple[Any, ...]:
@@ -45,6 +45,8 @@ class Attention(Function):
         ctx.backend, ctx.need_weights = backend, need_weights
         ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.longest = is_causal, scale, dropout_p, longest
         ctx.set_materialize_grads(False)
+        if attn_mask is not None:
+            attn_mask = savable(attn_mask)
         ctx.save_for_backward(
             query, key, value, attn_mask, key_lengths, seed, output, weights, shift, norm,
             query_lengths,

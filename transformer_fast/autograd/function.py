@@ -122,6 +122,13 @@ def stand_in(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape[-1:]).expand(shape)
 
 
+def savable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it was made in inference mode: autograd does not save those."""
+    if torch.compiler.is_compiling() or not tensor.is_inference():
+        return tensor
+    return tensor if torch.is_inference_mode_enabled() else tensor.clone()
+
+
 def only(wants: Sequence[bool], found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     if False not in wants:
         return found

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional, small
+from ..autograd import savable
 from ..functional import _check
 from ..functional.attention import attend
 from . import bypass, masks
@@ -35,8 +36,11 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
     - ``out_proj`` is called as a module if it is hooked, replaced or parametrised; torch only ever
       reads its weight.
     - A key_padding_mask is never expanded to the T x S scores.
+    - Nothing is copied for the backward. So inputs and float masks may not be changed in place
+      before it, as with torch's ``batch_first=False``; with ``batch_first=True`` torch copies them.
 
-    Nested tensors are given to torch's own implementation, and so is what torch.jit.trace records.
+    Nested tensors, inputs on meta and dtypes that no op takes are given to torch's own
+    implementation, and so is what torch.jit.trace records.
     torch.jit.script is not supported.
 
     Source: "Attention Is All You Need", section 3.2.2.
@@ -257,7 +261,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         width, bias = self.embed_dim, bypass.parameter(self, "in_proj_bias")
         if self._qkv_same_embed_dim and same:
             weight = bypass.parameter(self, "in_proj_weight")
-            packed = functional.linear(query, weight, bias)  # type: ignore[arg-type]
+            packed = functional.linear(savable(query), weight, bias)  # type: ignore[arg-type]
             q, k, v = self._heads(packed, sequence, 3)
             return q, k, v
         inputs = (query, key) if shared and self._qkv_same_embed_dim else (query, key, value)
@@ -269,7 +273,8 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
         heads = []
         for x, weight, part, size in zip(inputs, weights, biases, sizes, strict=True):
-            heads += self._heads(functional.linear(x, weight, part), sequence, size // width)
+            projected = functional.linear(savable(x), weight, part)
+            heads += self._heads(projected, sequence, size // width)
         q, k, v = heads
         return q, k, v
 
