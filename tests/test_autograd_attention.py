@@ -165,6 +165,18 @@ def test_gradients_lie_as_their_tensors_do():
         assert grad.is_contiguous()
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("leading", [(2, 4), (2,), (3, 2, 4)], ids=str)
+def test_the_output_may_be_changed_in_place(leading, p):
+    """Where nothing else is to be known of it: the backward reads the output that was returned."""
+    q, k, v = (torch.randn(*leading, 40, 16, requires_grad=True) for _ in range(3))
+    for change in (lambda y: y.mul_(2), lambda y: y[..., 0].zero_()):
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
+        change(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_a_mask_made_in_inference_mode():
     q, k, v = (x.requires_grad_() for x in inputs(2, 2, 40, 40, 16))
     with torch.inference_mode():

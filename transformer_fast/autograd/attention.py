@@ -51,7 +51,9 @@ class Attention(Function):
             query, key, value, attn_mask, key_lengths, seed, output, weights, shift, norm,
             query_lengths,
         )  # fmt: skip
-        return output, weights
+        # Kernels give a view, of memory in the order (B, T, H, Dv). Autograd lets nobody write into
+        # views that were made in a function; this is the same memory, with the same version.
+        return output.detach(), weights
 
     @staticmethod
     def backward(  # type: ignore[override]
