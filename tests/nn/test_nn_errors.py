@@ -102,6 +102,62 @@ def test_attention_dtypes() -> None:
         assert "dtype" in text
 
 
+def outcome(call: Callable[[], Any]) -> Any:
+    """The first result, or the type and the words of the exception."""
+    try:
+        result = call()
+    except Exception as error:
+        return type(error), str(error)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def assert_same_outcome(theirs: Callable[[], Any], ours: Callable[[], Any]) -> None:
+    expected, found = outcome(theirs), outcome(ours)
+    if not isinstance(expected, torch.Tensor) or expected.is_meta:
+        assert str(found) == str(expected)
+    else:
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("name", ["in_proj_bias", "in_proj_weight"])
+@pytest.mark.parametrize("other", [torch.float16, torch.float32])
+def test_attention_with_a_parameter_of_another_dtype(
+    name: str, other: torch.dtype, batch_first: bool
+) -> None:
+    theirs = torch.nn.MultiheadAttention(M, H, batch_first=batch_first, dtype=torch.float64)
+    setattr(theirs, name, torch.nn.Parameter(torch.randn(getattr(theirs, name).shape).to(other)))
+    ours = to_ours(theirs)
+    q, k = (torch.randn(T, length, M, dtype=torch.float64) for length in (2, 5))
+    if not batch_first:
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+    assert_same_outcome(lambda: theirs(q, q, q), lambda: ours(q, q, q))
+    assert_same_outcome(lambda: theirs(q, k, k), lambda: ours(q, k, k))
+
+
+@pytest.mark.filterwarnings("ignore:Converting mask without torch.bool dtype")
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("kind", [torch.complex64, torch.int64])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mask", [None, no(T, T), x(T, T)], ids=["none", "bool", "float"])
+def test_attention_of_what_is_no_real_number(
+    kind: torch.dtype, training: bool, mask: torch.Tensor | None
+) -> None:
+    given = torch.ones(B, T, M, dtype=kind)
+    dtype = kind if kind.is_complex else torch.float32
+    attention = torch.nn.MultiheadAttention(M, H, batch_first=True, dtype=dtype).train(training)
+    layer = torch.nn.TransformerEncoderLayer(M, H, 16, batch_first=True, dtype=dtype)
+    layer.train(training)
+    for theirs, call in (
+        (attention, lambda m: m(given, given, given, attn_mask=mask, need_weights=False)),
+        (attention, lambda m: m(given, given, given, attn_mask=mask)),
+        (layer, lambda m: m(given, src_mask=mask)),
+    ):
+        ours = to_ours(theirs)
+        with torch.set_grad_enabled(training):
+            assert told(lambda: call(ours)) == told(lambda: call(theirs))  # noqa: B023
+
+
 CONSTRUCTORS = {
     "MultiheadAttention": [(0, 2), (8, 0), (8, 3), (-8, 2), (8,)],
     "LayerNorm": [(), (-1,), ("8",), (8, 1e-5, True, True, "nowhere")],

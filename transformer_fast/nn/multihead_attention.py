@@ -86,7 +86,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
                 average_attn_weights,
             )  # fmt: skip
         parameters = (*self._parameters.values(), *self.out_proj._parameters.values())
-        if nested or _check.is_torchs(query, key, value, *parameters):
+        if nested or _check.is_torchs(query, key, value, *parameters) or self._mixes_dtypes(query):
             return by_torch(
                 self, super().forward, query, key, value, key_padding_mask, need_weights,
                 attn_mask, average_attn_weights, is_causal,
@@ -152,6 +152,16 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             and self.bias_v is None
             and not self.add_zero_attn
         )
+
+    def _mixes_dtypes(self, query: Tensor) -> bool:
+        """Whether no op takes such dtypes: PyTorch's forward adds other biases, or says no."""
+        if not isinstance(query, Tensor) or not query.is_floating_point():
+            return True
+        dtype, own = query.dtype, self._parameters
+        weight, bias = own.get("in_proj_weight"), own.get("in_proj_bias")
+        if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
+            return False
+        return not torch.is_autocast_enabled(query.device.type)
 
     def _for_one_call(self, query: Tensor) -> list[Tensor] | None:
         """The projections' parameters, if torch has one operator for a call as small as this."""

@@ -140,7 +140,7 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: a promise that src_mask, which must be given, is the causal mask.
         """
-        if is_torchs(src):
+        if is_torchs(src) or not src.is_floating_point():
             return by_torch(self, super().forward, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
             return super().forward(src)
