@@ -103,6 +103,41 @@ def test_bad_calls_fail_as_torchs(change, error):
             function(**arguments)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_logits_of_dtypes_that_torch_refuses(shape, dtype):
+    x, target = logits_and_target(*shape)
+    x = x.to(dtype)
+    calls = (
+        (TF.cross_entropy, F.cross_entropy),
+        (torch.nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="none")),
+    )
+    for theirs, ours in calls:
+        with pytest.raises(NotImplementedError) as expected:
+            theirs(x, target)
+        with pytest.raises(NotImplementedError) as found:
+            ours(x, target)
+        assert str(found.value) == str(expected.value)
+    if len(shape) == 2:
+        weight = torch.ones(3, shape[1]).to(dtype)
+        with pytest.raises(NotImplementedError) as expected:
+            TF.cross_entropy(TF.linear(x, weight), torch.zeros_like(target))
+        with pytest.raises(NotImplementedError) as found:
+            F.linear_cross_entropy(x, weight, torch.zeros_like(target))
+        assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("devices", [("meta", "cpu"), ("cpu", "meta")])
+def test_a_target_on_another_device(devices):
+    x, target = logits_and_target(5, 7)
+    x, target = x.to(devices[0]), target.to(devices[1])
+    with pytest.raises(RuntimeError) as expected:
+        TF.cross_entropy(x, target)
+    with pytest.raises(RuntimeError) as found:
+        F.cross_entropy(x, target)
+    assert str(found.value) == str(expected.value)
+
+
 def test_nothing_of_ignored_rows_counts():
     x, target = logits_and_target(4, 7)
     x[1], target[1] = math.nan, -100

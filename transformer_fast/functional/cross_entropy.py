@@ -15,7 +15,6 @@ from ._check import (
     autocast,
     is_torchs,
     require_float,
-    require_floating,
     require_optional_tensor,
     require_same_device,
     require_tensor,
@@ -75,7 +74,12 @@ def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fits(input: Tensor, target: Tensor) -> bool:
-    if input.dim() == 0 or target.dtype != torch.int64:
+    if (
+        input.dim() == 0
+        or not input.is_floating_point()
+        or target.dtype != torch.int64
+        or target.device != input.device
+    ):
         return False
     if input.dim() == 1:
         return target.dim() == 0 and input.shape[0] > 0
@@ -92,16 +96,14 @@ def prepare_cross_entropy(
     require_tensor("cross_entropy", "input", 1, input)
     require_tensor("cross_entropy", "target", 2, target)
     smoothing = _check_options(reduction, label_smoothing)
-    require_floating("input", input)
-    require_same_device("input", input, target=target)
     if target.dtype == torch.uint8:
         target = target.long()
     if not _fits(input, target):
         same_error_as(
             lambda: F.cross_entropy(input, target, ignore_index=ignore_index),
             ValueError(
-                f"target of {target.dtype} and shape {list(target.shape)} does not fit input of "
-                f"shape {list(input.shape)}"
+                f"target of {target.dtype} and shape {list(target.shape)} on {target.device} does "
+                f"not fit input of {input.dtype} and shape {list(input.shape)} on {input.device}"
             ),
         )
     rows, flat = _as_rows(input, target)
@@ -139,7 +141,8 @@ def cross_entropy(
     Raises:
         IndexError: a target that is no class (on the CPU). RuntimeError, ValueError: shapes, dtypes
             or devices that do not fit; an unknown reduction; s outside [0, 1].
-        NotImplementedError: the named backend cannot take the call.
+        NotImplementedError: logits that are integers or complex; the named backend cannot take the
+            call.
 
     Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
     """
@@ -188,7 +191,11 @@ def prepare_linear_cross_entropy(
     x, w, b = tensors
     assert x is not None
     assert w is not None
-    require_floating("input", x)
+    if not x.is_floating_point():
+        same_error_as(
+            lambda: F.cross_entropy(F.linear(x, w, b), target, ignore_index=ignored),
+            ValueError(f"input must have a floating-point dtype, not {x.dtype}"),
+        )
     require_same_device("input", x, linear_weight=w, linear_bias=b, target=target)
     names = "input", "linear_weight", "linear_bias"
     wrong: str | None = None
