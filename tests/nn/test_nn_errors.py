@@ -158,6 +158,44 @@ def test_attention_of_what_is_no_real_number(
             assert told(lambda: call(ours)) == told(lambda: call(theirs))  # noqa: B023
 
 
+ON_META: dict[str, tuple[torch.nn.Module, int]] = {
+    "attention": (torch.nn.MultiheadAttention(M, H), 3),
+    "attention, batch first": (torch.nn.MultiheadAttention(M, H, batch_first=True), 3),
+    "attention without biases": (torch.nn.MultiheadAttention(M, H, bias=False), 3),
+    "linear": (torch.nn.Linear(M, 4), 1),
+    "linear without bias": (torch.nn.Linear(M, 4, bias=False), 1),
+    "layer norm": (torch.nn.LayerNorm(M), 1),
+    "layer norm without bias": (torch.nn.LayerNorm(M, bias=False), 1),
+    "encoder layer": (torch.nn.TransformerEncoderLayer(M, H, 16), 1),
+    "encoder layer, norm first": (torch.nn.TransformerEncoderLayer(M, H, 16, norm_first=True), 1),
+    "decoder layer": (torch.nn.TransformerDecoderLayer(M, H, 16), 2),
+}
+
+
+@pytest.mark.parametrize("name", ON_META)
+@pytest.mark.parametrize("training", [True, False])
+def test_an_input_on_meta_and_weights_elsewhere(name: str, training: bool) -> None:
+    theirs, inputs = ON_META[name]
+    ours = to_ours(theirs.train(training))
+    given = [torch.empty(T, B, M, device="meta")] * inputs
+    with torch.set_grad_enabled(training):
+        assert_same_outcome(lambda: theirs(*given), lambda: ours(*given))
+
+
+@pytest.mark.usefixtures("small_calls")
+def test_weights_on_meta() -> None:
+    for theirs, given in (
+        (torch.nn.LayerNorm(512, device="meta"), [torch.randn(1000, 512)]),
+        (
+            torch.nn.MultiheadAttention(M, H, batch_first=True, device="meta").eval(),
+            [x(B, T, M)] * 3,
+        ),
+    ):
+        with torch.no_grad():
+            ours = to_ours(theirs)
+            assert told(lambda: ours(*given)) == told(lambda: theirs(*given))  # noqa: B023
+
+
 CONSTRUCTORS = {
     "MultiheadAttention": [(0, 2), (8, 0), (8, 3), (-8, 2), (8,)],
     "LayerNorm": [(), (-1,), ("8",), (8, 1e-5, True, True, "nowhere")],

@@ -37,8 +37,11 @@ _KNOW_OPERATORS = frozenset(
 def is_torchs(*tensors: Tensor | None) -> bool:
     """Whether a call with these is PyTorch's own: its functions are what the tensors know.
 
-    Subclasses that override them, or what they dispatch to; sparse, mkldnn and nested tensors.
+    Subclasses that override them, or what they dispatch to; sparse, mkldnn and nested tensors; a
+    first tensor on meta, whose others PyTorch lets be elsewhere or refuses.
     """
+    if getattr(tensors[0], "is_meta", False):
+        return True
     for tensor in tensors:
         if isinstance(tensor, Tensor) and (
             (type(tensor) not in _PLAIN and _overrides(type(tensor)))
@@ -64,7 +67,7 @@ def require_unnamed(op: str, backend: str | None) -> None:
         dispatch.check_name(backend)
         raise NotImplementedError(
             f"backend {backend!r} cannot run this call of {op}: one of its tensors is of a subclass "
-            "that overrides PyTorch's functions, or sparse, or nested."
+            "that overrides PyTorch's functions, or sparse, or nested, or on meta."
         )
 
 

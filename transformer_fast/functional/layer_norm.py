@@ -89,20 +89,22 @@ def _prepare(
     if (weight is not None and weight.device != device) or (
         bias is not None and bias.device != device
     ):
-        require_same_device("input", input, weight=weight, bias=bias)
+        wrong = RuntimeError(f"weight and bias must be on the device of input, {device}")
+        _raise_like_torch(input, shape, weight, bias, eps, wrong)
     if not input.is_floating_point():
-        _raise_not_floating(input, shape, weight, bias, eps)
+        not_floating = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
+        _raise_like_torch(input, shape, weight, bias, eps, not_floating)
     return shape, eps
 
 
-def _raise_not_floating(
+def _raise_like_torch(
     input: Tensor,
     shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    wrong: Exception,
 ) -> NoReturn:
-    wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
     same_error_as(lambda: F.layer_norm(input, shape, weight, bias, eps), wrong)
 
 

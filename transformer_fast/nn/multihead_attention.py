@@ -183,6 +183,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             if (
                 type(parameter) is not torch.nn.Parameter
                 or parameter.dtype is not query.dtype
+                or not parameter.is_cpu
                 or (grad and parameter.requires_grad)
             ):
                 return None
