@@ -19,7 +19,7 @@ from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
 from .accelerate.graph.report import compile_reports
 from .backends.triton import warm
-from .dispatch import Explanation, strict, use_backend
+from .dispatch import Explanation, export_operators, strict, use_backend
 
 if TYPE_CHECKING:
     from .accelerate.graph.backend import compile_backend
@@ -35,6 +35,7 @@ __all__ = [
     "disable_sdpa",
     "enable_sdpa",
     "explain",
+    "export_operators",
     "functional",
     "memory",
     "restore",

@@ -124,6 +124,8 @@ class _State:
     )
     backend: str | None = None
     strict: bool = False
+    #: Whether exported programs keep the package's operators.
+    export_operators: bool = False
 
 
 _state = _State()
@@ -147,6 +149,22 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 def named_backend() -> str | None:
     """The backend that `use_backend` or the environment names now, or None."""
     return _state.backend
+
+
+def is_traced() -> bool:
+    """Whether a program is being recorded: by torch.compile, torch.export or torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_exporting() -> bool:
+    """Whether a program is being recorded that may run where this package is not installed.
+
+    That is a program of torch.export, which the ONNX exporter and AOTInductor start from, unless
+    `export_operators` is on, and any of torch.jit.trace.
+    """
+    if torch.compiler.is_exporting():
+        return not _state.export_operators
+    return torch.jit.is_tracing()
 
 
 def compute_capability(device: torch.device | int | None = None) -> int:
@@ -393,7 +411,8 @@ def select(call: Call, backend: str | None = None) -> Kernel:
 
     ``backend=None``: the first that fits and does not yield to a later one, at last the reference,
     to which no kernel yields. A named backend, given here, by `use_backend` or by
-    ``TRANSFORMER_FAST_BACKEND``, never falls back and never yields. What `transforms` is true of
+    ``TRANSFORMER_FAST_BACKEND``, never falls back and never yields. While a program is exported
+    (`is_exporting`) it is one made of PyTorch's operators. What `transforms` is true of
     runs by the reference's formula, named or not: no kernel has rules for it.
 
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
@@ -410,6 +429,8 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             raise _strict_refusal(call)
         return _state.kernels[call.op][-1]
     if backend is None:
+        if is_exporting():
+            return _pytorchs(call)
         yielded = None
         for kernel in _candidates(call):
             if _fits(kernel, call) and (
@@ -434,6 +455,16 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             )
     check_name(backend)
     raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")
+
+
+def _pytorchs(call: Call) -> Kernel:
+    """The first of `torch` and `reference` that takes the call; both consist of PyTorch's operators."""
+    for kernel in _state.kernels[call.op]:
+        if kernel.backend == "torch" and not why_not(kernel, call):
+            return kernel
+    if _state.strict:
+        raise _strict_refusal(call)
+    return _state.kernels[call.op][-1]
 
 
 def check_name(backend: str) -> None:
@@ -508,9 +539,28 @@ def strict(enabled: bool = True) -> Iterator[None]:
         _state.strict = before
 
 
+@contextmanager
+def export_operators(enabled: bool = True) -> Iterator[None]:
+    """Within the block `torch.export` keeps the operators of this package in the program.
+
+    Without it an exported program has PyTorch's own operators only and runs where this package is
+    not installed. With it the program is as fast as a compiled one, and whoever loads it has to
+    import ``transformer_fast`` first. ONNX has none of these operators, and programs of
+    `torch.jit.trace` never keep them. ``TRANSFORMER_FAST_EXPORT_OPERATORS=1`` sets it for the
+    process. Process-wide.
+    """
+    before = _state.export_operators
+    _state.export_operators = enabled
+    try:
+        yield
+    finally:
+        _state.export_operators = before
+
+
 def _read_environment() -> None:
     _state.backend = _switches.choice("TRANSFORMER_FAST_BACKEND", BACKENDS)
     _state.strict = _switches.flag("TRANSFORMER_FAST_STRICT")
+    _state.export_operators = _switches.flag("TRANSFORMER_FAST_EXPORT_OPERATORS")
 
 
 _read_environment()

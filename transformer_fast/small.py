@@ -22,6 +22,7 @@ from . import _native
 from .dispatch import Call, Yield, _state
 
 _is_compiling = torch.compiler.is_compiling
+_tracing_state = torch._C._get_tracing_state
 _is_grad_enabled = torch.is_grad_enabled
 _FLOAT = torch.float32
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -87,6 +88,7 @@ def linear(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         and _state.backend is None
         and isinstance(weight, Tensor)
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         and weight.numel() <= LINEAR.weights  # type: ignore[operator]
@@ -101,6 +103,7 @@ def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> boo
         and type(input) is Tensor
         and _state.backend is None
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         # Which function a tensor subclass is asked about differs between this and torch's module.
@@ -125,11 +128,11 @@ def layer_norm_kernel(
         and type(input) is Tensor
         and _state.backend is None
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         and input.layout is torch.strided
         and not input.is_nested
-        and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and type(eps) is float
@@ -170,6 +173,7 @@ def add_layer_norm(
         and type(residual) is Tensor
         and _state.backend is None
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         and residual.dtype is _FLOAT
@@ -191,6 +195,7 @@ def feed_forward(
         and isinstance(weight1, Tensor)
         and isinstance(weight2, Tensor)
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         and input.dim() > 0
@@ -222,6 +227,7 @@ def multihead_attention(input: Tensor) -> bool:
         and type(input) is Tensor
         and _state.backend is None
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         and MULTIHEAD_ATTENTION.holds(input.numel(), 0)
@@ -239,6 +245,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and type(value) is Tensor
         and _state.backend is None
         and not _is_compiling()
+        and _tracing_state() is None
         and query.is_cpu
         and query.dtype is _FLOAT
     ):
@@ -279,6 +286,7 @@ def embedding(tokens: Tensor, table: Tensor) -> bool:
         and _state.backend is None
         and type(table) in _PLAIN
         and not _is_compiling()
+        and _tracing_state() is None
         and table.is_cpu
         and (
             not (_is_grad_enabled() and table.requires_grad)
@@ -295,6 +303,7 @@ def cross_entropy(input: Tensor, target: Tensor, ignore_index: int) -> bool:
         and type(target) is Tensor
         and _state.backend is None
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and input.dtype is _FLOAT
         and target.dtype is torch.int64
@@ -315,6 +324,7 @@ def linear_cross_entropy(
         and type(weight) in _PLAIN
         and type(bias) in _PLAIN
         and not _is_compiling()
+        and _tracing_state() is None
         and input.is_cpu
         and target.is_cpu
         and input.dtype is _FLOAT
@@ -348,6 +358,7 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
         input.is_cpu
         and target.is_cpu
         and not _is_compiling()
+        and _tracing_state() is None
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     ):

@@ -15,7 +15,7 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Whether `annotated_layer_norm` takes these tensors."""
     return (
         _native.module is not None
-        and not torch.compiler.is_compiling()
+        and not dispatch.is_traced()
         and not dispatch.transforms(input, weight, bias)
         and dispatch.named_backend() in (None, "cpu")
         and input.dim() > 0

@@ -33,7 +33,7 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
     if (
         dtype not in _DTYPES
         or _native.module is None
-        or torch.compiler.is_compiling()
+        or dispatch.is_traced()
         or dispatch.named_backend() not in (None, "cpu")
         or torch.is_autocast_enabled("cpu")
         or dispatch.transforms(input, *others)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _native, reference, small
-from ..dispatch import Call, Kernel, register
+from ..dispatch import Call, Kernel, is_exporting, register
 
 #: What cpu_dropout takes.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,7 +75,11 @@ def attention(
         is_causal = False
         hidden = _hidden_keys(visible, key.shape[-3])
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    gqa = enable_gqa and key.shape[-3] != query.shape[-3]
+    gqa = enable_gqa and bool(key.shape[-3] != query.shape[-3])  # a tensor in torch.jit.trace
+    if gqa and is_exporting():  # the TorchScript exporter of ONNX takes no grouped heads
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(groups, dim=-3) for x in (key, value))
+        gqa = False
     weights = None
     if need_weights:
         weights = _weights(query, key, mask, blind, scale, dropout_p)
@@ -121,9 +125,9 @@ def _weights(
 
 
 def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """On CPU tensors the elements that every backend drops for this seed; elsewhere PyTorch's own
-    dropout, which is one kernel and has its generator's pattern."""
-    if not input.is_cpu:
+    """On CPU tensors the elements that every backend drops for this seed; elsewhere, and in exported
+    programs, PyTorch's own dropout, which is one kernel and has its generator's pattern."""
+    if not input.is_cpu or is_exporting():
         return F.dropout(input, p)
     if 0.0 < p < 1.0 and input.is_cpu and input.dtype in _NATIVE and _native.module is not None:
         return torch.ops.transformer_fast.cpu_dropout(input, p, seed)  # type: ignore[no-any-return]
@@ -149,6 +153,8 @@ def feed_forward(
 def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
+    if label_smoothing != 0.0 and is_exporting():  # which exporters to ONNX drop, or refuse
+        return reference.cross_entropy(input, target, ignore_index, label_smoothing)
     # For half types PyTorch rounds the log-probabilities.
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     if (
@@ -186,6 +192,8 @@ def linear_cross_entropy(
     label_smoothing: float,
     summed: bool = False,
 ) -> Tensor:
+    if is_exporting():
+        return _linear_losses(input, weight, bias, target, ignore_index, label_smoothing)
     return reference.in_parts(
         "torch", input, weight, bias, target, ignore_index, label_smoothing, summed
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..backends import cpu_blocks
 from ..backends.cpu_blocks import Kind, Sight, Sublayer
 from . import bypass, masks
@@ -70,7 +71,7 @@ def read_attention(
     layer: torch.nn.Module, attention: str, dropout: str, norm: str, x: Tensor, cross: bool = False
 ) -> Sublayer | None:
     """The sub-layer made of the layer's modules of these names, if it can be run on x."""
-    if torch.compiler.is_compiling():
+    if dispatch.is_traced():
         return None
     module, width = _part(layer, attention), x.shape[-1]
     # In training this is all that there is to see.

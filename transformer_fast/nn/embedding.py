@@ -72,7 +72,7 @@ class Embedding(Swapped, torch.nn.Embedding):
             and table.device.type == input.device.type == "cpu"
             and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)
             and dispatch.named_backend() in (None, "cpu")
-            and not torch.compiler.is_compiling()
+            and not dispatch.is_traced()
             and not torch._C._are_functorch_transforms_active()
             and torch.autograd.forward_ad._current_level < 0
             and needs_function(table)

@@ -116,7 +116,8 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         self._check_sizes(query, key, value, sequence, shared)
 
         appended = int(self.bias_k is not None) + int(self.add_zero_attn)
-        causal = is_causal and not need_weights and (key_padding_mask is None or appended == 0)
+        # torch.jit.trace makes tensors of flags.
+        causal = bool(is_causal) and not need_weights and (key_padding_mask is None or appended == 0)
         mask = masks.for_attend(
             None if causal else attn_mask, key_padding_mask, query, key, sequence, self.num_heads,
             appended,

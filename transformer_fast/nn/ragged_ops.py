@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import functional
+from .. import dispatch, functional
 from ..functional.attention import attend
 from . import bypass
 from .multihead_attention import MultiheadAttention
@@ -46,7 +46,7 @@ def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
         bypass.is_plain(layer, (TransformerEncoderLayer,))
         and not any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
         and bypass.is_plain(layer.self_attn, (MultiheadAttention,))
-        and not torch.compiler.is_compiling()
+        and not dispatch.is_traced()
         and type(x) in (Tensor, torch.nn.Parameter)
         and x.is_cpu
     ):

@@ -1,4 +1,4 @@
-"""Calls that are torch's business: nested tensors, torch.jit.trace and torch.fx."""
+"""Calls that are torch's business: nested tensors and torch.fx."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Proxy
 
 def is_torchs(input: Any) -> bool:
     """Whether a module called on ``input`` should leave the call to `by_torch`."""
-    return isinstance(input, Proxy) or getattr(input, "is_nested", False) or torch.jit.is_tracing()
+    return isinstance(input, Proxy) or getattr(input, "is_nested", False)
 
 
 def by_torch(

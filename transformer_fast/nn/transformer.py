@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import dispatch
 from . import blocks, masks, ragged
 from .layer_norm import LayerNorm
 from .swapped import Swapped
@@ -43,7 +44,7 @@ def _torchs_zeros(
     What of it depends on values is decided where they are: the host waits for no device.
     """
     if (
-        torch.compiler.is_compiling()
+        (dispatch.is_traced() and not dispatch.is_exporting())
         or padding is None
         or mask is not None
         or padding.dtype != torch.bool
@@ -66,7 +67,7 @@ def _torchs_zeros(
         return padding
     # A place behind a padded one is padded, too.
     others = (padding[:, :-1] & padding[:, 1:].logical_not()).any()
-    if not padding.is_cpu:
+    if not padding.is_cpu or dispatch.is_exporting():
         return padding & others.logical_not()
     return None if others else padding
 

@@ -37,7 +37,7 @@ def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
         x.is_cuda
         and not layer.training
         and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        and not dispatch.is_traced()
         and dispatch.named_backend() is None
         and all(
             kernel.unavailable is not None or dispatch.why_unproven(kernel) is not None
