@@ -407,3 +407,31 @@ def test_the_dispatcher_tells_of_small_calls_where_it_is_asked() -> None:
     with small.handed_over(on=False), record() as found:
         norm(x)
     assert set(found.calls) == {("layer_norm", "cpu")}
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
+def test_derivatives_of_small_norms_under_transforms(name: str) -> None:
+    """The truth is finite differences: where PyTorch's forward mode is differentiated it is wrong."""
+    func, step = torch.func, 1e-6
+    x, along, weight, bias, factor = (torch.randn(n, 6).double() for n in (3, 3, 1, 1, 3))
+
+    def loss(x: Tensor) -> Tensor:
+        arguments = (x.shape[-1:], weight[0].to(x.dtype), bias[0].to(x.dtype))
+        if name == "layer_norm":
+            y = functional.layer_norm(x, *arguments)
+        else:
+            y = functional.add_layer_norm(x, x * x, *arguments)[0]
+        return (y * factor.to(x.dtype)).sin().sum()
+
+    def tangent(x: Tensor) -> Tensor:
+        return func.jvp(loss, (x,), (along.to(x.dtype),))[1]
+
+    with transformer_fast.use_backend("reference"):
+        slopes = [
+            (tangent(x + step * one) - tangent(x - step * one)) / (2 * step)
+            for one in torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+        ]
+    expected = torch.stack(slopes).view_as(x)
+    for dtype in (torch.float64, torch.float32):
+        found = func.grad(tangent)(x.to(dtype))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -181,8 +181,23 @@ def run(
             runs = _remembered(kernel, tensors, call, arguments, finish)
             if runs is not None:
                 keep(_calls, key, (kernels, runs))
+    if key is None and _is_compiling():
+        arguments = _distinct(arguments)
     result = kernel.run(*arguments)
     return result if finish is None else finish(result)
+
+
+def _distinct(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a view in place of a tensor that stands there already.
+
+    Dynamo traces no autograd function that is given one tensor twice.
+    """
+    found: list[Any] = []
+    for value in arguments:
+        if isinstance(value, Tensor) and any(value is one for one in found):
+            value = value.view_as(value)
+        found.append(value)
+    return tuple(found)
 
 
 def _remembered(

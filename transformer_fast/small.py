@@ -23,6 +23,7 @@ from .dispatch import Call, Yield, _state
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
+_transforms = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
 _FLOAT = torch.float32
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -110,6 +111,8 @@ def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> boo
         and type(weight) in _PLAIN
         and type(bias) in _PLAIN
         and LAYER_NORM.holds(input.numel(), _rows(input, weight), input, weight, bias)
+        # The derivative of PyTorch's own forward-mode derivative is wrong.
+        and not (_transforms() or forward_ad._current_level >= 0)
     )
 
 
@@ -134,7 +137,7 @@ def layer_norm_kernel(
         and input.layout is torch.strided
         and not input.is_nested
         and forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
+        and not _transforms()
         and type(eps) is float
         and type(normalized_shape) is tuple
         and len(normalized_shape) == 1
@@ -181,6 +184,7 @@ def add_layer_norm(
         and type(weight) in _PLAIN
         and type(bias) in _PLAIN
         and ADD_LAYER_NORM.holds(input.numel(), _rows(input, weight), input, residual, weight, bias)
+        and not (_transforms() or forward_ad._current_level >= 0)
     )
 
 
@@ -273,7 +277,7 @@ def _is_untransformed() -> bool:
     """Whether nothing is on that PyTorch's operators without gradients do not know."""
     return not (
         torch.is_autocast_enabled("cpu")
-        or torch._C._are_functorch_transforms_active()
+        or _transforms()
         or forward_ad._current_level >= 0
     )
 
@@ -359,7 +363,7 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
         and target.is_cpu
         and not _is_compiling()
         and _tracing_state() is None
-        and not torch._C._are_functorch_transforms_active()
+        and not _transforms()
         and torch._C._len_torch_dispatch_stack() == 0
     ):
         return False

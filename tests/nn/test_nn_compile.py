@@ -128,6 +128,31 @@ def test_lengths_may_vary() -> None:
             )
 
 
+class WithMask(torch.nn.Module):
+    """Attention with a mask of its own, and one tensor in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(24, 24))
+        self.register_buffer("mask", torch.rand(24, 24) > 0.3)
+
+    def forward(self, x: torch.Tensor, learned: bool) -> torch.Tensor:
+        mask = self.bias if learned else self.mask
+        y = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        y = nn.functional.add_layer_norm(y, y, y.shape[-1:])[0]
+        return nn.functional.linear(y, self.bias[:16, :16], residual=y)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_masks_of_fixed_size_and_one_tensor_in_several_places(learned: bool) -> None:
+    module, x = WithMask(), torch.randn(2, 4, 24, 16, requires_grad=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    found, expected = compiled(x, learned), module(x, learned)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "encoder layer, hooked"])
 def test_export(name: str) -> None:
     module, args, kwargs = CASES[name]()

@@ -166,7 +166,7 @@ def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -
     for place, (given, size) in enumerate(
         zip(reversed(mask.shape), reversed(target), strict=False)
     ):
-        if given not in (1, size):
+        if given != 1 and given != size:  # `in` compares no symbolic sizes
             raise RuntimeError(
                 f"The size of tensor a ({size}) must match the size of tensor b ({given}) at "
                 f"non-singleton dimension {max(len(target), mask.dim()) - 1 - place}"

@@ -251,7 +251,7 @@ def scaled_dot_product_attention(
     if lead is None:
         finish = None if need_weights else _output
         return memo.run(remembered, tensors, call, arguments, backend, finish)
-    output, weights = select(call, backend).run(*arguments)
+    output, weights = memo.run(None, tensors, call, arguments, backend)
     output = output.reshape(*lead, *output.shape[-2:])
     return (output, weights.reshape(*lead, *weights.shape[-2:])) if need_weights else output
 
@@ -307,10 +307,6 @@ def varlen_attn(
             )
     check_starts(cu_seq_q, cu_seq_k)
     require_same_device("query", query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
-    if cu_seq_k is cu_seq_q and torch.compiler.is_compiling():
-        cu_seq_k = cu_seq_k.view_as(
-            cu_seq_k
-        )  # an autograd function is traced with distinct tensors
     # Rows (N, H, D) as (1, H, N, D).
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
