@@ -111,6 +111,8 @@ PYBIND11_MODULE(_C, m) {
       "Chooses the instruction set for the whole process, for tests, once no thread is inside an "
       "operator. Raises ValueError, and RuntimeError if operators run for 10 s without a gap.");
 
+  m.def("set_batch_invariant", &tf::set_batch_invariant, py::arg("on"),
+        "Whether a row of a result has the same bits whatever the number of rows.");
   m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
         "Whether results of operators start as NaN, for tests; returns whether they did.");
   m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),

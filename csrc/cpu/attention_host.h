@@ -79,7 +79,8 @@ inline bool run_few_attention(const TypedAttentionArgs& args) {
   const int64_t most = args.type == Element::float32 ? 4 : 2;
   // A backward works the scores out again, and large ones have to be those of the forward.
   const bool keeps = args.shift != nullptr;
-  if (args.heads / args.key_heads * args.queries > most || args.dropout.on || keeps ||
+  if (batch_invariant() || args.heads / args.key_heads * args.queries > most || args.dropout.on ||
+      keeps ||
       args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
     return false;
   const int64_t scratch = TF_DISPATCH(few_attention_scratch, args);

@@ -206,7 +206,7 @@ inline void run_feed_forward(const Map& first, const Map& second, int activation
   args.n = args.residual_stride = n;
   args.activation = activation;
   args.residual = static_cast<const float*>(residual);
-  if (run_direct_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
+  if (run_small_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
                               kHiddenSlot))
     return;
   run_feed_forward(args, panels_of(first.weight, first.packed, 0, m),

@@ -51,9 +51,7 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.activation = checked_activation(op, activation);
   args.dropout = make_dropout(op, dropout_p, seed);
   args.preactivation = floats_if(keep, preactivation);
-  const bool direct =
-      args.y != nullptr && run_direct_feed_forward(args, weight1, {}, weight2, {}, 2);
-  if (!direct)
+  if (!run_small_feed_forward(args, weight1, {}, weight2, {}, 2))
     run_feed_forward(args, panels_of(weight1, {}, 0, m), panels_of(weight2, {}, 1, m), 2);
   trim_shared_scratch();
   return {output, preactivation};

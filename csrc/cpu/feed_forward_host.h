@@ -28,23 +28,24 @@ void feed_forward_by_maps(const FeedForwardArgs& args, int slot, const First& fi
                       args.f, args.residual_stride, args.n, 0});
 }
 
-// With the weights as they are, where packing them first would take longer; false if it would not.
-inline bool run_direct_feed_forward(const FeedForwardArgs& args, const Tensor& weight1,
+// The same if there are few rows, with packed weights, weights that are read as they are, and those
+// that are packed now; false if there are many.
+inline bool run_small_feed_forward(const FeedForwardArgs& args, const Tensor& weight1,
                                     const std::optional<Tensor>& packed1, const Tensor& weight2,
                                     const std::optional<Tensor>& packed2, int slot) {
-  if (!is_direct(weight1, packed1, args.m) || !is_direct(weight2, packed2, args.m)) return false;
+  if (args.m >= 56 * torch::stable::get_num_threads()) return false;
   feed_forward_by_maps(
       args, slot, [&](const LinearArgs& map) { run_linear(map, weight1, packed1, 0); },
       [&](const LinearArgs& map) { run_linear(map, weight2, packed2, 1); });
   return true;
 }
 
-// `slot`: the shared scratch for the hidden block of a call of few rows.
+// For many rows. `slot`: the shared scratch for a hidden block where the maps run one by one.
 inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const Panels& panels2,
                              int slot) {
   const int64_t threads = torch::stable::get_num_threads();
   const bool mixed = args.y != nullptr && (panels1.whole == nullptr) != (panels2.whole == nullptr);
-  if (args.m < 56 * threads || mixed || splits_panels(args.m))
+  if (mixed || splits_panels(args.m))
     return feed_forward_by_maps(
         args, slot, [&](const LinearArgs& map) { run_linear(map, panels1); },
         [&](const LinearArgs& map) { run_linear(map, panels2); });

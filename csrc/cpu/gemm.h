@@ -50,11 +50,11 @@ struct Ahead {
 enum class Form { rows, turned, columns };
 constexpr int kTurned = (kTileRows + kLanes - 1) / kLanes * kLanes;
 
-template <Form kForm, int kRows, int kVecs>
+template <Form kForm, int kRows, int kVecs, bool kSplits = (kRows < 3)>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
           const TileEnds& ends, Ahead ahead) {
   // Few rows have few sums, each of which waits for its last fma; so they get several.
-  constexpr int kSplit = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;
+  constexpr int kSplit = !kSplits ? 1 : kRows == 1 ? 4 : 2;
   Vec sums[kSplit][kRows][kVecs];
   TF_UNROLL for (int h = 0; h < kSplit; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
       TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[h][i][j] = zero();
@@ -141,6 +141,12 @@ using TileFunction = void (*)(const float*, long, const float*, long, float*, lo
 template <Form kForm>
 constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kForm, 2)};
 
+// Tiles of one and two rows that add up in the order of the others.
+template <Form kForm>
+constexpr TileFunction kUnsplitTiles[2][2] = {
+    {tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
+    {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
+
 // Rows split evenly into tiles, so that no tile is flat. f(tile, first row, rows).
 template <class F>
 TF_INLINE void each_tile(long m, const F& f) {
@@ -160,7 +166,9 @@ template <Form kForm>
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
                           float* c, long c_stride, long columns, const TileEnds& ends,
                           const float* next) {
-  const TileFunction* tiles = kTiles<kForm>[columns > kLanes ? 1 : 0];
+  const int vecs = columns > kLanes ? 1 : 0;
+  const TileFunction* tiles =
+      m <= 2 && batch_invariant() ? kUnsplitTiles<kForm>[vecs] : kTiles<kForm>[vecs];
   const long count = (m + kTileRows - 1) / kTileRows;
   const long step = kPanel * static_cast<long>(sizeof(float)) / count;
   long p = 0;

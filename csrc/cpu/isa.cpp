@@ -119,9 +119,15 @@ std::atomic<Isa>& chosen() {
   return isa;
 }
 
-bool has_pieces() { return current_isa() == Isa::amx; }
+std::atomic<bool> invariant{false};
+
+bool has_pieces() { return current_isa() == Isa::amx && !batch_invariant(); }
 
 }  // namespace
+
+bool batch_invariant() { return invariant.load(std::memory_order_relaxed); }
+
+void set_batch_invariant(bool on) { invariant.store(on, std::memory_order_relaxed); }
 
 const CpuFeatures& cpu_features() {
   static const CpuFeatures features = detect();
@@ -161,6 +167,7 @@ long direct_rows(Element type, long elements) {
   // Weights that no cache keeps are read from memory in the time of more rows, and to look whether
   // a packed copy still holds would read them, too.
   constexpr long kLeastBytes = 16L << 20;
+  if (batch_invariant()) return 0;
   const Isa isa = current_isa();
   const bool far = isa != Isa::amx && elements * element_bytes(type) >= kLeastBytes;
   switch (type) {

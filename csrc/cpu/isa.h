@@ -31,6 +31,11 @@ Isa find_isa(const char* name, const char* argument);
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);
 
+// Whether a row of a result must have the same bits whatever the number of rows, so that none of the
+// choices below goes by it. For the whole process; operators that run meanwhile may see either.
+bool batch_invariant();
+void set_batch_invariant(bool on);
+
 // How fp32 products of so many rows run on bfloat16 units (bf16_tiles.h), for which the instruction
 // set in use must have tiles. All three were measured.
 //

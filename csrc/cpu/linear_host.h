@@ -128,10 +128,10 @@ inline Tensor pack_pieces([[maybe_unused]] const Tensor& weight) {
 }
 
 // Whether a product of m rows reads the weight as it is, because packing it first would take
-// longer.
+// longer. No packed copy is kept for so few rows, so a result does not depend on whether one is.
 inline bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
-  constexpr int64_t kMost = 24;
-  return !packed && m <= kMost && (weight.size(1) <= 1 || weight.stride(1) == 1);
+  return !packed && m <= direct_rows(Element::float32, weight.numel()) &&
+         (weight.size(1) <= 1 || weight.stride(1) == 1);
 }
 
 // Splits rows between threads where there are many, else panels.
@@ -164,6 +164,21 @@ inline void run_linear(const LinearArgs& args) {
   });
 }
 
+// By a weight that is packed for this call only, panel by panel, for which all rows are one block.
+inline void run_packing_linear(LinearArgs args, const Tensor& weight) {
+  const Rows w = as_rows(weight);
+  args.weight = w.data;
+  args.weight_stride = w.stride;
+  const int64_t width = TF_DISPATCH(panel_columns, );
+  const int64_t scratch = TF_DISPATCH(linear_packing_scratch, args);
+  for_each_after((args.n + width - 1) / width,
+                 [&] { TF_DISPATCH(linear_turn, args, kernel_scratch().floats(scratch)); },
+                 [&](int64_t panel) {
+                   TF_DISPATCH(linear_packing, args, panel, panel + 1,
+                               kernel_scratch().floats(scratch));
+                 });
+}
+
 // By rows of W from `row` on, as they are.
 inline void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
   args.weight = static_cast<const float*>(weight.const_data_ptr()) + row * weight.stride(0);
@@ -188,25 +203,25 @@ inline void run_linear(LinearArgs args, const Panels& panels) {
 // The same with the weight as it is, packed before, or packed now into shared scratch `slot`.
 inline void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
                        int slot) {
-  if (!is_direct(weight, packed, args.m)) {
-    // A weight that is packed for this call only is packed a part at a time where it is large.
-    constexpr int64_t kMost = 4096;
-    const bool parts =
-        !packed && (packs_pieces(args.m) || splits_panels(args.m)) && args.preactivation == nullptr;
-    const int64_t n = args.n, step = parts ? kMost : n;
-    for (int64_t begin = 0; begin < n; begin += step) {
-      LinearArgs part = args;
-      part.n = std::min(step, n - begin);
-      part.y += begin;
-      if (args.bias != nullptr) part.bias += begin;
-      if (args.residual != nullptr) part.residual += begin;
-      Tensor rows = weight;
-      if (part.n < n) rows = torch::stable::narrow(rows, 0, begin, part.n);
-      run_linear(part, panels_of(rows, packed, slot, args.m));
-    }
-    return;
+  if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
+  const bool by_pieces = packs_pieces(args.m) || splits_panels(args.m);
+  if (!packed && !by_pieces && args.k > 0 && TF_DISPATCH(linear_is_one_block, args))
+    return run_packing_linear(args, weight);
+  // Other weights that are packed for this call only are packed a part at a time where they are
+  // large.
+  constexpr int64_t kMost = 4096;
+  const bool parts = !packed && by_pieces && args.preactivation == nullptr;
+  const int64_t n = args.n, step = parts ? kMost : n;
+  for (int64_t begin = 0; begin < n; begin += step) {
+    LinearArgs part = args;
+    part.n = std::min(step, n - begin);
+    part.y += begin;
+    if (args.bias != nullptr) part.bias += begin;
+    if (args.residual != nullptr) part.residual += begin;
+    Tensor rows = weight;
+    if (part.n < n) rows = torch::stable::narrow(rows, 0, begin, part.n);
+    run_linear(part, panels_of(rows, packed, slot, args.m));
   }
-  run_direct_linear(args, weight, 0);
 }
 
 inline int64_t row_count(const Tensor& input) {

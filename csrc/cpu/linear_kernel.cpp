@@ -175,6 +175,20 @@ void linear_panels(const LinearArgs& args, long panel_begin, long panel_end, flo
   Block(args, scratch).panels(0, args.m, 0, args.k, panel_begin, panel_end);
 }
 
+long linear_packing_scratch(const LinearArgs& args) { return linear_scratch(args) + kPanel * args.k; }
+
+void linear_packing(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
+  float* panel = scratch + linear_scratch(args);
+  for (long p = panel_begin; p < panel_end; ++p) {
+    const long row = p * kPanel;
+    pack_rows(args.weight + row * args.weight_stride, args.weight_stride,
+              least(kPanel, args.n - row), args.k, panel);
+    LinearArgs packed = args;
+    packed.packed = panel - row * args.k;  // where panel p is
+    Block(packed, scratch).panels(0, args.m, 0, args.k, p, p + 1);
+  }
+}
+
 void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
                   long panel_end, float* scratch) {
   const Block block(args, scratch);

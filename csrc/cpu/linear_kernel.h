@@ -14,7 +14,7 @@ struct LinearArgs {
   long m, k, n, x_stride, residual_stride, y_stride;
   int activation;
   float* preactivation = nullptr;  // (m, n), contiguous: x W^T + bias is kept here, or nullptr
-  // For linear_direct, in place of packed: W itself, rows weight_stride apart.
+  // In place of packed, for linear_direct and linear_packing: W itself, rows weight_stride apart.
   const float* weight = nullptr;
   long weight_stride = 0;
 };
@@ -41,6 +41,12 @@ TF_KERNEL(bool linear_is_one_block(const LinearArgs& args))
 TF_KERNEL(void linear_turn(const LinearArgs& args, float* scratch))
 TF_KERNEL(void linear_panels(const LinearArgs& args, long panel_begin, long panel_end,
                              float* scratch))
+
+// linear_panels with a weight that is not packed: each panel is packed into scratch, of
+// linear_packing_scratch floats, right before it is multiplied.
+TF_KERNEL(long linear_packing_scratch(const LinearArgs& args))
+TF_KERNEL(void linear_packing(const LinearArgs& args, long panel_begin, long panel_end,
+                              float* scratch))
 
 // Columns [begin, end) of y from W as it is: for so few rows that packing would not pay.
 TF_KERNEL(void linear_direct(const LinearArgs& args, long begin, long end))

@@ -258,7 +258,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
                              n,
                              x.stride,
                              checked_activation(op, activation)};
-  if (!run_direct_feed_forward(args, weight1, packed1, weight2, packed2, 2))
+  if (!run_small_feed_forward(args, weight1, packed1, weight2, packed2, 2))
     run_feed_forward(args, panels_of(weight1, packed1, 0, m), panels_of(weight2, packed2, 1, m), 2);
   trim_shared_scratch();
   return output;
