@@ -20,6 +20,7 @@ from .accelerate import accelerate, accelerated, restore
 from .accelerate.graph.report import compile_reports
 from .backends.triton import warm
 from .dispatch import Explanation, export_operators, strict, use_backend
+from .small import batch_invariant
 
 if TYPE_CHECKING:
     from .accelerate.graph.backend import compile_backend
@@ -30,6 +31,7 @@ __all__ = [
     "accelerate",
     "accelerated",
     "backends",
+    "batch_invariant",
     "compile_backend",
     "compile_reports",
     "disable_sdpa",

@@ -126,6 +126,8 @@ class _State:
     strict: bool = False
     #: Whether exported programs keep the package's operators.
     export_operators: bool = False
+    #: Whether a row's result must not depend on the number of rows.
+    batch_invariant: bool = False
 
 
 _state = _State()
@@ -369,7 +371,7 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
 
 def why_yields(kernel: Kernel, call: Call) -> str | None:
     """Why a kernel that can take the call leaves it to a later one, or None if it does not."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _state.batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
     for limit in kernel.yields:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _native
+from . import _native, _switches
 from .dispatch import Call, Yield, _state
 
 _is_compiling = torch.compiler.is_compiling
@@ -45,9 +45,9 @@ class Limit:
     #: take up to twice the kernels' time.
     weights: int | None = None
 
-    #: With gradients, rows of a thread at most. In each thread PyTorch adds those of a norm's weight
-    #: and bias up row by row, and of more rows gives sums further from the truth than the error
-    #: budget allows.
+    #: With gradients, rows at most. In each thread PyTorch adds those of a norm's weight and bias up
+    #: row by row, and of more rows gives sums further from the truth than the error budget allows.
+    #: However many threads there are, as results must not depend on their number.
     rows: int | None = None
 
     def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
@@ -55,12 +55,8 @@ class Limit:
         if _is_grad_enabled() and (self.inference != self.training or self.rows is not None):
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    return work < self.training and (self.rows is None or self.allows(rows))
+                    return work < self.training and (self.rows is None or rows <= self.rows)
         return work < self.inference
-
-    def allows(self, rows: int) -> bool:
-        """Whether PyTorch's sums over so many rows are exact enough, by the threads that it has."""
-        return self.rows is None or rows <= self.rows * torch.get_num_threads()
 
 
 # With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
@@ -423,7 +419,7 @@ def yields(op: str) -> tuple[Yield, ...]:
         if not _on or call.dropout_p != 0.0:
             return False
         if limit.rows is not None and call.needs_grad:
-            return limit.allows(_rows(call.tensors[0], call.tensors[-2]))  # type: ignore[arg-type]
+            return _rows(call.tensors[0], call.tensors[-2]) <= limit.rows  # type: ignore[arg-type]
         return limit.weights is None or _weights(call) <= limit.weights
 
     return tuple(
@@ -434,7 +430,7 @@ def yields(op: str) -> tuple[Yield, ...]:
             f"than {below} {limit.unit}"
             + (f", with at most {limit.weights} weights" if limit.weights else "")
             + (
-                f", of at most {limit.rows} rows for each thread"
+                f", of at most {limit.rows} rows"
                 if limit.rows and needs_grad
                 else ""
             ),
@@ -464,3 +460,34 @@ def handed_over(on: bool | None = None, short: bool | None = None) -> Iterator[N
         yield
     finally:
         _on, _short = before
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Within the block a row of a result does not depend on how many rows there are beside it.
+
+    Of the ops on the CPU's kernels, in float32, bfloat16 and float16, without it the number of rows
+    decides between kernels that add up in different orders, and between those and PyTorch's ops, so
+    that the last bits of a sequence depend on what else is in its batch. Forward only: gradients of
+    weights are sums over the rows. What runs on `torch` or `reference` is not covered. See README,
+    "Same bits", for what it costs. ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
+    Process-wide.
+    """
+    before = _state.batch_invariant
+    with handed_over(on=False):
+        _set_batch_invariant(True)
+        try:
+            yield
+        finally:
+            _set_batch_invariant(before)
+
+
+def _set_batch_invariant(on: bool) -> None:
+    _state.batch_invariant = on
+    if _native.module is not None:
+        _native.module.set_batch_invariant(on)
+
+
+if _switches.flag("TRANSFORMER_FAST_BATCH_INVARIANT"):
+    _on = _short = False
+    _set_batch_invariant(True)

@@ -66,8 +66,14 @@ void each_attention_item(const AttentionShape& args, const Run& run) {
   for_each_item(groups * chunks, [&](int64_t item) {
     // The last chunks of a causal group are the longest; they go first.
     const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
-    const int64_t rows = heads * query_count(args, group / args.key_heads);
-    const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
+    const int64_t queries = query_count(args, group / args.key_heads), rows = heads * queries;
+    // One or two rows of a head add up in an order of their own, so none are cut off: how many
+    // chunks there are depends on the threads.
+    const auto cut = [&](int64_t chunk) {
+      const int64_t at = rows * chunk / chunks, after = queries == 0 ? 0 : at % queries;
+      return after < 3 ? at - after : queries - after < 3 ? at + queries - after : at;
+    };
+    const int64_t begin = cut(chunk), end = cut(chunk + 1);
     if (begin < end) run(group / args.key_heads, group % args.key_heads, begin, end);
     kernel_scratch().trim();
   });
@@ -80,8 +86,7 @@ inline bool run_few_attention(const TypedAttentionArgs& args) {
   // A backward works the scores out again, and large ones have to be those of the forward.
   const bool keeps = args.shift != nullptr;
   if (batch_invariant() || args.heads / args.key_heads * args.queries > most || args.dropout.on ||
-      keeps ||
-      args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
+      keeps || args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
     return false;
   const int64_t scratch = TF_DISPATCH(few_attention_scratch, args);
   // Waking a thread takes as long as reading this many elements.

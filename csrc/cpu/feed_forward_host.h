@@ -31,8 +31,8 @@ void feed_forward_by_maps(const FeedForwardArgs& args, int slot, const First& fi
 // The same if there are few rows, with packed weights, weights that are read as they are, and those
 // that are packed now; false if there are many.
 inline bool run_small_feed_forward(const FeedForwardArgs& args, const Tensor& weight1,
-                                    const std::optional<Tensor>& packed1, const Tensor& weight2,
-                                    const std::optional<Tensor>& packed2, int slot) {
+                                   const std::optional<Tensor>& packed1, const Tensor& weight2,
+                                   const std::optional<Tensor>& packed2, int slot) {
   if (args.m >= 56 * torch::stable::get_num_threads()) return false;
   feed_forward_by_maps(
       args, slot, [&](const LinearArgs& map) { run_linear(map, weight1, packed1, 0); },

@@ -143,9 +143,8 @@ constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kFor
 
 // Tiles of one and two rows that add up in the order of the others.
 template <Form kForm>
-constexpr TileFunction kUnsplitTiles[2][2] = {
-    {tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
-    {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
+constexpr TileFunction kUnsplitTiles[2][2] = {{tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
+                                              {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
 
 // Rows split evenly into tiles, so that no tile is flat. f(tile, first row, rows).
 template <class F>

@@ -175,17 +175,24 @@ void linear_panels(const LinearArgs& args, long panel_begin, long panel_end, flo
   Block(args, scratch).panels(0, args.m, 0, args.k, panel_begin, panel_end);
 }
 
-long linear_packing_scratch(const LinearArgs& args) { return linear_scratch(args) + kPanel * args.k; }
+long linear_packing_scratch(const LinearArgs& args) {
+  return linear_scratch(args) + kPanel * kChain;
+}
 
 void linear_packing(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
-  float* panel = scratch + linear_scratch(args);
+  float* part = scratch + linear_scratch(args);
+  LinearArgs packed = args;
+  Block block(packed, scratch);
   for (long p = panel_begin; p < panel_end; ++p) {
     const long row = p * kPanel;
-    pack_rows(args.weight + row * args.weight_stride, args.weight_stride,
-              least(kPanel, args.n - row), args.k, panel);
-    LinearArgs packed = args;
-    packed.packed = panel - row * args.k;  // where panel p is
-    Block(packed, scratch).panels(0, args.m, 0, args.k, p, p + 1);
+    const float* weight = args.weight + row * args.weight_stride;
+    for (long depth = 0; depth < args.k; depth += kChain) {
+      const long k = least(kChain, args.k - depth);
+      pack_rows(weight + depth, args.weight_stride, least(kPanel, args.n - row), k, part);
+      packed.packed = part - row * args.k - depth * kPanel;
+      block.a = scratch + depth * kTurned;
+      block.panels(0, args.m, depth, k, p, p + 1);
+    }
   }
 }
 

@@ -42,8 +42,8 @@ TF_KERNEL(void linear_turn(const LinearArgs& args, float* scratch))
 TF_KERNEL(void linear_panels(const LinearArgs& args, long panel_begin, long panel_end,
                              float* scratch))
 
-// linear_panels with a weight that is not packed: each panel is packed into scratch, of
-// linear_packing_scratch floats, right before it is multiplied.
+// linear_panels with a weight that is not packed: each panel is packed, part by part, into scratch,
+// of linear_packing_scratch floats, right before it is multiplied.
 TF_KERNEL(long linear_packing_scratch(const LinearArgs& args))
 TF_KERNEL(void linear_packing(const LinearArgs& args, long panel_begin, long panel_end,
                               float* scratch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -220,6 +221,27 @@ def test_inputs_made_in_inference_mode(
             ours, *[copies[id(x)] for x in given], **{name: x.clone() for name, x in masks.items()}
         )
         for one, other in zip(gradients(ours, *given, **masks), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 12), (4, 40, 64)])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_inputs_may_be_changed_in_place_where_torch_saves_copies(
+    sizes: tuple[int, int, int], requires_grad: bool
+) -> None:
+    for module in (
+        nn.MultiheadAttention(sizes[2], 4, batch_first=True),
+        nn.TransformerEncoderLayer(sizes[2], 4, 24, 0.0, batch_first=True),
+    ):
+        found = []
+        for change in (False, True):
+            leaf = torch.linspace(-1, 1, math.prod(sizes)).view(sizes).requires_grad_(requires_grad)
+            x = leaf * 1.5
+            output = module(x, x, x)[0] if isinstance(module, nn.MultiheadAttention) else module(x)
+            if change:
+                x.add_(1.0)
+            found.append(torch.autograd.grad(output.square().sum(), [*module.parameters()]))
+        for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

@@ -36,12 +36,11 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
     - ``out_proj`` is called as a module if it is hooked, replaced or parametrised; torch only ever
       reads its weight.
     - A key_padding_mask is never expanded to the T x S scores.
-    - Nothing is copied for the backward. So inputs and float masks may not be changed in place
-      before it, as with torch's ``batch_first=False``; with ``batch_first=True`` torch copies them.
+    - Float masks may not be changed in place before the backward, which reads them. Inputs may be
+      where torch lets them: with ``batch_first=True``, since it saves a copy then.
 
     Nested tensors, inputs on meta and dtypes that no op takes are given to torch's own
-    implementation, and so is what torch.jit.trace records.
-    torch.jit.script is not supported.
+    implementation. torch.jit.script is not supported.
 
     Source: "Attention Is All You Need", section 3.2.2.
     """
@@ -273,7 +272,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         width, bias = self.embed_dim, bypass.parameter(self, "in_proj_bias")
         if self._qkv_same_embed_dim and same:
             weight = bypass.parameter(self, "in_proj_weight")
-            packed = functional.linear(savable(query), weight, bias)  # type: ignore[arg-type]
+            packed = functional.linear(self._saved(query), weight, bias)  # type: ignore[arg-type]
             q, k, v = self._heads(packed, sequence, 3)
             return q, k, v
         inputs = (query, key) if shared and self._qkv_same_embed_dim else (query, key, value)
@@ -285,10 +284,26 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
         heads = []
         for x, weight, part, size in zip(inputs, weights, biases, sizes, strict=True):
-            projected = functional.linear(savable(x), weight, part)
+            projected = functional.linear(self._saved(x), weight, part)
             heads += self._heads(projected, sequence, size // width)
         q, k, v = heads
         return q, k, v
+
+    def _saved(self, x: Tensor) -> Tensor:
+        """What a projection of x saves for its backward: a copy where torch's saves one.
+
+        Code that changes x in place after the call relies on it.
+        """
+        if (
+            self.batch_first
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and x.shape[0] > 1
+            and x.shape[1] > 1
+            and any(p is not None and p.requires_grad for p in self._parameters.values())
+        ):
+            return x.clone()
+        return savable(x)
 
     def _heads(self, projected: Tensor, sequence: int, parts: int) -> list[Tensor]:
         """(..., parts * M) as that many (B, H, L, D)."""
