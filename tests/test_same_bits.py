@@ -96,6 +96,21 @@ def test_threads_and_norms_of_small_calls(threads: None, small_calls: None) -> N
             assert torch.equal(one[3], found[0][3]), rows
 
 
+def test_runs(isa: str, calls: Calls, two_threads: None) -> None:
+    """Results and gradients, call after call."""
+    for rows in (3, 57, 260):
+        for name, call in calls.of_rows.items():
+            found = []
+            for _ in range(3):
+                x = torch.linspace(-1, 1, rows * calls.columns).view(rows, -1)
+                x = x.to(calls.dtype).requires_grad_()
+                y = call(x)
+                found.append((y.detach(), torch.autograd.grad(y.float().square().sum(), x)[0]))
+            for one in found:
+                assert torch.equal(one[0], found[0][0]), (name, rows)
+                assert torch.equal(one[1], found[0][1]), (name, rows)
+
+
 @pytest.fixture
 def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     def limit(on: bool) -> None:

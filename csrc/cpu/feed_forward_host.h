@@ -40,12 +40,12 @@ inline bool run_small_feed_forward(const FeedForwardArgs& args, const Tensor& we
   return true;
 }
 
-// For many rows. `slot`: the shared scratch for a hidden block where the maps run one by one.
+// `slot`: the shared scratch for the hidden block of a call of few rows.
 inline void run_feed_forward(FeedForwardArgs args, const Panels& panels1, const Panels& panels2,
                              int slot) {
   const int64_t threads = torch::stable::get_num_threads();
   const bool mixed = args.y != nullptr && (panels1.whole == nullptr) != (panels2.whole == nullptr);
-  if (mixed || splits_panels(args.m))
+  if (args.m < 56 * threads || mixed || splits_panels(args.m))
     return feed_forward_by_maps(
         args, slot, [&](const LinearArgs& map) { run_linear(map, panels1); },
         [&](const LinearArgs& map) { run_linear(map, panels2); });

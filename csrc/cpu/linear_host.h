@@ -203,6 +203,7 @@ inline void run_linear(LinearArgs args, const Panels& panels) {
 // The same with the weight as it is, packed before, or packed now into shared scratch `slot`.
 inline void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
                        int slot) {
+  if (args.m == 0) return;
   if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
   const bool by_pieces = packs_pieces(args.m) || splits_panels(args.m);
   if (!packed && !by_pieces && args.k > 0 && TF_DISPATCH(linear_is_one_block, args))
