@@ -431,7 +431,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             raise _strict_refusal(call)
         return _state.kernels[call.op][-1]
     if backend is None:
-        if is_exporting():
+        if (torch.compiler.is_exporting() or torch.jit.is_tracing()) and is_exporting():
             return _pytorchs(call)
         yielded = None
         for kernel in _candidates(call):

@@ -271,11 +271,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _is_untransformed() -> bool:
     """Whether nothing is on that PyTorch's operators without gradients do not know."""
-    return not (
-        torch.is_autocast_enabled("cpu")
-        or _transforms()
-        or forward_ad._current_level >= 0
-    )
+    return not (torch.is_autocast_enabled("cpu") or _transforms() or forward_ad._current_level >= 0)
 
 
 def embedding(tokens: Tensor, table: Tensor) -> bool:
@@ -429,11 +425,7 @@ def yields(op: str) -> tuple[Yield, ...]:
             f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "
             f"than {below} {limit.unit}"
             + (f", with at most {limit.weights} weights" if limit.weights else "")
-            + (
-                f", of at most {limit.rows} rows"
-                if limit.rows and needs_grad
-                else ""
-            ),
+            + (f", of at most {limit.rows} rows" if limit.rows and needs_grad else ""),
             frozenset({_FLOAT}),
             needs_grad=needs_grad,
             when=when,

@@ -116,7 +116,9 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
 
         appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         # torch.jit.trace makes tensors of flags.
-        causal = bool(is_causal) and not need_weights and (key_padding_mask is None or appended == 0)
+        causal = (
+            bool(is_causal) and not need_weights and (key_padding_mask is None or appended == 0)
+        )
         mask = masks.for_attend(
             None if causal else attn_mask, key_padding_mask, query, key, sequence, self.num_heads,
             appended,
@@ -294,13 +296,14 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
 
         Code that changes x in place after the call relies on it.
         """
+        weight = self._parameters.get("in_proj_weight")
         if (
             self.batch_first
             and torch.is_grad_enabled()
+            and (weight is None or weight.requires_grad)
             and not torch.compiler.is_compiling()
             and x.shape[0] > 1
             and x.shape[1] > 1
-            and any(p is not None and p.requires_grad for p in self._parameters.values())
         ):
             return x.clone()
         return savable(x)

@@ -1,0 +1,106 @@
+"""How much Python a call runs: functions of the package, their files, and turns.
+
+A turn is a return into another file. The table only falls: whoever brings a number down writes the
+new one here, and nobody raises one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import transformer_fast
+from transformer_fast import _native, functional, models, nn
+
+pytestmark = [
+    pytest.mark.usefixtures("small_calls"),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+PACKAGE = str(Path(transformer_fast.__file__).parent)
+
+
+class Count(NamedTuple):
+    functions: int
+    files: int
+    turns: int
+
+
+def _encoder_layer(training: bool) -> Callable[[], Any]:
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True).train(training)
+    x = torch.randn(2, 64, 512)
+    return lambda: layer(x)
+
+
+def _attention(training: bool) -> Callable[[], Any]:
+    q, k, v = (torch.randn(2, 8, 64, 64, requires_grad=training) for _ in range(3))
+    return lambda: functional.scaled_dot_product_attention(q, k, v)
+
+
+def _linear() -> Callable[[], Any]:
+    layer, x = nn.Linear(512, 512), torch.randn(128, 512)
+    return lambda: layer(x)
+
+
+def _generate() -> Callable[[], Any]:
+    model = models.Transformer(
+        90, 80, d_model=64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, pad_token=0,
+        start_token=1, end_token=2,
+    ).eval()  # fmt: skip
+    source = torch.randint(3, 90, (2, 9))
+    return lambda: model.generate(source, max_new_tokens=8)
+
+
+#: The call, whether it is made with gradients, and the most that it may run.
+CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
+    "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(88, 8, 42)),
+    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(208, 24, 128)),
+    "attention, inference": (lambda: _attention(False), False, Count(36, 9, 29)),
+    "attention, training": (lambda: _attention(True), True, Count(40, 11, 31)),
+    "linear, inference": (_linear, False, Count(29, 10, 16)),
+    "generate, 8 tokens": (_generate, False, Count(782, 30, 313)),
+}
+
+
+def count(call: Callable[[], Any]) -> Count:
+    functions = turns = 0
+    files = set()
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal functions, turns
+        file = frame.f_code.co_filename
+        if not file.startswith(PACKAGE):
+            return
+        if event == "call":
+            functions += 1
+            files.add(file)
+        elif event == "return":
+            caller = frame.f_back
+            while caller is not None and not caller.f_code.co_filename.startswith(PACKAGE):
+                caller = caller.f_back
+            turns += caller is not None and caller.f_code.co_filename != file
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Count(functions, len(files), turns)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_python_of_a_call(name: str) -> None:
+    make, grad, most = CALLS[name]
+    call = make()
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            call()
+        found = count(call)
+    assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
+    # What the table says is what there is, so that it falls with the code.
+    assert all(one >= 0.9 * limit for one, limit in zip(found, most, strict=True)), found
