@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,79 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():  # drivers and compilers warn of what is theirs
         config.addinivalue_line("filterwarnings", "default")
+
+
+_ISAS = tuple(_native.module.supported_isas()) if _native.module else ()
+
+
+#: Files of which `make test` runs only so many in a hundred tests; `make test-all` runs all of all.
+SHARES = {
+    # GPU code on emulators and through compilers, which take most of the time.
+    **dict.fromkeys(
+        (
+            "test_cuda_machine_code",
+            "test_cuda_sanitized",
+            "test_triton_ahead",
+            "test_triton_attention",
+            "test_triton_here",
+            "test_triton_launches",
+            "test_triton_packed",
+            "test_triton_ptx",
+        ),
+        0,
+    ),
+    "test_cuda_attention": 10,
+    "test_triton_parity": 15,
+    # The package's tools, builds, and runs of several processes.
+    **dict.fromkeys(
+        (
+            "test_benchmarks",
+            "test_benchmarks_gpu",
+            "test_benchmarks_peers",
+            "test_benchmarks_report",
+            "test_build",
+            "test_compare",
+            "test_compare_clock",
+            "test_compare_contest",
+            "test_prove",
+            "test_training_example",
+            "test_training_processes",
+            "test_training_tensor_parallel",
+            "test_viz_page",
+        ),
+        0,
+    ),
+    "test_install": 20,
+    # Many draws of what others test by a few.
+    "test_compile_tutorials": 0,
+    "test_export": 40,
+    "test_fuzz_layers": 10,
+    "test_fuzz_ops": 10,
+    "test_gradients_tiles_attention": 10,
+    "test_kernels_repeat": 10,
+    "test_nn_compile": 50,
+    "test_nn_module_info": 50,
+    "test_nn_op_info": 10,
+    "test_compile_backend": 50,
+    "test_packed_weights": 30,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is on the floor of `make test-all` only: the rest of `SHARES`, and all instruction
+    sets between the lowest and the best."""
+    for item in items:
+        share = SHARES.get(item.path.stem, 100)
+        callspec = getattr(item, "callspec", None)
+        values = [] if callspec is None else callspec.params.values()
+        isas = {getattr(value, "isa", value) for value in values if _names_isa(value)}
+        if zlib.crc32(item.nodeid.encode()) % 100 >= share or isas & set(_ISAS[1:-1]):
+            item.add_marker(pytest.mark.thorough)
+
+
+def _names_isa(value: object) -> bool:
+    return isinstance(getattr(value, "isa", value), str)
 
 
 @pytest.hookimpl(trylast=True)
@@ -113,9 +187,6 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def two_threads(threads: None) -> None:
     torch.set_num_threads(2)
-
-
-_ISAS = tuple(_native.module.supported_isas()) if _native.module else ()
 
 
 def _in_use(isa: str) -> Iterator[str]:

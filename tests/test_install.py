@@ -100,7 +100,6 @@ def test_no_compiler(checkout, tmp_path):
     assert "no C++ compiler was found" in why
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_native_wheel(checkout, tmp_path):
     target = tmp_path / "site"

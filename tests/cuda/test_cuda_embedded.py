@@ -304,7 +304,6 @@ NUMBERS = {
 
 @embedded
 @on_the_machine
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name, taking, device):
     make, options = NUMBERS[name]
@@ -323,7 +322,6 @@ def test_numbers(name, taking, device):
 
 @embedded
 @on_the_machine
-@pytest.mark.slow
 def test_grouped_heads_without_gradients(taking, device):
     taking(80, emulate)
     q, k, v = heads("cpu", HALF, 33, 520, 64, heads=4, key_heads=2)

@@ -31,7 +31,6 @@ def run(folder, sanitizer, changes=None, main="simt_main.cpp"):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", [ALL, THREAD])
 @pytest.mark.parametrize("main", MAINS)
 def test_nothing_is_reported(main, sanitizer, tmp_path):
@@ -154,7 +153,6 @@ WRONG_MACHINES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_MACHINES)
 def test_a_wrong_machine_is_found(name, tmp_path, monkeypatch):
     before, after, said = WRONG_MACHINES[name]
@@ -174,7 +172,6 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(nvcc() is None, reason="there is no nvcc")
 def test_a_gpu_does_what_is_defined(tmp_path):
     """Compiled for the GPU of this machine and run there; where there is none, for the oldest."""
@@ -192,7 +189,6 @@ def test_a_gpu_does_what_is_defined(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_caught(name, tmp_path):
     sanitizer, file, before, after, said = PLANTED[name]

@@ -62,7 +62,6 @@ class BothRanks:
             yield from pair
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_are_one_with_the_whole_batch(strategy: str, tmp_path: Path) -> None:
     torchrun(Path(__file__), [strategy, str(tmp_path)])

@@ -221,7 +221,6 @@ def fsdp(folder: Path) -> None:
         torch.testing.assert_close(whole(cut.get_parameter(name)), parameter, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["ops", "cuda_ops", "layers", "fsdp"])
 def test_two_processes_have_the_numbers_of_one(what: str, tmp_path: Path) -> None:
     if what == "cuda_ops":

@@ -45,7 +45,6 @@ def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[di
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", UNIT)
 def test_resources(architecture):
     assert config._table(config._FORWARD, 86) is config._table(config._FORWARD, 120)
@@ -69,7 +68,6 @@ def test_resources(architecture):
         assert {max(one["columns"]) for one in products} == {128, 256}
 
 
-@pytest.mark.slow
 def test_walks_over_lists_load_as_far_ahead():
     """A list's numbers are known before the loads of their tiles."""
     calls = r"attention bfloat16 head 64( bool mask|)$"

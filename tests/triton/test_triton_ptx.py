@@ -34,7 +34,6 @@ def emulator() -> Iterator[emulated.Emulator]:
     one.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_code(emulator, case):
     answer = emulator.ask(case)
@@ -66,7 +65,6 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "kernel", "was", "becomes", "told"), BUGS)
 def test_planted_bugs_are_caught(emulator, case, kernel, was, becomes, told):
     answer = emulator.ask(case, (f"{kernel}_kernel", was, becomes))

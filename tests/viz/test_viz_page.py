@@ -22,7 +22,6 @@ def load() -> Any:
     return module
 
 
-@pytest.mark.slow
 def test_all_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "pictures"
     load().main(["--out", str(folder), "--steps", "2"])
