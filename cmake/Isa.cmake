@@ -34,9 +34,10 @@ endforeach()
 
 set(TF_KERNEL_OBJECTS "")
 
-# tf_add_kernel(<name> <isa>...): builds csrc/cpu/<name>_kernel.cpp once for each instruction set
+# tf_add_kernel(<path> <isa>...): builds csrc/cpu/<path>_kernel.cpp once for each instruction set
 # listed that is the best of them for one of TF_ISAS, into namespace tf::<isa>.
-function(tf_add_kernel name)
+function(tf_add_kernel path)
+  get_filename_component(name ${path} NAME)
   set(wanted "")
   foreach(chosen ${TF_ISAS})
     set(best "")
@@ -53,7 +54,7 @@ function(tf_add_kernel name)
   list(REMOVE_DUPLICATES wanted)
   foreach(isa ${wanted})
     set(target ${name}_${isa})
-    add_library(${target} OBJECT csrc/cpu/${name}_kernel.cpp)
+    add_library(${target} OBJECT csrc/cpu/${path}_kernel.cpp)
     target_include_directories(${target} PRIVATE csrc)
     target_compile_definitions(${target} PRIVATE TF_ISA=${isa} ${TF_ISA_DEFINITIONS})
     target_compile_options(${target} PRIVATE ${TF_COMMON_FLAGS} ${TF_FLAGS_${isa}})

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "build_config.h"
-#include "cpu/fingerprint.h"
-#include "cpu/fresh.h"
-#include "cpu/isa.h"
-#include "cpu/kept_memory.h"
-#include "cpu/probe.h"
+#include "cpu/core/fingerprint.h"
+#include "cpu/core/fresh.h"
+#include "cpu/core/isa.h"
+#include "cpu/core/kept_memory.h"
+#include "cpu/probe/probe.h"
 
 namespace py = pybind11;
 

@@ -254,7 +254,7 @@ def kernel_objects():
     if not (shutil.which("nm") and shutil.which("objdump")):
         pytest.skip("binutils are not installed")
     found = {}
-    for path in folder.glob("*.dir/csrc/cpu/*_kernel.cpp.o"):
+    for path in folder.glob("*.dir/csrc/cpu/**/*_kernel.cpp.o"):
         kernel = path.name.removesuffix("_kernel.cpp.o")
         target = path.relative_to(folder).parts[0].removesuffix(".dir")
         found[kernel, target.removeprefix(f"{kernel}_")] = path

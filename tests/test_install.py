@@ -125,7 +125,7 @@ def test_broken_compiler(checkout):
 
 
 def test_compile_error(checkout):
-    with (checkout / "csrc" / "cpu" / "probe_kernel.cpp").open("a") as source:
+    with (checkout / "csrc" / "cpu" / "probe" / "probe_kernel.cpp").open("a") as source:
         source.write("this does not compile;\n")
     done = build_ext(checkout)
     assert done.returncode == 0, done.stdout

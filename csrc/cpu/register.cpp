@@ -6,14 +6,14 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/attention_host.h"
-#include "cpu/box.h"
-#include "cpu/dropout_host.h"
-#include "cpu/feed_forward_host.h"
-#include "cpu/half_ops.h"
-#include "cpu/host.h"
-#include "cpu/layer_norm_kernel.h"
-#include "cpu/linear_host.h"
+#include "cpu/core/box.h"
+#include "cpu/core/host.h"
+#include "cpu/gemm/half_ops.h"
+#include "cpu/ops/attention/attention_host.h"
+#include "cpu/ops/feed_forward/feed_forward_host.h"
+#include "cpu/ops/linear/linear_host.h"
+#include "cpu/ops/norm/layer_norm_kernel.h"
+#include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
 namespace {

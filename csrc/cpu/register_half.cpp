@@ -3,12 +3,12 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/attention_half_kernel.h"
-#include "cpu/attention_host.h"
-#include "cpu/dropout_host.h"
-#include "cpu/feed_forward_half_kernel.h"
-#include "cpu/half_host.h"
-#include "cpu/layer_norm_half_kernel.h"
+#include "cpu/gemm/half_host.h"
+#include "cpu/ops/attention/attention_half_kernel.h"
+#include "cpu/ops/attention/attention_host.h"
+#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
+#include "cpu/ops/norm/layer_norm_half_kernel.h"
+#include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf::half {
 

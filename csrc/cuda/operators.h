@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/dropout.h"
+#include "cpu/simd/dropout.h"
 #include "cuda/launch.cuh"
 
 #ifdef TF_SIMT

@@ -147,7 +147,7 @@ def feed_forward(
 
 
 def shape_of_statistics(input: Tensor, normalized: int) -> Sequence[int]:
-    """As ``fresh_statistics`` in ``csrc/cpu/fresh.cpp``: the dimensions before those of a row."""
+    """As ``fresh_statistics`` in ``csrc/cpu/core/fresh.cpp``: the dimensions before those of a row."""
     rows = input.numel() // normalized if normalized else 0
     lead, n = input.dim(), 1
     while lead > 0 and n < normalized:

@@ -1,6 +1,6 @@
 """Whole layers and stacks, and whole decoding steps, in one CPU call, for inference.
 
-The operators are in ``csrc/cpu/register_layers.cpp`` and ``register_decode.cpp``.
+The operators are in ``csrc/cpu/layers/register_layers.cpp`` and ``register_decode.cpp``.
 
 Not ops of the table but a shorter way through them: projections, attention, residual and norm by the
 same kernels, with what lies between kept in scratch. `fits` says whether all of them would run on
@@ -56,7 +56,7 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
 
 
 class Kind(IntEnum):
-    """As in ``csrc/cpu/sublayer_host.h``."""
+    """As in ``csrc/cpu/layers/sublayer_host.h``."""
 
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1

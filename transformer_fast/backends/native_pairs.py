@@ -18,7 +18,7 @@ from .. import autograd
 
 _ops = torch.ops.transformer_fast
 
-#: Numbered as in csrc/cpu/activation.h and csrc/cuda/epilogue.cuh.
+#: Numbered as in csrc/cpu/simd/activation.h and csrc/cuda/epilogue.cuh.
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -194,7 +194,7 @@ def _lead(rule: Rule, given: dict[str, Any]) -> int:
             return len(shape) - len(dims)
         if "normalized_shape" in given:
             return len(shape) - len(given["normalized_shape"])
-        # As fresh_statistics() in csrc/cpu/fresh.cpp has it.
+        # As fresh_statistics() in csrc/cpu/core/fresh.cpp has it.
         size = given["normalized"] if "normalized" in given else math.prod(given["weight"].shape)
         lead, n = len(shape), 1
         while lead > 0 and n < size:

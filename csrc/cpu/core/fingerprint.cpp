@@ -1,0 +1,48 @@
+#include "cpu/core/fingerprint.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+namespace tf {
+namespace {
+
+// Lines that a thread reads at least: waking it takes as long.
+constexpr int64_t kGrain = 8192;
+
+int64_t grain_of(int64_t lines_per_row) { return std::max<int64_t>(1, kGrain / lines_per_row); }
+
+void add_to(uint64_t& sum, uint64_t part) {
+  std::atomic_ref(sum).fetch_add(part, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Fingerprint::Fingerprint(const FingerprintArgs& matrix)
+    : matrix_(matrix), slices_(static_cast<size_t>(matrix.lines())) {
+  torch::stable::parallel_for(0, matrix_.rows, grain_of(matrix_.lines()),
+                              [&](int64_t begin, int64_t end) {
+                                std::vector<uint64_t> part(slices_.size());
+                                TF_DISPATCH(fingerprint_slices, matrix_, begin, end, part.data());
+                                for (size_t i = 0; i < part.size(); ++i)
+                                  add_to(slices_[i], part[i]);
+                              });
+}
+
+bool Fingerprint::holds(int64_t rows) {
+  const int64_t lines = matrix_.lines();
+  const int64_t enough = (kLeastLines + matrix_.rows - 1) / matrix_.rows;
+  const int64_t count =
+      rows >= kAllFrom ? lines : std::min(lines, std::max<int64_t>(matrix_.step(), enough));
+  const int64_t first = static_cast<int64_t>(
+      next_.fetch_add(static_cast<uint64_t>(count), std::memory_order_relaxed) %
+      static_cast<uint64_t>(lines));
+  uint64_t expected = 0, found = 0;
+  for (int64_t i = 0; i < count; ++i) expected += slices_[static_cast<size_t>((first + i) % lines)];
+  torch::stable::parallel_for(0, matrix_.rows, grain_of(count), [&](int64_t begin, int64_t end) {
+    add_to(found, TF_DISPATCH(fingerprint_rows, matrix_, begin, end, first, count));
+  });
+  return found == expected;
+}
+
+}  // namespace tf

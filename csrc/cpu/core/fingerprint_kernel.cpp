@@ -1,0 +1,132 @@
+// The checksum of a line is the universal hash NH of UMAC (Black, Halevi, Krawczyk, Krovetz,
+// Rogaway: UMAC: Fast and Secure Message Authentication, 1999): the sum of products of pairs of
+// 32-bit words to each of which a key is added. Two lines that differ have the same sum with a
+// probability of 2^-32. The keys depend on the line's place, so that lines that change places are
+// noticed.
+#include "cpu/core/fingerprint_kernel.h"
+
+#include "cpu/simd/vec.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr long kLine = FingerprintArgs::kLineBytes;
+
+#if defined(__AVX512F__)
+using Words = __m512i;
+TF_INLINE Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+TF_INLINE Words fill(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+TF_INLINE Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+TF_INLINE Words add_products(Words sum, Words x) {
+  return _mm512_add_epi64(sum, _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)));
+}
+#elif defined(__AVX2__)
+using Words = __m256i;
+TF_INLINE Words load_words(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+TF_INLINE Words fill(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+TF_INLINE Words add(Words a, Words b) { return _mm256_add_epi32(a, b); }
+TF_INLINE Words add_products(Words sum, Words x) {
+  return _mm256_add_epi64(sum, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
+}
+#else
+using Words = __m128i;
+TF_INLINE Words load_words(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+TF_INLINE Words fill(uint32_t x) { return _mm_set1_epi32(static_cast<int>(x)); }
+TF_INLINE Words add(Words a, Words b) { return _mm_add_epi32(a, b); }
+TF_INLINE Words add_products(Words sum, Words x) {
+  return _mm_add_epi64(sum, _mm_mul_epu32(x, _mm_srli_epi64(x, 32)));
+}
+#endif
+
+constexpr int kParts = kLine / sizeof(Words);
+
+// Digits of pi.
+alignas(kLine) constexpr uint32_t kKeys[kLine / sizeof(uint32_t)] = {
+    0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0, 0x082efa98, 0xec4e6c89,
+    0x452821e6, 0x38d01377, 0xbe5466cf, 0x34e90c6c, 0xc0ac29b7, 0xc97c50dd, 0x3f84d5b5, 0xb5470917};
+
+TF_INLINE uint64_t total(Words sum) {
+  uint64_t parts[sizeof(Words) / sizeof(uint64_t)], result = 0;
+  std::memcpy(parts, &sum, sizeof(Words));
+  for (const uint64_t part : parts) result += part;
+  return result;
+}
+
+struct Lines {
+  const FingerprintArgs& args;
+  Words keys[kParts];
+  long lines, step, whole;  // whole: lines of full length
+
+  explicit Lines(const FingerprintArgs& matrix)
+      : args(matrix),
+        lines(matrix.lines()),
+        step(matrix.step() % lines),
+        whole(matrix.row_bytes / kLine) {
+    for (int i = 0; i < kParts; ++i)
+      keys[i] = load_words(reinterpret_cast<const char*>(kKeys) + i * sizeof(Words));
+  }
+
+  // What a slice has of a row, and of the next row.
+  long line_of(long row, long slice) const { return (row * step + slice) % lines; }
+  long next_of(long line) const { return line + step - (line + step >= lines ? lines : 0); }
+
+  TF_INLINE void add_line(Words* sum, long row, long line) const {
+    const char* at = args.data + row * args.stride + line * kLine;
+    char padded[kLine];
+    if (__builtin_expect(line >= whole, 0)) {
+      std::memset(padded, 0, kLine);
+      std::memcpy(padded, at, static_cast<size_t>(args.row_bytes - line * kLine));
+      at = padded;
+    }
+    const Words place =
+        fill(static_cast<uint32_t>(row) * 0x9e3779b1u + static_cast<uint32_t>(line) * 0x85ebca77u);
+    TF_UNROLL for (int i = 0; i < kParts; ++i) {
+      const Words key = add(keys[i], place);
+      *sum = add_products(*sum, add(load_words(at + i * static_cast<long>(sizeof(Words))), key));
+    }
+  }
+};
+
+}  // namespace
+
+uint64_t fingerprint_rows(const FingerprintArgs& args, long begin, long end, long first,
+                          long count) {
+  // Rows whose lines are on their way to the second-level cache: three times as fast as what the
+  // first level's few pending misses allow.
+  constexpr long kAhead = 128;
+  const Lines lines(args);
+  Words sum{};
+  long line = lines.line_of(begin, first), ahead = line;
+  const auto prefetch = [&](long row) {
+    _mm_prefetch(args.data + row * args.stride + ahead * kLine, _MM_HINT_T1);
+    ahead = lines.next_of(ahead);
+  };
+  for (long row = begin; row < end && row < begin + kAhead; ++row) prefetch(row);
+  for (long row = begin; row < end; ++row) {
+    if (row + kAhead < end) prefetch(row + kAhead);
+    for (long i = 0, l = line; i < count; ++i) {
+      lines.add_line(&sum, row, l);
+      if (++l == lines.lines) l = 0;
+    }
+    line = lines.next_of(line);
+  }
+  return total(sum);
+}
+
+void fingerprint_slices(const FingerprintArgs& args, long begin, long end, uint64_t* slices) {
+  const Lines lines(args);
+  for (long row = begin; row < end; ++row) {
+    const long first = lines.line_of(row, 0);  // in slice 0
+    for (long line = 0; line < lines.lines; ++line) {
+      Words sum{};
+      lines.add_line(&sum, row, line);
+      slices[line - first + (line < first ? lines.lines : 0)] += total(sum);
+    }
+  }
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,32 @@
+// Checksums of a matrix by slices, each of which touches every row and every column.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/core/isa.h"
+
+namespace tf {
+
+// Rows of `row_bytes` bytes, `stride` bytes apart, in lines of kLineBytes, the last of which may be
+// shorter. Line l of row r belongs to slice (l - r * step()) mod lines: a slice goes through the
+// matrix diagonally, so that step() slices side by side touch every column as well as every row.
+struct FingerprintArgs {
+  const char* data;
+  long rows, row_bytes, stride;
+
+  static constexpr long kLineBytes = 64;
+  long lines() const { return (row_bytes + kLineBytes - 1) / kLineBytes; }
+  // 1 for matrices that are high enough.
+  long step() const { return (lines() + rows - 1) / rows; }
+};
+
+// The sum over rows [begin, end) of the checksums of their lines in slices first to
+// first + count - 1 (mod lines). Sums of parts add up to that of the whole, mod 2^64.
+TF_KERNEL(uint64_t fingerprint_rows(const FingerprintArgs& args, long begin, long end, long first,
+                                    long count))
+
+// Adds the sums over rows [begin, end) to those of all slices.
+TF_KERNEL(void fingerprint_slices(const FingerprintArgs& args, long begin, long end,
+                                  uint64_t* slices))
+
+}  // namespace tf

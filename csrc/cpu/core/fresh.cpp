@@ -1,0 +1,163 @@
+#include "cpu/core/fresh.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "cpu/core/box.h"
+#include "cpu/core/kept_memory.h"
+
+// In PyTorch from 2.11 on; the binary serves older ones too.
+extern "C" [[gnu::weak]] AOTITorchError torch_from_blob(
+    void* data, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset,
+    int32_t dtype, int32_t device_type, int32_t device_index, AtenTensorHandle* result,
+    int32_t layout, const uint8_t* opaque, int64_t opaque_size,
+    void (*deleter)(void* data, void* context), void* context);
+
+namespace tf {
+namespace {
+
+constexpr int64_t kHuge = kHugePage;
+
+std::atomic<bool> filling{false};
+
+// Asks for huge pages under fresh memory, whole ones only: a page fault costs as much as writing
+// the page. The largest are mapped anew at each call, and gathering so many huge pages may cost
+// the kernel more than they save.
+void prefer_huge_pages(const Tensor& tensor) {
+  constexpr uintptr_t kPage = kHuge, kMost = uintptr_t{96} << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  if (end - begin > kMost) return;
+  const uintptr_t first = (begin + kPage - 1) & ~(kPage - 1), last = end & ~(kPage - 1);
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+void come_back(void* place, void* bytes) {
+  give_back({place, static_cast<size_t>(reinterpret_cast<uintptr_t>(bytes))});
+}
+
+// The tensor, filled if all are to be.
+Tensor filled(AtenTensorHandle handle, size_t bytes) {
+  Tensor result(handle);
+  if (bytes > 0 && filling.load(std::memory_order_relaxed))
+    std::memset(result.mutable_data_ptr(), 0xff, bytes);
+  return result;
+}
+
+// PyTorch's memory. What it says when there is none is lost on the way through the stable ABI, so
+// it is said here.
+AtenTensorHandle empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
+                               int32_t dtype, int32_t device_index, int64_t bytes) {
+  AtenTensorHandle handle;
+  // Half the price of new_empty(), which goes by names.
+  const auto make = [&] {
+    return aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(),
+                                    device_index, &handle) == AOTI_TORCH_SUCCESS;
+  };
+  if (!make() && !(release_kept() && make())) throw_out_of_memory(bytes);
+  return handle;
+}
+
+}  // namespace
+
+bool fill_fresh(bool fill) { return filling.exchange(fill, std::memory_order_relaxed); }
+
+void throw_out_of_memory(int64_t bytes) {
+  STD_TORCH_CHECK(false, "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
+                  bytes, " bytes.");
+}
+
+Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
+  const auto dims = static_cast<int64_t>(sizes.size());
+  constexpr int64_t kUsual = 8;
+  int64_t few[kUsual];
+  std::vector<int64_t> many(dims > kUsual ? sizes.size() : 0);
+  int64_t* strides = dims > kUsual ? many.data() : few;
+  int64_t stride = 1;
+  bool empty = false, beyond = false;
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    const int64_t size = sizes[static_cast<size_t>(d)];
+    strides[d] = stride;
+    beyond |= __builtin_mul_overflow(stride, std::max<int64_t>(1, size), &stride);
+    empty |= size == 0;
+  }
+  int32_t dtype = aoti_torch_dtype_float32(), device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  if (!in_float) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  const int64_t element = in_float ? 4 : static_cast<int64_t>(like.element_size());
+  int64_t bytes = 0;
+  beyond |= __builtin_mul_overflow(stride, element, &bytes);
+  STD_TORCH_CHECK(empty || !beyond,
+                  "Storage size calculation overflowed: the result has more than ", "2^63 bytes");
+  if (empty) bytes = 0;
+  const bool large = bytes >= static_cast<int64_t>(kLeastKept);
+  if (large && torch_from_blob != nullptr && kept_limit() > 0) {
+    const KeptBlock block = take_memory(static_cast<size_t>(bytes));
+    if (block.place == nullptr) throw_out_of_memory(bytes);
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(torch_from_blob(block.place, dims, sizes.data(), strides, 0, dtype,
+                                           aoti_torch_device_type_cpu(), device_index, &handle,
+                                           aoti_torch_layout_strided(), nullptr, 0, come_back,
+                                           reinterpret_cast<void*>(block.bytes)));
+    return filled(handle, static_cast<size_t>(bytes));
+  }
+  Tensor result = filled(empty_strided(dims, sizes.data(), strides, dtype, device_index, bytes),
+                         static_cast<size_t>(bytes));
+  if (large) prefer_huge_pages(result);
+  return result;
+}
+
+Tensor fresh_rows(const Tensor& input, int64_t columns) {
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = columns;
+  return fresh(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
+}
+
+Tensor fresh_statistics(const Tensor& input, int64_t normalized) {
+  const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
+  int64_t lead = input.dim(), before = 1;
+  for (int64_t n = 1; n < normalized && lead > 0;) n *= input.size(--lead);
+  for (int64_t i = 0; i < lead; ++i) before *= input.size(i);
+  // Rows that are no dimensions of input have none to be named after.
+  const IntHeaderOnlyArrayRef sizes =
+      before == rows ? IntHeaderOnlyArrayRef(input.sizes().data(), static_cast<size_t>(lead))
+                     : IntHeaderOnlyArrayRef(&rows, 1);
+  return fresh(input, sizes, true);
+}
+
+Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16) {
+  int32_t dtype = aoti_torch_dtype_bfloat16(), device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  if (!in_bfloat16) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  const int64_t element = in_bfloat16 ? 2 : static_cast<int64_t>(like.element_size());
+  const int64_t bytes = count * element, one = 1;
+  const bool huge = static_cast<size_t>(bytes) >= kLeastKept;
+  const int64_t size = huge ? count + kHuge / element : count;
+  Tensor all(empty_strided(1, &size, &one, dtype, device_index, size * element));
+  if (!huge) return all;
+  const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
+  const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
+  // Only whole ones, so that no memory is wasted.
+  madvise(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
+          static_cast<size_t>(bytes / kHuge * kHuge), MADV_HUGEPAGE);
+  return torch::stable::narrow(all, 0, skip / element, count);
+}
+
+namespace {
+
+Tensor uninitialised(Tensor like) { return fresh_like(like); }
+
+}  // namespace
+}  // namespace tf
+
+// What operators have for their results, for tests of that.
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_fresh(Tensor like) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_fresh", TF_BOX(&tf::uninitialised));
+}

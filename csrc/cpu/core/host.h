@@ -1,0 +1,213 @@
+// What the operators share around their kernels: scratch memory, threads, views of tensors as rows.
+#pragma once
+
+#include <sys/mman.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "cpu/core/fresh.h"
+#include "cpu/core/kept_memory.h"
+
+namespace tf {
+
+// 64-byte aligned memory of this thread that grows and is reused, so that pages are paid for once.
+// A request beyond kKeep bytes is given back after the call. Under sanitizers each request gets a
+// block of its own of just that size, full of NaN, so that what is read or written beyond is seen.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+  float* floats(int64_t count) {
+    constexpr int64_t kMost = int64_t{1} << 57;
+    if (count > kMost) throw_out_of_memory(std::numeric_limits<int64_t>::max());
+    const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+    if (bytes > size_ || (kExact && bytes != size_)) {
+      std::free(memory_);
+      memory_ = nullptr;
+      size_ = 0;
+      const size_t rounded = kExact ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
+      const auto make = [&] { return posix_memalign(&memory_, kAlign, rounded) == 0; };
+      if (!make() && !(release_kept() && make())) {
+        memory_ = nullptr;
+        throw_out_of_memory(static_cast<int64_t>(rounded));
+      }
+      if (kExact)
+        std::memset(memory_, 0xff, rounded);
+      else
+        madvise(memory_, rounded, MADV_HUGEPAGE);
+      size_ = rounded;
+    }
+    return static_cast<float*>(memory_);
+  }
+  // (rows, columns), of which neither is the other's: a product that may be no 64-bit number.
+  float* floats(int64_t rows, int64_t columns) {
+    int64_t count = 0;
+    if (__builtin_mul_overflow(rows, columns, &count)) count = std::numeric_limits<int64_t>::max();
+    return floats(count);
+  }
+  void trim() {
+    if (size_ <= kKeep) return;
+    std::free(memory_);
+    memory_ = nullptr;
+    size_ = 0;
+  }
+
+ private:
+  static constexpr size_t kKeep = size_t{64} << 20;
+#ifdef TF_SANITIZE
+  static constexpr bool kExact = true;
+  static constexpr size_t kAlign = 64;
+#else
+  static constexpr bool kExact = false;
+  static constexpr size_t kAlign = size_t{2} << 20;  // a huge page
+#endif
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+// This thread's scratch for kernels, and for what the calling thread shares with its workers.
+inline Scratch& kernel_scratch() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+constexpr int kSharedSlots = 7;
+inline Scratch& shared_scratch(int slot) {
+  thread_local Scratch scratch[kSharedSlots];
+  return scratch[slot];
+}
+inline void trim_shared_scratch() {
+  for (int slot = 0; slot < kSharedSlots; ++slot) shared_scratch(slot).trim();
+}
+
+inline char* bytes_of(Scratch& scratch, int64_t bytes) {
+  return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
+}
+
+// Calls f(item) for each item on torch's threads, taking the next one when a thread is free. The
+// order does not reach the results: items write disjoint places.
+template <class F>
+void for_each_item(int64_t items, const F& f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  if (threads <= 1 || items <= 1) {
+    for (int64_t item = 0; item < items; ++item) f(item);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) f(item);
+  });
+}
+
+// The same for items of which each thread has to `enter` the first: it begins with a run of
+// neighbours of its own and then takes over what others have left.
+template <class Enter, class F>
+void for_each_after(int64_t items, const Enter& enter, const F& f) {
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  std::vector<Run> runs(static_cast<size_t>(threads));
+  for (int64_t t = 0; t < threads; ++t) {
+    runs[static_cast<size_t>(t)].next = items * t / threads;
+    runs[static_cast<size_t>(t)].end = items * (t + 1) / threads;
+  }
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t own, int64_t) {
+    bool entered = false;
+    for (int64_t t = 0; t < threads; ++t) {
+      Run& run = runs[static_cast<size_t>((own + t) % threads)];
+      for (int64_t item; (item = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) {
+        if (!entered) enter();
+        entered = true;
+        f(item);
+      }
+    }
+  });
+}
+
+// `like`: what must have that type, too.
+inline void check_type(const char* op, const char* name, const Tensor& tensor, ScalarType type,
+                       const char* like) {
+  STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": ", name, " must ",
+                  type == ScalarType::Float ? "be float32" : "have the dtype of ",
+                  type == ScalarType::Float ? "" : like);
+}
+inline void check_float(const char* op, const char* name, const Tensor& tensor) {
+  check_type(op, name, tensor, ScalarType::Float, "");
+}
+
+// Rows of `normalized` elements, which make up the tensor. What dropout drops goes by the last
+// dimension, so its rows must lie whole in them.
+inline void check_normalized(const char* op, const Tensor& input, int64_t normalized,
+                             double dropout_p) {
+  STD_TORCH_CHECK(normalized > 0 ? input.numel() % normalized == 0 : input.numel() == 0, op, ": ",
+                  input.numel(), " elements are no rows of ", normalized);
+  const int64_t last = input.dim() > 0 ? input.size(input.dim() - 1) : 1;
+  STD_TORCH_CHECK(dropout_p == 0.0 || normalized <= 0 || normalized % last == 0, op,
+                  ": with dropout, ", normalized, " must be a multiple of the last dimension, ",
+                  last);
+}
+
+// The number of an activation (activation.h).
+inline int checked_activation(const char* op, int64_t activation) {
+  STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);
+  return static_cast<int>(activation);
+}
+
+// A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen
+// so.
+struct Rows {
+  Tensor owner;
+  const float* data;
+  int64_t rows, columns, stride;
+};
+
+inline Rows as_rows(const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  const int64_t columns = tensor.size(dims - 1);
+  const int64_t rows = columns == 0 ? 0 : tensor.numel() / columns;
+  bool uniform = columns <= 1 || tensor.stride(dims - 1) == 1;
+  int64_t stride = columns, expected = -1;
+  for (int64_t d = dims - 2; d >= 0 && uniform; --d) {
+    if (tensor.size(d) == 1) continue;
+    if (expected < 0) {
+      stride = tensor.stride(d);
+    } else {
+      uniform = tensor.stride(d) == expected;
+    }
+    expected = tensor.stride(d) * tensor.size(d);
+  }
+  if (uniform)
+    return {tensor, static_cast<const float*>(tensor.const_data_ptr()), rows, columns, stride};
+  Tensor copy = as_contiguous(tensor);
+  return {copy, static_cast<const float*>(copy.const_data_ptr()), rows, columns, columns};
+}
+
+// Where the elements of a result are, if it is wanted.
+inline void* data_if(bool wanted, Tensor& tensor) {
+  return wanted ? tensor.mutable_data_ptr() : nullptr;
+}
+inline float* floats_if(bool wanted, Tensor& tensor) {
+  return static_cast<float*>(data_if(wanted, tensor));
+}
+
+inline float* mutable_floats(std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
+}
+
+inline const float* optional_data(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
+}
+
+}  // namespace tf

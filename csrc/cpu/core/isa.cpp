@@ -1,0 +1,211 @@
+#include "cpu/core/isa.h"
+
+#include <cpuid.h>
+#include <strings.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "cpu/core/box.h"
+
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace tf {
+namespace {
+
+constexpr const char* kNames[kIsaCount] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+
+bool bit(unsigned word, int index) { return (word >> index) & 1u; }
+
+// XCR0: the register states that the operating system saves and restores.
+unsigned long long enabled_states() {
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<unsigned long long>(high) << 32) | low;
+}
+
+// Linux hands out the 8 KiB of AMX tile data only to processes that ask for it.
+bool request_amx_permission() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// Bit positions: Intel SDM volume 2, CPUID leaves 1 and 7; XCR0 in volume 1, section 13.
+CpuFeatures detect() {
+  CpuFeatures found{};
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+  const bool fma = bit(c, 12), f16c = bit(c, 29), osxsave = bit(c, 27), avx = bit(c, 28);
+  if (!osxsave || !avx) return found;
+  const unsigned long long states = enabled_states();
+  const bool ymm = (states & 0x6) == 0x6;
+  const bool zmm = ymm && (states & 0xe0) == 0xe0;
+  const bool tiles = (states & 0x60000) == 0x60000;
+  if (!ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+  const unsigned subleaves = a;
+  found.fma = fma;
+  found.f16c = f16c;
+  found.avx2 = bit(b, 5);
+  found.avx512f = zmm && bit(b, 16);
+  found.avx512dq = zmm && bit(b, 17);
+  found.avx512bw = zmm && bit(b, 30);
+  found.avx512vl = zmm && bit(b, 31);
+  found.avx512_vnni = zmm && bit(c, 11);
+  const bool amx_bf16 = bit(d, 22), amx_tile = bit(d, 24), amx_int8 = bit(d, 25);
+  if (tiles && amx_tile && request_amx_permission()) {
+    found.amx_tile = true;
+    found.amx_bf16 = amx_bf16;
+    found.amx_int8 = amx_int8;
+  }
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx512_bf16 = zmm && bit(a, 5);
+  }
+  return found;
+}
+
+std::string supported_names() {
+  std::string names;
+  for (int i = 0; i < kIsaCount; ++i) {
+    if (!isa_supported(static_cast<Isa>(i))) continue;
+    if (!names.empty()) names += ", ";
+    names += kNames[i];
+  }
+  return names;
+}
+
+Isa best_isa() {
+  for (int i = kIsaCount - 1; i >= 0; --i) {
+    if (isa_supported(static_cast<Isa>(i))) return static_cast<Isa>(i);
+  }
+  throw std::runtime_error("this build has kernels for no instruction set of this machine");
+}
+
+// Returns the index of a usable instruction set; otherwise throws Error, which begins with `what`.
+template <class Error>
+Isa parse(const char* name, const std::string& what) {
+  for (int i = 0; i < kIsaCount; ++i) {
+    if (strcasecmp(name, kNames[i]) != 0) continue;
+    const Isa isa = static_cast<Isa>(i);
+    if (isa_supported(isa)) return isa;
+    throw Error(what + "'" + name +
+                "', but this machine does not have it; it has: " + supported_names());
+  }
+  std::string known = kNames[0];
+  for (int i = 1; i < kIsaCount; ++i) known += std::string(", ") + kNames[i];
+  throw Error(what + "'" + name + "', which is not an instruction set known here (" + known +
+              "); this machine has: " + supported_names());
+}
+
+Isa initial_isa() {
+  const char* forced = std::getenv("TRANSFORMER_FAST_CPU_ISA");
+  if (forced == nullptr || *forced == '\0') return best_isa();
+  return parse<std::runtime_error>(forced, "TRANSFORMER_FAST_CPU_ISA is ");
+}
+
+std::atomic<Isa>& chosen() {
+  static std::atomic<Isa> isa{initial_isa()};
+  return isa;
+}
+
+std::atomic<bool> invariant{false};
+
+bool has_pieces() { return current_isa() == Isa::amx && !batch_invariant(); }
+
+}  // namespace
+
+bool batch_invariant() { return invariant.load(std::memory_order_relaxed); }
+
+void set_batch_invariant(bool on) { invariant.store(on, std::memory_order_relaxed); }
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures features = detect();
+  return features;
+}
+
+bool isa_supported(Isa isa) {
+  const CpuFeatures& cpu = cpu_features();
+  const bool avx512 = cpu.avx2 && cpu.fma && cpu.f16c && cpu.avx512f && cpu.avx512bw &&
+                      cpu.avx512dq && cpu.avx512vl;
+  switch (isa) {
+    TF_IN_BASELINE(case Isa::baseline : return true;)
+    TF_IN_AVX2(case Isa::avx2 : return cpu.avx2 && cpu.fma && cpu.f16c;)
+    TF_IN_AVX512(case Isa::avx512 : return avx512;)
+    TF_IN_AVX512_BF16(case Isa::avx512_bf16 : return avx512 && cpu.avx512_bf16;)
+#ifdef TF_EMULATE_AMX
+    TF_IN_AMX(case Isa::amx : return avx512 && cpu.avx512_bf16;)
+#else
+    TF_IN_AMX(case Isa::amx : return avx512 && cpu.avx512_bf16 && cpu.amx_tile && cpu.amx_bf16;)
+#endif
+    default:  // it is not among TF_ISAS
+      return false;
+  }
+}
+
+const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
+
+bool goes_by_pieces(long rows) { return rows >= 72 && has_pieces(); }
+
+bool packs_pieces(long rows) { return rows >= 144 && has_pieces(); }
+
+bool splits_panels(long rows) { return rows >= 12 && has_pieces() && !packs_pieces(rows); }
+
+long direct_rows(Element type, long elements) {
+  // Weights that no cache keeps are read from memory in the time of more rows, and to look whether
+  // a packed copy still holds would read them, too.
+  constexpr long kLeastBytes = 16L << 20;
+  if (batch_invariant()) return 0;
+  const Isa isa = current_isa();
+  const bool far = isa != Isa::amx && elements * element_bytes(type) >= kLeastBytes;
+  switch (type) {
+    case Element::float32:
+      return far ? 8 : 4;
+    case Element::float16:  // where there are instructions that widen it
+      return isa >= Isa::avx2 ? 4 : 0;
+    case Element::bfloat16:
+      // Widened, it is multiplied 1.3 to 2.2 times slower than packed. Tiles take 16 rows of panels
+      // in the time of one.
+      return isa == Isa::amx ? 4 : isa != Isa::avx512_bf16 ? 0 : far ? 12 : 8;
+    default:
+      return 0;
+  }
+}
+
+std::atomic<long> running_operators{0};
+
+void wait_for_set_isa() {
+  while (running_operators.load(std::memory_order_acquire) < 0) std::this_thread::yield();
+}
+
+void set_isa(const char* name) {
+  constexpr long kStoring = -(1L << 40);
+  constexpr auto kPatience = std::chrono::seconds(10);
+  const Isa isa = parse<std::invalid_argument>(name, "set_isa: name is ");
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  for (long none = 0; !running_operators.compare_exchange_strong(none, kStoring); none = 0) {
+    if (std::chrono::steady_clock::now() > end)
+      throw std::runtime_error("set_isa: operators of other threads have been running for 10 s");
+    std::this_thread::yield();
+  }
+  chosen().store(isa, std::memory_order_relaxed);
+  running_operators.fetch_sub(kStoring, std::memory_order_release);
+}
+
+Isa find_isa(const char* name, const char* argument) {
+  return parse<std::invalid_argument>(name, std::string(argument) + " is ");
+}
+
+}  // namespace tf

@@ -1,0 +1,145 @@
+// Products of bfloat16 matrices with vdpbf16ps: the register tile of gemm.h, each lane taking a
+// pair of k at a time. For kernel files built with AVX-512-BF16.
+#pragma once
+
+#include "cpu/gemm/bf16_pairs.h"
+#include "cpu/gemm/bf16_pieces.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// C (kRows x kPanel) = A B or += A B; A row-major, B `pairs` rows of a panel of pairs.
+template <int kRows>
+void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pairs, float* c,
+              long c_stride, bool accumulate, const char* ahead, long ahead_step) {
+  Vec acc[kRows][2];
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < 2; ++j) acc[i][j] =
+      accumulate ? load(c + i * c_stride + j * kLanes) : zero();
+  // One pointer for three rows, as in gemm.h.
+  const BFloat16* row[(kRows + 2) / 3];
+  TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] = a + 3 * i * a_stride;
+  for (long p = 0; p < pairs; ++p) {
+    _mm_prefetch(ahead, _MM_HINT_T1);
+    ahead += ahead_step;
+    const __m512bh low = (__m512bh)_mm512_loadu_si512(panel);
+    const __m512bh high = (__m512bh)_mm512_loadu_si512(panel + kPanel);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      int32_t pair;
+      std::memcpy(&pair, row[i / 3] + (i % 3) * a_stride, sizeof(pair));
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+      acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, low);
+      acc[i][1] = _mm512_dpbf16_ps(acc[i][1], x, high);
+    }
+    TF_UNROLL for (int i = 0; i < (kRows + 2) / 3; ++i) row[i] += 2;
+    panel += 2 * kPanel;
+  }
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < 2; ++j)
+      store(c + i * c_stride + j * kLanes, acc[i][j]);
+}
+
+class DotProduct {
+ public:
+  using Operand = BFloat16;
+  static constexpr bool kSplit = false, kRounds = true;
+  static constexpr long kBytes = sizeof(Operand);
+  static constexpr long kBlockRows = 4 * kTileRows;
+  static constexpr long kChain = 256;  // half a first-level cache of panel
+
+  static void enter() {}
+  static void leave() {}
+
+  static long panel_size(long k) { return kPanel * pair_depth(k); }
+  static long block_size(long rows, long k) { return rows * stride(k); }
+  static Operand* chunk(Operand* block, long k, long row, long column) {
+    return block + row * stride(k) + column;
+  }
+  static void put(Operand* chunk, Vec low, Vec high) { store_rounded(chunk, low, high); }
+  static Vec add(Vec sums, Vec low, Vec high) { return add_rounded(sums, low, high); }
+  static float value(const Operand* chunk, long column) { return load_one(chunk + column); }
+  static float element(const Operand* panel, long k, long column) {
+    return load_one(panel + k / 2 * 2 * kPanel + column * 2 + k % 2);
+  }
+
+  static void fill(const BFloat16* from, long from_stride, long rows, long k, Operand* block) {
+    for (long i = 0; i < rows; ++i)
+      for (long p = 0; p < k; p += kPanel)
+        _mm512_storeu_si512(chunk(block, k, i, p), load_values(from + i * from_stride + p, k - p));
+  }
+  static void turn(const BFloat16* from, long from_stride, long depth, long columns, Operand* block,
+                   long k, long row, long column) {
+    turn_pairs(from, from_stride, depth, columns, chunk(block, k, row, column), stride(k));
+  }
+  static long depth(long k) { return pair_depth(k); }
+  static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
+    TF_UNROLL for (int u = 0; u < 2; ++u)
+        store_interleaved(panel + (2 * pair + u) * kPanel, first[u], second[u]);
+  }
+
+  // The rows of B that are its row `pair` of pairs.
+  static long pair_row(long pair, int which) { return 2 * pair + which; }
+  // Two such rows, and as rows of A as well.
+  static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
+                       const Vec (&first)[2], const Vec (&second)[2]) {
+    put(first_chunk, first[0], first[1]);
+    put(second_chunk, second[0], second[1]);
+    put_pair(panel, pair, first, second);
+  }
+  using Lost = WithoutPieces;
+
+  static void pack_rows(const BFloat16* rows, long stride, long count, long k, Operand* panel) {
+    pack_pair_rows(rows, stride, count, k, panel);
+  }
+  static void pack_columns(const BFloat16* rows, long stride, long columns, long k,
+                           Operand* panel) {
+    pack_pair_columns(rows, stride, columns, k, panel);
+  }
+
+  template <class Sink>
+  static void multiply(const Operand* block, long rows, long k, const Operand* panel,
+                       const Operand* next, float* buffer, const Sink& sink) {
+    product(block, k, rows, k, panel, next, false, buffer, kPanel);
+    for (long i = 0; i < rows; ++i, buffer += kPanel) sink(i, load(buffer), load(buffer + kLanes));
+  }
+  static long buffer_size(long rows) { return rows * kPanel; }
+
+  template <class Meanwhile>
+  static void multiply_to(const Operand* block, long block_k, long rows, long k,
+                          const Operand* panel, bool accumulate, float* c, long c_stride,
+                          const Meanwhile&) {
+    product(block, block_k, rows, k, panel, panel + panel_size(k), accumulate, c, c_stride);
+  }
+  static long steps(long, long) { return 0; }
+
+ private:
+  static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
+                      const Operand* next, bool accumulate, float* c, long c_stride) {
+    // Whole pairs: of the zeros behind them nothing comes.
+    const long depth = round_up(k, 2), count = (rows + kTileRows - 1) / kTileRows;
+    long p = 0;
+    do {
+      const long here = least(kChain, depth - p);
+      const Operand* after = p + here == depth ? next : panel + (p + here) * kPanel;
+      const char* ahead = reinterpret_cast<const char*>(after);
+      const long step = 2 * kPanel * static_cast<long>(sizeof(Operand)) / count;
+      for (long i = 0, left = count; i < rows; --left) {
+        const long tile_rows = (rows - i + left - 1) / left;
+        kTiles[tile_rows - 1](block + i * stride(block_k) + p, stride(block_k), panel + p * kPanel,
+                              here / 2, c + i * c_stride, c_stride, accumulate || p > 0, ahead,
+                              step);
+        ahead += here / 2 * step;
+        i += tile_rows;
+      }
+      p += here;
+    } while (p < depth);
+  }
+
+  static constexpr decltype(&dot_tile<1>) kTiles[kTileRows] = {
+      dot_tile<1>,  dot_tile<2>,  dot_tile<3>,  dot_tile<4>, dot_tile<5>,
+      dot_tile<6>,  dot_tile<7>,  dot_tile<8>,  dot_tile<9>, dot_tile<10>,
+      dot_tile<11>, dot_tile<12>, dot_tile<13>, dot_tile<14>};
+  // Off the powers of two, which would put the rows of a tile into one cache set.
+  static long stride(long k) { return pair_depth(k) + 32; }
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

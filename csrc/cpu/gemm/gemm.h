@@ -1,0 +1,236 @@
+// The matrix product under every kernel: C (m x n) = A (m x k) B (k x n), for kernel files only.
+//
+// B comes packed in panels of kPanel columns: panel p holds B[:, p * kPanel ...] as (k, kPanel),
+// the last one filled up with zeros. A is row-major. A register tile is up to kTileRows x kPanel:
+// each step broadcasts one value of A per row and multiplies it with one row of the panel.
+#pragma once
+
+#include "cpu/simd/transpose.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr int kPanel = 2 * kLanes;
+#if defined(__AVX512F__)
+constexpr int kTileRows = 14;  // 28 accumulators, 2 vectors of B and 1 of A: 31 of 32 registers
+#else
+constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
+#endif
+
+TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
+TF_INLINE long least(long x, long y) { return x < y ? x : y; }
+TF_INLINE long most(long x, long y) { return x > y ? x : y; }
+
+// Steps of k in one go. A running sum of n terms errs like n; sums of kChain terms that are then
+// added up err like sqrt(n * kChain), which keeps long products as exact as the best libraries'.
+// And kChain rows of a panel stay in the first-level cache while all rows of A pass by.
+constexpr long kChain = 128;
+
+// What becomes of a tile's sums.
+struct TileEnds {
+  const float* bias;  // kPanel values to add, or nullptr
+  bool accumulate;    // add to what C holds (then bias is not read)
+  bool relu;          // clamp at the end
+};
+
+constexpr long kLine = 64;  // bytes of a cache line
+
+// Tiles of so few rows fetch two lines at a step.
+constexpr int kWideAhead = kPanel * sizeof(float) > kLine ? 9 : 0;
+
+// Memory to fetch meanwhile: `step` bytes on at each step of k.
+struct Ahead {
+  const char* place;
+  long step;
+};
+
+// How a tile finds its rows of A: as they are, a_stride apart; turned by turn_rows() into columns,
+// kTurned values for each k, so that one pointer with constant offsets reaches them all; or as
+// columns of a matrix that is A transposed, a_stride apart for each k.
+enum class Form { rows, turned, columns };
+constexpr int kTurned = (kTileRows + kLanes - 1) / kLanes * kLanes;
+
+template <Form kForm, int kRows, int kVecs, bool kSplits = (kRows < 3)>
+void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
+          const TileEnds& ends, Ahead ahead) {
+  // Few rows have few sums, each of which waits for its last fma; so they get several.
+  constexpr int kSplit = !kSplits ? 1 : kRows == 1 ? 4 : 2;
+  Vec sums[kSplit][kRows][kVecs];
+  TF_UNROLL for (int h = 0; h < kSplit; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
+      TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[h][i][j] = zero();
+  // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
+  // pointers than that do not fit into registers.
+  constexpr int kPointers = kForm == Form::rows ? (kRows + 2) / 3 : 1;
+  const float* row[kPointers];
+  TF_UNROLL for (int i = 0; i < kPointers; ++i) row[i] = a + 3 * i * a_stride;
+  const auto step = [&](int u) __attribute__((always_inline)) {
+    Vec b[kVecs];
+    TF_UNROLL for (int j = 0; j < kVecs; ++j) b[j] = load(panel + u * kPanel + j * kLanes);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      const Vec x = set1(kForm == Form::rows     ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
+                         : kForm == Form::turned ? row[0][u * kTurned + i]
+                                                 : row[0][i]);
+      TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[u % kSplit][i][j] =
+          fma(x, b[j], sums[u % kSplit][i][j]);
+    }
+    if (kForm == Form::columns) {
+      row[0] += a_stride;
+      // Else the compiler keeps an offset for each value in memory instead of this one pointer.
+      asm("" : "+r"(row[0]));
+    }
+  };
+  const auto advance = [&](int steps) __attribute__((always_inline)) {
+    TF_UNROLL for (int i = 0; i < kPointers; ++i) row[i] += kForm == Form::rows ? steps
+                                                            : kForm == Form::turned
+                                                                ? steps * kTurned
+                                                                : 0;
+    panel += steps * kPanel;
+  };
+  long p = 0;
+  for (; p + 4 <= k; p += 4) {
+    // Into the second level: the first has few slots for what is on its way, and loads need them.
+    TF_UNROLL for (int u = 0; u < 4; ++u) {
+      _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
+      // A single tile has to fetch all lines of the panel.
+      if (kRows <= kWideAhead) _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
+    }
+    TF_UNROLL for (int u = 0; u < 4; ++u) step(u);
+    ahead.place += 4 * ahead.step;
+    advance(4);
+  }
+  for (; p < k; ++p) {
+    step(0);
+    advance(1);
+  }
+  Vec(&acc)[kRows][kVecs] = sums[0];
+  TF_UNROLL for (int h = kSplit / 2; h > 0; h /= 2) TF_UNROLL for (int g = 0; g < h; ++g)
+      TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
+          sums[g][i][j] = sums[g][i][j] + sums[g + h][i][j];
+  if (ends.accumulate) {
+    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
+        acc[i][j] + load(c + i * c_stride + j * kLanes);
+  } else if (ends.bias != nullptr) {
+    TF_UNROLL for (int j = 0; j < kVecs; ++j) {
+      const Vec bias = load(ends.bias + j * kLanes);
+      TF_UNROLL for (int i = 0; i < kRows; ++i) acc[i][j] = acc[i][j] + bias;
+    }
+  }
+  if (ends.relu) {
+    // In this order NaN comes through, as it does in torch.
+    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
+        max(zero(), acc[i][j]);
+  }
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
+      store(c + i * c_stride + j * kLanes, acc[i][j]);
+}
+
+using TileFunction = void (*)(const float*, long, const float*, long, float*, long, const TileEnds&,
+                              Ahead);
+
+#if defined(__AVX512F__)
+#define TF_TILES(form, vecs)                                                               \
+  {tile<form, 1, vecs>,  tile<form, 2, vecs>,  tile<form, 3, vecs>,  tile<form, 4, vecs>,  \
+   tile<form, 5, vecs>,  tile<form, 6, vecs>,  tile<form, 7, vecs>,  tile<form, 8, vecs>,  \
+   tile<form, 9, vecs>,  tile<form, 10, vecs>, tile<form, 11, vecs>, tile<form, 12, vecs>, \
+   tile<form, 13, vecs>, tile<form, 14, vecs>}
+#else
+#define TF_TILES(form, vecs)                                      \
+  {tile<form, 1, vecs>, tile<form, 2, vecs>, tile<form, 3, vecs>, \
+   tile<form, 4, vecs>, tile<form, 5, vecs>, tile<form, 6, vecs>}
+#endif
+template <Form kForm>
+constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kForm, 2)};
+
+// Tiles of one and two rows that add up in the order of the others.
+template <Form kForm>
+constexpr TileFunction kUnsplitTiles[2][2] = {{tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
+                                              {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
+
+// Rows split evenly into tiles, so that no tile is flat. f(tile, first row, rows).
+template <class F>
+TF_INLINE void each_tile(long m, const F& f) {
+  const long count = (m + kTileRows - 1) / kTileRows;
+  for (long t = 0, i = 0; t < count; ++t) {
+    const long rows = (m - i + count - t - 1) / (count - t);
+    f(t, i, rows);
+    i += rows;
+  }
+}
+
+// Rows of one panel: c (m x columns) with columns <= kPanel. Writes whole vectors: up to
+// round_up(columns, kLanes) columns of c. What of B is needed next (at last: `next`) is fetched
+// meanwhile, a share by each tile. a_stride: between rows of A, or between tiles where it is
+// turned.
+template <Form kForm>
+TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
+                          float* c, long c_stride, long columns, const TileEnds& ends,
+                          const float* next) {
+  const int vecs = columns > kLanes ? 1 : 0;
+  const TileFunction* tiles =
+      m <= 2 && batch_invariant() ? kUnsplitTiles<kForm>[vecs] : kTiles<kForm>[vecs];
+  const long count = (m + kTileRows - 1) / kTileRows;
+  const long step = kPanel * static_cast<long>(sizeof(float)) / count;
+  long p = 0;
+  do {
+    const long depth = least(kChain, k - p);
+    const bool last = p + depth == k;
+    const TileEnds here{ends.bias, ends.accumulate || p > 0, ends.relu && last};
+    const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
+    each_tile(m, [&](long t, long i, long rows) {
+      const float* from = kForm == Form::rows     ? a + i * a_stride + p
+                          : kForm == Form::turned ? a + t * a_stride + p * kTurned
+                                                  : a + p * a_stride + i;
+      tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride, here,
+                      {ahead, step});
+      ahead += depth * step;
+    });
+    p += depth;
+  } while (p < k);
+}
+
+// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kTurned * k.
+// May write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
+TF_INLINE void turn_rows(const float* from, long from_stride, long m, long k, float* to,
+                         long stride) {
+  each_tile(m, [&](long t, long i, long rows) {
+    const float* first = from + i * from_stride;
+    float* out = to + t * stride;
+    for (long r = 0; r < rows; r += kLanes) {
+      const long have = least(kLanes, rows - r);
+      long p = 0;
+      for (; p + kLanes <= k; p += kLanes)
+        transpose_rows(first + r * from_stride + p, from_stride, have, out + p * kTurned + r,
+                       kTurned);
+      for (; p < k; ++p)
+        for (long q = 0; q < have; ++q) out[p * kTurned + r + q] = first[(r + q) * from_stride + p];
+    }
+  });
+}
+
+// One panel from the rows of a matrix: panel[p][j] = rows[j][p] for j < count <= kPanel, p < k, and
+// zeros for the other j.
+TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, float* panel) {
+  for (int half = 0; half < 2; ++half) {
+    const long have = most(0, least(kLanes, count - half * kLanes));
+    const float* from = rows + half * kLanes * stride;
+    float* to = panel + half * kLanes;
+    long p = 0;
+    if (have == kLanes) {
+      for (; p + kLanes <= k; p += kLanes)
+        transpose_block(from + p, stride, to + p * kPanel, kPanel);
+    }
+    for (; p < k; ++p)
+      for (long j = 0; j < kLanes; ++j) to[p * kPanel + j] = j < have ? from[j * stride + p] : 0.0f;
+  }
+}
+
+// Copies n floats, filling up to `room` with zeros.
+TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
+  long j = 0;
+  for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
+  for (; j < n; ++j) to[j] = from[j];
+  for (; j < room; ++j) to[j] = 0.0f;
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,95 @@
+// The operators for bfloat16 and float16 (register_half.cpp, half_backward.cpp). They take what the
+// operators of the same names in register.cpp take, or what these have checked (backward_calls.h),
+// and are called by those.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <tuple>
+
+#include "cpu/core/element.h"
+#include "cpu/ops/attention/attention_half_kernel.h"
+
+namespace tf {
+
+struct HalfFeedForwardArgs;
+struct HalfWeightGradientArgs;
+
+inline bool is_half(const torch::stable::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == torch::headeronly::ScalarType::BFloat16 ||
+         type == torch::headeronly::ScalarType::Half;
+}
+
+inline Element element_of(const torch::stable::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case torch::headeronly::ScalarType::BFloat16:
+      return Element::bfloat16;
+    case torch::headeronly::ScalarType::Half:
+      return Element::float16;
+    default:
+      return Element::float32;
+  }
+}
+
+struct LinearGradients;
+struct FeedForwardGradients;
+
+// What LayerNorm gives: the sum where there is a residual, statistics where they are kept.
+struct Normalized {
+  torch::stable::Tensor output;
+  std::optional<torch::stable::Tensor> sum, mean, rstd;
+};
+
+namespace half {
+
+using torch::stable::Tensor;
+
+Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      int64_t normalized, double eps, double dropout_p,
+                      const std::optional<Tensor>& seed, bool keep);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
+    const std::optional<Tensor>& seed, bool need_weights, bool keep);
+
+Tensor pack_weight(const Tensor& weight);
+
+// preactivation: where x W^T + bias is kept for the backward, or nullptr.
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+              int64_t activation, Tensor* preactivation = nullptr);
+void linear_gradients(LinearGradients& call);
+// A weight in panels of its columns, in shared scratch `slot`, so that run_linear() multiplies by W
+// instead of W^T.
+const void* column_panels_of(const Tensor& weight, int slot);
+// Rows of args.grad with rows x of X (x_stride apart), whose panels go to shared scratch `slot`.
+void run_weight_gradient(HalfWeightGradientArgs args, const void* x, int64_t x_stride, int slot);
+
+Tensor feed_forward(const Tensor& input, const Tensor& weight1,
+                    const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
+                    const Tensor& weight2, const std::optional<Tensor>& packed2,
+                    const std::optional<Tensor>& bias2, int64_t activation, double dropout_p = 0.0,
+                    const std::optional<Tensor>& seed = std::nullopt,
+                    Tensor* preactivation = nullptr);
+void feed_forward_gradients(FeedForwardGradients& call);
+
+// The parts without checks and allocation, for operators made of several. Parameters are
+// contiguous; x and y are (rows, columns).
+void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
+                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     double eps, void* y);
+// The hidden units of a call of few rows lie in shared scratch kHiddenSlot.
+constexpr int kHiddenSlot = 2;
+// The weights are in the place of args' packed ones.
+void run_feed_forward(HalfFeedForwardArgs args, const Tensor& weight1,
+                      const std::optional<Tensor>& packed1, const Tensor& weight2,
+                      const std::optional<Tensor>& packed2);
+void run_attention(TypedAttentionArgs args);
+
+}  // namespace half
+}  // namespace tf

@@ -1,0 +1,64 @@
+// Work done while tiles are busy; for kernel files only.
+#pragma once
+
+#include "cpu/gemm/gemm.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
+// parts go at once, into a function that is not inlined, whose constants then stay in registers:
+// few instructions between products are free, many are not, whatever they do.
+class Spread {
+ public:
+  Spread(long total, long calls, long at_once)
+      : total_(total), between_(most(1, calls * at_once / most(1, total))), wait_(between_) {
+    const long turns = most(1, calls / between_);
+    some_ = (total + turns - 1) / turns;
+  }
+  // Calls work(begin, end) for the parts that are due.
+  template <class Work>
+  TF_INLINE void operator()(const Work& work) {
+    if (--wait_ > 0 || done_ == total_) return;
+    wait_ = between_;
+    some(work, least(done_ + some_, total_));
+  }
+  // For all that are left.
+  template <class Work>
+  TF_INLINE void finish(const Work& work) {
+    if (done_ < total_) some(work, total_);
+  }
+
+ private:
+  template <class Work>
+  TF_INLINE void some(const Work& work, long until) {
+    work(done_, until);
+    done_ = until;
+  }
+
+  long total_, between_, some_, wait_, done_ = 0;
+};
+
+// Fetches a row of n values into the second-level cache.
+template <class T>
+void fetch_row(const T* row, long n) {
+  for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
+    _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
+}
+
+// Fetches what comes next into the second-level cache, shared out over `calls` calls.
+class FetchAhead {
+ public:
+  FetchAhead(const void* next, long bytes, long calls)
+      : at_(static_cast<const char*>(next)), share_(bytes / kLine / most(1, calls) + 1) {}
+  TF_INLINE void operator()() {
+    for (long line = 0; line < share_; ++line, at_ += kLine) _mm_prefetch(at_, _MM_HINT_T1);
+  }
+
+ private:
+  const char* at_;
+  long share_;
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,103 @@
+// dW = dY^T X on the products of engine.h: a block of dW stays in the second-level cache, as
+// fp32 sums, while all rows of dY and X pass by, kDepth at a time. dY's rows are turned as they are
+// taken. For kernel files only.
+#pragma once
+
+#include "cpu/gemm/engine.h"
+#include "cpu/gemm/spread.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+class WeightGradientBlock {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+ public:
+  // Of dW, at most.
+  static constexpr long kRows = 256, kColumns = 512;
+
+  static long scratch_bytes() {
+    return P::block_size(kRows, kDepth) * static_cast<long>(sizeof(Operand)) +
+           kRows * kSumStride * static_cast<long>(sizeof(float));
+  }
+
+  // grad: dY (m, n), rows grad_stride apart. panels: X in panels of its columns. The block is
+  // `rows` rows from `row` on and `columns` columns from `column` (a multiple of kPanel) on.
+  WeightGradientBlock(const T* grad, long grad_stride, long m, const void* panels, long row,
+                      long rows, long column, long columns, void* scratch)
+      : grad_(grad + row),
+        grad_stride_(grad_stride),
+        m_(m),
+        rows_(rows),
+        columns_(columns),
+        panels_(static_cast<const Operand*>(panels) + column / kPanel * P::panel_size(m)),
+        turned_(static_cast<Operand*>(scratch)),
+        sums_(reinterpret_cast<float*>(turned_ + P::block_size(kRows, kDepth))) {}
+
+  // kColumns floats: those of the block, and anything behind them.
+  float* sums(long row) const { return sums_ + row * kSumStride; }
+
+  // Whether all rows of dY and X pass by at once, for multiply_at_once().
+  static bool is_one_part(long m) { return m <= kDepth; }
+
+  // sink(i, j, low, high): row i and the kPanel columns from j on of dY^T X, some of them maybe
+  // behind the block.
+  template <class Sink>
+  void multiply_at_once(const Sink& sink) const {
+    P::enter();
+    take_grad(0, m_, m_);
+    for (long j = 0; j < columns_; j += kPanel) {
+      const Operand* panel = panels_ + j / kPanel * P::panel_size(m_);
+      P::multiply(turned_, rows_, m_, panel, panel + P::panel_size(m_), sums_,
+                  [&](long i, Vec low, Vec high)
+                      __attribute__((always_inline)) { sink(i, j, low, high); });
+    }
+    P::leave();
+  }
+
+  // sums = dY^T X, or sums += dY^T X.
+  void multiply(bool onto) const {
+    P::enter();
+    for (long p = 0; p < m_; p += kDepth) {
+      const long depth = least(kDepth, m_ - p);
+      take_grad(p, depth, kDepth);
+      multiply_part(p, depth, onto || p > 0);
+    }
+    P::leave();
+  }
+
+ private:
+  static constexpr long kDepth = P::kChain;
+  static constexpr long kSumStride = kColumns + 16;  // off the powers of two
+
+  // `block_depth`: of the block that `turned_` is.
+  void take_grad(long p, long depth, long block_depth) const {
+    constexpr long kTurned = 16, kDeep = 32;
+    for (long u = 0; u < depth; u += kDeep)
+      for (long i = 0; i < rows_; i += kTurned)
+        P::turn(grad_ + (p + u) * grad_stride_ + i, grad_stride_, least(kDeep, depth - u),
+                least(kTurned, rows_ - i), turned_, block_depth, i, u);
+  }
+
+  void multiply_part(long p, long depth, bool onto) const {
+    const long size = P::panel_size(m_), calls = P::steps(rows_, depth);
+    const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(Operand));
+    for (long j = 0; j < columns_; j += kPanel) {
+      const Operand* panel = panels_ + j / kPanel * size + P::panel_size(p);
+      FetchAhead fetch(panel + size, bytes, calls);
+      P::multiply_to(turned_, kDepth, rows_, depth, panel, onto, sums_ + j, kSumStride,
+                     [&]() __attribute__((always_inline)) { fetch(); });
+    }
+  }
+
+  const T* grad_;
+  long grad_stride_, m_, rows_, columns_;
+  const Operand* panels_;
+  Operand* turned_;
+  float* sums_;
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

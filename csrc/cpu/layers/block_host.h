@@ -1,0 +1,216 @@
+// What the operators made of several share, for tensors of any type: linear maps, norms, attention
+// and the feed-forward network on contiguous rows, and scratch for what lies between.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/gemm/half_host.h"
+#include "cpu/ops/attention/attention_host.h"
+#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
+#include "cpu/ops/feed_forward/feed_forward_host.h"
+#include "cpu/ops/norm/layer_norm_kernel.h"
+
+namespace tf {
+
+using MaybeTensor = std::optional<Tensor>;
+
+// Slots of the shared scratch; 0 and 1 hold weights packed in the call.
+enum Slot {
+  kHiddenSlot = half::kHiddenSlot,
+  kProjectedSlot,
+  kAttendedSlot,
+  kNormedSlot,
+  kStreamSlot
+};
+
+inline char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
+
+inline void check_block_input(const char* op, const Tensor& input) {
+  STD_TORCH_CHECK(input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_half(input)),
+                  op, ": input must be float32, bfloat16 or float16, and on the CPU");
+}
+
+// A linear map's parameters, W (n, k), and what is kept of it.
+struct Map {
+  Tensor weight;
+  MaybeTensor packed, bias;
+
+  Map(const char* op, const char* name, const MaybeTensor& w, const MaybeTensor& p,
+      const MaybeTensor& b, const Tensor& input, int64_t n, int64_t k)
+      : weight(w ? *w : input), packed(p), bias(as_contiguous(b)) {
+    const ScalarType type = input.scalar_type();
+    STD_TORCH_CHECK(w && weight.is_cpu() && weight.scalar_type() == type && weight.dim() == 2 &&
+                        weight.size(0) == n && weight.size(1) == k,
+                    op, ": ", name, " must be (", n, ", ", k, ") of input's dtype");
+    STD_TORCH_CHECK(weight.numel() <= kMostElements, op, ": ", name, " is too large");
+    STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == type && bias->numel() == n),
+                    op, ": the bias of ", name, " must have ", n, " elements of input's dtype");
+  }
+
+  const float* float_bias() const { return optional_data(bias); }
+};
+
+// A map with its weight in the form for products of up to m rows; packed now into shared scratch
+// `slot` where no packed copy is given.
+class ReadyMap {
+ public:
+  ReadyMap(const Map& map, int64_t m, int slot) : map_(map) {
+    if (is_half(map.weight)) {
+      if (!half::is_direct(map.weight, map.packed, m))
+        half_ = half::panels_of(map.weight, map.packed, slot);
+    } else if (!is_direct(map.weight, map.packed, m)) {
+      panels_ = panels_of(map.weight, map.packed, slot, m);
+    }
+  }
+
+  // y = x W^T + bias + residual, m rows, each behind the one before.
+  void run(const void* x, int64_t m, const void* residual, void* y) const {
+    run_part(x, m, residual, y, 0, map_.weight.size(0));
+  }
+  // By the rows [from, from + n) of W; `from` begins a panel.
+  void run_part(const void* x, int64_t m, const void* residual, void* y, int64_t from,
+                int64_t n) const {
+    const Tensor& weight = map_.weight;
+    const int64_t k = weight.size(1);
+    if (is_half(weight)) {
+      const Element type = element_of(weight);
+      const int64_t skipped = from == 0 ? 0 : TF_DISPATCH(half_packed_bytes, type, from, k);
+      const auto* bias = static_cast<const char*>(half::data_of(map_.bias));
+      if (bias != nullptr) bias += from * static_cast<int64_t>(weight.element_size());
+      TypedLinearArgs args{type, x, nullptr, bias, residual, y, m, k, n, k, n, n, 0};
+      if (half_ == nullptr) return half::run_direct_linear(args, weight, from);
+      args.packed = static_cast<const char*>(half_) + skipped;
+      return half::run_linear(args);
+    }
+    const float* bias = map_.float_bias();
+    LinearArgs args{static_cast<const float*>(x),
+                    nullptr,
+                    bias == nullptr ? nullptr : bias + from,
+                    static_cast<const float*>(residual),
+                    static_cast<float*>(y),
+                    m,
+                    k,
+                    n,
+                    k,
+                    n,
+                    n,
+                    0};
+    if (panels_.whole != nullptr || panels_.pieces != nullptr)
+      return run_linear(args, panels_.from(from, k));
+    run_direct_linear(args, weight, from);
+  }
+
+ private:
+  const Map& map_;
+  Panels panels_;
+  const void* half_ = nullptr;
+};
+
+// Norm over rows of `columns`.
+struct Norm {
+  MaybeTensor weight, bias;
+  double eps;
+
+  Norm(const char* op, const MaybeTensor& w, const MaybeTensor& b, double e, const Tensor& input,
+       int64_t columns)
+      : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e) {
+    for (const MaybeTensor* parameter : {&w, &b})
+      STD_TORCH_CHECK(
+          !*parameter || ((*parameter)->is_cpu() && (*parameter)->numel() == columns &&
+                          ((*parameter)->scalar_type() == input.scalar_type() ||
+                           (is_half(input) && (*parameter)->scalar_type() == ScalarType::Float))),
+          op, ": the norm must have ", columns, " elements of input's dtype");
+    STD_TORCH_CHECK(!w || !b || w->scalar_type() == b->scalar_type(), op,
+                    ": the norm's weight and bias must have the same dtype");
+  }
+
+  // May work in place; `like` tells the type.
+  void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
+    if (is_half(like)) return half::layer_norm_into(like, x, rows, columns, weight, bias, eps, y);
+    LayerNormArgs args{};
+    args.x = static_cast<const float*>(x);
+    args.weight = optional_data(weight);
+    args.bias = optional_data(bias);
+    args.y = static_cast<float*>(y);
+    args.n = columns;
+    args.x_stride = columns;
+    args.eps = static_cast<float>(eps);
+    args.dropout_columns = columns;
+    const int64_t scratch = TF_DISPATCH(layer_norm_scratch, args);
+    const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns));
+    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(layer_norm_rows, args, begin, end, kernel_scratch().floats(scratch));
+    });
+  }
+};
+
+// y = norm(x + f(x)), or x + f(norm(x)) if norm_first: f(from, residual) writes y. x and y are
+// (rows, columns) of like's type, in different memory.
+template <class F>
+void run_sublayer(const Tensor& like, const Norm& norm, bool norm_first, const void* x, void* y,
+                  int64_t rows, int64_t columns, const F& f) {
+  const void* from = x;
+  if (norm_first) {
+    void* normed =
+        shared_bytes(kNormedSlot, rows * columns * static_cast<int64_t>(like.element_size()));
+    norm.run(like, x, normed, rows, columns);
+    from = normed;
+  }
+  f(from, x);
+  if (!norm_first) norm.run(like, y, y, rows, columns);
+}
+
+// Attention on tensors of any type.
+inline void run_any_attention(const TypedAttentionArgs& args) {
+  if (args.type != Element::float32) return half::run_attention(args);
+  AttentionArgs plain{};
+  static_cast<AttentionShape&>(plain) = args;
+  plain.query = static_cast<const float*>(args.query);
+  plain.key = static_cast<const float*>(args.key);
+  plain.value = static_cast<const float*>(args.value);
+  plain.output = static_cast<float*>(args.output);
+  run_attention(plain);
+}
+
+// y = second(activation(first(x))) + residual, m rows.
+inline void run_feed_forward(const Map& first, const Map& second, int activation, const void* x,
+                             int64_t m, const void* residual, void* y) {
+  const int64_t f = first.weight.size(0), k = first.weight.size(1), n = second.weight.size(0);
+  if (is_half(first.weight)) {
+    HalfFeedForwardArgs args{element_of(first.weight),
+                             x,
+                             nullptr,
+                             half::data_of(first.bias),
+                             nullptr,
+                             half::data_of(second.bias),
+                             y,
+                             m,
+                             k,
+                             f,
+                             n,
+                             k,
+                             activation,
+                             Dropout{}};
+    args.residual = residual;
+    args.residual_stride = n;
+    return half::run_feed_forward(args, first.weight, first.packed, second.weight, second.packed);
+  }
+  FeedForwardArgs args{};
+  args.x = static_cast<const float*>(x);
+  args.bias1 = first.float_bias();
+  args.bias2 = second.float_bias();
+  args.y = static_cast<float*>(y);
+  args.m = m;
+  args.k = args.x_stride = k;
+  args.f = f;
+  args.n = args.residual_stride = n;
+  args.activation = activation;
+  args.residual = static_cast<const float*>(residual);
+  if (run_small_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
+                             kHiddenSlot))
+    return;
+  run_feed_forward(args, panels_of(first.weight, first.packed, 0, m),
+                   panels_of(second.weight, second.packed, 1, m), kHiddenSlot);
+}
+
+}  // namespace tf

@@ -1,0 +1,212 @@
+// Transformer layers in one call, for inference: of a whole stack, of one layer, or a single
+// sub-layer with its projections, the residual connection and the norm. What lies between is kept
+// in this thread's scratch, so a call costs one dispatch and no fresh pages but its result's.
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/core/box.h"
+#include "cpu/layers/sublayer_host.h"
+
+namespace tf {
+namespace {
+
+constexpr const char* kOp = "layers";
+
+// Where queries see which keys: everything about an attention but its tensors.
+struct Sight {
+  TypedAttentionArgs args{};
+  std::vector<int64_t> query_starts, key_starts;
+};
+
+std::vector<int64_t> read_starts(const MaybeTensor& starts, int64_t rows) {
+  STD_TORCH_CHECK(starts && starts->numel() > 0, kOp, ": starts must not be empty");
+  std::vector<int64_t> found = to_int64("starts", starts, starts->numel());
+  for (size_t i = 0; i + 1 < found.size(); ++i)
+    STD_TORCH_CHECK(found[i] >= 0 && found[i] <= found[i + 1], kOp, ": starts must not fall");
+  STD_TORCH_CHECK(found[0] == 0 && found.back() == rows, kOp, ": starts must go from 0 to ", rows,
+                  ", the number of rows");
+  return found;
+}
+
+int64_t largest_gap(const std::vector<int64_t>& starts) {
+  int64_t largest = 0;
+  for (size_t i = 0; i + 1 < starts.size(); ++i)
+    largest = std::max(largest, starts[i + 1] - starts[i]);
+  return largest;
+}
+
+class Layers {
+ public:
+  Layers(const Tensor& input, const MaybeTensor& memory, bool norm_first, int64_t heads,
+         int activation, bool batch_first, const MaybeTensor& starts,
+         const MaybeTensor& memory_starts)
+      : x_(as_contiguous(input)),
+        memory_(as_contiguous(memory)),
+        ragged_(starts.has_value()),
+        batch_first_(batch_first || ragged_),
+        norm_first_(norm_first),
+        activation_(activation),
+        element_(static_cast<int64_t>(x_.element_size())) {
+    const int64_t dims = ragged_ ? 2 : 3;
+    STD_TORCH_CHECK(x_.dim() == dims, kOp, ": input must have ", dims, " dimensions");
+    width_ = x_.size(dims - 1);
+    rows_ = row_count(x_);
+    STD_TORCH_CHECK(heads > 0 && width_ % heads == 0, kOp, ": the heads must divide the width");
+    if (memory_) {
+      check_type(kOp, "memory", *memory_, x_.scalar_type(), "input");
+      STD_TORCH_CHECK(memory_->dim() == dims && memory_->size(dims - 1) == width_, kOp,
+                      ": memory must be as input");
+      const int64_t panel =
+          is_half(x_) ? TF_DISPATCH(half_panel_columns, ) : TF_DISPATCH(panel_columns, );
+      STD_TORCH_CHECK(width_ % panel == 0, kOp,
+                      ": with memory the width must be a multiple of a panel");
+      memory_rows_ = row_count(*memory_);
+    }
+    STD_TORCH_CHECK(!ragged_ || memory_starts.has_value() == memory_.has_value(), kOp,
+                    ": starts come in pairs");
+    set_shape(own_, heads, starts, starts, x_);
+    if (memory_) set_shape(cross_, heads, starts, memory_starts, *memory_);
+  }
+
+  void see(const MaybeTensor& mask, bool is_causal, const MaybeTensor& memory_mask,
+           bool memory_is_causal) {
+    set_sight(own_, mask, is_causal);
+    if (memory_) set_sight(cross_, memory_mask, memory_is_causal);
+  }
+
+  Tensor run(const std::vector<Sublayer>& sublayers) const {
+    Tensor output = fresh_like(x_);
+    if (rows_ * width_ == 0) return output;
+    run_sublayers(sublayers, x_.const_data_ptr(), output.mutable_data_ptr(),
+                  rows_ * width_ * element_,
+                  [&](const Sublayer& layer, size_t, const void* from, void* to) {
+                    run_sublayer(x_, layer.norm, norm_first_, from, to, rows_, width_,
+                                 [&](const void* entered, const void* residual) {
+                                   run_one(layer, entered, residual, to);
+                                 });
+                  });
+    return output;
+  }
+
+ private:
+  void set_shape(Sight& sight, int64_t heads, const MaybeTensor& starts,
+                 const MaybeTensor& key_starts, const Tensor& source) const {
+    TypedAttentionArgs& args = sight.args;
+    if (ragged_) {
+      sight.query_starts = read_starts(starts, rows_);
+      sight.key_starts = read_starts(key_starts, source.size(0));
+      STD_TORCH_CHECK(sight.query_starts.size() == sight.key_starts.size(), kOp,
+                      ": starts come in pairs");
+      args.query_starts = sight.query_starts.data();
+      args.key_starts = sight.key_starts.data();
+      args.batch = static_cast<int64_t>(sight.query_starts.size()) - 1;
+      args.queries = largest_gap(sight.query_starts);
+      args.keys = largest_gap(sight.key_starts);
+    } else {
+      const int64_t batch_dim = batch_first_ ? 0 : 1;
+      STD_TORCH_CHECK(x_.size(batch_dim) == source.size(batch_dim), kOp, ": the batches differ");
+      args.batch = x_.size(batch_dim);
+      args.queries = x_.size(1 - batch_dim);
+      args.keys = source.size(1 - batch_dim);
+    }
+    args.type = element_of(x_);
+    args.heads = args.key_heads = heads;
+    args.size = args.value_size = width_ / heads;
+    args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(args.size));
+  }
+
+  void set_sight(Sight& sight, const MaybeTensor& mask, bool is_causal) const {
+    TypedAttentionArgs& args = sight.args;
+    args.causal = is_causal;
+    set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, x_.scalar_type());
+  }
+
+  void run_one(const Sublayer& layer, const void* from, const void* residual, void* to) const {
+    if (layer.kind == SublayerKind::feed_forward)
+      return run_feed_forward(layer.first, layer.second, activation_, from, rows_, residual, to);
+    const void* attended = layer.kind == SublayerKind::self_attention
+                               ? self_attention(layer.first, from)
+                               : cross_attention(layer.first, from);
+    ReadyMap(layer.second, rows_, 1).run(attended, rows_, residual, to);
+  }
+
+  // Queries, keys and values of each row lie side by side.
+  const void* self_attention(const Map& in, const void* from) const {
+    char* projected = shared_bytes(kProjectedSlot, rows_ * 3 * width_ * element_);
+    ReadyMap(in, rows_, 0).run(from, rows_, nullptr, projected);
+    return attend(own_, projected, 3 * width_, projected + width_ * element_, 3 * width_);
+  }
+
+  // The queries lie in a block of their own.
+  const void* cross_attention(const Map& in, const void* from) const {
+    char* queries = shared_bytes(kProjectedSlot, (rows_ + 2 * memory_rows_) * width_ * element_);
+    char* keys = queries + rows_ * width_ * element_;
+    const ReadyMap ready(in, std::max(rows_, memory_rows_), 0);
+    ready.run_part(from, rows_, nullptr, queries, 0, width_);
+    ready.run_part(memory_->const_data_ptr(), memory_rows_, nullptr, keys, width_, 2 * width_);
+    return attend(cross_, queries, width_, keys, 2 * width_);
+  }
+
+  // Rows of queries are query_row apart; each row of keys, key_row from the next, ends in values.
+  const void* attend(const Sight& sight, const void* queries, int64_t query_row, const char* keys,
+                     int64_t key_row) const {
+    void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);
+    TypedAttentionArgs args = sight.args;
+    args.query = queries;
+    args.key = keys;
+    args.value = keys + width_ * element_;
+    args.output = attended;
+    const auto strides = [&](long* stride, int64_t row, int64_t length) {
+      stride[0] = batch_first_ ? length * row : row;
+      stride[1] = args.size;
+      stride[2] = batch_first_ ? row : args.batch * row;
+    };
+    strides(args.query_stride, query_row, args.queries);
+    strides(args.key_stride, key_row, args.keys);
+    strides(args.value_stride, key_row, args.keys);
+    strides(args.output_stride, width_, args.queries);
+    args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
+    run_any_attention(args);
+    return attended;
+  }
+
+  Tensor x_;
+  MaybeTensor memory_;
+  bool ragged_, batch_first_, norm_first_;
+  int activation_;
+  int64_t element_, width_ = 0, rows_ = 0, memory_rows_ = 0;
+  Sight own_, cross_;
+};
+
+Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
+              std::vector<MaybeTensor> parameters, std::vector<MaybeTensor> packed,
+              std::vector<double> eps, bool norm_first, int64_t heads, int64_t activation,
+              bool batch_first, MaybeTensor mask, bool is_causal, MaybeTensor memory_mask,
+              bool memory_is_causal, MaybeTensor starts, MaybeTensor memory_starts) {
+  check_block_input(kOp, input);
+  std::vector<SublayerKind> each;
+  for (const int64_t kind : kinds) {
+    STD_TORCH_CHECK(kind >= 0 && kind <= 2, kOp, ": there is no sub-layer of kind ", kind);
+    each.push_back(static_cast<SublayerKind>(kind));
+    STD_TORCH_CHECK(each.back() != SublayerKind::cross_attention || memory.has_value(), kOp,
+                    ": attention to a memory needs one");
+  }
+  Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
+             starts, memory_starts);
+  run.see(mask, is_causal, memory_mask, memory_is_causal);
+  Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, eps, input, 3));
+  trim_shared_scratch();
+  return output;
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_layers(Tensor input, Tensor? memory, int[] kinds, Tensor?[] parameters, "
+      "Tensor?[] packed, float[] eps, bool norm_first, int heads, int activation, "
+      "bool batch_first, Tensor? mask, bool is_causal, Tensor? memory_mask, "
+      "bool memory_is_causal, Tensor? starts, Tensor? memory_starts) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("cpu_layers", TF_BOX(&tf::layers)); }

@@ -1,0 +1,337 @@
+// The operator cpu_attention_backward.
+#include <torch/csrc/stable/library.h>
+
+#include <atomic>
+#include <tuple>
+
+#include "cpu/core/box.h"
+#include "cpu/gemm/half_ops.h"
+#include "cpu/ops/attention/attention_backward_kernel.h"
+#include "cpu/ops/attention/attention_backward_tiles_kernel.h"
+#include "cpu/ops/attention/attention_host.h"
+#include "cpu/ops/attention/attention_mask_backward_kernel.h"
+#include "cpu/ops/pointwise/dropout_host.h"
+
+namespace tf {
+namespace {
+
+const char* const kOp = "attention_backward";
+
+const float* data_of(const Tensor& tensor) {
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes,
+               ScalarType type = ScalarType::Float) {
+  check_type(kOp, name, tensor, type, "query");
+  STD_TORCH_CHECK(
+      tensor.sizes().equals(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size())),
+      kOp, ": ", name, " has another shape than the other arguments ask for");
+  return tensor;
+}
+
+// A gradient with heads and positions in memory as the tensor has them, or an empty one.
+Tensor gradient_like(const Tensor& tensor, bool wanted) {
+  if (!wanted) return fresh(tensor, {0});
+  const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
+  if (tensor.stride(1) < tensor.stride(2))
+    return torch::stable::transpose(fresh(tensor, {b, t, h, d}), 1, 2);
+  return fresh(tensor, {b, h, t, d});
+}
+
+template <int kDims>
+void set_strides(long (&strides)[kDims], const Tensor& tensor) {
+  for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
+}
+
+void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
+  if (!wanted) return nullptr;
+  set_strides(strides, tensor);
+  return tensor.mutable_data_ptr();
+}
+
+// Parts that the keys of a group are shared out in, each with its own sum for grad_query. Depends
+// on the shape only: so does the order in which gradients are added up.
+int64_t key_parts(const AttentionBackwardArgs& args, int64_t tiles) {
+  constexpr int64_t kItems = 32, kMost = 8;
+  const int64_t groups = args.batch * args.key_heads;
+  return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMost));
+}
+
+// Calls f(item) for each item as for_each_item() does; false as soon as one returns false.
+template <class F>
+bool all_items(int64_t items, const F& f) {
+  std::atomic<bool> did{true};
+  for_each_item(items, [&](int64_t item) {
+    if (!did.load(std::memory_order_relaxed)) return;
+    if (!f(item)) did.store(false, std::memory_order_relaxed);
+    kernel_scratch().trim();
+  });
+  return did;
+}
+
+// kernel(b, key_head, begin, end, part) for all keys, tiles of `step` at a time; false as soon as
+// one returns false.
+template <class Kernel>
+bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& kernel) {
+  const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
+  const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
+  const int64_t part_size = heads * args.queries * args.size;
+  // Sums are in fp32: of half types there is always a part.
+  const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
+  float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
+  const bool did = all_items(groups * parts, [&](int64_t item) {
+    // The first keys of a causal group have the most queries; they go first.
+    const int64_t part = item / groups, group = item % groups;
+    return kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
+                  tiles * (part + 1) / parts * step,
+                  split ? sums + (group * parts + part) * part_size : nullptr);
+  });
+  if (!did || !split) return did;
+  const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
+  for_each_item(groups * blocks, [&](int64_t item) {
+    const int64_t group = item / blocks, block = item % blocks;
+    TF_DISPATCH(attention_backward_sum, args, group / args.key_heads, group % args.key_heads,
+                sums + group * parts * part_size, parts, rows * block / blocks,
+                rows * (block + 1) / blocks);
+  });
+  return true;
+}
+
+// Whether there is a kernel for the type as it is.
+bool takes(const Tensor& query) {
+#ifdef TF_HAVE_UNITS
+  constexpr int64_t kFew = 16;
+  const Isa isa = current_isa();
+  return query.scalar_type() == ScalarType::BFloat16 &&
+         (isa == Isa::amx || isa == Isa::avx512_bf16) && query.size(2) >= kFew;
+#else
+  return false;
+#endif
+}
+
+// False if bfloat16 is to be taken as float32.
+bool run_keys(const AttentionBackwardArgs& args) {
+#ifdef TF_HAVE_UNITS
+  const bool half = args.type != Element::float32;
+  if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
+    const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
+    const bool did =
+        run_keys(args, TF_DISPATCH_UNITS(tiles_attention_backward_keys, args),
+                 [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
+                   return TF_DISPATCH_UNITS(tiles_attention_backward, args, b, key_head, begin, end,
+                                            part, kernel_scratch().floats(bytes / 4));
+                 });
+    if (did || half) return did;
+  }
+#endif
+  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
+  return run_keys(args, TF_DISPATCH(attention_backward_keys, args),
+                  [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
+                    TF_DISPATCH(attention_backward, args, b, key_head, begin, end, part,
+                                kernel_scratch().floats(scratch));
+                    return true;
+                  });
+}
+
+// kernel(b, h, tile, begin, end) for all parts of grad_mask, tiles of `step` keys and blocks of
+// `block` queries; false as soon as one returns false. Each item owns its part: it works out the
+// scores once more and sums over what is broadcast.
+template <class Kernel>
+bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
+              const Kernel& kernel) {
+  constexpr int64_t kBlocks = 4;  // of queries, per item
+  const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
+  const int64_t blocks = (args.queries + block - 1) / block;
+  const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
+  const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
+  return all_items(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
+    const int64_t chunk = item % chunks, tile = item / chunks % tiles;
+    const int64_t head = item / chunks / tiles;
+    return kernel(head / args.mask_size[1], head % args.mask_size[1], tile, chunk * per_chunk,
+                  (chunk + 1) * per_chunk);
+  });
+}
+
+// Into grad_mask; false if bfloat16 is to be taken as float32.
+bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
+  args.grad_query = args.grad_key = args.grad_value = nullptr;
+  torch::stable::zero_(grad_mask);
+#ifdef TF_HAVE_UNITS
+  const bool half = args.type != Element::float32;
+  if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
+    const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
+    const bool did =
+        run_mask(args, TF_DISPATCH_UNITS(tiles_attention_backward_keys, args),
+                 TF_DISPATCH_UNITS(tiles_attention_backward_queries, ),
+                 [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
+                   return TF_DISPATCH_UNITS(tiles_attention_mask_backward, args, b, h, tile, begin,
+                                            end, kernel_scratch().floats(bytes / 4));
+                 });
+    if (did || half) return did;
+    torch::stable::zero_(grad_mask);
+  }
+#endif
+  const int64_t scratch = TF_DISPATCH(attention_mask_backward_scratch, args);
+  return run_mask(args, TF_DISPATCH(attention_mask_backward_keys, args),
+                  TF_DISPATCH(attention_mask_backward_queries, args),
+                  [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
+                    TF_DISPATCH(attention_mask_backward, args, b, h, tile, begin, end,
+                                kernel_scratch().floats(scratch));
+                    return true;
+                  });
+}
+
+// A copy in float32, heads and positions in memory as the tensor has them.
+Tensor widened(const Tensor& tensor) {
+  const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
+  Tensor copy = tensor.stride(1) < tensor.stride(2)
+                    ? torch::stable::transpose(fresh_float(tensor, {b, t, h, d}), 1, 2)
+                    : fresh_float(tensor, {b, h, t, d});
+  return torch::stable::copy_(copy, tensor);
+}
+
+std::optional<Tensor> mask_in_float(const std::optional<Tensor>& mask) {
+  if (!mask || !is_half(*mask)) return mask;
+  return widened(*mask);
+}
+
+// A gradient of `like`'s type.
+Tensor narrowed(const Tensor& gradient, const Tensor& like, bool wanted) {
+  Tensor copy = gradient_like(like, wanted);
+  return wanted ? torch::stable::copy_(copy, gradient) : copy;
+}
+
+// See attention_backward(); `dominant` goes with the type that the output was kept in.
+std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
+    Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
+    std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
+    double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
+    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask,
+    float dominant) {
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, kOp,
+                  ": query, key and value must be (B, H, length, size)");
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
+                size = query.size(3), keys = key.size(2), value_size = value.size(3),
+                key_heads = key.size(1);
+  STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0), kOp,
+                  ": the number of query heads must be a multiple of that of key heads");
+  const bool half = is_half(query);
+  STD_TORCH_CHECK(!half || !grad_weights, kOp, ": half types have no gradient of weights");
+  const ScalarType type = half ? query.scalar_type() : ScalarType::Float;
+  query = with_unit_stride(checked("query", query, {batch, heads, queries, size}, type));
+  key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}, type));
+  value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}, type));
+  grad = with_unit_stride(checked("grad", grad, {batch, heads, queries, value_size}, type));
+  output = with_unit_stride(checked("output", output, {batch, heads, queries, value_size}, type));
+  shift = as_contiguous(checked("shift", shift, {batch, heads, queries}));
+  norm = as_contiguous(checked("norm", norm, {batch, heads, queries}));
+  // The sums for a mask are in fp32.
+  const auto mask_like = [&](const Tensor& sums) {
+    if (!want_mask || sums.scalar_type() == mask->scalar_type()) return sums;
+    Tensor rounded = fresh(*mask, mask->sizes());
+    return torch::stable::copy_(rounded, sums);
+  };
+  const auto in_float = [&] {
+    auto [dquery, dkey, dvalue, dmask] = gradients(
+        widened(grad), {}, widened(query), widened(key), widened(value), mask_in_float(mask),
+        key_lengths, is_causal, scale, dropout_p, seed, widened(output), {}, shift, norm,
+        want_query, want_key, want_value, want_mask, dominant);
+    return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
+                      narrowed(dvalue, value, want_value),
+                      want_mask ? mask_like(dmask) : fresh(query, {0}));
+  };
+  if (half && !takes(query)) return in_float();
+  AttentionBackwardArgs args{};
+  args.type = element_of(query);
+  args.dominant = dominant;
+  if (grad_weights) {
+    STD_TORCH_CHECK(weights.has_value(), kOp, ": grad_weights needs weights");
+    for (auto [name, tensor] :
+         {std::pair("weights", &weights), std::pair("grad_weights", &grad_weights)})
+      *tensor = as_contiguous(checked(name, **tensor, {batch, heads, queries, keys}));
+    args.weights = data_of(*weights);
+    args.grad_weights = data_of(*grad_weights);
+  }
+  args.batch = batch;
+  args.heads = heads;
+  args.key_heads = key_heads;
+  args.queries = queries;
+  args.keys = keys;
+  args.size = size;
+  args.value_size = value_size;
+  set_mask(args, mask, {batch, heads, queries, keys}, type);
+  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
+  if (key_lengths) args.key_lengths = lengths.data();
+  args.query = query.const_data_ptr();
+  args.key = key.const_data_ptr();
+  args.value = value.const_data_ptr();
+  args.output = output.const_data_ptr();
+  args.grad = grad.const_data_ptr();
+  args.shift = data_of(shift);
+  args.norm = data_of(norm);
+  set_strides(args.query_stride, query);
+  set_strides(args.key_stride, key);
+  set_strides(args.value_stride, value);
+  set_strides(args.output_stride, output);
+  set_strides(args.grad_stride, grad);
+  args.scale = static_cast<float>(scale);
+  args.causal = is_causal;
+  args.dropout = make_dropout(kOp, dropout_p, seed);
+  Tensor grad_query = gradient_like(query, want_query), grad_key = gradient_like(key, want_key);
+  Tensor grad_value = gradient_like(value, want_value);
+  args.grad_query = set_gradient(grad_query, want_query, args.grad_query_stride);
+  args.grad_key = set_gradient(grad_key, want_key, args.grad_key_stride);
+  args.grad_value = set_gradient(grad_value, want_value, args.grad_value_stride);
+  Tensor grad_mask = fresh(query, {0});
+  if (want_mask) {
+    STD_TORCH_CHECK(mask.has_value() && mask->scalar_type() != ScalarType::Bool, kOp,
+                    ": only a float mask has a gradient");
+    grad_mask = fresh(*mask, mask->sizes(), true);
+    for (int d = 0; d < 4; ++d) args.mask_size[d] = mask->size(d);
+    args.grad_mask = static_cast<float*>(grad_mask.mutable_data_ptr());
+  }
+  if (batch * heads * queries == 0 || keys == 0) {
+    for (Tensor* tensor : {&grad_query, &grad_key, &grad_value, &grad_mask})
+      torch::stable::zero_(*tensor);
+    return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
+  }
+  const int64_t rows = batch * heads * queries;
+  args.delta = shared_scratch(0).floats(rows);
+  torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
+    TF_DISPATCH(attention_delta, args, begin, end);
+  });
+  if ((want_query || want_key || want_value) && !run_keys(args)) return in_float();
+  if (want_mask && !run_mask(args, grad_mask)) return in_float();
+  trim_shared_scratch();
+  return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
+}
+
+// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
+// grad_weights go together: the probabilities that the forward returned and their gradient.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
+    std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
+    double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
+    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
+  const float dominant = is_half(output) ? kDominantInHalf : kDominantInFloat;
+  return gradients(grad, grad_weights, query, key, value, mask, key_lengths, is_causal, scale,
+                   dropout_p, seed, output, weights, shift, norm, want_query, want_key, want_value,
+                   want_mask, dominant);
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key, "
+      "Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal, float scale, "
+      "float dropout_p, Tensor? seed, Tensor output, Tensor? weights, Tensor shift, Tensor norm, "
+      "bool want_query, bool want_key, bool want_value, bool want_mask) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_attention_backward", TF_BOX(&tf::attention_backward));
+}

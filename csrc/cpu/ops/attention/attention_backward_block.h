@@ -1,0 +1,393 @@
+// Attention backward on the fp32 tiles of gemm.h (Dao et al. 2022): a tile of keys, and a block of
+// queries against it. With P the probabilities, M dropout's factors:
+//
+//   dV = (P M)^T dO,  dP = M (dO V^T + dW),  dS = P (dP - delta),  dQ = scale dS K,  dK = scale
+//   dS^T Q
+//
+// where delta, the row sum of P dP, is the row sum of dO O + W dW. Scores and dP come from the
+// register tile, P and dS from them in cache, then three products with P and dS as their left
+// factor. Sums go in a fixed order. For kernel files only.
+#pragma once
+
+#include "cpu/ops/attention/attention_backward_walk.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr long kQueryBlock = 8 * kTileRows;
+#else
+constexpr long kQueryBlock = 16 * kTileRows;
+#endif
+constexpr long kKeyTile = 256;
+constexpr long kPad = 16;
+constexpr long kScoreStride = kKeyTile + kPad;
+// Marks a hidden place among P and dS: arithmetic takes it for 0.
+constexpr float kHidden = -0.0f;
+// Exponents below this count as hidden: their share of a row is below 2^-100, and products with it
+// could fall below the smallest normal number, which costs hundreds of cycles on some CPUs.
+constexpr float kNegligible = -69.0f;
+
+// Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
+long keys_per_tile(const AttentionBackwardArgs& args) {
+  return args.size + args.value_size <= 256 ? kKeyTile : kKeyTile / 2;
+}
+
+// A matrix as the products want it: rows turned for the left, columns in panels for the right.
+struct Forms {
+  float *turned, *panels;
+  bool wild;  // holds NaN or inf
+};
+
+struct Workspace {
+  long size_up, value_up;
+  float *keys_turned, *values_turned, *keys, *query_turned, *grad_turned, *query, *grad;
+  float *p, *ds, *grad_key, *grad_value, *grad_query, *bias, *factors;
+  long floats = 0;
+
+  Workspace(const AttentionBackwardArgs& args, float* scratch)
+      : size_up(round_up(args.size, kPanel)), value_up(round_up(args.value_size, kPanel)) {
+    const auto take = [&](long count) {
+      float* place = scratch != nullptr ? scratch + floats : nullptr;
+      floats += round_up(count, 16);
+      return place;
+    };
+    const long turned_rows = kQueryBlock / kTileRows * kTurned;
+    keys_turned = take(kKeyTile * args.size);
+    values_turned = take(kKeyTile * args.value_size);
+    keys = take(kKeyTile * size_up);
+    query_turned = take(turned_rows * round_up(args.size, kLanes));
+    grad_turned = take(turned_rows * round_up(args.value_size, kLanes));
+    query = take(kQueryBlock * size_up);
+    grad = take(kQueryBlock * value_up);
+    p = take(kQueryBlock * kScoreStride);
+    ds = take(kQueryBlock * kScoreStride);
+    grad_key = take(kKeyTile * (size_up + kPad));
+    grad_value = take(kKeyTile * (value_up + kPad));
+    grad_query = take(kQueryBlock * (size_up + kPad));
+    bias = take(kScoreStride);
+    factors = take(kScoreStride);
+    take(kPanel * most(size_up, value_up));  // room for prefetching
+  }
+};
+
+// Copies rows of n values, row i times factors[i] if given, into panels of `capacity` rows; returns
+// whether any is NaN or inf.
+bool copy_panels(const float* from, long stride, long rows, long n, const float* factors, float* to,
+                 long capacity) {
+  // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
+  Vec wild = zero();
+  for (long j = 0; j < n; j += kPanel) {
+    float* panel = to + j * capacity;
+    for (long i = 0; i < rows; ++i) {
+      const Vec factor = set1(factors != nullptr ? factors[i] : 1.0f);
+      TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
+        const long have = n - j - v;
+        const Vec x = have > 0 ? load_some(from + i * stride + j + v, have) * factor : zero();
+        store(panel + i * kPanel + v, x);
+        wild = wild + (x - x);
+      }
+    }
+  }
+  return !(reduce_add(wild) == 0.0f);
+}
+
+// Panels of kQueryBlock rows as the left factor of a product.
+void turn_panels(const float* panels, long rows, long n, float* to) {
+  for (long j = 0; j < n; j += kPanel)
+    turn_rows(panels + j * kQueryBlock, kPanel, rows, least(kPanel, n - j), to + j * kTurned,
+              kTurned * round_up(n, kLanes));
+}
+
+// Sums over the queries for each key of a tile: c (m x n) gathers A^T B from blocks of k queries, A
+// (k, m) with rows kScoreStride apart, B (k, n) in panels of kQueryBlock rows.
+struct Gathered {
+  float* sums;
+  long stride;
+  bool started = false;
+
+  // The first block sees `m` of the tile's `rows` keys; nothing of the others is there yet.
+  void start(long m, long rows, bool whole) {
+    if (!started) clear(sums + (whole ? 0 : m) * stride, (rows - (whole ? 0 : m)) * stride);
+  }
+
+  void add(const float* a, long m, const float* b, long k, long n, long rows) {
+    start(m, rows, false);
+    // A strip of A stays in the first-level cache for all panels; the next is fetched meanwhile.
+    each_tile(m, [&](long, long i, long count) {
+      const char* ahead = reinterpret_cast<const char*>(a + i + 2 * count - 1);
+      for (long j = 0; j < n; j += kPanel) {
+        const float* panel = b + j * kQueryBlock;
+        float* to = sums + i * stride + j;
+        kTiles<Form::columns>[n - j > kLanes ? 1 : 0][count - 1](
+            a + i, kScoreStride, panel, k, to, stride, {nullptr, started, false},
+            {ahead, kScoreStride * static_cast<long>(sizeof(float))});
+      }
+    });
+    started = true;
+  }
+
+  // The same one by one, leaving hidden places out: rows of B hold NaN or inf.
+  void add_wild(const float* a, long m, const float* b, long k, long n, long rows) {
+    start(m, rows, true);
+    started = true;
+    for (long i = 0; i < k; ++i)
+      for (long s = 0; s < m; ++s) {
+        const float x = a[i * kScoreStride + s];
+        if (x == 0.0f && __builtin_signbit(x)) continue;
+        for (long j = 0; j < n; ++j)
+          sums[s * stride + j] +=
+              x * b[j / kPanel * kPanel * kQueryBlock + i * kPanel + j % kPanel];
+      }
+  }
+
+  void write(long rows, long n, float scale, float* to, long to_stride) {
+    start(0, rows, true);
+    for (long i = 0; i < rows; ++i) {
+      long d = 0;
+      for (; d + kLanes <= n; d += kLanes)
+        store(to + i * to_stride + d, load(sums + i * stride + d) * set1(scale));
+      for (; d < n; ++d) to[i * to_stride + d] = sums[i * stride + d] * scale;
+    }
+  }
+};
+
+// A tile of keys, packed.
+struct KeyTile : KeyRange {
+  const AttentionBackwardArgs& args;
+  const Workspace& work;
+  bool wild = false;  // its keys hold NaN or inf
+  Gathered grad_key = {work.grad_key, work.size_up + kPad};
+  Gathered grad_value = {work.grad_value, work.value_up + kPad};
+
+  KeyTile(const AttentionBackwardArgs& call, const Workspace& place, const KeyRange& range)
+      : KeyRange(range), args(call), work(place) {}
+
+  bool pack() {
+    const float* k = static_cast<const float*>(args.key) +
+                     head_offset(args.key_starts, args.key_stride, b, key_head) +
+                     start * args.key_stride[2];
+    const float* v = static_cast<const float*>(args.value) +
+                     head_offset(args.key_starts, args.value_stride, b, key_head) +
+                     start * args.value_stride[2];
+    for (long s = 0; s < count; s += kPanel) {
+      const long rows = least(kPanel, count - s);
+      pack_rows(k + s * args.key_stride[2], args.key_stride[2], rows, args.size,
+                work.keys_turned + s * args.size);
+      pack_rows(v + s * args.value_stride[2], args.value_stride[2], rows, args.value_size,
+                work.values_turned + s * args.value_size);
+    }
+    wild = copy_panels(k, args.key_stride[2], count, args.size, nullptr, work.keys, kKeyTile);
+    return true;
+  }
+
+  // dK and dV.
+  void write() {
+    const auto put = [&](Gathered& sums, long n, float scale, void* grad, const long* stride) {
+      if (grad != nullptr)
+        sums.write(rows, n, scale,
+                   static_cast<float*>(grad) + head_offset(args.key_starts, stride, b, key_head) +
+                       start * stride[2],
+                   stride[2]);
+    };
+    put(grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
+    put(grad_value, args.value_size, 1.0f, args.grad_value, args.grad_value_stride);
+  }
+};
+
+// A block of queries of one head, and its P and dS against a tile of keys.
+struct Block {
+  const AttentionBackwardArgs& args;
+  const Workspace& work;
+  const Sight sight;
+  bool wild_query = false, wild_grad = false;  // hold NaN or inf
+  // As in the forward, so that scores are the same to the last bit.
+  bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
+  float factor = scaled ? 1.0f : args.scale;
+  long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
+
+  Block(const AttentionBackwardArgs& call, const Workspace& place, const Sight& seen)
+      : args(call), work(place), sight(seen) {}
+
+  bool pass(KeyTile& tile, long count) {
+    load_rows();
+    differentiate(tile.start, count);
+    give_keys(tile, count);
+    return true;
+  }
+
+  // dO is multiplied by norm, so that P need not be.
+  void load_rows() {
+    const long rows = sight.rows;
+    const float* q = static_cast<const float*>(args.query) +
+                     head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
+                     sight.first * args.query_stride[2];
+    const float* g = static_cast<const float*>(args.grad) +
+                     head_offset(args.query_starts, args.grad_stride, sight.b, sight.head) +
+                     sight.first * args.grad_stride[2];
+    wild_query =
+        copy_panels(q, args.query_stride[2], rows, args.size, nullptr, work.query, kQueryBlock);
+    wild_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, args.norm + row,
+                            work.grad, kQueryBlock);
+    turn_panels(work.query, rows, args.size, work.query_turned);
+    turn_panels(work.grad, rows, args.value_size, work.grad_turned);
+  }
+
+  static void scores(const float* turned, long size, long rows, const float* panels, long count,
+                     float* to) {
+    for (long j = 0; j < count; j += kPanel)
+      panel_rows<Form::turned>(turned, kTurned * round_up(size, kLanes), rows, panels + j * size,
+                               size, to + j, kScoreStride, least(kPanel, count - j),
+                               {nullptr, false, false}, panels + (j + kPanel) * size);
+  }
+
+  // P M and dS for keys [start, start + count), kHidden where hidden, in work.p and work.ds.
+  void differentiate(long start, long count) const {
+    const long rows = sight.rows;
+    scores(work.query_turned, args.size, rows, work.keys_turned, count, work.p);
+    scores(work.grad_turned, args.value_size, rows, work.values_turned, count, work.ds);
+    const float* shared = nullptr;
+    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = sight.mask_row(0, start, count);
+    for (long i = 0; i < rows; ++i) {
+      float* s = work.p + i * kScoreStride;
+      const long seen = sight.visible(i, start, count);
+      if (args.mask != nullptr) {
+        sight.add_mask(s, shared != nullptr ? shared : sight.mask_row(i, start, seen), seen);
+      } else if (scaled) {
+        for (long j = 0; j < seen; ++j) s[j] *= args.scale;
+      }
+      for (long j = seen; j < round_up(count, kLanes); ++j) s[j] = -kInf;
+      differentiate_row(i, start, count);
+    }
+  }
+
+  void differentiate_row(long i, long start, long count) const {
+    float* p = work.p + i * kScoreStride;
+    float* ds = work.ds + i * kScoreStride;
+    const float shift = args.shift[row + i];
+    const Vec minus = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
+    const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]) * norm;
+    const float* extra =
+        args.grad_weights != nullptr ? args.grad_weights + (row + i) * args.keys + start : nullptr;
+    if (args.dropout.on)
+      dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
+                      count, work.factors);
+    for (long j = 0; j < count; j += kLanes) {
+      const Vec x = fma(load(p + j), times, zero()) + minus;
+      const auto none = less(x, set1(kNegligible));  // -inf, where hidden, is
+      Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
+      if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
+      const Vec unmixed = weight;
+      if (args.dropout.on) {
+        const Vec f = load(work.factors + j);
+        weight = weight * f;
+        slope = drop(slope, f);
+      }
+      // Adding 0 turns -0 into 0: only hidden places are kHidden.
+      const Vec score = fma(unmixed, slope - delta, zero());
+      store(p + j, select(none, set1(kHidden), weight));
+      store(ds + j, select(none, set1(kHidden), score));
+    }
+    // The norm is the largest probability, at least, where shift is the largest score, as in fp32.
+    if (args.norm[row + i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
+  }
+
+  // dS of keys that dominate a row.
+  void refine_row(long i, long start, long count) const {
+    const float* p = work.p + i * kScoreStride;
+    const float norm = args.norm[row + i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float dominant = args.dominant * factor / norm;
+    for (long j = 0; j < count; ++j) {
+      if (j % kLanes == 0 && !any(less(set1(dominant), load(p + j)))) {
+        j += kLanes - 1;
+      } else if (p[j] > dominant) {
+        const float probability = p[j] / factor * norm;
+        work.ds[i * kScoreStride + j] =
+            probability * dominant_slope<float>(args, probability, sight.b, sight.head,
+                                                sight.first + i, start + j, factor);
+      }
+    }
+  }
+
+  // dS times the keys of the tile, into or onto rows of `to`.
+  void give_query(const KeyTile& tile, long count, float* to, long stride, bool onto) const {
+    const long n = args.size, c_stride = work.size_up + kPad;
+    if (tile.wild) {
+      clear(work.grad_query, sight.rows * c_stride);
+      query_wild(count);
+    } else {
+      for (long j = 0; j < n; j += kPanel)
+        panel_rows<Form::rows>(work.ds, kScoreStride, sight.rows, work.keys + j * kKeyTile, count,
+                               work.grad_query + j, c_stride, least(kPanel, n - j),
+                               {nullptr, false, false}, work.keys + (j + kPanel) * kKeyTile);
+    }
+    put_query(work.grad_query, c_stride, sight.rows, n, args.scale, to, stride, onto);
+  }
+
+  void query_wild(long count) const {
+    for (long i = 0; i < sight.rows; ++i)
+      for (long s = 0; s < count; ++s) {
+        const float x = work.ds[i * kScoreStride + s];
+        if (x == 0.0f && __builtin_signbit(x)) continue;
+        for (long d = 0; d < args.size; ++d)
+          work.grad_query[i * (work.size_up + kPad) + d] +=
+              x * work.keys[d / kPanel * kPanel * kKeyTile + s * kPanel + d % kPanel];
+      }
+  }
+
+  // What the tile's keys and values gather from this block.
+  void give_keys(KeyTile& tile, long count) const {
+    const auto give = [&](Gathered& sums, const float* a, const float* b, long n, bool wild) {
+      if (wild) {
+        sums.add_wild(a, count, b, sight.rows, n, tile.rows);
+      } else {
+        sums.add(a, count, b, sight.rows, n, tile.rows);
+      }
+    };
+    if (args.grad_value != nullptr)
+      give(tile.grad_value, work.p, work.grad, args.value_size, wild_grad);
+    if (args.grad_key != nullptr) give(tile.grad_key, work.ds, work.query, args.size, wild_query);
+  }
+};
+
+// The same for a mask's gradient.
+struct MaskBlock {
+  Block block;
+
+  MaskBlock(const AttentionBackwardArgs& args, const Workspace& work, const Sight& sight)
+      : block(args, work, sight) {}
+
+  bool pass(const KeyTile& tile, long count, const MaskSums& sums) {
+    block.load_rows();
+    block.differentiate(tile.start, count);
+    const Sight& sight = block.sight;
+    float* ds = block.work.ds;
+    if (sums.stride == 0 && sums.by_column) {
+      // Over the block's rows first, as they all go to one place.
+      for (long i = 1; i < sight.rows; ++i)
+        for (long s = 0; s < count; ++s) ds[s] += ds[i * kScoreStride + s];
+      sums.add(sight.first, tile.start, ds, count);
+      return true;
+    }
+    for (long i = 0; i < sight.rows; ++i)
+      sums.add(sight.first + i, tile.start, ds + i * kScoreStride, count);
+    return true;
+  }
+};
+
+// For walk() and walk_mask().
+struct Products {
+  using Workspace = TF_ISA::Workspace;
+  using Tile = KeyTile;
+  using Block = TF_ISA::Block;
+  using Mask = MaskBlock;
+
+  // Smaller blocks where causality cuts them off.
+  static long query_rows(const AttentionBackwardArgs& args) {
+    return args.causal ? kQueryBlock / 2 : kQueryBlock;
+  }
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

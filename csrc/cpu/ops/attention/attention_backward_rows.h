@@ -1,0 +1,359 @@
+// Operands of attention's backward on the products of engine.h, and P and dS of a block of
+// queries against a tile of keys, panel by panel. Scores are worked out as in attention_product.h,
+// to the last bit. While the matrix unit works out the products of one panel, the vector unit makes
+// P and dS of the panel before. For kernel files only.
+#pragma once
+
+#include "cpu/gemm/engine.h"
+#include "cpu/gemm/spread.h"
+#include "cpu/ops/attention/attention_backward_walk.h"
+#include "cpu/ops/attention/attention_scores.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Probabilities below 2 to this count as 0, and so are not so small that their pieces get lost.
+constexpr float kNegligible = -99.5f;
+constexpr long kPad = 16;
+constexpr long kRows = 96;  // of a block of queries
+
+// Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
+inline long keys_per_tile(const AttentionBackwardArgs& args) {
+  const long size = args.size + args.value_size;
+  return size <= 128 ? 512 : size <= 256 ? 256 : 128;
+}
+
+template <class T>
+struct BackwardWorkspace {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+  // Strides of floats: of a block's rows as they were read; of the sums for keys, a column each.
+  long tile_keys, wide, sum_stride, query_stride;
+  long key_panel, value_panel, column_panel;
+  // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
+  // turned; of a panel: P and dS as right factors; of the block: dS as a left one.
+  Operand *keys, *values, *key_rows, *query, *grad, *query_turned, *grad_turned, *p, *ds, *ds_rows;
+  float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
+  // Per row of the block; the row's norm is split between dO and the exponents of P.
+  float *minus, *norm, *log2_norm, *delta, *dominant;
+  float *read, *grad_key, *grad_value, *grad_query, *bias;
+  KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
+  bool* started;   // per panel: its sums for keys are begun
+  long bytes = 0;
+
+  BackwardWorkspace(const AttentionBackwardArgs& args, void* scratch)
+      : tile_keys(keys_per_tile(args)),
+        wide(round_up(most(args.size, args.value_size), kPanel) + kPad),
+        sum_stride(tile_keys + kPad),
+        query_stride(round_up(args.size, kPanel) + kPad),
+        key_panel(P::panel_size(args.size)),
+        value_panel(P::panel_size(args.value_size)),
+        column_panel(P::panel_size(tile_keys)) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    const long size_up = round_up(args.size, kPanel), value_up = round_up(args.value_size, kPanel);
+    take(keys, tile_keys / kPanel * key_panel);
+    take(values, tile_keys / kPanel * value_panel);
+    take(key_rows, size_up / kPanel * column_panel);
+    take(query, P::block_size(kRows, args.size));
+    take(grad, P::block_size(kRows, args.value_size));
+    take(query_turned, P::block_size(size_up, kRows));
+    take(grad_turned, P::block_size(value_up, kRows));
+    take(p, P::panel_size(kRows));
+    take(ds, P::panel_size(kRows));
+    take(ds_rows, P::block_size(kRows, tile_keys));
+    for (int slot = 0; slot < 2; ++slot) {
+      take(scores[slot], kRows * kPanel);
+      take(slopes[slot], kRows * kPanel);
+    }
+    take(minus, kRows);
+    take(norm, kRows);
+    take(log2_norm, kRows);
+    take(delta, kRows);
+    take(dominant, kRows);
+    take(read, kRows * wide);
+    take(grad_key, size_up * sum_stride);
+    take(grad_value, value_up * sum_stride);
+    take(grad_query, kRows * query_stride);
+    take(bias, kPanel + 16);
+    take(keep, kRows);
+    take(started, tile_keys / kPanel);
+  }
+};
+
+// Whether any of `rows` rows of n values is one that products cannot take.
+template <class T>
+bool any_lost(const T* from, long stride, long rows, long n) {
+  typename Product<T>::Lost lost;
+  for (long i = 0; i < rows; ++i)
+    for (long j = 0; j < n; j += kLanes) lost.see(load_some(from + i * stride + j, n - j));
+  return lost.any();
+}
+
+// A tile of keys, packed.
+template <class T>
+struct BackwardTile : KeyRange {
+  using P = Product<T>;
+  const AttentionBackwardArgs& args;
+  const BackwardWorkspace<T>& work;
+
+  BackwardTile(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
+               const KeyRange& range)
+      : KeyRange(range), args(call), work(place) {
+    for (long i = 0; i < work.tile_keys / kPanel; ++i) work.started[i] = false;
+  }
+
+  bool pack() {
+    const long k_stride = args.key_stride[2], v_stride = args.value_stride[2];
+    const T* k = static_cast<const T*>(args.key) +
+                 head_offset(args.key_starts, args.key_stride, b, key_head) + start * k_stride;
+    const T* v = static_cast<const T*>(args.value) +
+                 head_offset(args.key_starts, args.value_stride, b, key_head) + start * v_stride;
+    if (any_lost(k, k_stride, count, args.size) || any_lost(v, v_stride, count, args.value_size))
+      return false;
+    for (long s = 0; s < count; s += kPanel) {
+      const long here = least(kPanel, count - s);
+      P::pack_rows(k + s * k_stride, k_stride, here, args.size,
+                   work.keys + s / kPanel * work.key_panel);
+      P::pack_rows(v + s * v_stride, v_stride, here, args.value_size,
+                   work.values + s / kPanel * work.value_panel);
+    }
+    if (args.grad_query != nullptr)
+      for (long j = 0; j < args.size; j += kPanel)
+        P::pack_columns(k + j, k_stride, least(kPanel, args.size - j), count,
+                        work.key_rows + j / kPanel * work.column_panel);
+    return true;
+  }
+
+  // dK and dV.
+  void write() const {
+    write(work.grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
+    write(work.grad_value, args.value_size, 1.0f, args.grad_value, args.grad_value_stride);
+  }
+
+ private:
+  void write(const float* sums, long n, float scale, void* tensor, const long* stride) const {
+    if (tensor == nullptr) return;
+    T* grad = static_cast<T*>(tensor) + head_offset(args.key_starts, stride, b, key_head) +
+              start * stride[2];
+    alignas(64) float turned[kLanes * kLanes];
+    for (long s = 0; s < rows; s += kLanes)
+      for (long d = 0; d < n; d += kLanes) {
+        const bool any = work.started[s / kPanel];
+        if (any) transpose_block(sums + d * work.sum_stride + s, work.sum_stride, turned, kLanes);
+        for (long i = 0; i < least(kLanes, rows - s); ++i)
+          store_some(grad + (s + i) * stride[2] + d,
+                     any ? load(turned + i * kLanes) * set1(scale) : zero(), n - d);
+      }
+  }
+};
+
+// P and dS of a block of queries against a tile of keys. Derived::soften(until) takes those of the
+// waiting panel, in parts from softened_ on, of `parts` in all; Derived::finish_waiting() the rest.
+template <class T, class Derived>
+class BackwardRows : protected Scores {
+ public:
+  BackwardRows(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
+               const Sight& seen)
+      : Scores(call, seen, place.scores), args(call), work(place) {}
+
+ protected:
+  using P = Product<T>;
+
+  // Panel by panel; false if products cannot take the rows.
+  bool take(const BackwardTile<T>& tile, long count, long parts) {
+    if (!load_rows()) return false;
+    auto& derived = static_cast<Derived&>(*this);
+    const long steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
+    const long share = (parts + steps - 1) / most(1, steps);
+    waiting_.count = 0;
+    softened_ = parts;
+    const long panels = (count + kPanel - 1) / kPanel;
+    for (Panel panel = panel_from(tile.start, 0); panel.count > 0;) {
+      const long index = (panel.start - tile.start) / kPanel;
+      prefetch(index, panels);
+      const auto meanwhile = [&]() __attribute__((always_inline)) {
+        derived.soften(least(parts, softened_ + share));
+      };
+      P::multiply_to(work.query, args.size, rows, args.size, work.keys + index * work.key_panel,
+                     false, scores[panel.slot], kPanel, meanwhile);
+      P::multiply_to(work.grad, args.value_size, rows, args.value_size,
+                     work.values + index * work.value_panel, false, work.slopes[panel.slot], kPanel,
+                     meanwhile);
+      derived.finish_waiting();
+      panel.draws = waiting_.count == 0 || panel.start / kDraw != waiting_.start / kDraw;
+      waiting_ = panel;
+      softened_ = 0;
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot);
+    }
+    derived.finish_waiting();
+    return true;
+  }
+
+  // P (with dropout) and dS of a row of a panel.
+  TF_INLINE void differentiate(const Panel& panel, long i, const float* shared, Vec (&p)[2],
+                               Vec (&ds)[2]) const {
+    if (i >= rows) {
+      p[0] = p[1] = ds[0] = ds[1] = zero();
+      return;
+    }
+    const float* s = scores[panel.slot] + i * kPanel;
+    Vec x[2];
+    if (panel.plain) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = scaled(s + u * kLanes);
+    } else {
+      see(panel, i, shared, x);
+    }
+    const Vec minus = set1(work.minus[i]), log2_norm = set1(work.log2_norm[i]);
+    const Vec delta = set1(work.delta[i]);
+    const float* slopes = work.slopes[panel.slot] + i * kPanel;
+    const long row = row_of(i);
+    Vec f[2];
+    if (args.dropout.on)
+      panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      const Vec y = fma(x[u] + minus, set1(kLog2E), log2_norm);
+      const auto none = less(y, set1(kNegligible));
+      const Vec unmixed = select(none, zero(), power_of_two(y, T{}));
+      Vec slope = load_slope(panel, i, slopes, u);
+      p[u] = unmixed;
+      if (args.dropout.on) {
+        p[u] = unmixed * f[u];
+        slope = drop(slope, f[u]);
+      }
+      ds[u] = select(none, zero(), unmixed * (slope - delta));
+    }
+    refine(panel, i, p, ds);
+  }
+
+  // dS of keys that dominate a row.
+  TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
+    const Vec dominant = set1(work.dominant[i]);
+    if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
+  }
+  [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
+                                     Vec (&ds)[2]) const {
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float norm = work.norm[i];
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      float weight[kLanes], slope[kLanes];
+      store(weight, p[u]);
+      store(slope, ds[u]);
+      for (int j = 0; j < kLanes; ++j) {
+        if (!(weight[j] > work.dominant[i])) continue;
+        const float probability = weight[j] / factor * norm;
+        slope[j] =
+            probability * dominant_slope<T>(args, probability, sight.b, sight.head, sight.first + i,
+                                            panel.start + u * kLanes + j, factor);
+      }
+      ds[u] = load(slope);
+    }
+  }
+
+  // A vector of dP, times norm.
+  TF_INLINE Vec load_slope(const Panel& panel, long i, const float* slopes, int u) const {
+    const Vec slope = load(slopes + u * kLanes);
+    const long left = panel.count - u * kLanes;
+    if (args.grad_weights == nullptr || left <= 0) return slope;
+    const float* extra = args.grad_weights + row_of(i) * args.keys + panel.start + u * kLanes;
+    return fma(set1(work.norm[i]), load_some(extra, left), slope);
+  }
+
+  const AttentionBackwardArgs& args;
+  const BackwardWorkspace<T>& work;
+  const long pairs_ = round_up(rows, kPairDepth) / 2;
+  Panel waiting_{};    // scored, not yet softened
+  long softened_ = 0;  // parts of it that are
+
+ private:
+  const T* at(const void* tensor, const long* strides) const {
+    return static_cast<const T*>(tensor) +
+           head_offset(args.query_starts, strides, sight.b, sight.head) + sight.first * strides[2];
+  }
+
+  // Queries and dO, as they are and, for the keys, turned. In fp32 dO is multiplied by norm, so
+  // that P need not be. Half types would round that, and dP has to be exact where values are far
+  // from 0: a row's slopes are small differences of it. There the exponents take norm.
+  bool load_rows() const {
+    constexpr bool grad_takes_norm = sizeof(T) == sizeof(float);
+    const long row = row_of(0);
+    for (long i = 0; i < rows; ++i) {
+      const float norm = args.norm[row + i];
+      work.norm[i] = grad_takes_norm ? norm : 1.0f;
+      work.log2_norm[i] = grad_takes_norm || norm == 1.0f ? 0.0f : __builtin_log2f(norm);
+    }
+    if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
+              work.query, args.grad_key != nullptr ? work.query_turned : nullptr) ||
+        !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
+              grad_takes_norm ? work.norm : nullptr, work.grad,
+              args.grad_value != nullptr ? work.grad_turned : nullptr))
+      return false;
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    for (long i = 0; i < rows; ++i) {
+      const float shift = args.shift[row + i];
+      work.minus[i] = shift == -kInf ? 0.0f : -shift;
+      work.delta[i] = args.delta[row + i] * work.norm[i];
+      // As P with dropout, and without the norm that dO has.
+      work.dominant[i] = args.dominant * factor / work.norm[i];
+    }
+    return true;
+  }
+
+  // Rows of n values, times factors if given, as left factors, and turned if asked for; false if
+  // products cannot take them.
+  bool fill(const T* from, long stride, long n, const float* factors, typename P::Operand* block,
+            typename P::Operand* turned) const {
+    typename P::Lost lost;
+    for (long i = 0; i < 2 * pairs_; ++i) {
+      float* row = work.read + i * work.wide;
+      const Vec factor = set1(i < rows && factors != nullptr ? factors[i] : 1.0f);
+      for (long j = 0; j < n; j += kPanel, row += kPanel) {
+        Vec x[2] = {zero(), zero()};
+        if (i < rows) {
+          TF_UNROLL for (int u = 0; u < 2; ++u) {
+            const long left = n - j - u * kLanes;
+            if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left) * factor;
+            lost.see(x[u]);
+          }
+          P::put(P::chunk(block, n, i, j), x[0], x[1]);
+        }
+        store(row, x[0]);
+        store(row + kLanes, x[1]);
+      }
+    }
+    if (turned != nullptr) turn(n, turned);
+    return !lost.any();
+  }
+
+  void turn(long n, typename P::Operand* block) const {
+    alignas(64) float turned[2][kLanes * kLanes];
+    for (long i = 0; i < 2 * pairs_; i += kPanel)
+      for (long j = 0; j < n; j += kLanes) {
+        TF_UNROLL for (int u = 0; u < 2; ++u) transpose_block(
+            work.read + (i + u * kLanes) * work.wide + j, work.wide, turned[u], kLanes);
+        for (long d = 0; d < kLanes; ++d)
+          P::put(P::chunk(block, kRows, j + d, i), load(turned[0] + d * kLanes),
+                 load(turned[1] + d * kLanes));
+      }
+  }
+
+  // The share of one of `panels` panels in what the next block will read.
+  void prefetch(long panel, long panels) const {
+    const long next = least(2 * rows, query_count(args, sight.b) - sight.first);
+    const long begin = least(next, rows + rows * panel / panels);
+    const long end = least(next, rows + rows * (panel + 1) / panels);
+    const auto fetch = [&](const T* from, long stride, long n) {
+      for (long i = begin; i < end; ++i) fetch_row(from + i * stride, n);
+    };
+    fetch(at(args.query, args.query_stride), args.query_stride[2], args.size);
+    fetch(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size);
+  }
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

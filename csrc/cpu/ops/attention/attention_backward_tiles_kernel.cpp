@@ -1,0 +1,59 @@
+#include "cpu/ops/attention/attention_backward_tiles_kernel.h"
+
+#include "cpu/ops/attention/attention_backward_product.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+bool keys(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
+          float* part, void* scratch) {
+  return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+    return walk<TypedProducts<T>>(args, work, keys_per_tile(args), b, key_head, begin, end, part);
+  });
+}
+
+template <class T>
+bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
+          void* scratch) {
+  return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+    return walk_mask<TypedProducts<T>>(args, work, keys_per_tile(args), b, h, tile, begin, end);
+  });
+}
+
+// f(T{}) for the type of the call, T being float only where there are pieces.
+template <class F>
+auto by_type([[maybe_unused]] const AttentionBackwardArgs& args, const F& f) {
+#if defined(__AMX_BF16__)
+  if (args.type == Element::float32) return f(float{});
+#endif
+  return f(BFloat16{});
+}
+
+}  // namespace
+
+long tiles_attention_backward_keys(const AttentionBackwardArgs& args) {
+  return keys_per_tile(args);
+}
+
+long tiles_attention_backward_queries() { return kRows; }
+
+long tiles_attention_backward_scratch(const AttentionBackwardArgs& args) {
+  return by_type(args,
+                 [&](auto type) { return BackwardWorkspace<decltype(type)>(args, nullptr).bytes; });
+}
+
+bool tiles_attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
+                              long end, float* part, void* scratch) {
+  return by_type(args, [&](auto type) {
+    return keys<decltype(type)>(args, b, key_head, begin, end, part, scratch);
+  });
+}
+
+bool tiles_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
+                                   long begin, long end, void* scratch) {
+  return by_type(
+      args, [&](auto type) { return mask<decltype(type)>(args, b, h, tile, begin, end, scratch); });
+}
+
+}  // namespace tf::TF_ISA

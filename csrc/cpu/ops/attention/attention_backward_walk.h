@@ -1,0 +1,283 @@
+// The way through an attention's backward: keys a tile at a time, all queries passing by, a block
+// at a time. For kernel files only.
+#pragma once
+
+#include "cpu/ops/attention/attention_backward_kernel.h"
+#include "cpu/ops/attention/attention_mask.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Queries in even blocks of at most so many rows.
+struct Cut {
+  long queries, blocks;
+  Cut(const AttentionBackwardArgs& args, long b, long most_rows)
+      : queries(query_count(args, b)), blocks((queries + most_rows - 1) / most_rows) {}
+  long first(long index) const { return queries * index / blocks; }
+};
+
+inline long key_limit(const AttentionBackwardArgs& args, long b) {
+  const long keys = key_count(args, b);
+  return args.key_lengths == nullptr ? keys : most(0, least(keys, args.key_lengths[b]));
+}
+
+// A tile of keys of one key head.
+struct KeyRange {
+  long b, key_head, start, count, rows;  // `count` of its rows are not hidden by length
+};
+
+// Calls f(sight, count) for the blocks [begin, end) of queries of a head that see keys of the tile:
+// the first `count` of them.
+template <class F>
+void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, long most_rows,
+                long begin, long end, float* bias, const F& f) {
+  const Cut cut(args, tile.b, most_rows);
+  for (long index = begin; index < least(end, cut.blocks); ++index) {
+    const long first = cut.first(index), rows = cut.first(index + 1) - first;
+    const long stop = tile.start + tile.count;
+    const long limit = args.causal ? least(stop, first + rows) : stop;
+    if (limit <= tile.start) continue;
+    const Sight sight{args, tile.b, head, first, rows, limit, bias};
+    if (sight.mask_hides_tile(tile.start, limit - tile.start)) continue;
+    f(sight, limit - tile.start);
+  }
+}
+
+// The sum of W dW over a row of the given probabilities, counted over (B, H, T).
+inline float weights_delta(const AttentionBackwardArgs& args, long row) {
+  const float* w = args.weights + row * args.keys;
+  const float* dw = args.grad_weights + row * args.keys;
+  Vec sum = zero();
+  for (long s = 0; s < args.keys; s += kLanes) {
+    const long here = least(kLanes, args.keys - s);
+    const Vec weight = load_some(w + s, here);
+    // Hidden places have no say, whatever gradient they are given.
+    sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
+  }
+  return reduce_add(sum);
+}
+
+template <class T>
+float sum_of_products(const T* x, const T* y, long n) {
+  Vec sum = zero();
+  for (long d = 0; d < n; d += kLanes)
+    sum = fma(load_some(x + d, n - d), load_some(y + d, n - d), sum);
+  return reduce_add(sum);
+}
+
+// Where a row of one head begins.
+template <class T>
+const T* row_at(const void* tensor, const int64_t* starts, const long* stride, long b, long head,
+                long row) {
+  return static_cast<const T*>(tensor) + head_offset(starts, stride, b, head) + row * stride[2];
+}
+
+// The sum of P (dP of `key` - dP) over the other keys of a row, which is dP - delta of `key`.
+// `factor` is what dropout multiplies it by.
+template <class T>
+float slope_from_others(const AttentionBackwardArgs& args, long b, long head, long query, long key,
+                        float factor) {
+  const long key_head = head / (args.heads / args.key_heads);
+  const long at = (b * args.heads + head) * args.queries + query;
+  float bias[kLanes];
+  const long limit = key_limit(args, b);
+  const Sight sight{args, b, head, query, 1, limit, bias};
+  const T* q = row_at<T>(args.query, args.query_starts, args.query_stride, b, head, query);
+  const T* grad = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, query);
+  const auto slope_of = [&](long s) {
+    const T* v = row_at<T>(args.value, args.key_starts, args.value_stride, b, key_head, s);
+    return sum_of_products(grad, v, args.value_size);
+  };
+  const float own = slope_of(key) * factor;
+  float sum = 0.0f;
+  for (long s = 0; s < sight.visible(0, 0, limit); ++s) {
+    const float mask = args.mask == nullptr ? 0.0f : *sight.mask_row(0, s, 1);
+    if (s == key || mask == -kInf) continue;
+    const T* k = row_at<T>(args.key, args.key_starts, args.key_stride, b, key_head, s);
+    const float x = sum_of_products(q, k, args.size) * args.scale + mask - args.shift[at];
+    if (x < -30.0f) continue;  // 1e-13; they all have 1e-4
+    float p[kLanes];
+    store(p, exp(set1(x)));
+    bool keeps = true;
+    if (args.dropout.on)
+      keeps =
+          keep_bits(args.dropout, static_cast<uint64_t>(at), static_cast<uint64_t>(s / 8 * 8)) >>
+              s % 8 &
+          1;
+    sum += p[0] * args.norm[at] *
+           (own - (keeps ? slope_of(s) * (args.dropout.on ? args.dropout.scale : 1.0f) : 0.0f));
+  }
+  return sum;
+}
+
+// dP - delta of a key that has almost all of a row; `factor` is what dropout multiplies it by. O is
+// almost V then, and so is delta almost dP: their difference is rounding error. The sum of dO (V -
+// O) is the same number with the difference taken first, where it is exact if O is.
+template <class T>
+float dominant_slope(const AttentionBackwardArgs& args, float probability, long b, long head,
+                     long query, long key, float factor) {
+  // Beyond this, the probability itself is not known well enough to tell it from 1.
+  constexpr float kCertain = 1.0f - 0x1p-13f;
+  if (args.dominant != kDominantInFloat && probability < kCertain)
+    return slope_from_others<T>(args, b, head, query, key, factor);
+  const long key_head = head / (args.heads / args.key_heads);
+  const T* grad = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, query);
+  const T* output = row_at<T>(args.output, args.query_starts, args.output_stride, b, head, query);
+  const T* value = row_at<T>(args.value, args.key_starts, args.value_stride, b, key_head, key);
+  Vec sum = zero();
+  for (long d = 0; d < args.value_size; d += kLanes) {
+    const long here = args.value_size - d;
+    const Vec difference = load_some(value + d, here) * set1(factor) - load_some(output + d, here);
+    sum = fma(load_some(grad + d, here), difference, sum);
+  }
+  float slope = reduce_add(sum);
+  if (args.dominant != kDominantInFloat) return slope * 0.0f;  // NaN stays
+  if (args.grad_weights != nullptr) {
+    const long at = (b * args.heads + head) * args.queries + query;
+    slope += args.grad_weights[at * args.keys + key] * factor - weights_delta(args, at);
+  }
+  return slope;
+}
+
+// Where a block's rows of dQ are, and how far apart.
+struct QueryRows {
+  float* data;
+  long head_stride, stride;
+};
+
+inline QueryRows query_rows(const AttentionBackwardArgs& args, long b, long key_head, float* part) {
+  if (part != nullptr) return {part, args.queries * args.size, args.size};
+  const long head = key_head * (args.heads / args.key_heads);
+  return {static_cast<float*>(args.grad_query) +
+              head_offset(args.query_starts, args.grad_query_stride, b, head),
+          args.grad_query_stride[1], args.grad_query_stride[2]};
+}
+
+inline void clear(float* p, long n) {
+  for (long j = 0; j < n; ++j) p[j] = 0.0f;
+}
+
+// scale times rows of n sums into, or onto, rows of dQ.
+inline void put_query(const float* sums, long sum_stride, long rows, long n, float scale, float* to,
+                      long stride, bool onto) {
+  for (long i = 0; i < rows; ++i, sums += sum_stride, to += stride) {
+    long d = 0;
+    for (; d + kLanes <= n; d += kLanes)
+      store(to + d, fma(load(sums + d), set1(scale), onto ? load(to + d) : zero()));
+    for (; d < n; ++d) to[d] = sums[d] * scale + (onto ? to[d] : 0.0f);
+  }
+}
+
+// attention_backward() of attention_backward_kernel.h. Kind has a Workspace, query_rows(args), the
+// most rows of a block, and
+//
+//   Tile(args, work, range)     pack(); write(), for dK and dV
+//   Block(args, work, sight)    pass(tile, count), for P, dS and what the keys gather from them;
+//                               give_query(tile, count, to, stride, onto), for dQ
+//
+// Returns false as soon as pack() or pass() does: the kind cannot do it.
+template <class Kind>
+bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+          long b, long key_head, long begin, long end, float* part) {
+  const long group = args.heads / args.key_heads, queries = query_count(args, b);
+  const bool wants_query = args.grad_query != nullptr;
+  const QueryRows out =
+      wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
+  const long keys = least(end, key_count(args, b)), limit = key_limit(args, b);
+  // Once even without keys, for dQ.
+  for (long start = begin; start == begin || start < keys; start += step) {
+    const long rows = most(0, least(step, keys - start));
+    const KeyRange range{b, key_head, start, most(0, least(rows, limit - start)), rows};
+    typename Kind::Tile tile(args, work, range);
+    if (range.count > 0 && !tile.pack()) return false;
+    bool did = true;
+    for (long h = 0; h < group; ++h) {
+      float* to = wants_query ? out.data + h * out.head_stride : nullptr;
+      long written = 0;  // rows of dQ so far
+      // The first tile writes all rows, the others add to them.
+      const auto clear_to = [&](long end_row) {
+        for (; written < end_row && start == begin; ++written)
+          clear(to + written * out.stride, args.size);
+      };
+      if (range.count > 0)
+        each_block(args, range, key_head * group + h, Kind::query_rows(args), 0, queries, work.bias,
+                   [&](const Sight& sight, long count) {
+                     if (!did) return;
+                     typename Kind::Block block(args, work, sight);
+                     did = block.pass(tile, count);
+                     if (!did || !wants_query) return;
+                     clear_to(sight.first);
+                     block.give_query(tile, count, to + sight.first * out.stride, out.stride,
+                                      start != begin);
+                     written = sight.first + sight.rows;
+                   });
+      if (!did) return false;
+      if (wants_query) clear_to(queries);
+    }
+    tile.write();
+  }
+  return true;
+}
+
+// Where a mask's gradient gathers dS, of one of the mask's batch elements and heads.
+struct MaskSums {
+  float* first;
+  long stride;     // from one query to the next; 0 if the mask is alike for all
+  bool by_column;  // whether keys have each their own
+
+  // Adds `count` values of query `row` for the keys from `start` on.
+  void add(long row, long start, const float* ds, long count) const {
+    float* to = first + row * stride;
+    if (by_column) {
+      for (long s = 0; s < count; s += kLanes) {
+        const long here = least(kLanes, count - s);
+        float* place = to + start + s;
+        store_some(place, load_some(place, here) + load_some(ds + s, here), here);
+      }
+      return;
+    }
+    Vec sum = zero();
+    for (long s = 0; s < count; s += kLanes)
+      sum = sum + load_some(ds + s, least(kLanes, count - s));
+    *to += reduce_add(sum);
+  }
+};
+
+// attention_mask_backward() of attention_mask_backward_kernel.h. Kind is as for walk(), and has
+//
+//   Mask(args, work, sight)     pass(tile, count, sums), which adds the block's dS to the sums
+//
+// Returns false as soon as pack() or pass() does.
+template <class Kind>
+bool walk_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+               long mask_b, long mask_h, long tile, long begin, long end) {
+  const long* size = args.mask_size;
+  const long group = args.heads / args.key_heads;
+  const MaskSums sums{args.grad_mask + (mask_b * size[1] + mask_h) * size[2] * size[3],
+                      size[2] > 1 ? size[3] : 0, size[3] > 1};
+  const long first_b = size[0] > 1 ? mask_b : 0, last_b = size[0] > 1 ? mask_b + 1 : args.batch;
+  const long first_h = size[1] > 1 ? mask_h : 0, last_h = size[1] > 1 ? mask_h + 1 : args.heads;
+  bool did = true;
+  for (long b = first_b; b < last_b; ++b) {
+    const long limit = key_limit(args, b);
+    const long first = sums.by_column ? tile * step : 0;
+    const long stop = sums.by_column ? least(limit, first + step) : limit;
+    for (long start = first; start < stop; start += step) {
+      const long rows = least(step, stop - start);
+      for (long h = first_h; h < last_h; ++h) {
+        typename Kind::Tile keys(args, work, {b, h / group, start, rows, rows});
+        if (!keys.pack()) return false;
+        each_block(args, keys, h, Kind::query_rows(args), begin, end, work.bias,
+                   [&](const Sight& sight, long count) {
+                     did = did && typename Kind::Mask(args, work, sight).pass(keys, count, sums);
+                   });
+        if (!did) return false;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

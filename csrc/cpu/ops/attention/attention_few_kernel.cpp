@@ -1,0 +1,215 @@
+// Attention of few queries. A row of scores fits into cache as a whole, so there is nothing to do
+// online: scores, their maximum, exponentials, weighted sum of values.
+#include "cpu/ops/attention/attention_few_kernel.h"
+
+#include "cpu/ops/attention/attention_mask.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr long kTile = 128;       // keys that are masked, skipped and summed up together
+constexpr float kHidden = -1.0f;  // in place of a probability
+constexpr int kColumns = 4;       // vectors of a value row in registers
+constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <class T>
+struct Row {
+  const TypedAttentionArgs& args;
+  const Sight sight;
+  float* scores;  // round_up(S, kLanes)
+  float* query;   // D, filled up to whole vectors with zeros
+  float* sums;    // Dv, likewise
+  long last;      // keys from here on are hidden
+  const T* next;  // what is read after this head: its first key
+
+  const T* at(const void* place, const int64_t* starts, const long* stride, long head) const {
+    return static_cast<const T*>(place) + head_offset(starts, stride, sight.b, head);
+  }
+
+  // Meanwhile fetches a row that is read later. Runs of keys are short and far from each other, so
+  // the processor's own prefetching hardly gets going.
+  static void fetch(const T* row, long n) {
+    for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
+      _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
+  }
+
+  // q k for a tile's keys.
+  void score(const T* key, const T* value, long start, long count) const {
+    const long stride = args.key_stride[2], whole = args.size / kLanes * kLanes;
+    const T* k = key + start * stride;
+    for (long s = 0; s < count; ++s, k += stride) {
+      Vec sum[2] = {zero(), zero()};
+      long d = 0;
+      for (; d + 2 * kLanes <= whole; d += 2 * kLanes)
+        TF_UNROLL for (int u = 0; u < 2; ++u) sum[u] =
+            fma(load(query + d + u * kLanes), load(k + d + u * kLanes), sum[u]);
+      if (d < whole) {
+        sum[0] = fma(load(query + d), load(k + d), sum[0]);
+        d += kLanes;
+      }
+      if (d < args.size) sum[1] = fma(load(query + d), load_n(k + d, args.size - d), sum[1]);
+      scores[start + s] = reduce_add(sum[0] + sum[1]);
+      fetch(value + (start + s) * args.value_stride[2], args.value_size);
+    }
+  }
+
+  // Scales and masks a tile; returns its largest score.
+  float mask(long start, long count) const {
+    float* s = scores + start;
+    if (args.mask != nullptr) {
+      sight.add_mask(s, sight.mask_row(0, start, count), count);
+    } else {
+      for (long j = 0; j < count; ++j) s[j] *= args.scale;
+    }
+    Vec highest = set1(-kInf);
+    for (long j = 0; j < count; j += kLanes) highest = max(load_to(s + j, count - j), highest);
+    return reduce_max(highest);
+  }
+
+  // Up to kLanes scores; what is beyond is hidden.
+  static Vec load_to(const float* s, long left) {
+    if (left >= kLanes) return load(s);
+    return select(less(load(kNumbers), set1(static_cast<float>(left))), load_n(s, left),
+                  set1(-kInf));
+  }
+
+  // Scores into probabilities times their sum, kHidden where hidden; returns the sum.
+  float exponentiate(float peak) const {
+    const Vec minus = set1(-peak);
+    Vec sum = zero();
+    for (long j = 0; j < last; j += kLanes) {
+      const Vec x = load_to(scores + j, last - j);
+      const Mask hidden = equal(x, set1(-kInf));
+      const Vec e = exp(x + minus);
+      sum = sum + select(hidden, zero(), e);
+      store_some(scores + j, select(hidden, set1(kHidden), e), last - j);
+    }
+    return reduce_add(sum);
+  }
+
+  // Probabilities of a tile times kVecs vectors of its values, added to the sums.
+  template <int kVecs>
+  void mix(const T* value, long start, long count, long column) const {
+    Vec sum[kVecs];
+    TF_UNROLL for (int u = 0; u < kVecs; ++u) sum[u] = zero();
+    const long stride = args.value_stride[2];
+    const T* v = value + start * stride + column;
+    const long left = args.value_size - column;
+    if (left >= kVecs * kLanes) {
+      for (long s = 0; s < count; ++s, v += stride) {
+        const float p = scores[start + s];
+        if (p < 0.0f) continue;  // NaN goes on
+        TF_UNROLL for (int u = 0; u < kVecs; ++u) sum[u] =
+            fma(set1(p), load(v + u * kLanes), sum[u]);
+        if (column == 0) fetch(next + (start + s) * args.key_stride[2], args.size);
+      }
+    } else {
+      for (long s = 0; s < count; ++s, v += stride) {
+        const float p = scores[start + s];
+        if (p < 0.0f) continue;
+        TF_UNROLL for (int u = 0; u < kVecs; ++u) if (u * kLanes < left) sum[u] =
+            fma(set1(p), load_some(v + u * kLanes, left - u * kLanes), sum[u]);
+      }
+    }
+    TF_UNROLL for (int u = 0; u < kVecs; ++u)
+        store(sums + column + u * kLanes, load(sums + column + u * kLanes) + sum[u]);
+  }
+
+  void run() const {
+    const long head = sight.head, group = args.heads / args.key_heads;
+    const T* q = at(args.query, args.query_starts, args.query_stride, head) +
+                 sight.first * args.query_stride[2];
+    for (long d = 0; d < args.size; d += kLanes) store(query + d, load_some(q + d, args.size - d));
+    const T* key = at(args.key, args.key_starts, args.key_stride, head / group);
+    const T* value = at(args.value, args.key_starts, args.value_stride, head / group);
+    float peak = -kInf;
+    for (long start = 0; start < last; start += kTile) {
+      const long count = least(kTile, last - start);
+      if (sight.mask_hides_tile(start, count)) {
+        for (long j = 0; j < count; ++j) scores[start + j] = -kInf;
+        continue;
+      }
+      score(key, value, start, count);
+      const float here = mask(start, count);
+      peak = here > peak ? here : peak;
+    }
+    // Sums of NaN scores alone must stay NaN.
+    const float total = exponentiate(peak == -kInf ? 0.0f : peak);
+    for (long j = 0; j < args.value_size; j += kLanes) store(sums + j, zero());
+    for (long start = 0; start < last; start += kTile) {
+      const long count = least(kTile, last - start);
+      for (long j = 0; j < args.value_size; j += kColumns * kLanes) {
+        switch ((least(args.value_size - j, kColumns * kLanes) + kLanes - 1) / kLanes) {
+          case 1:
+            mix<1>(value, start, count, j);
+            break;
+          case 2:
+            mix<2>(value, start, count, j);
+            break;
+          case 3:
+            mix<3>(value, start, count, j);
+            break;
+          default:
+            mix<kColumns>(value, start, count, j);
+        }
+      }
+    }
+    finish(total == 0.0f ? 0.0f : 1.0f / total);
+  }
+
+  void finish(float norm) const {
+    T* out = static_cast<T*>(args.output) +
+             head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
+             sight.first * args.output_stride[2];
+    // What was never added to is 0 already.
+    const Vec by = set1(norm == 0.0f ? 1.0f : norm);
+    for (long j = 0; j < args.value_size; j += kLanes)
+      store_some(out + j, load(sums + j) * by, args.value_size - j);
+    if (args.weights == nullptr) return;
+    const long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
+    T* weights = static_cast<T*>(args.weights) + row * args.keys;
+    for (long j = 0; j < args.keys; j += kLanes) {
+      Vec p = j < last ? load_to(scores + j, last - j) : set1(kHidden);
+      p = select(less(p, zero()), zero(), p * set1(norm));
+      store_some(weights + j, p, args.keys - j);
+    }
+  }
+};
+
+template <class T>
+void few(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
+  float* query = scratch;
+  float* sums = query + round_up(args.size, kLanes);
+  float* bias = sums + round_up(args.value_size, kColumns * kLanes);
+  float* scores = bias + kTile;
+  const long group = args.heads / args.key_heads, queries = query_count(args, b);
+  long limit = key_count(args, b);
+  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  const long last_head = (key_head + 1) * group - 1;
+  for (long head = key_head * group; head <= last_head; ++head) {
+    for (long t = 0; t < queries; ++t) {
+      const long last = args.causal ? least(limit, t + 1) : limit;
+      // Further queries find the keys in cache; behind the last one comes the next key head.
+      const bool same = head < last_head || t + 1 < queries;
+      const bool row_ends = key_head + 1 == args.key_heads;
+      const long next_b = !same && row_ends && b + 1 < args.batch ? b + 1 : b;
+      const long next_head = same ? key_head : row_ends ? 0 : key_head + 1;
+      const T* next = static_cast<const T*>(args.key) +
+                      head_offset(args.key_starts, args.key_stride, next_b, next_head);
+      Row<T>{args, Sight{args, b, head, t, 1, last, bias}, scores, query, sums, last, next}.run();
+    }
+  }
+}
+
+}  // namespace
+
+long few_attention_scratch(const TypedAttentionArgs& args) {
+  return round_up(args.size, kLanes) + round_up(args.value_size, kColumns * kLanes) + kTile +
+         round_up(args.keys, kLanes);
+}
+
+void few_attention_queries(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
+  by_element(args.type, [&](auto type) { few<decltype(type)>(args, b, key_head, scratch); });
+}
+
+}  // namespace tf::TF_ISA

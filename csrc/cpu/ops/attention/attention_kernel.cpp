@@ -1,0 +1,328 @@
+// Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Keys are transposed
+// and values copied into panels once per call of attention_queries; then each block of queries
+// walks over tiles of keys: scores on the register tile of gemm.h, softmax by rows in cache,
+// weights times values on the same tile.
+#include "cpu/ops/attention/attention_kernel.h"
+
+#include "cpu/ops/attention/attention_mask.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr long kQueryBlock = 4 * kTileRows;
+#else
+constexpr long kQueryBlock = 8 * kTileRows;
+#endif
+constexpr long kKeyTile = 256;
+constexpr long kPad = 16;
+constexpr long kScoreStride = kKeyTile + kPad;
+
+struct Workspace {
+  long query_stride, value_columns, sum_stride, keys_up;
+  float *keys, *values, *query, *scores, *bias, *sums, *peak, *total;
+  unsigned char* wild;  // per key tile: its values hold NaN or inf
+  long floats = 0;
+
+  Workspace(const AttentionArgs& args, float* scratch)
+      : query_stride(kTurned * round_up(args.size, kLanes)),
+        value_columns(round_up(args.value_size, kPanel)),
+        sum_stride(value_columns + kPad),
+        keys_up(round_up(args.keys, kPanel)) {
+    const auto take = [&](long count) {
+      float* place = scratch != nullptr ? scratch + floats : nullptr;
+      floats += round_up(count, 16);
+      return place;
+    };
+    keys = take(keys_up * args.size);
+    values = take(keys_up * value_columns);
+    query = take(kQueryBlock / kTileRows * query_stride);
+    scores = take(kQueryBlock * kScoreStride);
+    bias = take(kScoreStride);
+    sums = take(kQueryBlock * sum_stride);
+    peak = take(kQueryBlock);
+    total = take(kQueryBlock);
+    wild = reinterpret_cast<unsigned char*>(take(args.keys / kKeyTile + 1));
+  }
+};
+
+// One block of queries of one head against the packed keys.
+struct Block {
+  const AttentionArgs& args;
+  const Workspace& work;
+  const Sight sight;
+  long b = sight.b, head = sight.head, first = sight.first, rows = sight.rows;
+  // The scale is applied to a score where it is read (factor); a mask, or a scale that would not
+  // keep the order of scores, asks for it at once.
+  bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
+  float factor = scaled ? 1.0f : args.scale;
+
+  // Scores of the tile; on return each row holds scores + mask, -inf where hidden, over whole
+  // panels.
+  void score_tile(long start, long count) const {
+    for (long j = 0; j < count; j += kPanel)
+      panel_rows<Form::turned>(work.query, work.query_stride, rows,
+                               work.keys + (start + j) * args.size, args.size, work.scores + j,
+                               kScoreStride, least(kPanel, count - j), {nullptr, false, false},
+                               work.keys + (start + j + kPanel) * args.size);
+    const float* shared = nullptr;
+    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = sight.mask_row(0, start, count);
+    for (long i = 0; i < rows; ++i) {
+      float* s = work.scores + i * kScoreStride;
+      const long seen = sight.visible(i, start, count);
+      if (args.mask != nullptr) {
+        sight.add_mask(s, shared != nullptr ? shared : sight.mask_row(i, start, seen), seen);
+      } else if (scaled) {
+        for (long j = 0; j < seen; ++j) s[j] *= args.scale;
+      }
+      for (long j = seen; j < round_up(count, kPanel); ++j) s[j] = -kInf;
+    }
+  }
+
+  // Turns a row of scores into weights exp(factor * s - peak), hidden ones into 0; returns their
+  // sum. The product is rounded before the peak, which is such a product, is taken from it: inside
+  // one fma, large scores would come out above their own maximum.
+  float exponentiate(float* s, long count, float peak) const {
+    const Vec minus = set1(peak == -kInf ? 0.0f : -peak), times = set1(factor);
+    Vec sum[2] = {zero(), zero()};
+    for (long j = 0; j < count; j += 2 * kLanes) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) {
+        const Vec e = exp(fma(load(s + j + u * kLanes), times, zero()) + minus);
+        sum[u] = sum[u] + e;
+        store(s + j + u * kLanes, e);
+      }
+    }
+    return reduce_add(sum[0] + sum[1]);
+  }
+
+  // `clean`: what was summed up so far is no NaN or infinity of the values themselves.
+  void softmax_row(long i, long count, bool clean) const {
+    float* s = work.scores + i * kScoreStride;
+    Vec highest[2] = {set1(-kInf), set1(-kInf)};
+    for (long j = 0; j < count; j += 2 * kLanes) {  // rows have room for whole panels
+      highest[0] = max(load(s + j), highest[0]);
+      highest[1] = max(load(s + j + kLanes), highest[1]);
+    }
+    const float before = work.peak[i];
+    const float here = reduce_max(max(highest[0], highest[1])) * factor;
+    const float peak = before > here ? before : here;
+    const float sum = exponentiate(s, count, peak);
+    float keep = 1.0f;
+    if (peak != before && before != -kInf) {
+      float one[kLanes];
+      store(one, exp(set1(before - peak)));
+      keep = one[0];
+      float* o = work.sums + i * work.sum_stride;
+      // Sums that count for nothing may have overflowed.
+      const bool drop = keep == 0.0f && clean;
+      for (long j = 0; j < args.value_size; j += kLanes)
+        store(o + j, drop ? zero() : load(o + j) * set1(keep));
+    }
+    work.total[i] = work.total[i] * keep + sum;
+    work.peak[i] = peak;
+  }
+
+  long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
+
+  // Drops weights of the row.
+  void drop_row(long i, long start, long count) const {
+    float* s = work.scores + i * kScoreStride;
+    dropout_factors(args.dropout, static_cast<uint64_t>(row(i)), static_cast<uint64_t>(start),
+                    count, work.bias);
+    for (long j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.bias + j));
+  }
+
+  // Weights times values where the values hold NaN or inf: hidden ones are left out one by one.
+  void mix_wild(long start, long count) const {
+    for (long i = 0; i < rows; ++i) {
+      const float* p = work.scores + i * kScoreStride;
+      float* o = work.sums + i * work.sum_stride;
+      const long seen = sight.visible(i, start, count);
+      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, start, seen);
+      for (long s = 0; s < seen; ++s) {
+        if (mask != nullptr && mask[s] == -kInf) continue;
+        for (long j = 0; j < args.value_size; j += kPanel) {
+          const float* v = work.values + j * work.keys_up + (start + s) * kPanel;
+          for (long c = 0; c < least(kPanel, args.value_size - j); ++c)
+            o[j + c] = fma(p[s], v[c], o[j + c]);
+        }
+      }
+    }
+  }
+
+  void mix(long start, long count) const {
+    if (work.wild[start / kKeyTile]) return mix_wild(start, count);
+    for (long j = 0; j < args.value_size; j += kPanel)
+      panel_rows<Form::rows>(
+          work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
+          work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
+          {nullptr, true, false}, work.values + (j + kPanel) * work.keys_up + start * kPanel);
+  }
+
+  static void scale_row(const float* from, long n, float by, float* to) {
+    long j = 0;
+    for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j) * set1(by));
+    for (; j < n; ++j) to[j] = from[j] * by;
+  }
+
+  float* output_row(long i) const {
+    return args.output + head_offset(args.query_starts, args.output_stride, b, head) +
+           (first + i) * args.output_stride[2];
+  }
+
+  void begin() const {
+    const float* q = args.query + head_offset(args.query_starts, args.query_stride, b, head) +
+                     first * args.query_stride[2];
+    if (args.query_stride[3] == 1) {
+      turn_rows(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
+    } else {
+      each_tile(rows, [&](long t, long i, long count) {
+        for (long d = 0; d < args.size; ++d)
+          for (long r = 0; r < count; ++r)
+            work.query[t * work.query_stride + d * kTurned + r] =
+                q[(i + r) * args.query_stride[2] + d * args.query_stride[3]];
+      });
+    }
+    for (long i = 0; i < rows; ++i) {
+      float* o = work.sums + i * work.sum_stride;
+      for (long j = 0; j < work.value_columns; j += kLanes) store(o + j, zero());
+      const float* out = output_row(i);
+      for (long d = 0; d < args.value_size; d += 16)
+        _mm_prefetch(reinterpret_cast<const char*>(out + d), _MM_HINT_T1);
+      work.peak[i] = -kInf;
+      work.total[i] = 0.0f;
+    }
+  }
+
+  void finish() const {
+    for (long i = 0; i < rows; ++i) {
+      const float total = work.total[i];
+      const float* o = work.sums + i * work.sum_stride;
+      float* out = output_row(i);
+      // What was never added to is 0 already.
+      scale_row(o, args.value_size, total == 0.0f ? 1.0f : 1.0f / total, out);
+      if (args.shift == nullptr) continue;
+      args.shift[row(i)] = work.peak[i];
+      args.norm[row(i)] = total == 0.0f ? 0.0f : 1.0f / total;
+    }
+  }
+
+  // The probabilities, from the peaks and sums of the first pass.
+  void write_weights() const {
+    for (long start = 0; start < args.keys; start += kKeyTile) {
+      const long count = least(kKeyTile, args.keys - start);
+      const long seen = most(0, least(count, sight.limit - start));
+      const bool none = seen == 0 || sight.mask_hides_tile(start, seen);
+      if (!none) score_tile(start, seen);
+      for (long i = 0; i < rows; ++i) {
+        float* to = args.weights + row(i) * args.keys + start;
+        const bool blank = none || work.total[i] == 0.0f;
+        if (!blank) {
+          float* s = work.scores + i * kScoreStride;
+          exponentiate(s, seen, work.peak[i]);
+          if (args.dropout.on) drop_row(i, start, seen);
+          for (long j = 0; j < seen; ++j) to[j] = s[j] / work.total[i];
+        }
+        for (long j = blank ? 0 : seen; j < count; ++j) to[j] = 0.0f;
+      }
+    }
+  }
+
+  void run() const {
+    begin();
+    bool clean = true;
+    for (long start = 0; start < sight.limit; start += kKeyTile) {
+      const long count = least(kKeyTile, sight.limit - start);
+      if (sight.mask_hides_tile(start, count)) continue;
+      score_tile(start, count);
+      for (long i = 0; i < rows; ++i) {
+        softmax_row(i, count, clean);
+        if (args.dropout.on) drop_row(i, start, count);
+      }
+      mix(start, count);
+      clean = clean && !work.wild[start / kKeyTile];
+    }
+    finish();
+    if (args.weights != nullptr) write_weights();
+  }
+};
+
+// Copies strided rows into a contiguous buffer when the channels are not adjacent.
+void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
+  const float* k = args.key + head_offset(args.key_starts, args.key_stride, b, head);
+  for (long s = 0; s < limit; s += kPanel) {
+    const long count = least(kPanel, limit - s);
+    float* panel = work.keys + s * args.size;
+    if (args.key_stride[3] == 1) {
+      pack_rows(k + s * args.key_stride[2], args.key_stride[2], count, args.size, panel);
+    } else {
+      for (long d = 0; d < args.size; ++d)
+        for (long j = 0; j < kPanel; ++j)
+          panel[d * kPanel + j] =
+              j < count ? k[(s + j) * args.key_stride[2] + d * args.key_stride[3]] : 0.0f;
+    }
+  }
+}
+
+void pack_values(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
+  const float* v = args.value + head_offset(args.key_starts, args.value_stride, b, head);
+  for (long s = 0; s < limit; ++s) {
+    const float* row = v + s * args.value_stride[2];
+    // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
+    Vec wild = zero();
+    float wild_rest = 0.0f;
+    for (long j = 0; j < args.value_size; j += kPanel) {
+      const long columns = least(kPanel, args.value_size - j);
+      float* to = work.values + j * work.keys_up + s * kPanel;
+      if (columns == kPanel && args.value_stride[3] == 1) {
+        const Vec x = load(row + j), y = load(row + j + kLanes);
+        store(to, x);
+        store(to + kLanes, y);
+        wild = wild + ((x - x) + (y - y));
+      } else {
+        for (long c = 0; c < kPanel; ++c) {
+          const float x = c < columns ? row[(j + c) * args.value_stride[3]] : 0.0f;
+          to[c] = x;
+          wild_rest += x - x;
+        }
+      }
+    }
+    const float sum = reduce_add(wild) + wild_rest;
+    unsigned char& flag = work.wild[s / kKeyTile];
+    if (s % kKeyTile == 0) flag = 0;
+    flag |= !(sum == 0.0f);
+  }
+}
+
+}  // namespace
+
+long attention_scratch(const AttentionArgs& args) { return Workspace(args, nullptr).floats; }
+
+void attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
+                       float* scratch) {
+  const Workspace work(args, scratch);
+  const long queries = query_count(args, b);
+  long limit = key_count(args, b);
+  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  // The furthest key that a query of this range may see.
+  const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
+  const long last = all ? queries : (end - 1) % queries + 1;
+  const long packed = args.causal ? least(limit, last) : limit;
+  pack_keys(args, work, b, key_head, packed);
+  pack_values(args, work, b, key_head, packed);
+  const long group = args.heads / args.key_heads;
+  for (long item = begin; item < end;) {
+    const long first = item % queries;
+    const long left = least(queries - first, end - item);
+    const long blocks = (left + kQueryBlock - 1) / kQueryBlock;
+    const long rows = (left + blocks - 1) / blocks;
+    const long seen = args.causal ? least(limit, first + rows) : limit;
+    const long head = key_head * group + item / queries;
+    const Block block{args, work, Sight{args, b, head, first, rows, seen, work.bias}};
+    block.run();
+    item += rows;
+  }
+}
+
+}  // namespace tf::TF_ISA

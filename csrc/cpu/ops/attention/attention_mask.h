@@ -1,0 +1,156 @@
+// Which keys a block of queries sees: by causality, by length, by the mask's own content. For
+// kernel files only.
+#pragma once
+
+#include "cpu/gemm/gemm.h"
+#include "cpu/ops/attention/attention_shape.h"
+#include "cpu/simd/half.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Whether all of n mask bytes, `step` apart, are zero.
+inline bool all_zero(const char* place, long step, long n) {
+  long j = 0;
+  if (step == 1) {
+    uint64_t eight;
+    for (; j + 8 <= n; j += 8) {
+      std::memcpy(&eight, place + j, 8);
+      if (eight != 0) return false;
+    }
+  }
+  for (; j < n; ++j)
+    if (place[j * step] != 0) return false;
+  return true;
+}
+
+// Whether all of n values that a mask adds, `step` apart, are -inf.
+template <class T>
+bool all_hide(const T* value, long step, long n) {
+  long j = 0;
+  if (step == 1) {
+    for (; j + kLanes <= n; j += kLanes) {
+      const Vec x = load(value + j);
+      // NaN is not hidden; it compares false with everything, so ask for what is not -inf.
+      if (any(less(set1(-kInf), x)) || any(not_a_number(x))) return false;
+    }
+  }
+  for (; j < n; ++j)
+    if (load_one(value + j * step) != -kInf) return false;
+  return true;
+}
+
+// A row of such values as floats.
+template <class T>
+void widen_row(const T* from, long step, long n, float* to) {
+  long j = 0;
+  if (step == 1)
+    for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
+  for (; j < n; ++j) to[j] = load_one(from + j * step);
+}
+
+// The queries [first, first + rows) of one head.
+struct Sight {
+  const AttentionShape& shape;
+  long b, head, first, rows;
+  long limit;   // keys from here on are hidden from the whole block
+  float* bias;  // room for the mask of one row over a tile of keys
+
+  // Keys of the tile [start, start + count) that the row may see by causality and length.
+  long visible(long row, long start, long count) const {
+    long end = limit - start;
+    if (shape.causal) end = least(end, first + row + 1 - start);
+    return most(0, least(count, end));
+  }
+
+  const char* mask_at(long row, long s) const {
+    const long offset = b * shape.mask_stride[0] + head * shape.mask_stride[1] +
+                        (first + row) * shape.mask_stride[2] + s * shape.mask_stride[3];
+    return static_cast<const char*>(shape.mask) + offset * element_bytes(shape.mask_type);
+  }
+
+  bool row_hides(long row, long start, long count) const {
+    const char* place = mask_at(row, start);
+    const long step = shape.mask_stride[3], n = visible(row, start, count);
+    switch (shape.mask_type) {
+      case Element::boolean:
+        return all_zero(place, step, n);
+      case Element::float32:
+        return all_hide(reinterpret_cast<const float*>(place), step, n);
+      case Element::bfloat16:
+        return all_hide(reinterpret_cast<const BFloat16*>(place), step, n);
+      default:
+        return all_hide(reinterpret_cast<const Float16*>(place), step, n);
+    }
+  }
+
+  // Whether the mask hides the whole tile from the whole block.
+  bool mask_hides_tile(long start, long count) const {
+    if (shape.mask == nullptr) return false;
+    if (shape.mask_stride[2] == 0) return row_hides(rows - 1, start, count);
+    for (long i = 0; i < rows; ++i)
+      if (!row_hides(i, start, count)) return false;
+    return true;
+  }
+
+  // The mask of one row over [start, start + count) as floats to add, -inf hiding.
+  const float* mask_row(long row, long start, long count) const {
+    const char* place = mask_at(row, start);
+    const long step = shape.mask_stride[3];
+    switch (shape.mask_type) {
+      case Element::boolean: {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(place);
+        long j = 0;
+        if (step == 1)
+          for (; j + kLanes <= count && count - j >= 16; j += kLanes)
+            store(bias + j, select(bytes_nonzero(bytes + j), zero(), set1(-kInf)));
+        for (; j < count; ++j) bias[j] = bytes[j * step] != 0 ? 0.0f : -kInf;
+        return bias;
+      }
+      case Element::float32:
+        if (step == 1) return reinterpret_cast<const float*>(place);
+        widen_row(reinterpret_cast<const float*>(place), step, count, bias);
+        return bias;
+      case Element::bfloat16:
+        widen_row(reinterpret_cast<const BFloat16*>(place), step, count, bias);
+        return bias;
+      default:
+        widen_row(reinterpret_cast<const Float16*>(place), step, count, bias);
+        return bias;
+    }
+  }
+
+  // kLanes values of the mask, adjacent ones, from the j-th behind `place` on.
+  TF_INLINE Vec mask_vector(const char* place, long j) const {
+    switch (shape.mask_type) {
+      case Element::boolean:
+        return select(bytes_nonzero(reinterpret_cast<const uint8_t*>(place) + j), zero(),
+                      set1(-kInf));
+      case Element::float32:
+        return load(reinterpret_cast<const float*>(place) + j);
+      case Element::bfloat16:
+        return load(reinterpret_cast<const BFloat16*>(place) + j);
+      default:
+        return load(reinterpret_cast<const Float16*>(place) + j);
+    }
+  }
+
+  // scores * scale + mask for the first `seen` of a row, -inf where hidden.
+  void add_mask(float* scores, const float* mask, long seen) const {
+    const Vec scale = set1(shape.scale);
+    long j = 0;
+    for (; j + kLanes <= seen; j += kLanes) {
+      const Vec m = load(mask + j);
+      store(scores + j, select(equal(m, set1(-kInf)), m, fma(load(scores + j), scale, m)));
+    }
+    for (; j < seen; ++j) scores[j] = mask[j] == -kInf ? -kInf : scores[j] * shape.scale + mask[j];
+  }
+};
+
+// Where a batch element's rows of a head begin.
+TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
+  return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,431 @@
+// Attention on the products of engine.h, panel by panel of keys: one pass over the scores.
+// The online softmax of attention_kernel.cpp refers probabilities to the largest score so far, and
+// corrects what it has when a larger one comes. Here they refer to the largest of the first panel
+// for good: exponents reach far, and where they do not, which shows in the result, the block is
+// done again from the true maximum. While the matrix unit works out one panel of scores, the vector
+// unit softens the panel before.
+#pragma once
+
+#include "cpu/ops/attention/attention_next_keys.h"
+#include "cpu/ops/attention/attention_scores.h"
+#include "cpu/ops/attention/attention_workspace.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Scores below this are not referred to: as a rule they stand for a hidden place.
+constexpr float kLow = -1e30f;
+// References beyond this have no room for the logarithm of a sum beside them.
+constexpr float kFar = 256.0f;
+// Probabilities that sum up to more are too far from their reference. In fp32 the rounding errors
+// of their exponents grow with the distance, and a total that the backward divides dO by must leave
+// it a normal number. Else there has to be room for the reciprocal, which is flushed to 0 from
+// 2^126 on, where the total itself is still finite.
+constexpr float kMostTotal = 1e6f, kMostHalfTotal = 0x1p96f;
+
+// One block of queries of one head against the packed keys.
+template <class T>
+class Block : Scores {
+ public:
+  Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head,
+        NextKeys<T>& next)
+      : Scores(call, seen, place.scores),
+        args(call),
+        work(place),
+        key_head_(key_head),
+        next_(next) {}
+
+  void run() {
+    begin();
+    if (!pass()) {
+      find_maxima();
+      clear();
+      pass();
+    }
+    if (args.weights != nullptr) write_weights();
+  }
+
+ private:
+  using P = Product<T>;
+  static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
+
+  // Where the probabilities of a panel are.
+  static long column(const Panel& panel) { return panel.start % kWidth; }
+
+  struct Group {
+    Panel panel[kGroup];
+    long count = 0;
+  };
+
+  // The reference of a row, if this panel shows it one.
+  void refer(long i, const Vec (&x)[2]) {
+    const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+    if (highest > kLow) {
+      work.minus[i] = -highest;
+      work.known[i] = true;
+      --unknown_;
+    } else if (highest != -kInf) {
+      low_ = true;
+    }
+  }
+
+  TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+    // Of rounded probabilities, so that O is a weighted mean of the values: a key that has all of a
+    // row gives its own.
+    float* total = work.total + i * kLanes;
+    store(total, P::add(load(total), e[0], e[1]));
+    if (P::kRounds && work.exact != work.total) {
+      float* exact = work.exact + i * kLanes;
+      store(exact, load(exact) + (e[0] + e[1]));
+    }
+    if (args.dropout.on) drop_row(panel, i, e);
+    // Infinite ones are found by their sums.
+    auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
+    if constexpr (P::kSplit) {
+      P::put_finite(chunk, e[0], e[1]);
+    } else {
+      P::put(chunk, e[0], e[1]);
+    }
+  }
+
+  // What is kept is not multiplied yet: see kept_factor().
+  TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
+    const KeepBits bits =
+        panel_bits(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i]);
+    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = where_set(bits >> u * kLanes, e[u]);
+  }
+  float kept_factor() const { return args.dropout.on ? args.dropout.scale : 1.0f; }
+
+  template <class Meanwhile>
+  void score(const Panel& panel, const Meanwhile& meanwhile) const {
+    P::multiply_to(work.query, args.size, rows, args.size,
+                   work.keys + panel.start / kPanel * work.key_panel, false, scores[panel.slot],
+                   kPanel, meanwhile);
+    if constexpr (P::kSplit)
+      if (exact_) score_plain(panel);
+  }
+
+  // Rows whose queries or keys are infinite, or nearly.
+  void score_plain(const Panel& panel) const {
+    for (long i = 0; i < rows; ++i) {
+      if (!work.broken[i]) continue;
+      const auto query = [&](long d) {
+        return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
+      };
+      Vec low, high;
+      P::plain_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
+      float* s = scores[panel.slot] + i * kPanel;
+      store(s, low);
+      store(s + kLanes, high);
+    }
+  }
+
+  // Scores relative to the row's reference, as exponents of 2. Results must not depend on which
+  // rows make up a block, so this is the same arithmetic as where a panel is plain. It multiplies
+  // in a different order than see(), so scores of some 1e9 miss their own reference by more than
+  // floats can hold; rows that are done again get 0 for their largest score, and so do all where a
+  // backward is to work them out again.
+  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
+    const Vec minus = set1(work.minus[i]);
+    if (args.mask != nullptr || for_backward() || work.plain[i]) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exponent(x[u], minus);
+      return;
+    }
+    const float* s = scores[panel.slot] + i * kPanel;
+    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
+    hide(panel, i, x);
+  }
+
+  // In pieces, the backward takes the same steps from scores to probabilities.
+  bool for_backward() const { return P::kSplit && args.shift != nullptr; }
+
+  // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined:
+  // the tile loop would have it in many places.
+  [[gnu::noinline]] void soften(long until) {
+    const long from = softened_;
+    if (until <= from) return;
+    softened_ = until;
+    const float* s = work.scores[waiting_.slot] + from * kPanel;
+    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr && !exact_ && !for_backward()) {
+      const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+      for (long i = from; i < until; ++i, s += kPanel) {
+        const Vec minus = set1(work.minus[i]) * base;
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
+            power_of_two(fma(load(s + u * kLanes), factor, minus), T{});
+        put(waiting_, i, e);
+      }
+      return;
+    }
+    if (waiting_.plain && unknown_ == 0) {
+      for (long i = from; i < until; ++i, s += kPanel) {
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = scaled(s + u * kLanes);
+        exponents(waiting_, i, e);
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = power_of_two(e[u], T{});
+        put(waiting_, i, e);
+      }
+      return;
+    }
+    const float* shared = shared_mask(waiting_);
+    for (long i = from; i < until; ++i) {
+      Vec x[2];
+      see(waiting_, i, shared, x);
+      if (!work.known[i]) refer(i, x);
+      exponents(waiting_, i, x);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
+      put(waiting_, i, x);
+    }
+  }
+
+  // Calls f(row, key, probability) for the keys of a panel that a row may see.
+  template <class F>
+  void each_seen(const Panel& panel, const F& f) const {
+    for (long i = 0; i < rows; ++i) {
+      const long seen = sight.visible(i, panel.start, panel.count);
+      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, panel.start, seen);
+      const auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
+      for (long s = 0; s < seen; ++s)
+        if (mask == nullptr || mask[s] != -kInf) f(i, panel.start + s, P::value(chunk, s));
+    }
+  }
+
+  // Probabilities times values where the values hold NaN or inf: hidden ones are left out. In
+  // pieces, only what was packed as 0 is missing.
+  void mix_wild(const Panel& panel) const {
+    const T* value = static_cast<const T*>(args.value) +
+                     head_offset(args.key_starts, args.value_stride, sight.b, key_head_);
+    each_seen(panel, [&](long i, long key, float p) {
+      float* sums = work.sums + i * work.sum_stride;
+      for (long j = 0; j < args.value_size; ++j) {
+        if constexpr (P::kSplit) {
+          const float v = value[key * args.value_stride[2] + j];
+          if (P::is_lost(v)) sums[j] = fma(p, v, sums[j]);
+        } else {
+          const float v = P::element(work.values + j / kPanel * work.value_panel, key, j % kPanel);
+          sums[j] = fma(p, v, sums[j]);
+        }
+      }
+    });
+  }
+
+  // Multiplies the probabilities of adjacent panels into the sums.
+  void mix_adjacent(const Panel& first, const Panel& last) const {
+    const long keys = last.start + last.count - first.start;
+    for (long j = 0; j < args.value_size; j += kPanel)
+      P::multiply_to(P::chunk(work.weights, kWidth, 0, column(first)), kWidth, rows, keys,
+                     work.values + j / kPanel * work.value_panel + P::panel_size(first.start), true,
+                     work.sums + j, work.sum_stride, [] {});
+  }
+
+  bool is_wild(const Panel& panel) const { return work.wild[panel.start / kPanel]; }
+
+  void mix(const Group& group) const {
+    const Panel* end = group.panel + group.count;
+    if (P::kSplit) {
+      if (group.count > 0) mix_adjacent(group.panel[0], end[-1]);
+      for (const Panel* panel = group.panel; panel < end; ++panel)
+        if (is_wild(*panel)) mix_wild(*panel);
+      return;
+    }
+    for (const Panel *from = group.panel, *to; from < end; from = to) {
+      to = from + 1;
+      if (is_wild(*from)) {
+        mix_wild(*from);
+        continue;
+      }
+      while (to < end && to->start == to[-1].start + kPanel && !is_wild(*to)) ++to;
+      mix_adjacent(*from, to[-1]);
+    }
+  }
+
+  // In pieces, the sums over a group are added up apart, so panels of it that no row sees take
+  // part, lest sums depend on which rows make up a block.
+  void add_to(Group& group, const Panel& panel) const {
+    if (P::kSplit && group.count > 0)
+      for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
+           start += kPanel)
+        for (long i = 0; i < rows; ++i)
+          P::put(P::chunk(work.weights, kWidth, i, start % kWidth), zero(), zero());
+    group.panel[group.count++] = panel;
+  }
+
+  void clear() {
+    for (long i = 0; i < round_up(rows, 16); ++i) {
+      for (long j = 0; j < args.value_size; j += kLanes)
+        store(work.sums + i * work.sum_stride + j, zero());
+      store(work.total + i * kLanes, zero());
+      store(work.exact + i * kLanes, zero());
+    }
+  }
+
+  void begin() {
+    const T* query = static_cast<const T*>(args.query) +
+                     head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
+                     sight.first * args.query_stride[2];
+    P::fill(query, args.query_stride[2], rows, args.size, work.query);
+    clear();
+    for (long i = 0; i < rows; ++i) {
+      work.minus[i] = 0.0f;
+      work.known[i] = work.plain[i] = work.broken[i] = false;
+    }
+    unknown_ = rows;
+  }
+
+  // Calls f(row, scores) with all scores of the rows that have no reference.
+  template <class F>
+  void each_unknown(const F& f) const {
+    for (Panel panel = panel_from(0, 0); panel.count > 0;
+         panel = panel_from(panel.start + kPanel, 0)) {
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        if (work.known[i]) continue;
+        Vec x[2];
+        see(panel, i, shared, x);
+        f(i, x);
+      }
+    }
+  }
+
+  // The true maximum as the reference of every row that has none that does.
+  void find_maxima() {
+    for (long i = 0; i < rows; ++i) {
+      work.plain[i] = !work.known[i];
+      work.broken[i] = work.plain[i] && !for_backward();
+      if (!work.known[i]) work.minus[i] = kInf;
+    }
+    // The backward's scores are those in pieces, so as many rows as can stay with them.
+    if (for_backward())
+      each_unknown([&](long i, const Vec(&x)[2]) {
+        TF_UNROLL for (int u = 0; u < 2; ++u) work.broken[i] |=
+            any(not_a_number(x[u])) || any(equal(x[u], set1(kInf)));
+      });
+    exact_ = true;
+    each_unknown([&](long i, const Vec(&x)[2]) {
+      const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+      if (-highest < work.minus[i]) work.minus[i] = -highest;
+    });
+    for (long i = 0; i < rows; ++i) {
+      if (work.minus[i] == kInf) work.minus[i] = 0.0f;
+      work.known[i] = true;
+    }
+    unknown_ = 0;
+  }
+
+  // The whole block; false if its references did not do.
+  bool pass() {
+    const long steps = P::steps(rows, args.size);
+    const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
+    Group group;  // the waiting panel included
+    waiting_.count = 0;
+    softened_ = rows;
+    for (Panel panel = panel_from(0, 0); panel.count > 0;) {
+      next_.some();
+      score(panel,
+            [&]() __attribute__((always_inline)) { soften(least(rows, softened_ + share)); });
+      soften(rows);
+      if (group.count > 0 && panel.start / kWidth != group.panel[0].start / kWidth) {
+        mix(group);
+        group.count = 0;
+      }
+      add_to(group, panel);
+      panel.draws = waiting_.count == 0 || panel.start / kDraw != waiting_.start / kDraw;
+      waiting_ = panel;
+      softened_ = 0;
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot);
+    }
+    soften(rows);
+    mix(group);
+    return finish();
+  }
+
+  bool finish() {
+    T* output = static_cast<T*>(args.output) +
+                head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
+                sight.first * args.output_stride[2];
+    bool did = true;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.total + i * kLanes));
+      const float* o = work.sums + i * work.sum_stride;
+      Vec odd = set1(total - total);  // NaN once any result is not finite
+      // What was never added to is 0 already.
+      const Vec by = set1(total == 0.0f ? 1.0f : kept_factor() / total);
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load(o + j);
+        odd = odd + (x - x);
+        store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
+      }
+      // A row that saw but scores too low to refer to, and one whose reference was too far off or
+      // that missed it: what it refers to is 1 of the total.
+      const bool divides = P::kSplit || work.minus[i] > kFar || work.minus[i] < -kFar;
+      const bool far = any(not_a_number(odd)) || total > (divides ? kMostTotal : kMostHalfTotal) ||
+                       (work.known[i] && total < 0.5f);
+      if (!exact_ && (far || (!work.known[i] && low_))) {
+        work.known[i] = did = false;
+        continue;
+      }
+      if (args.shift == nullptr) continue;
+      const float exact = reduce_add(load(work.exact + i * kLanes));
+      if (total == 0.0f) {
+        args.shift[row_of(i)] = -kInf;
+        args.norm[row_of(i)] = 0.0f;
+      } else if (divides) {
+        // Exact; the logarithm leaves the backward of half types a factor less.
+        args.shift[row_of(i)] = -work.minus[i];
+        args.norm[row_of(i)] = 1.0f / exact;
+      } else {
+        args.shift[row_of(i)] = __builtin_logf(exact) - work.minus[i];
+        args.norm[row_of(i)] = 1.0f;
+      }
+    }
+    return did;
+  }
+
+  // The probabilities, once sums and references are known.
+  void write_weights() {
+    unknown_ = 0;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.exact + i * kLanes));
+      work.exact[i * kLanes] = total == 0.0f ? 0.0f : kept_factor() / total;
+    }
+    T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
+    for (long start = 0; start < args.keys; start += kPanel) {
+      const Panel panel = start < sight.limit ? panel_from(start, 0) : Panel{};
+      const long count = least(kPanel, args.keys - start);
+      if (panel.count == 0 || panel.start != start) {
+        for (long i = 0; i < rows; ++i)
+          for (long j = 0; j < count; j += kLanes)
+            store_some(first + i * args.keys + start + j, zero(), count - j);
+        continue;
+      }
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        Vec x[2];
+        see(panel, i, shared, x);
+        exponents(panel, i, x);
+        const Vec by = set1(work.exact[i * kLanes]);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
+        if (args.dropout.on) drop_row(panel, i, x);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = x[u] * by;
+        TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
+            store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
+      }
+    }
+  }
+
+  const TypedAttentionArgs& args;
+  const Workspace<T>& work;
+  const long key_head_;
+  NextKeys<T>& next_;
+  bool exact_ = false;  // references are the true maxima
+  Panel waiting_{};     // scored, not yet softened
+  long softened_ = 0;   // rows of it that are
+  long unknown_ = 0;    // rows without a reference
+  bool low_ = false;    // a row saw scores too low to refer to
+};
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,181 @@
+// Feed-forward network ("Attention Is All You Need", section 3.3) for fp32 in pieces over a block
+// of rows: a slice of the hidden units is computed, activated, split and multiplied into the result
+// while it is in the second-level cache. A training step and its backward take the same way.
+#include "cpu/ops/feed_forward/feed_forward_split_kernel.h"
+
+#include "cpu/gemm/epilogue.h"
+#include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/simd/activation_slope.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+using P = Product<float>;
+using Operand = P::Operand;
+
+// Hidden units at a time: as many as a product sums up at a time, so that sums do not depend on
+// whether this kernel or two linear maps work them out.
+constexpr long kSlice = P::kChain;
+constexpr long kPad = 16;  // keeps the rows of y out of each other's cache sets
+
+struct Workspace {
+  Operand *x, *hidden;
+  float *y, *sums, *units;
+  KeepBits* keep;  // per row: which of two panels of hidden units dropout keeps
+  long y_stride, bytes = 0;
+
+  Workspace(const FeedForwardArgs& args, long rows, void* scratch)
+      : y_stride(round_up(args.n, kPanel) + kPad) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    take(x, P::block_size(rows, args.k));
+    take(hidden, P::block_size(rows, kSlice));
+    take(y, round_up(rows, 16) * y_stride);
+    take(sums, P::buffer_size(rows));
+    take(units, round_up(args.f, kPanel));
+    take(keep, rows);
+  }
+};
+
+// kPanel hidden units of a row, from `unit` on, between the two products: what meets W2 from
+// x W1^T, and what is kept on the way.
+template <bool kTrains>
+TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long row, long unit,
+                      KeepBits& keep, Vec& low, Vec& high) {
+  if constexpr (!kTrains) return ends.finish(low, high);
+  const long place = row * args.f + unit, count = least(kPanel, args.f - unit);
+  const auto write = [&](float* at) __attribute__((always_inline)) {
+    // Where the next panel will write: stores a row apart are nothing that hardware foresees.
+    _mm_prefetch(reinterpret_cast<const char*>(at + place + kPanel), _MM_HINT_T1);
+    store_some(at + place, low, count);
+    if (count > kLanes) store_some(at + place + kLanes, high, count - kLanes);
+  };
+  ends.start(low, high);
+  if (args.preactivation != nullptr) write(args.preactivation);
+  Vec factors[2];
+  if (args.dropout.on)
+    panel_factors(args.dropout, args.row + row, unit, unit % kDraw == 0, keep, factors[0],
+                  factors[1]);
+  const auto dropped = [&](Vec x, int u) __attribute__((always_inline)) {
+    return args.dropout.on ? drop(x, factors[u]) : x;
+  };
+  if (args.slope_at == nullptr) {
+    low = dropped(activate(low, args.activation), 0);
+    high = dropped(activate(high, args.activation), 1);
+  } else {
+    const float* at = args.slope_at + place;
+    _mm_prefetch(reinterpret_cast<const char*>(at + kPanel), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(at + kPanel + kLanes), _MM_HINT_T1);
+    Vec h[2] = {load_some(at, count),
+                count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
+    low = through_activation(dropped(low, 0), h[0], args.activation);
+    high = through_activation(dropped(high, 1), h[1], args.activation);
+    if (args.panels != nullptr) {
+      float* to = args.panels + weight_gradient_place(args.m, row, unit);
+      store(to, dropped(h[0], 0));
+      store(to + kLanes, dropped(h[1], 1));
+    }
+  }
+  if (args.hidden != nullptr) write(args.hidden);
+}
+
+// A row of the result by fp32 FMA, for numbers that have no pieces.
+template <bool kTrains>
+void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long row,
+           float* units, KeepBits& keep, float* y) {
+  const float* x = args.x + row * args.x_stride;
+  Vec low, high;
+  for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
+    P::plain_row([&](long p) { return x[p]; }, args.k, w1, low, high);
+    middle<kTrains>(args, Ends<float>(args.bias1, j, args.f, args.activation), row, j, keep, low,
+                    high);
+    store(units + j, low);
+    store(units + j + kLanes, high);
+  }
+  for (long j = 0; j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
+    P::plain_row([&](long p) { return units[p]; }, args.f, w2, low, high);
+    store(y + j, low);
+    store(y + j + kLanes, high);
+  }
+}
+
+template <bool kTrains>
+void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long begin, long end,
+           void* scratch) {
+  const long rows = end - begin;
+  const Workspace work(args, rows, scratch);
+  const float* x = args.x + begin * args.x_stride;
+  P::enter();
+  P::fill(x, args.x_stride, rows, args.k, work.x);
+  // Once even without hidden units: the product then clears y.
+  for (long f = 0; f == 0 || f < args.f; f += kSlice) {
+    const long units = least(kSlice, args.f - f);
+    const Operand* w2_slice = w2 + P::panel_size(f);
+    for (long j = 0; j < units; j += kPanel) {
+      const Ends<float> ends(args.bias1, f + j, args.f, args.activation);
+      const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
+      const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
+      P::multiply(work.x, rows, args.k, panel, next, work.sums,
+                  [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                    // What is kept has to be right; else the result tells in the end.
+                    if (kTrains && P::is_odd(low, high))
+                      P::plain_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
+                                   low, high);
+                    middle<kTrains>(args, ends, begin + i, f + j, work.keep[i], low, high);
+                    // In the very pieces that a linear map splits its rows into.
+                    P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
+                  });
+    }
+    if (args.y == nullptr) continue;
+    const long bytes = P::panel_size(units) * static_cast<long>(sizeof(Operand));
+    for (long j = 0; j < args.n; j += kPanel, w2_slice += P::panel_size(args.f)) {
+      FetchAhead fetch(w2_slice + P::panel_size(args.f), bytes, P::steps(rows, units));
+      P::multiply_to(work.hidden, kSlice, rows, units, w2_slice, f > 0, work.y + j, work.y_stride,
+                     [&]() __attribute__((always_inline)) { fetch(); });
+    }
+  }
+  P::leave();
+  for (long i = 0; i < rows && args.y != nullptr; ++i) {
+    float* sums = work.y + i * work.y_stride;
+    for (long j = 0; j < args.n; j += kPanel) {
+      if (!P::is_odd(load(sums + j), load(sums + j + kLanes))) continue;
+      plain<kTrains>(args, w1, w2, begin + i, work.units, work.keep[i], sums);
+      break;
+    }
+    const float* residual = args.residual;
+    if (residual != nullptr) residual += (begin + i) * args.residual_stride;
+    float* y = args.y + (begin + i) * args.n;
+    for (long j = 0; j < args.n; j += kPanel) {
+      const Ends<float> ends(args.bias2, j, args.n, kIdentity);
+      Vec low = load(sums + j), high = load(sums + j + kLanes);
+      ends.finish(low, high);
+      if (residual != nullptr) ends.add(residual + j, low, high);
+      ends.write(y + j, low, high);
+    }
+  }
+}
+
+}  // namespace
+
+long split_feed_forward_row_block(const FeedForwardArgs& args) {
+  // y passes by once in a slice, as the weights do, so it needs no room.
+  constexpr long kBudget = 1600 * 1024, kUnit = P::kPair;
+  return most(kUnit, least(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
+}
+
+long split_feed_forward_scratch(const FeedForwardArgs& args, long rows) {
+  return Workspace(args, rows, nullptr).bytes;
+}
+
+void split_feed_forward_rows(const FeedForwardArgs& args, const void* packed1, const void* packed2,
+                             long begin, long end, void* scratch) {
+  (trains(args) ? block<true> : block<false>)(args, static_cast<const Operand*>(packed1),
+                                              static_cast<const Operand*>(packed2), begin, end,
+                                              scratch);
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,158 @@
+// Gradients of linear maps of few rows: tiles of sums in registers, operands from where they lie.
+#include "cpu/ops/linear/linear_backward_few_kernel.h"
+
+#include "cpu/gemm/gemm.h"
+#include "cpu/simd/activation_slope.h"
+#include "cpu/simd/half.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kVecs = 4;  // 24 sums of 32 registers
+#else
+constexpr int kRows = 4, kVecs = 2;  // 8 of 16
+#endif
+constexpr long kColumns = kVecs * kLanes;
+
+// kVecs vectors of a row, of which `left` values are there.
+template <bool kWhole>
+TF_INLINE void read(const float* from, long left, Vec (&to)[kVecs]) {
+  TF_UNROLL for (int v = 0; v < kVecs; ++v) {
+    if constexpr (kWhole) {
+      to[v] = load(from + v * kLanes);
+    } else {
+      to[v] = left > v * kLanes ? load_some(from + v * kLanes, left - v * kLanes) : zero();
+    }
+  }
+}
+
+// Where the operands of a tile of sums are: sums[i] (kCount rows of kColumns, of which `left` are
+// there) = sum over p < depth of left[i * left_row + p * left_step] times right's row p.
+struct Tile {
+  const float *left, *right;
+  float* sums;
+  long left_row, left_step, right_stride, sums_stride, depth, columns;
+  bool onto, ahead;  // add to what is there; fetch right's rows before they are read
+};
+
+template <int kCount, bool kWhole>
+void tile(const Tile& t) {
+  Vec sum[kCount][kVecs];
+  TF_UNROLL for (int i = 0; i < kCount; ++i) TF_UNROLL for (int v = 0; v < kVecs; ++v) sum[i][v] =
+      zero();
+  const float *left = t.left, *right = t.right;
+  const long left_row = t.left_row, left_step = t.left_step, right_stride = t.right_stride;
+  // Rows are far from each other: the processor does not foresee them.
+  const long ahead = t.ahead ? 12 * right_stride : 0;
+  for (long p = 0; p < t.depth; ++p, left += left_step, right += right_stride) {
+    Vec b[kVecs];
+    TF_UNROLL for (int v = 0; v < kVecs; ++v)
+        _mm_prefetch(reinterpret_cast<const char*>(right + ahead + v * kLanes), _MM_HINT_T0);
+    read<kWhole>(right, t.columns, b);
+    TF_UNROLL for (int i = 0; i < kCount; ++i) {
+      const Vec a = set1(left[i * left_row]);
+      TF_UNROLL for (int v = 0; v < kVecs; ++v) sum[i][v] = fma(a, b[v], sum[i][v]);
+    }
+  }
+  TF_UNROLL for (int i = 0; i < kCount; ++i) {
+    float* to = t.sums + i * t.sums_stride;
+    if (t.onto) {
+      Vec before[kVecs];
+      read<kWhole>(to, t.columns, before);
+      TF_UNROLL for (int v = 0; v < kVecs; ++v) sum[i][v] = sum[i][v] + before[v];
+    }
+    TF_UNROLL for (int v = 0; v < kVecs; ++v) {
+      if constexpr (kWhole) {
+        store(to + v * kLanes, sum[i][v]);
+      } else if (t.columns > v * kLanes) {
+        store_some(to + v * kLanes, sum[i][v], t.columns - v * kLanes);
+      }
+    }
+  }
+}
+
+template <bool kWhole>
+void tile_of(long rows, const Tile& t) {
+  switch (rows) {
+    case 1:
+      return tile<1, kWhole>(t);
+    case 2:
+      return tile<2, kWhole>(t);
+    case 3:
+      return tile<3, kWhole>(t);
+#if defined(__AVX512F__)
+    case 4:
+      return tile<4, kWhole>(t);
+    case 5:
+      return tile<5, kWhole>(t);
+#endif
+    default:
+      return tile<kRows, kWhole>(t);
+  }
+}
+
+// All rows of a strip of columns.
+void strip(long rows, Tile t) {
+  for (long row = 0; row < rows; row += kRows) {
+    const long count = least(kRows, rows - row);
+    (t.columns >= kColumns ? tile_of<true> : tile_of<false>)(count, t);
+    t.left += count * t.left_row;
+    t.sums += count * t.sums_stride;
+    t.ahead = false;  // now they are in cache
+  }
+}
+
+}  // namespace
+
+long few_columns() { return kColumns; }
+
+void few_input_gradient(const FewInputArgs& args, long begin, long end) {
+  for (long column = begin; column < end; column += kColumns)
+    for (long n = 0; n < args.n; n += kChain)  // a chunk of W stays in cache for all rows
+      strip(args.m, {.left = args.grad + n,
+                     .right = args.weight + n * args.weight_stride + column,
+                     .sums = args.grad_input + column,
+                     .left_row = args.grad_stride,
+                     .left_step = 1,
+                     .right_stride = args.weight_stride,
+                     .sums_stride = args.k,
+                     .depth = least(kChain, args.n - n),
+                     .columns = end - column,
+                     .onto = n > 0,
+                     .ahead = true});
+}
+
+void few_weight_gradient(const WeightGradientArgs& args, long begin, long end) {
+  for (long row = begin; row < end; row += kRows)
+    for (long column = 0; column < args.k; column += kColumns)
+      strip(least(kRows, end - row), {.left = args.grad + row,
+                                      .right = args.x + column,
+                                      .sums = args.grad_weight + row * args.k + column,
+                                      .left_row = 1,
+                                      .left_step = args.grad_stride,
+                                      .right_stride = args.x_stride,
+                                      .sums_stride = args.k,
+                                      .depth = args.m,
+                                      .columns = args.k - column,
+                                      .onto = false,
+                                      .ahead = false});
+}
+
+void few_middle(const FewMiddleArgs& args, long begin, long end, float* scratch) {
+  for (long row = begin; row < end; ++row) {
+    if (args.dropout.on)
+      dropout_factors(args.dropout, static_cast<uint64_t>(row), 0, args.f, scratch);
+    for (long j = 0; j < args.f; j += kLanes) {
+      const long place = row * args.f + j, left = args.f - j;
+      const auto dropped = [&](Vec x) { return args.dropout.on ? drop(x, load(scratch + j)) : x; };
+      Vec h = load_some(args.z + place, left);
+      const Vec grad = dropped(load_some(args.grad + place, left));
+      store_some(args.grad + place, through_activation(grad, h, args.activation), left);
+      if (args.hidden != nullptr) store_some(args.hidden + place, dropped(h), left);
+    }
+  }
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,76 @@
+// Weight gradients of fp32 in pieces: X is split once, dY as its rows are turned.
+#include "cpu/ops/linear/linear_backward_split_kernel.h"
+
+#include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/gemm/weight_gradient_product.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+using P = Product<float>;
+using Operand = P::Operand;
+using Block = WeightGradientBlock<float>;
+
+// X from a row and a column (a multiple of kPanel) on.
+const float* x_at(const WeightGradientArgs& args, long row, long column) {
+  return reads_x(args) ? args.x + row * args.x_stride + column
+                       : args.panels + weight_gradient_place(args.m, row, column);
+}
+long x_stride(const WeightGradientArgs& args) { return reads_x(args) ? args.x_stride : kPanel; }
+
+// kPanel columns, from `column` on, of a row of the result by fp32 FMA, for numbers that have no
+// pieces.
+void plain(const WeightGradientArgs& args, long row, long column, long width, float* sums) {
+  const float* x = x_at(args, 0, column);
+  const long stride = x_stride(args);
+  copy_row(args.grad_weight + row * args.k + column, args.accumulate ? width : 0, sums, kPanel);
+  for (long p = 0; p < args.m; ++p) {
+    const float grad = args.grad[p * args.grad_stride + row];
+    for (long c = 0; c < width; ++c) sums[c] += grad * x[p * stride + c];
+  }
+}
+
+}  // namespace
+
+long split_weight_gradient_x_bytes(long m, long k) {
+  return round_up(k, kPanel) / kPanel * P::panel_size(m) * static_cast<long>(sizeof(Operand));
+}
+
+void split_weight_gradient_x(const WeightGradientArgs& args, void* pieces, long begin, long end) {
+  for (long block = begin; block < end; ++block) {
+    const long p = block * kPairDepth, depth = least(kPairDepth, args.m - p);
+    for (long pair = 0; pair < kPairDepth / 2; ++pair) {
+      auto* to = static_cast<Operand*>(pieces) + P::panel_size(p);
+      for (long j = 0; j < args.k; j += kPanel, to += P::panel_size(args.m))
+        split_pair(x_at(args, p, j), x_stride(args), least(kPanel, args.k - j), depth, pair, to);
+    }
+  }
+}
+
+long split_weight_gradient_rows() { return Block::kRows; }
+long split_weight_gradient_columns() { return Block::kColumns; }
+long split_weight_gradient_scratch() { return Block::scratch_bytes(); }
+
+void split_weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
+                           long column_begin, long column_end, void* scratch) {
+  const long rows = row_end - row_begin, columns = column_end - column_begin;
+  const Block block(args.grad, args.grad_stride, args.m, args.pieces, row_begin, rows, column_begin,
+                    columns, scratch);
+  const auto row = [&](long i) {
+    return args.grad_weight + (row_begin + i) * args.k + column_begin;
+  };
+  if (args.accumulate)
+    for (long i = 0; i < rows; ++i)
+      copy_row(row(i), columns, block.sums(i), round_up(columns, kPanel));
+  block.multiply(args.accumulate);
+  for (long i = 0; i < rows; ++i) {
+    for (long j = 0; j < columns; j += kPanel) {
+      float* sums = block.sums(i) + j;
+      if (P::is_odd(load(sums), load(sums + kLanes)))
+        plain(args, row_begin + i, column_begin + j, least(kPanel, columns - j), sums);
+    }
+    copy_row(block.sums(i), columns, row(i), columns);
+  }
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,225 @@
+// Linear map with epilogue for half types.
+#include "cpu/ops/linear/linear_half_kernel.h"
+
+#include "cpu/ops/linear/linear_product.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// How elements are multiplied where they lie: kDepth of a row at once, added up in the lanes.
+template <class T>
+struct InPlace {
+  using Operand = Vec;
+  static constexpr long kDepth = kLanes;
+  TF_INLINE static Operand read(const T* from) { return load(from); }
+  TF_INLINE static Operand read_n(const T* from, long n) { return load_n(from, n); }
+  TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) { return fma(a, b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// vdpbf16ps takes pairs of adjacent k, and these lie side by side.
+template <>
+struct InPlace<BFloat16> {
+  using Operand = __m512bh;
+  static constexpr long kDepth = 2 * kLanes;
+  TF_INLINE static Operand read(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  TF_INLINE static Operand read_n(const BFloat16* from, long n) {
+    return (__m512bh)load_values(from, n);
+  }
+  TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) {
+    return _mm512_dpbf16_ps(sum, a, b);
+  }
+};
+#endif
+
+// to[j] = the sum of x[j]'s lanes.
+template <int kCount>
+TF_INLINE void store_sums(const Vec* x, float* to) {
+#if defined(__AVX512F__)
+  if constexpr (kCount % 4 == 0) {
+    // Transposed, four at a time: half the instructions.
+    TF_UNROLL for (int j = 0; j < kCount; j += 4) {
+      const auto pair_sums = [](Vec a, Vec b) {
+        return _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+      };
+      const __m512d a = pair_sums(x[j], x[j + 1]), b = pair_sums(x[j + 2], x[j + 3]);
+      const Vec four =
+          _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+      const __m256 two = _mm512_castps512_ps256(four) + _mm512_extractf32x8_ps(four, 1);
+      _mm_storeu_ps(to + j, _mm256_castps256_ps128(two) + _mm256_extractf128_ps(two, 1));
+    }
+    return;
+  }
+#endif
+  TF_UNROLL for (int j = 0; j < kCount; ++j) to[j] = reduce_add(x[j]);
+}
+
+// Rows of x that are multiplied at once.
+constexpr long kDirectRows = 4;
+
+// kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
+template <class T, int kRows, int kColumns>
+void dot_products(const TypedLinearArgs& args, const T* x, const T* w, float* sums) {
+  using P = InPlace<T>;
+  const long stride = args.weight_stride;
+  Vec sum[kRows][kColumns];
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
+      zero();
+  const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
+    typename P::Operand b[kColumns];
+    TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * stride + p);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      const auto a = read(x + i * args.x_stride + p);
+      TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = P::add_products(sum[i][j], a, b[j]);
+    }
+  };
+  long p = 0;
+  for (; p + P::kDepth <= args.k; p += P::kDepth) {
+    // These rows are read in turn; those after them come next.
+    TF_UNROLL for (int j = 0; j < kColumns; ++j)
+        _mm_prefetch(reinterpret_cast<const char*>(w + (j + kColumns) * stride + p), _MM_HINT_T1);
+    step(p, [](const T* from) { return P::read(from); });
+  }
+  if (p < args.k) step(p, [&](const T* from) { return P::read_n(from, args.k - p); });
+  TF_UNROLL for (int i = 0; i < kRows; ++i) store_sums<kColumns>(sum[i], sums + i * kPanel);
+}
+
+// All rows of x times kColumns rows of W.
+template <class T, int kColumns>
+void direct_columns(const TypedLinearArgs& args, const T* w, float* sums) {
+  constexpr decltype(&dot_products<T, 1, kColumns>) kByRows[kDirectRows] = {
+      dot_products<T, 1, kColumns>, dot_products<T, 2, kColumns>, dot_products<T, 3, kColumns>,
+      dot_products<T, 4, kColumns>};
+  const auto* x = static_cast<const T*>(args.x);
+  for (long i = 0; i < args.m; i += kDirectRows)
+    kByRows[least(args.m - i, kDirectRows) - 1](args, x + i * args.x_stride, w, sums + i * kPanel);
+}
+
+template <class T, int kColumns>
+void direct(const TypedLinearArgs& args, long begin, long end) {
+  const RowEnds<T> row_ends(args, 0);
+  const long stride = args.weight_stride;
+  float sums[kMostDirectRows * kPanel] = {};
+  for (long p = begin; p < end; ++p) {
+    const long columns = least(kPanel, args.n - p * kPanel);
+    const auto* w = static_cast<const T*>(args.weight) + p * kPanel * stride;
+    long j = 0;
+    for (; j + kColumns <= columns; j += kColumns)
+      direct_columns<T, kColumns>(args, w + j * stride, sums + j);
+    for (; j < columns; ++j) direct_columns<T, 1>(args, w + j * stride, sums + j);
+    const Ends<T> ends = row_ends.of_panel(p);
+    for (long i = 0; i < args.m; ++i)
+      row_ends.finish_sound(ends, i, p, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
+  }
+}
+
+// Accumulators: up to 16 of 32 registers, or 8 of 16.
+template <class T>
+void direct(const TypedLinearArgs& args, long begin, long end) {
+#if defined(__AVX512F__)
+  (args.m <= 2 ? direct<T, 8> : direct<T, 4>)(args, begin, end);
+#else
+  direct<T, 2>(args, begin, end);
+#endif
+}
+
+template <class T>
+void fill(const TypedLinearArgs& args, void* scratch) {
+  using P = Product<T>;
+  P::fill(static_cast<const T*>(args.x), args.x_stride, args.m, args.k,
+          static_cast<typename P::Operand*>(scratch));
+}
+
+// Panels that are packed for one product only, in the cache of the thread that multiplies by them.
+template <class T>
+void packing(const TypedLinearArgs& args, long begin, long end, void* scratch) {
+  using P = Product<T>;
+  const auto* weight = static_cast<const T*>(args.weight);
+  const long k = args.k, stride = args.weight_stride;
+  auto* a = static_cast<typename P::Operand*>(scratch);
+  auto* panel = a + P::block_size(args.m, k);
+  float* sums = reinterpret_cast<float*>(panel + P::panel_size(k));
+  const RowEnds<T> row_ends(args, 0);
+  P::enter();
+  for (long p = begin; p < end; ++p) {
+    const long column = p * kPanel, columns = least(kPanel, args.n - column);
+    const typename P::Operand* next = panel;
+    if (args.turned) {
+      P::pack_columns(weight + column, stride, columns, k, panel);
+    } else {
+      P::pack_rows(weight + column * stride, stride, columns, k, panel);
+      // Fetched during the product, where it is as long as a panel.
+      if constexpr (sizeof(typename P::Operand) == sizeof(T))
+        next = weight + (column + kPanel) * stride;
+    }
+    const Ends<T> ends = row_ends.of_panel(p);
+    P::multiply(a, args.m, k, panel, next, sums,
+                [=](long i, Vec low, Vec high)
+                    __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
+  }
+  P::leave();
+}
+
+template <class T>
+long packing_scratch_bytes(const TypedLinearArgs& args) {
+  using P = Product<T>;
+  return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
+             static_cast<long>(sizeof(typename P::Operand)) +
+         P::buffer_size(args.m) * static_cast<long>(sizeof(float));
+}
+
+}  // namespace
+
+long half_panel_columns() { return kPanel; }
+
+long half_packed_bytes(Element type, long n, long k) {
+  return type == Element::bfloat16 ? packed_bytes<BFloat16>(n, k) : packed_bytes<Float16>(n, k);
+}
+
+long half_packed_layout(Element type) {
+  return kPanel + (type == Element::bfloat16 && sizeof(Product<BFloat16>::Operand) == 2 ? 1 : 0);
+}
+
+void half_pack_panels(Element type, const void* weight, long stride, long n, long k, void* packed,
+                      long begin, long end) {
+  (type == Element::bfloat16 ? pack<BFloat16> : pack<Float16>)(weight, stride, n, k, packed, begin,
+                                                               end);
+}
+
+long half_linear_row_block(const TypedLinearArgs& args) {
+  return args.type == Element::bfloat16 ? row_block<BFloat16>(args.k) : row_block<Float16>(args.k);
+}
+
+long half_linear_scratch(const TypedLinearArgs& args) {
+  return args.type == Element::bfloat16 ? scratch_bytes<BFloat16>(args.k)
+                                        : scratch_bytes<Float16>(args.k);
+}
+
+void half_linear_block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
+                       long panel_end, void* scratch) {
+  (args.type == Element::bfloat16 ? block<BFloat16> : block<Float16>)(args, row_begin, row_end,
+                                                                      panel_begin, panel_end,
+                                                                      scratch);
+}
+
+long half_linear_packing_scratch(const TypedLinearArgs& args) {
+  return args.type == Element::bfloat16 ? packing_scratch_bytes<BFloat16>(args)
+                                        : packing_scratch_bytes<Float16>(args);
+}
+
+void half_linear_fill(const TypedLinearArgs& args, void* scratch) {
+  (args.type == Element::bfloat16 ? fill<BFloat16> : fill<Float16>)(args, scratch);
+}
+
+void half_linear_packing(const TypedLinearArgs& args, long panel_begin, long panel_end,
+                         void* scratch) {
+  (args.type == Element::bfloat16 ? packing<BFloat16> : packing<Float16>)(args, panel_begin,
+                                                                          panel_end, scratch);
+}
+
+void half_linear_direct(const TypedLinearArgs& args, long panel_begin, long panel_end) {
+  (args.type == Element::bfloat16 ? direct<BFloat16> : direct<Float16>)(args, panel_begin,
+                                                                        panel_end);
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,217 @@
+// Linear map with epilogue. A block of rows is turned once into the form its tiles read; the
+// weights stream by in panels.
+#include "cpu/ops/linear/linear_kernel.h"
+
+#include "cpu/gemm/gemm.h"
+#include "cpu/simd/activation.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr long kRowBlock = 8 * kTileRows;
+constexpr long kDepth = 2048;  // columns of A in scratch at a time
+
+// Activation and residual on a block that is still in cache; what comes before them is kept if
+// wanted.
+void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows, long column,
+            long columns) {
+  if (args.activation > kRelu || args.preactivation != nullptr) {
+    for (long i = 0; i < rows; ++i) {
+      float* r = c + i * c_stride;
+      if (args.preactivation != nullptr)
+        copy_row(r, columns, args.preactivation + (row + i) * args.n + column, columns);
+      long j = 0;
+      for (; j + kLanes <= columns; j += kLanes)
+        store(r + j, activate(load(r + j), args.activation));
+      if (j < columns)
+        store_n(r + j, activate(load_n(r + j, columns - j), args.activation), columns - j);
+    }
+  }
+  if (args.residual != nullptr) {
+    for (long i = 0; i < rows; ++i) {
+      float* r = c + i * c_stride;
+      const float* add = args.residual + (row + i) * args.residual_stride + column;
+      long j = 0;
+      for (; j + kLanes <= columns; j += kLanes) store(r + j, load(r + j) + load(add + j));
+      for (; j < columns; ++j) r[j] += add[j];
+    }
+  }
+}
+
+#if defined(__AVX512F__)
+constexpr int kDirectColumns = 4, kDirectRows = 4;  // 16 accumulators of 32 registers
+#else
+constexpr int kDirectColumns = 2, kDirectRows = 4;  // 8 of 16
+#endif
+
+// kRows rows of x times kColumns rows of W.
+template <int kRows, int kColumns>
+void dot_products(const LinearArgs& args, long row, long column) {
+  Vec sum[kRows][kColumns];
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
+      zero();
+  const float* x = args.x + row * args.x_stride;
+  const float* w = args.weight + column * args.weight_stride;
+  const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
+    Vec b[kColumns];
+    TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * args.weight_stride + p);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      const Vec a = read(x + i * args.x_stride + p);
+      TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = fma(a, b[j], sum[i][j]);
+    }
+  };
+  long p = 0;
+  for (; p + kLanes <= args.k; p += kLanes) {
+    // These rows are read in turn; those after them come next.
+    TF_UNROLL for (int j = 0; j < kColumns; ++j) _mm_prefetch(
+        reinterpret_cast<const char*>(w + (j + kColumns) * args.weight_stride + p), _MM_HINT_T1);
+    step(p, [](const float* from) { return load(from); });
+  }
+  if (p < args.k) step(p, [&](const float* from) { return load_n(from, args.k - p); });
+  const bool relu = args.activation == kRelu && args.preactivation == nullptr;
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) {
+    float y = reduce_add(sum[i][j]);
+    if (args.bias != nullptr) y += args.bias[column + j];
+    if (relu) y = y < 0.0f ? 0.0f : y;  // NaN comes through
+    args.y[(row + i) * args.y_stride + column + j] = y;
+  }
+}
+
+template <int kColumns>
+void direct_columns(const LinearArgs& args, long column) {
+  for (long row = 0; row < args.m; row += kDirectRows) {
+    switch (least(args.m - row, kDirectRows)) {
+      case 1:
+        dot_products<1, kColumns>(args, row, column);
+        break;
+      case 2:
+        dot_products<2, kColumns>(args, row, column);
+        break;
+      case 3:
+        dot_products<3, kColumns>(args, row, column);
+        break;
+      default:
+        dot_products<4, kColumns>(args, row, column);
+    }
+  }
+}
+
+// A block of rows in scratch, turned.
+struct Block {
+  const LinearArgs& args;
+  long a_stride;
+  float *a, *edge, *edge_bias;  // edge: a panel's columns where y has fewer
+
+  Block(const LinearArgs& call, float* scratch)
+      : args(call),
+        a_stride(kTurned * round_up(least(call.k, kDepth), kLanes)),
+        a(scratch),
+        edge(a + kRowBlock / kTileRows * a_stride),
+        edge_bias(edge + kRowBlock * kPanel) {}
+
+  // Rows of y from `row` on, by columns of A from `depth` on, which are in `a`.
+  void panels(long row, long rows, long depth, long k, long begin, long end) const {
+    const bool first = depth == 0, last = depth + k >= args.k;
+    for (long p = begin; p < end; ++p) {
+      const long column = p * kPanel, columns = least(kPanel, args.n - column);
+      const float* panel = args.packed + column * args.k + depth * kPanel;
+      const float* next = panel + kPanel * args.k;
+      float* y = args.y + row * args.y_stride + column;
+      const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
+      const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
+      if (columns == kPanel) {
+        panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
+                                 {bias, !first, relu}, next);
+      } else {
+        if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
+        if (!first)
+          for (long i = 0; i < rows; ++i)
+            copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
+        panel_rows<Form::turned>(a, a_stride, rows, panel, k, edge, kPanel, columns,
+                                 {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
+        for (long i = 0; i < rows; ++i)
+          copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
+      }
+      if (last) finish(args, y, args.y_stride, row, rows, column, columns);
+    }
+  }
+};
+
+}  // namespace
+
+void linear_direct(const LinearArgs& args, long begin, long end) {
+  long column = begin;
+  for (; column + kDirectColumns <= end; column += kDirectColumns)
+    direct_columns<kDirectColumns>(args, column);
+  for (; column < end; ++column) direct_columns<1>(args, column);
+  finish(args, args.y + begin, args.y_stride, 0, args.m, begin, end - begin);
+}
+
+long panel_columns() { return kPanel; }
+
+long packed_size(long n, long k) { return round_up(n, kPanel) * k; }
+
+void pack_panels(const float* weight, long stride, long n, long k, float* packed, long begin,
+                 long end) {
+  for (long p = begin; p < end; ++p) {
+    const long row = p * kPanel;
+    pack_rows(weight + row * stride, stride, least(kPanel, n - row), k, packed + row * k);
+  }
+}
+
+long linear_scratch(const LinearArgs& args) {
+  return kRowBlock / kTileRows * kTurned * round_up(least(args.k, kDepth), kLanes) +
+         kRowBlock * kPanel + kPanel;
+}
+
+bool linear_is_one_block(const LinearArgs& args) { return args.m <= kRowBlock && args.k <= kDepth; }
+
+void linear_turn(const LinearArgs& args, float* scratch) {
+  const Block block(args, scratch);
+  turn_rows(args.x, args.x_stride, args.m, args.k, block.a, block.a_stride);
+}
+
+void linear_panels(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
+  Block(args, scratch).panels(0, args.m, 0, args.k, panel_begin, panel_end);
+}
+
+long linear_packing_scratch(const LinearArgs& args) {
+  return linear_scratch(args) + kPanel * kChain;
+}
+
+void linear_packing(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
+  float* part = scratch + linear_scratch(args);
+  LinearArgs packed = args;
+  Block block(packed, scratch);
+  for (long p = panel_begin; p < panel_end; ++p) {
+    const long row = p * kPanel;
+    const float* weight = args.weight + row * args.weight_stride;
+    for (long depth = 0; depth < args.k; depth += kChain) {
+      const long k = least(kChain, args.k - depth);
+      pack_rows(weight + depth, args.weight_stride, least(kPanel, args.n - row), k, part);
+      packed.packed = part - row * args.k - depth * kPanel;
+      block.a = scratch + depth * kTurned;
+      block.panels(0, args.m, depth, k, p, p + 1);
+    }
+  }
+}
+
+void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
+                  long panel_end, float* scratch) {
+  const Block block(args, scratch);
+  const long count = (row_end - row_begin + kRowBlock - 1) / kRowBlock;
+  for (long item = 0, row = row_begin; item < count; ++item) {
+    const long rows = (row_end - row + count - item - 1) / (count - item);
+    long depth = 0;
+    do {
+      const long k = least(kDepth, args.k - depth);
+      turn_rows(args.x + row * args.x_stride + depth, args.x_stride, rows, k, block.a,
+                block.a_stride);
+      block.panels(row, rows, depth, k, panel_begin, panel_end);
+      depth += k;
+    } while (depth < args.k);
+    row += rows;
+  }
+}
+
+}  // namespace tf::TF_ISA

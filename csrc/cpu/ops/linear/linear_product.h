@@ -1,0 +1,121 @@
+// Linear map with epilogue on the products of engine.h. A block of rows is brought once into
+// the form that the product wants and stays in the second-level cache; the weights stream by in
+// panels, and each row of a result is finished in registers. For kernel files only.
+#pragma once
+
+#include "cpu/gemm/epilogue.h"
+#include "cpu/ops/linear/linear_typed.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+template <class T>
+long row_block(long k) {
+  return block_rows<T>(k * Product<T>::kBytes);
+}
+
+template <class T>
+void pack(const void* weight, long stride, long n, long k, void* packed, long begin, long end) {
+  using P = Product<T>;
+  auto* panels = static_cast<typename P::Operand*>(packed);
+  for (long p = begin; p < end; ++p) {
+    const long row = p * kPanel;
+    P::pack_rows(static_cast<const T*>(weight) + row * stride, stride, least(kPanel, n - row), k,
+                 panels + p * P::panel_size(k));
+  }
+}
+
+// What becomes of the sums of rows from `row` on.
+template <class T>
+class RowEnds {
+  using P = Product<T>;
+
+ public:
+  RowEnds(const TypedLinearArgs& call, long row)
+      : args_(call),
+        x_(static_cast<const T*>(call.x) + row * call.x_stride),
+        y_(static_cast<T*>(call.y) + row * call.y_stride),
+        residual_(static_cast<const T*>(call.residual)),
+        keep_(static_cast<T*>(call.preactivation)) {
+    if (residual_ != nullptr) residual_ += row * call.residual_stride;
+    if (keep_ != nullptr) keep_ += row * call.n;
+  }
+
+  Ends<T> of_panel(long p) const {
+    return Ends<T>(args_.bias, p * kPanel, args_.n, args_.activation);
+  }
+
+  TF_INLINE void finish(const Ends<T>& ends, long i, long p, Vec low, Vec high) const {
+    if constexpr (P::kSplit) {
+      if (P::is_odd(low, high))
+        P::plain_row(
+            [&](long k) { return x(i, k); }, args_.k,
+            static_cast<const typename P::Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
+            high);
+    }
+    finish_sound(ends, i, p, low, high);
+  }
+
+  // The same for sums that are known to be right.
+  TF_INLINE void finish_sound(const Ends<T>& ends, long i, long p, Vec low, Vec high) const {
+    const long column = p * kPanel;
+    ends.start(low, high);
+    if (keep_ != nullptr) ends.write(keep_ + i * args_.n + column, low, high);
+    ends.activate(low, high);
+    if (residual_ != nullptr) ends.add(residual_ + i * args_.residual_stride + column, low, high);
+    ends.write(y_ + i * args_.y_stride + column, low, high);
+  }
+
+  float x(long i, long k) const { return load_one(x_ + i * args_.x_stride + k); }
+
+ private:
+  const TypedLinearArgs& args_;
+  const T* x_;
+  T* y_;
+  const T* residual_;
+  T* keep_;
+};
+
+template <class T>
+void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
+           long panel_end, void* scratch) {
+  using P = Product<T>;
+  P::enter();
+  const auto* packed = static_cast<const typename P::Operand*>(args.packed);
+  const long most_rows = row_block<T>(args.k);
+  auto* a = static_cast<typename P::Operand*>(scratch);
+  float* sums = reinterpret_cast<float*>(a + P::block_size(most_rows, args.k));
+  const long count = (row_end - row_begin + most_rows - 1) / most_rows;
+  for (long item = 0, row = row_begin; item < count; ++item) {
+    const long rows = (row_end - row + count - item - 1) / (count - item);
+    P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
+    const RowEnds<T> row_ends(args, row);
+    for (long p = panel_begin; p < panel_end; ++p) {
+      const auto* panel = packed + p * P::panel_size(args.k);
+      const Ends<T> ends = row_ends.of_panel(p);
+      P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
+                  [=](long i, Vec low, Vec high)
+                      __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
+    }
+    row += rows;
+  }
+  P::leave();
+}
+
+template <class T>
+long scratch_bytes(long k) {
+  using P = Product<T>;
+  const long rows = row_block<T>(k);
+  return P::block_size(rows, k) * static_cast<long>(sizeof(typename P::Operand)) +
+         P::buffer_size(rows) * static_cast<long>(sizeof(float));
+}
+
+template <class T>
+long packed_bytes(long n, long k) {
+  using P = Product<T>;
+  return round_up(n, kPanel) / kPanel * P::panel_size(k) *
+         static_cast<long>(sizeof(typename P::Operand));
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,120 @@
+// Cross entropy: a row of logits is read twice, the second time from a near cache.
+#include "cpu/ops/loss/cross_entropy_kernel.h"
+
+#include <cmath>
+
+#include "cpu/simd/half.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr int kSums = 4;
+constexpr long kStep = kSums * kLanes;
+// Logits whose largest is known before any is exponentiated.
+constexpr long kBlock = 4096;
+
+// f(accumulator, logits) for all n, the last ones filled up with `fill`.
+template <class T, class F>
+TF_INLINE void each(const T* x, long n, float fill, const F& f) {
+  long j = 0;
+  for (; j + kStep <= n; j += kStep)
+    TF_UNROLL for (int u = 0; u < kSums; ++u) f(u, load(x + j + u * kLanes));
+  for (; j + kLanes <= n; j += kLanes) f(0, load(x + j));
+  if (j == n) return;
+  float rest[kLanes];
+  for (long i = 0; i < kLanes; ++i) rest[i] = j + i < n ? load_one(x + j + i) : fill;
+  f(0, load(rest));
+}
+
+TF_INLINE float add_up(const Vec (&sums)[kSums]) {
+  return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T>
+void look_at_row(const CrossEntropyArgs& args, long row) {
+  const T* x = static_cast<const T*>(args.logits) + row * args.stride;
+  const bool fresh = args.first == 0;
+  float peak = fresh ? -kInf : args.peak[row], sum = fresh ? 0.0f : args.sum[row];
+  float below = fresh ? 0.0f : args.below[row];
+  for (long begin = 0; begin < args.columns; begin += kBlock) {
+    const long n = args.columns - begin < kBlock ? args.columns - begin : kBlock;
+    Vec most[kSums];
+    TF_UNROLL for (int u = 0; u < kSums; ++u) most[u] = set1(-kInf);
+    each(x + begin, n, -kInf,
+         [&](int u, Vec y) __attribute__((always_inline)) { most[u] = max(y, most[u]); });
+    const float here = reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
+    if (here > peak) {
+      if (peak != -kInf) sum *= std::exp(peak - here);
+      const long before = args.first + begin;
+      if (before > 0) below -= static_cast<float>(before) * (here - peak);
+      peak = here;
+    }
+    // Where all are -inf nothing counts; NaN, which no maximum shows, does.
+    const float top = peak == -kInf ? 0.0f : peak;
+    Vec exponentials[kSums], distances[kSums];
+    TF_UNROLL for (int u = 0; u < kSums; ++u) exponentials[u] = distances[u] = zero();
+    const auto add = [&](int u, Vec y) __attribute__((always_inline)) {
+      const Vec distance = y - set1(top);
+      exponentials[u] = exponentials[u] + exp(distance);
+      distances[u] = distances[u] + distance;
+    };
+    const long whole = n / kLanes * kLanes;
+    each(x + begin, whole, 0.0f, add);
+    sum += add_up(exponentials);
+    below += add_up(distances);
+    for (long j = begin + whole; j < begin + n; ++j) {
+      const float distance = load_one(x + j) - top;
+      sum += distance < kLeastExponent ? 0.0f : std::exp(distance);
+      below += distance;
+    }
+  }
+  args.peak[row] = peak;
+  args.sum[row] = sum;
+  args.below[row] = below;
+  const int64_t place = args.target[row] - args.first;
+  if (place >= 0 && place < args.columns) args.picked[row] = load_one(x + place);
+}
+
+template <class T>
+void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
+  const CrossEntropyArgs& call = args.call;
+  const T* x = static_cast<const T*>(call.logits) + row * call.stride;
+  T* to = static_cast<T*>(args.gradient) + row * args.gradient_stride;
+  const long n = call.columns;
+  if (call.target[row] == call.ignored) {
+    for (long j = 0; j < n; j += kLanes) store_some(to + j, zero(), n - j);
+    return;
+  }
+  const float scale = args.scale[row];
+  // One after the other: their sum would lose what is small beside large logits.
+  const Vec peak = set1(args.peak[row]), log = set1(args.log[row]), by = set1(scale);
+  const Vec even = set1(-scale * call.smoothing / static_cast<float>(call.classes));
+  const int64_t place = call.target[row] - call.first;
+  const bool has = place >= 0 && place < n;
+  const float logit = has ? load_one(x + place) : 0.0f;  // before it is written over
+  for (long j = 0; j < n; j += kLanes)
+    store_some(to + j, fma(exp((load_some(x + j, n - j) - peak) - log), by, even), n - j);
+  if (!has) return;
+  // In double, since a target that is almost certain leaves but the difference to 1.
+  const double s = call.smoothing;
+  const double p = std::exp(static_cast<double>(logit) - args.peak[row] - args.log[row]);
+  const double y = scale * (p - (1.0 - s) - s / static_cast<double>(call.classes));
+  store_some(to + place, set1(static_cast<float>(y)), 1);
+}
+
+}  // namespace
+
+void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end) {
+  for (long row = begin; row < end; ++row) {
+    if (args.target[row] == args.ignored) continue;
+    by_element(args.type, [&](auto type) { look_at_row<decltype(type)>(args, row); });
+  }
+}
+
+void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin, long end) {
+  for (long row = begin; row < end; ++row) {
+    by_element(args.call.type, [&](auto type) { gradient_of_row<decltype(type)>(args, row); });
+  }
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,35 @@
+// Cross entropy of rows of logits with label smoothing, over some of the classes at a time: softmax
+// is online, so the logits of a row need not be in memory together.
+#pragma once
+
+#include "cpu/core/element.h"
+#include "cpu/core/isa.h"
+
+namespace tf {
+
+struct CrossEntropyArgs {
+  Element type;           // of logits and gradient
+  const void* logits;     // (rows, columns), rows `stride` apart: classes first ... first + columns
+  const int64_t* target;  // (rows)
+  long stride, first, columns, classes;
+  int64_t ignored;  // rows with this target count for nothing
+  float smoothing;
+  // What is known of each row, from class 0 up to these: the largest logit, the sum of
+  // exp(logit - largest), the sum of logit - largest, the target's logit. The first call sets them.
+  float *peak, *sum, *below, *picked;
+};
+TF_KERNEL(void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end))
+
+// gradient = scale (softmax(logits) - (1 - smoothing) [class is target] - smoothing / classes)
+struct CrossEntropyGradientArgs {
+  CrossEntropyArgs call;
+  const float* peak;   // (rows): the largest logit
+  const float* log;    // (rows): log of the sum of exp(logit - largest)
+  const float* scale;  // (rows)
+  void* gradient;      // (rows, columns), rows gradient_stride apart; may be the logits
+  long gradient_stride;
+};
+TF_KERNEL(void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin,
+                                           long end))
+
+}  // namespace tf

@@ -1,0 +1,261 @@
+// Cross entropy of x W^T + b. The logits of a vocabulary are far larger than all else in a step of
+// training, and fresh pages for them cost more than their arithmetic. So they are worked out in
+// scratch, a part at a time.
+// cpu_linear_cross_entropy and cpu_linear_cross_entropy_backward, of fp32: some rows and classes at
+// a time; the backward works the logits out again.
+// cpu_linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
+// gradient in place, so that losses and gradients together take three products.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "cpu/core/box.h"
+#include "cpu/gemm/half_host.h"
+#include "cpu/ops/linear/linear_backward_half_kernel.h"
+#include "cpu/ops/linear/linear_backward_host.h"
+#include "cpu/ops/loss/cross_entropy_host.h"
+
+namespace tf {
+namespace {
+
+// Together 16 MB of logits.
+constexpr int64_t kRows = 1024, kClasses = 4096;
+// Shared scratch: 0 and 1 hold packed weights.
+constexpr int kLogitsSlot = 2, kSumsSlot = 3;
+
+struct Call {
+  Rows x;
+  Tensor weight, target;
+  std::optional<Tensor> bias;
+  int64_t classes, k, ignored;
+  double smoothing;
+
+  Call(const char* op, const Tensor& input, const Tensor& w, const std::optional<Tensor>& b,
+       const Tensor& t, int64_t ignore_index, double label_smoothing)
+      : weight(w),
+        bias(as_contiguous(b)),
+        classes(w.dim() == 2 ? w.size(0) : 0),
+        k(w.dim() == 2 ? w.size(1) : 0),
+        ignored(ignore_index),
+        smoothing(label_smoothing) {
+    check_float(op, "input", input);
+    STD_TORCH_CHECK(input.dim() == 2, op, ": input must be (rows, inputs)");
+    check_weight(op, "weight", w, input.size(1), b);
+    target = checked_target(op, t, input.size(0), classes, ignored);
+    x = as_rows(input);
+    x.rows = input.size(0);
+  }
+
+  // f(args, first row, rows, weights of the classes): the logits are in args.
+  template <class F>
+  void each_part(const F& f) const {
+    Tensor whole = weight;
+    for (int64_t row = 0; row < x.rows; row += kRows) {
+      const int64_t m = std::min(kRows, x.rows - row);
+      for (int64_t first = 0; first < classes; first += kClasses) {
+        const int64_t n = std::min(kClasses, classes - first);
+        const Tensor part = torch::stable::narrow(whole, 0, first, n);
+        float* logits = shared_scratch(kLogitsSlot).floats(m * n);
+        run_linear({x.data + row * x.stride, nullptr, bias ? optional_data(bias) + first : nullptr,
+                    nullptr, logits, m, k, n, x.stride, 0, n, 0},
+                   part, std::nullopt, 0);
+        CrossEntropyArgs args{};
+        args.type = Element::float32;
+        args.logits = logits;
+        args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
+        args.stride = args.columns = n;
+        args.first = first;
+        args.classes = classes;
+        args.ignored = ignored;
+        args.smoothing = static_cast<float>(smoothing);
+        f(args, row, m, part);
+      }
+    }
+    trim_shared_scratch();
+  }
+};
+
+std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
+                                                std::optional<Tensor> bias, Tensor target,
+                                                int64_t ignored, double smoothing) {
+  const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
+  const int64_t rows = call.x.rows;
+  Tensor losses = fresh(input, {rows}), known = fresh(input, {2, rows});
+  if (call.classes == 0) {  // all rows are ignored
+    for (Tensor* tensor : {&losses, &known}) torch::stable::zero_(*tensor);
+    return {losses, known};
+  }
+  float* peaks = static_cast<float*>(known.mutable_data_ptr());
+  CrossEntropyRows so_far(std::min(kRows, rows));
+  call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {
+    so_far.set(args);
+    run_cross_entropy(args, m);
+    if (args.first + args.columns == args.classes)
+      CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
+                               peaks + row, peaks + rows + row);
+  });
+  return {losses, known};
+}
+
+// Gradients of input, weight and bias; what is not wanted comes back empty.
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
+    Tensor grad, Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor target,
+    Tensor known, int64_t ignored, double smoothing, bool want_input, bool want_weight,
+    bool want_bias) {
+  const char* op = "linear_cross_entropy_backward";
+  const Call call(op, input, weight, bias, target, ignored, smoothing);
+  const int64_t rows = call.x.rows, n = call.classes, k = call.k;
+  check_rows(op, grad, known, rows);
+  grad = as_contiguous(grad);
+  known = as_contiguous(known);
+  Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
+  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
+  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
+  if (rows == 0 || n == 0) {
+    for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
+    return {grad_input, grad_weight, grad_bias};
+  }
+  const auto* peaks = static_cast<const float*>(known.const_data_ptr());
+  auto* dx = static_cast<float*>(grad_input.mutable_data_ptr());
+  auto* dw = static_cast<float*>(grad_weight.mutable_data_ptr());
+  auto* db = static_cast<float*>(grad_bias.mutable_data_ptr());
+  call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor& part) {
+    float* logits = const_cast<float*>(static_cast<const float*>(args.logits));
+    run_cross_entropy_gradient(
+        {args, peaks + row, peaks + rows + row,
+         static_cast<const float*>(grad.const_data_ptr()) + row, logits, args.stride},
+        m);
+    if (want_input && k > 0) {
+      // Sums go to and fro between two places, the last one to where it belongs.
+      const int64_t left = (n - args.first - 1) / kClasses;
+      float* place[] = {dx + row * k, shared_scratch(kSumsSlot).floats(m * k)};
+      run_linear({logits, nullptr, nullptr, args.first > 0 ? place[(left + 1) % 2] : nullptr,
+                  place[left % 2], m, args.columns, k, args.stride, k, k, 0},
+                 column_panels_of(part, 1, m));
+    }
+    if (!want_weight && !want_bias) return;
+    WeightGradientArgs gradient{};
+    gradient.grad = logits;
+    gradient.x = call.x.data + row * call.x.stride;
+    gradient.grad_weight = want_weight ? dw + args.first * k : nullptr;
+    gradient.grad_bias = want_bias ? db + args.first : nullptr;
+    gradient.m = m;
+    gradient.n = args.columns;
+    gradient.k = k;
+    gradient.grad_stride = args.stride;
+    gradient.x_stride = call.x.stride;
+    gradient.row = row;
+    gradient.accumulate = row > 0;
+    run_weight_gradient_part(gradient, 0);
+  });
+  return {grad_input, grad_weight, grad_bias};
+}
+
+// The losses, and the gradients of sum over rows of grad (1 without it) * loss: of input in its
+// dtype, of weight and bias in fp32. What is not wanted comes back empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
+    std::optional<Tensor> grad, Tensor input, Tensor weight, std::optional<Tensor> bias,
+    Tensor target, int64_t part_rows, int64_t ignored, double smoothing, bool want_input,
+    bool want_weight, bool want_bias) {
+  const char* op = "linear_cross_entropy_gradients";
+  STD_TORCH_CHECK(input.is_cpu() && is_half(input) && input.dim() == 2, op,
+                  ": input must be (rows, inputs), bfloat16 or float16, and on the CPU");
+  check_weight(op, "weight", weight, input.size(1), bias, input.scalar_type());
+  STD_TORCH_CHECK(part_rows > 0, op, ": part_rows must be positive");
+  const int64_t rows = input.size(0), n = weight.size(0), k = weight.size(1);
+  target = checked_target(op, target, rows, n, ignored);
+  if (grad) {
+    check_float(op, "grad", *grad);
+    STD_TORCH_CHECK(grad->dim() == 1 && grad->size(0) == rows, op, ": grad must be (", rows, ")");
+    grad = as_contiguous(*grad);
+  }
+  bias = as_contiguous(bias);
+  Tensor losses = fresh_float(input, {rows});
+  Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
+  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh_float(weight, {0});
+  Tensor grad_bias = fresh_float(weight, {want_bias ? n : 0});
+  if (rows == 0 || n == 0) {
+    for (Tensor* tensor : {&losses, &grad_input, &grad_weight, &grad_bias})
+      torch::stable::zero_(*tensor);
+    return {losses, grad_input, grad_weight, grad_bias};
+  }
+  const Element type = element_of(input);
+  const half::HalfRows x = half::half_rows(input);
+  const void* panels = half::panels_of(weight, std::nullopt, 0);
+  const bool through = want_input && k > 0, sums = want_weight || want_bias;
+  const void* columns = through ? half::column_panels_of(weight, 1) : nullptr;
+  // The kernel is given no last part, so that it rounds nothing: the sums are the result.
+  HalfWeightGradientArgs gradient{};
+  gradient.type = type;
+  gradient.sums = floats_if(want_weight, grad_weight);
+  gradient.bias_sums = floats_if(want_bias, grad_bias);
+  gradient.grad_weight = gradient.sums;
+  gradient.grad_bias = gradient.bias_sums;
+  gradient.n = gradient.grad_stride = n;
+  gradient.k = k;
+
+  // Parts of about as many rows each.
+  const int64_t parts = (rows + part_rows - 1) / part_rows;
+  const int64_t most = (rows + parts - 1) / parts;
+  CrossEntropyRows so_far(most);
+  std::vector<float> ones(grad ? 0 : most, 1.0f), known(2 * most);
+  void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * most * n);
+  for (int64_t row = 0; row < rows; row += most) {
+    const int64_t m = std::min(most, rows - row);
+    const auto* x_rows = static_cast<const uint16_t*>(x.data) + row * x.stride;
+    half::run_linear(
+        {type, x_rows, panels, half::data_of(bias), nullptr, logits, m, k, n, x.stride, 0, n, 0});
+    CrossEntropyArgs args{};
+    args.type = type;
+    args.logits = logits;
+    args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
+    args.stride = args.columns = args.classes = n;
+    args.ignored = ignored;
+    args.smoothing = static_cast<float>(smoothing);
+    so_far.set(args);
+    run_cross_entropy(args, m);
+    CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
+                             known.data(), known.data() + m);
+    if (!through && !sums) continue;
+    const float* scale =
+        grad ? static_cast<const float*>(grad->const_data_ptr()) + row : ones.data();
+    run_cross_entropy_gradient({args, known.data(), known.data() + m, scale, logits, n}, m);
+    if (through)
+      half::run_linear({type, logits, columns, nullptr, nullptr,
+                        static_cast<uint16_t*>(grad_input.mutable_data_ptr()) + row * k, m, n, k, n,
+                        k, k, 0});
+    if (!sums) continue;
+    gradient.grad = logits;
+    gradient.m = m;
+    gradient.first = row == 0;
+    half::run_weight_gradient(gradient, x_rows, x.stride, kSumsSlot);
+  }
+  trim_shared_scratch();
+  return {losses, grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, "
+      "int ignore_index, float label_smoothing) -> (Tensor losses, Tensor known)");
+  m.def(
+      "cpu_linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, "
+      "Tensor target, Tensor known, int ignore_index, float label_smoothing, bool want_input, "
+      "bool want_weight, bool want_bias) -> (Tensor grad_input, Tensor grad_weight, "
+      "Tensor grad_bias)");
+  m.def(
+      "cpu_linear_cross_entropy_gradients(Tensor? grad, Tensor input, Tensor weight, Tensor? bias, "
+      "Tensor target, int part_rows, int ignore_index, float label_smoothing, bool want_input, "
+      "bool want_weight, bool want_bias) -> (Tensor losses, Tensor grad_input, "
+      "Tensor grad_weight, Tensor grad_bias)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_linear_cross_entropy", TF_BOX(&tf::linear_cross_entropy));
+  m.impl("cpu_linear_cross_entropy_backward", TF_BOX(&tf::linear_cross_entropy_backward));
+  m.impl("cpu_linear_cross_entropy_gradients", TF_BOX(&tf::linear_cross_entropy_gradients));
+}

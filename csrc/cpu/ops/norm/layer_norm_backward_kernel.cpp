@@ -1,0 +1,171 @@
+// LayerNorm backward. With h = (s - mean) rstd and g = dy weight, the mean taken over a row:
+//
+//   ds = rstd (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
+//
+// Where rstd is 1 / (std + eps) with the unbiased std, sum(g h) / sqrt((n - 1) sum(h h)) stands in
+// place of mean(g h): h and ds are then scaled otherwise.
+//
+// A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
+// second pass adds the shares; blocks do not depend on the number of threads, so neither does the
+// result.
+#include "cpu/ops/norm/layer_norm_backward_kernel.h"
+
+#include "cpu/simd/column_sums.h"
+#include "cpu/simd/philox.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Rows summed up before they are added to the block's share: sums of few terms stay exact.
+constexpr long kRowChain = 32;
+// Standard deviations of a row; up to here half a unit of its mean is about one of the results.
+constexpr float kFar = 2.0f;
+constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
+
+template <class T>
+struct Row {
+  const LayerNormBackwardArgs& args;
+  const T *grad, *source;
+  float mean, rstd;
+
+  Row(const LayerNormBackwardArgs& a, long row)
+      : args(a),
+        grad(static_cast<const T*>(a.grad) + row * a.grad_stride),
+        source(static_cast<const T*>(a.source) + row * a.source_stride),
+        mean(a.mean[row]),
+        rstd(a.rstd[row]) {}
+
+  TF_INLINE Vec normal(long j, long count) const {
+    return (load_some(source + j, count) - set1(mean)) * set1(rstd);
+  }
+  TF_INLINE Vec weighted(long j, long count) const {
+    const Vec dy = load_some(grad + j, count);
+    return args.weight == nullptr ? dy : dy * load_some(args.weight + j, count);
+  }
+};
+
+// 1 / sqrt((n - 1) sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
+template <class T>
+float annotated_share(const Row<T>& in, long n) {
+  const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(n - 1);
+  return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
+}
+
+// 0, but for what the rounding of the row's mean left.
+template <class T>
+float mean_of_normal(const Row<T>& in, long n) {
+  const long whole = n / kLanes * kLanes;
+  float sum[1], rest = 0.0f;
+  row_sums(whole, sum, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    to[0] = to[0] + in.normal(j, count);
+  });
+  for (long j = whole; j < n; ++j) rest += (load_one(in.source + j) - in.mean) * in.rstd;
+  return (sum[0] + rest) / static_cast<float>(n);
+}
+
+template <class T>
+void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors) {
+  const long n = args.n;
+  const Row<T> in(args, row);
+  float sums[2];  // of g, and of g h
+  row_sums(n, sums, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
+    const Vec g = in.weighted(j, count);
+    to[0] = to[0] + g;
+    to[1] = fma(g, in.normal(j, count), to[1]);  // g is 0 in the lanes beyond the row
+  });
+  const float inverse = 1.0f / static_cast<float>(n);
+  const float share = args.annotated ? annotated_share(in, n) : inverse;
+  float mean_g = sums[0] * inverse, mean_gh = sums[1] * share;
+  // All of h are off by the rounding of a mean far from 0, and ds with them.
+  if (__builtin_fabsf(in.mean) * in.rstd > kFar) {
+    const float off = mean_of_normal(in, n);
+    mean_gh -= off * sums[0] * share;
+    mean_g -= off * mean_gh;
+  }
+  const bool drops = args.grad_input != nullptr && args.dropout.on;
+  if (drops) {
+    const long rows_in_row = n / args.dropout_columns;
+    // In this order what is written beyond one row is overwritten by the next.
+    for (long r = 0; r < rows_in_row; ++r)
+      dropout_factors(args.dropout, static_cast<uint64_t>(row * rows_in_row + r), 0,
+                      args.dropout_columns, factors + r * args.dropout_columns);
+  }
+  const auto row_of = [&](void* tensor) {
+    return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * n;
+  };
+  T *to_source = row_of(args.grad_source), *to_input = row_of(args.grad_input);
+  const T* extra = args.grad_sum == nullptr
+                       ? nullptr
+                       : static_cast<const T*>(args.grad_sum) + row * args.grad_sum_stride;
+  each_vector(n, [&](long j, long count) {
+    const Vec h = in.normal(j, count);
+    Vec d = (in.weighted(j, count) - set1(mean_g) - h * set1(mean_gh)) * set1(in.rstd);
+    if (extra != nullptr) d = d + load_some(extra + j, count);
+    if (to_source != nullptr) store_some(to_source + j, d, count);
+    if (drops) d = drop(d, load_some(factors + j, count));
+    if (to_input != nullptr) store_some(to_input + j, d, count);
+  });
+}
+
+template <class T>
+void add_share(const LayerNormBackwardArgs& args, long row, float* dweight, float* dbias) {
+  const Row<T> in(args, row);
+  each_vector(args.n, [&](long j, long count) {
+    const Vec dy = load_some(in.grad + j, count);
+    store_some(dweight + j, fma(dy, in.normal(j, count), load_some(dweight + j, count)), count);
+    store_some(dbias + j, load_some(dbias + j, count) + dy, count);
+  });
+}
+
+void clear(float* p, long n) {
+  for (long j = 0; j < n; ++j) p[j] = 0.0f;
+}
+
+void move_into(float* chain, long n, float* share) {
+  each_vector(n, [&](long j, long count) {
+    store_some(share + j, load_some(share + j, count) + load_some(chain + j, count), count);
+  });
+  clear(chain, n);
+}
+
+template <class T>
+void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+  const long n = args.n;
+  float* chain = scratch;
+  float* factors = chain + 2 * n;
+  float* share = args.partial != nullptr ? args.partial + block * 2 * n : nullptr;
+  if (share != nullptr) {
+    clear(chain, 2 * n);
+    clear(share, 2 * n);
+  }
+  const long begin = args.rows * block / args.blocks;
+  const long end = args.rows * (block + 1) / args.blocks;
+  const bool source = args.grad_source != nullptr || args.grad_input != nullptr;
+  for (long row = begin; row < end; ++row) {
+    if (source) source_gradient<T>(args, row, factors);
+    if (share == nullptr) continue;
+    add_share<T>(args, row, chain, chain + n);
+    if ((row - begin) % kRowChain == kRowChain - 1) move_into(chain, 2 * n, share);
+  }
+  if (share != nullptr) move_into(chain, 2 * n, share);
+}
+
+}  // namespace
+
+long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
+
+void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
+  by_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
+}
+
+void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total, long begin,
+                             long end) {
+  each_vector(end - begin, [&](long j, long count) {
+    Vec sum = zero();
+    for (long block = 0; block < args.blocks; ++block)
+      sum = sum + load_some(args.partial + (block * 2 + which) * args.n + begin + j, count);
+    store_some(total + begin + j, sum, count);
+  });
+}
+
+}  // namespace tf::TF_ISA

@@ -1,0 +1,61 @@
+// The operator cpu_embedding_backward: the gradient of a table from that of the rows looked up in
+// it. Of a vocabulary's table nearly all is zeros, and fresh pages cost more than writing them.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/core/box.h"
+#include "cpu/core/host.h"
+
+namespace tf {
+namespace {
+
+// Item by item: rows of the table are cleared, then what was looked up in them is added in the
+// order of the tokens, so the result does not depend on the number of threads.
+Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padding) {
+  const char* op = "embedding_backward";
+  check_float(op, "grad", grad);
+  STD_TORCH_CHECK(tokens.is_cpu() && tokens.scalar_type() == ScalarType::Long, op,
+                  ": tokens must be int64 and on the CPU");
+  STD_TORCH_CHECK(grad.dim() == tokens.dim() + 1, op,
+                  ": grad must have one dimension more than tokens");
+  for (int64_t d = 0; d < tokens.dim(); ++d)
+    STD_TORCH_CHECK(grad.size(d) == tokens.size(d), op, ": grad must have a row for each token");
+  const int64_t width = grad.size(grad.dim() - 1), count = tokens.numel();
+  tokens = as_contiguous(tokens);
+  const auto* places = static_cast<const int64_t*>(tokens.const_data_ptr());
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(places[i] >= 0 && places[i] < rows, op, ": token ", places[i],
+                    " is not in [0, ", rows, ")");
+  const Rows from = as_rows(grad);
+  Tensor result = fresh(grad, {rows, width});
+  auto* table = static_cast<float*>(result.mutable_data_ptr());
+  if (width == 0) return result;
+  constexpr int64_t kBytes = int64_t{1} << 20;  // of an item
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
+  const int64_t items = std::max<int64_t>(1, std::min<int64_t>(64, rows * row_bytes / kBytes));
+  for_each_item(items, [&](int64_t item) {
+    const int64_t begin = rows * item / items, end = rows * (item + 1) / items;
+    std::memset(table + begin * width, 0, static_cast<size_t>((end - begin) * row_bytes));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = places[i];
+      if (row < begin || row >= end || row == padding) continue;
+      float* to = table + row * width;
+      const float* x = from.data + i * from.stride;
+      for (int64_t j = 0; j < width; ++j) to[j] += x[j];
+    }
+  });
+  return result;
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def("cpu_embedding_backward(Tensor grad, Tensor tokens, int rows, int padding) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("cpu_embedding_backward", TF_BOX(&tf::embedding_backward));
+}

@@ -1,0 +1,162 @@
+#include "cpu/probe/probe.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/probe/probe_kernel.h"
+
+namespace tf {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kRoundSeconds = 0.015;
+constexpr int kRounds = 4;
+
+// Runs work(thread) on all threads, started together; returns the seconds until the last one ended.
+template <class Work>
+double run_together(int threads, const Work& work) {
+  std::atomic<int> ready{0};
+  std::atomic<bool> go{false};
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) {
+    others.emplace_back([&, t] {
+      ready.fetch_add(1);
+      while (!go.load(std::memory_order_acquire)) std::this_thread::yield();
+      work(t);
+    });
+  }
+  while (ready.load() < threads - 1) std::this_thread::yield();
+  const Clock::time_point start = Clock::now();
+  go.store(true, std::memory_order_release);
+  work(0);
+  for (std::thread& other : others) other.join();
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Best rate of work(thread, repeats), where one repeat counts as `units` on every thread. The
+// search for a fitting number of repeats also warms caches and clock rates up.
+template <class Work>
+double best_rate(int threads, double units, const Work& work) {
+  const auto seconds_of = [&](long repeats) {
+    return run_together(threads, [&](int thread) { work(thread, repeats); });
+  };
+  long repeats = 1;
+  double seconds = seconds_of(repeats);
+  while (seconds < kRoundSeconds / 2) {
+    repeats *= 2;
+    seconds = seconds_of(repeats);
+  }
+  repeats = std::max(1L, static_cast<long>(repeats * kRoundSeconds / seconds));
+  double best = 0.0;
+  for (int round = 0; round < kRounds; ++round) {
+    best = std::max(best, units * threads * static_cast<double>(repeats) / seconds_of(repeats));
+  }
+  return best / 1e9;
+}
+
+void check_threads(int threads) {
+  if (threads < 1 || threads > 4096) {
+    throw std::invalid_argument("threads must be between 1 and 4096, got " +
+                                std::to_string(threads));
+  }
+}
+
+void check_supported(Isa isa) {
+  if (!isa_supported(isa)) {
+    throw std::invalid_argument(std::string("isa: this CPU does not have '") + isa_name(isa) + "'");
+  }
+}
+
+// Page-aligned floats, written once so that every page exists.
+class Buffer {
+ public:
+  explicit Buffer(std::size_t count)
+      : data_(static_cast<float*>(::operator new(count * sizeof(float), kAlignment))) {
+    std::fill_n(data_, count, 1.0f);
+  }
+  ~Buffer() { ::operator delete(data_, kAlignment); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  float* data() { return data_; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{4096};
+  float* data_;
+};
+
+std::size_t floats_per_thread(std::size_t bytes, int threads) {
+  check_threads(threads);
+  const std::size_t count = bytes / sizeof(float) / static_cast<std::size_t>(threads);
+  if (count < 1024) {
+    throw std::invalid_argument("bytes must be at least 4096 for each thread, got " +
+                                std::to_string(bytes));
+  }
+  return count;
+}
+
+constexpr long kFmaBatch = 1024;
+
+}  // namespace
+
+double probe_fma(int threads, Isa isa) {
+  check_threads(threads);
+  check_supported(isa);
+  const double flops = TF_DISPATCH_TO(isa, fma_flops, kFmaBatch);
+  return best_rate(threads, flops, [isa](int, long repeats) {
+    TF_DISPATCH_TO(isa, fma_flops, kFmaBatch * repeats);
+  });
+}
+
+double probe_bf16_dot(int threads, Isa isa) {
+  check_threads(threads);
+  check_supported(isa);
+  const double flops = TF_DISPATCH_TO(isa, bf16_dot_flops, kFmaBatch);
+  if (flops == 0.0) {
+    throw std::invalid_argument(std::string("isa: '") + isa_name(isa) +
+                                "' has no bf16 dot product; avx512_bf16 and amx have");
+  }
+  return best_rate(threads, flops, [isa](int, long repeats) {
+    TF_DISPATCH_TO(isa, bf16_dot_flops, kFmaBatch * repeats);
+  });
+}
+
+double probe_read_bandwidth(std::size_t bytes, int threads) {
+  const std::size_t share = floats_per_thread(bytes, threads);
+  Buffer buffer(share * threads);
+  std::vector<float> sums(threads);
+  const Isa isa = current_isa();
+  const double rate = best_rate(threads, share * sizeof(float), [&](int thread, long repeats) {
+    float sum = 0.0f;
+    for (long repeat = 0; repeat < repeats; ++repeat) {
+      const float* part = buffer.data() + share * thread;
+      asm volatile("" : "+r"(part) : : "memory");  // every repeat reads anew
+      sum += TF_DISPATCH_TO(isa, sum_floats, part, static_cast<long>(share));
+    }
+    sums[thread] = sum;
+  });
+  asm volatile("" : : "r"(sums.data()) : "memory");
+  return rate;
+}
+
+double probe_copy_bandwidth(std::size_t bytes, int threads) {
+  const std::size_t share = floats_per_thread(bytes, threads);
+  Buffer source(share * threads), target(share * threads);
+  return best_rate(threads, 2.0 * share * sizeof(float), [&](int thread, long repeats) {
+    for (long repeat = 0; repeat < repeats; ++repeat) {
+      float* to = target.data() + share * thread;
+      std::memcpy(to, source.data() + share * thread, share * sizeof(float));
+      asm volatile("" : : "r"(to) : "memory");
+    }
+  });
+}
+
+}  // namespace tf

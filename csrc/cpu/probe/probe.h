@@ -1,0 +1,25 @@
+// Roofline probes: what this machine can do at most, measured. Benchmarks divide by them.
+#pragma once
+
+#include <cstddef>
+
+#include "cpu/core/isa.h"
+
+namespace tf {
+
+// All probes run `threads` threads at once for 50 to 100 ms and return the best of a few rounds.
+
+// fp32 multiply-adds (multiply and add without FMA on baseline), in GFLOP/s.
+double probe_fma(int threads, Isa isa);
+
+// bf16 dot products accumulated in fp32, in GFLOP/s. Throws std::invalid_argument for an
+// instruction set without them.
+double probe_bf16_dot(int threads, Isa isa);
+
+// Reading a buffer of `bytes` again and again, each thread its own share, in GB/s.
+double probe_read_bandwidth(std::size_t bytes, int threads);
+
+// memcpy of `bytes` to another buffer of that size; bytes read plus bytes written, in GB/s.
+double probe_copy_bandwidth(std::size_t bytes, int threads);
+
+}  // namespace tf

@@ -1,0 +1,135 @@
+// Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover 4
+// cycles of latency on 2 ports with room to spare, and nothing that a compiler could fold, contract
+// or drop.
+#include "cpu/probe/probe_kernel.h"
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#ifdef TF_EMULATED_TILES
+#include "cpu/simd/amx_emulation.h"
+#endif
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr int kAccumulators = 12;
+
+#if defined(__AVX512F__)
+using Vec = __m512;
+#define TF_MULTIPLY_ADD(i) "vfmadd231ps %12, %13, %" #i "\n\t"
+#elif defined(__AVX2__)
+using Vec = __m256;
+#define TF_MULTIPLY_ADD(i) "vfmadd231ps %12, %13, %" #i "\n\t"
+#else
+using Vec = __m128;
+#define TF_MULTIPLY_ADD(i) "mulps %12, %" #i "\n\taddps %13, %" #i "\n\t"
+#endif
+constexpr int kLanes = sizeof(Vec) / sizeof(float);
+
+#ifdef __AVX512F__
+#define TF_REGISTER "+v"
+#define TF_INPUT "v"
+#else
+#define TF_REGISTER "+x"
+#define TF_INPUT "x"
+#endif
+
+#define TF_TWELVE_TIMES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#define TF_ACCUMULATE(INSTRUCTION, acc, x, y)                                    \
+  asm volatile(TF_TWELVE_TIMES(INSTRUCTION)                                      \
+               : TF_REGISTER(acc[0]), TF_REGISTER(acc[1]), TF_REGISTER(acc[2]),  \
+                 TF_REGISTER(acc[3]), TF_REGISTER(acc[4]), TF_REGISTER(acc[5]),  \
+                 TF_REGISTER(acc[6]), TF_REGISTER(acc[7]), TF_REGISTER(acc[8]),  \
+                 TF_REGISTER(acc[9]), TF_REGISTER(acc[10]), TF_REGISTER(acc[11]) \
+               : TF_INPUT(x), TF_INPUT(y))
+
+Vec broadcast(float value) {
+  Vec result;
+  for (int lane = 0; lane < kLanes; ++lane) result[lane] = value;
+  return result;
+}
+
+}  // namespace
+
+double fma_flops(long iterations) {
+  Vec acc[kAccumulators];
+  for (Vec& a : acc) a = broadcast(0.0f);
+  // Bounded for ever: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
+  const Vec x = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f),
+            y = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f);
+  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
+  return 2.0 * kLanes * kAccumulators * static_cast<double>(iterations);
+}
+
+#if defined(__AMX_BF16__)
+
+double bf16_dot_flops(long iterations) {
+  // Palette 1: eight tiles of 16 rows by 64 bytes; four accumulators cover the tile latency.
+  struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  // Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
+  static constexpr TileConfig kConfig;
+  _tile_loadconfig(&kConfig);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (long i = 0; i < iterations; ++i) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  constexpr double kFlopsPerTile = 2.0 * 16 * 16 * 32;
+  return 4 * kFlopsPerTile * static_cast<double>(iterations);
+}
+
+#elif defined(__AVX512BF16__)
+
+double bf16_dot_flops(long iterations) {
+#define TF_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
+  Vec acc[kAccumulators];
+  for (Vec& a : acc) a = broadcast(0.0f);
+  const Vec x = broadcast(0.0f), y = broadcast(0.0f);
+  for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_DOT, acc, x, y);
+#undef TF_DOT
+  return 4.0 * kLanes * kAccumulators * static_cast<double>(iterations);
+}
+
+#else
+
+double bf16_dot_flops(long) { return 0.0; }
+
+#endif
+
+float sum_floats(const float* data, long count) {
+  constexpr int kStreams = 8;
+  Vec sums[kStreams];
+  for (Vec& s : sums) s = broadcast(0.0f);
+  long i = 0;
+  for (; i + kStreams * kLanes <= count; i += kStreams * kLanes) {
+    for (int stream = 0; stream < kStreams; ++stream) {
+      Vec value;
+      __builtin_memcpy(&value, data + i + stream * kLanes, sizeof(Vec));
+      sums[stream] += value;
+    }
+  }
+  float total = 0.0f;
+  for (; i < count; ++i) total += data[i];
+  for (const Vec& s : sums) {
+    for (int lane = 0; lane < kLanes; ++lane) total += s[lane];
+  }
+  return total;
+}
+
+}  // namespace tf::TF_ISA

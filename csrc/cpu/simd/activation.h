@@ -1,0 +1,95 @@
+// Activations on vectors, for kernel files only.
+#pragma once
+
+#include "cpu/simd/vec.h"
+
+namespace tf {
+// Numbered as in transformer_fast/backends/cpu.py.
+enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+}  // namespace tf
+
+namespace tf::TF_ISA {
+namespace {
+
+// Far to the left activations and slopes vanish. There they are exactly 0: no number falls below
+// the smallest normal one, where arithmetic is slow on some CPUs, and -inf becomes NaN where it
+// does in torch.
+TF_INLINE Vec zero_below(float bound, Vec x, Vec y) {
+  return select(less(x, set1(bound)), zero(), y);
+}
+
+// s(x) = 1 / (1 + e^-x) and its slope s (1 - s), where 1 - s would lose its digits to cancellation.
+struct Sigmoid {
+  Vec value, slope;
+
+  TF_INLINE explicit Sigmoid(Vec x) {
+    // min's order lets NaN through; e^-87 is a normal number.
+    const Vec e = exp(min(set1(87.0f), zero() - x));
+    const Vec s = set1(1.0f) / (set1(1.0f) + e);
+    value = zero_below(-87.0f, x, s);
+    slope = e * s * s;
+  }
+};
+
+TF_INLINE Vec absolute(Vec x) { return max(x, zero() - x); }
+
+// The normal distribution: phi(x) = e^(-x^2 / 2) / sqrt(2 pi) and its integral Phi(x). With u =
+// |x|, Phi(-u) = e^(-u^2 / 2) t P(t), t = 1 / (1 + 0.375 u / sqrt 2), P a minimax polynomial for u
+// < 13 (relative error 1.2e-8). So the tail on the negative side is the small number itself, not a
+// difference of two large ones. Below -12.7, where it is less than 3e-37, it is 0.
+struct Normal {
+  Vec density, integral;
+
+  TF_INLINE explicit Normal(Vec x) {
+    const Vec bounded = min(set1(12.75f), absolute(x));
+    const Vec square = bounded * bounded;
+    // e to the square's rounding error is that much more than 1.
+    const Vec rest = fma(bounded, bounded, zero() - square);
+    const Vec power = exp(set1(-0.5f) * square);
+    const Vec e = fma(power, set1(-0.5f) * rest, power);
+    const Vec t = set1(1.0f) / fma(set1(0.26516504294495535f), bounded, set1(1.0f));
+    Vec p = set1(0.0308480637f);
+    p = fma(p, t, set1(-0.144036517f));
+    p = fma(p, t, set1(0.216944479f));
+    p = fma(p, t, set1(-0.115535451f));
+    p = fma(p, t, set1(0.137420136f));
+    p = fma(p, t, set1(0.0605203167f));
+    p = fma(p, t, set1(0.102714991f));
+    p = fma(p, t, set1(0.105316782f));
+    p = fma(p, t, set1(0.105807206f));
+    const Vec tail = p * t * e;
+    integral = select(less(x, zero()), zero_below(-12.7f, x, tail), set1(1.0f) - tail);
+    density = set1(0.3989422804014327f) * e;
+  }
+};
+
+// What x is multiplied by.
+TF_INLINE Sigmoid gelu_tanh_sigmoid(Vec x) {
+  const Vec inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
+  return Sigmoid(inner + inner);
+}
+
+TF_INLINE Vec activate(Vec x, int activation) {
+  switch (activation) {
+    case kRelu:
+      return max(zero(), x);
+    case kGelu:
+      return x * Normal(x).integral;
+    case kGeluTanh:
+      return x * gelu_tanh_sigmoid(x).value;
+    case kSilu:
+      return x * Sigmoid(x).value;
+    default:
+      return x;
+  }
+}
+
+// In place over rows of a block whose columns are filled up to whole vectors.
+TF_INLINE void activate_rows(float* c, long stride, long rows, long columns, int activation) {
+  for (long i = 0; i < rows; ++i)
+    for (long j = 0; j < columns; j += kLanes)
+      store(c + i * stride + j, activate(load(c + i * stride + j), activation));
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,102 @@
+// Sums over rows and along them; for kernel files only.
+#pragma once
+
+#include "cpu/gemm/gemm.h"
+#include "cpu/simd/half.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// totals[j] = the sum of rows[i][j] over i < m, added to what is there if `onto`, for j < columns.
+// Rows pass by as they lie in memory. Sums of 16 rows are summed up by 16 before they meet the
+// total: a running sum of n terms errs like n.
+template <class T>
+void column_sums(const T* rows, long stride, long m, long columns, bool onto, float* totals) {
+  constexpr long kBlock = 1024, kFew = 16, kMany = kFew * kFew;
+  for (long column = 0; column < columns; column += kBlock) {
+    const long count = least(kBlock, columns - column);
+    float sums[3][kBlock + kLanes];
+    const auto add = [&](int to, int from) {
+      for (long j = 0; j < count; j += kLanes) {
+        store(sums[to] + j, load(sums[to] + j) + load(sums[from] + j));
+        store(sums[from] + j, zero());
+      }
+    };
+    copy_row(totals + column, onto ? count : 0, sums[0], round_up(count, kLanes));
+    for (int level = 1; level < 3; ++level)
+      for (long j = 0; j < count; j += kLanes) store(sums[level] + j, zero());
+    for (long row = 0; row < m; ++row) {
+      const T* from = rows + row * stride + column;
+      for (long j = 0; j < count; j += kLanes)
+        store(sums[2] + j, load(sums[2] + j) + load_some(from + j, count - j));
+      if (row % kFew == kFew - 1) add(1, 2);
+      if (row % kMany == kMany - 1) add(0, 1);
+    }
+    add(1, 2);
+    add(0, 1);
+    copy_row(sums[0], count, totals + column, count);
+  }
+}
+
+// Calls f(offset, count) for whole vectors of a row and then for its tail.
+template <class F>
+TF_INLINE void each_vector(long n, const F& f) {
+  long j = 0;
+  for (; j + kLanes <= n; j += kLanes) f(j, static_cast<long>(kLanes));
+  if (j < n) f(j, n - j);
+}
+
+// kCount sums along a row of n, to which add(sums, offset, count) adds a vector. An accumulator
+// takes eight terms; their sums are added up in pairs. So the error grows with log n, and many
+// small terms are not lost one by one in a sum that one large term has made coarse.
+template <int kCount, class F>
+TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
+  constexpr long kStep = 4 * kLanes, kBlock = 8 * kStep;
+  Vec levels[48][kCount];
+  long blocks = 0;
+  for (long begin = 0; begin < n; begin += kBlock) {
+    const long end = least(n, begin + kBlock);
+    Vec sums[4][kCount];
+    TF_UNROLL for (int u = 0; u < 4; ++u) TF_UNROLL for (int i = 0; i < kCount; ++i) sums[u][i] =
+        zero();
+    long j = begin;
+    for (; j + kStep <= end; j += kStep)
+      TF_UNROLL for (int u = 0; u < 4; ++u) add(sums[u], j + u * kLanes, static_cast<long>(kLanes));
+    for (; j + kLanes <= end; j += kLanes) add(sums[0], j, static_cast<long>(kLanes));
+    if (j < end) add(sums[1], j, end - j);
+    TF_UNROLL for (int i = 0; i < kCount; ++i) sums[0][i] =
+        (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    // levels[l] holds a sum of 2^l blocks where bit l of their number is set.
+    int level = 0;
+    for (; (blocks >> level & 1) != 0; ++level)
+      TF_UNROLL for (int i = 0; i < kCount; ++i) sums[0][i] = levels[level][i] + sums[0][i];
+    TF_UNROLL for (int i = 0; i < kCount; ++i) levels[level][i] = sums[0][i];
+    ++blocks;
+  }
+  TF_UNROLL for (int i = 0; i < kCount; ++i) {
+    Vec total = zero();
+    for (int level = 0; blocks >> level != 0; ++level)
+      if ((blocks >> level & 1) != 0) total = total + levels[level][i];
+    totals[i] = reduce_add(total);
+  }
+}
+
+// The sum of ((x - mean) scale)^2 along a row.
+template <class T>
+TF_INLINE float sum_of_squares(const T* x, long n, float mean, float scale = 1.0f) {
+  const Vec centre = set1(mean), factor = set1(scale);
+  const long whole = n / kLanes * kLanes;
+  float sum[1], rest = 0.0f;
+  row_sums(whole, sum, [&](Vec* to, long j, long) __attribute__((always_inline)) {
+    const Vec d = (load_some(x + j, kLanes) - centre) * factor;
+    to[0] = fma(d, d, to[0]);
+  });
+  for (long j = whole; j < n; ++j) {
+    const float d = (load_one(x + j) - mean) * scale;
+    rest += d * d;
+  }
+  return sum[0] + rest;
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA

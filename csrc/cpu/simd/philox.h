@@ -1,0 +1,165 @@
+// Dropout's random numbers: Philox4x32-10 (Salmon et al. 2011), 4 kLanes numbers of 16 bits at a
+// time; for kernel files only. The pattern is that of transformer_fast/reference/dropout.py.
+#pragma once
+
+#include "cpu/simd/dropout.h"
+#include "cpu/simd/vec.h"
+
+namespace tf::TF_ISA {
+namespace {
+
+// Vectors of 64-bit lanes; a word sits in the low half of a lane, the high half is anything.
+#if defined(__AVX512F__)
+
+using Words = __m512i;
+TF_INLINE Words words(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
+TF_INLINE Words multiply(Words a, Words b) { return _mm512_mul_epu32(a, b); }
+TF_INLINE Words high_half(Words a) { return _mm512_srli_epi64(a, 32); }
+TF_INLINE Words xor_of(Words a, Words b, Words c) {
+  return _mm512_ternarylogic_epi64(a, b, c, 0x96);
+}
+// Low halves of a in the low, of b in the high halves.
+TF_INLINE Words join(Words a, Words b) {
+  return _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(b, 32));
+}
+TF_INLINE Words even_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }
+TF_INLINE Words odd_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
+// Counters first, first + 1, ..., so that at_least() gives the bits of even_pairs() and odd_pairs()
+// in their order.
+TF_INLINE Words counters(uint64_t first) {
+  return _mm512_add_epi64(words(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
+}
+using KeepBits = uint64_t;
+// A bit for each number, set where it is at least `limit`.
+TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
+  const __m512i least = _mm512_set1_epi16(static_cast<short>(limit));
+  return _mm512_cmpge_epu16_mask(even, least) |
+         static_cast<KeepBits>(_mm512_cmpge_epu16_mask(odd, least)) << 32;
+}
+// `value` in the lanes whose bit is set, else 0.
+TF_INLINE Vec where_set(KeepBits bits, Vec value) {
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), value);
+}
+
+#elif defined(__AVX2__)
+
+using Words = __m256i;
+TF_INLINE Words words(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
+TF_INLINE Words multiply(Words a, Words b) { return _mm256_mul_epu32(a, b); }
+TF_INLINE Words high_half(Words a) { return _mm256_srli_epi64(a, 32); }
+TF_INLINE Words xor_of(Words a, Words b, Words c) {
+  return _mm256_xor_si256(_mm256_xor_si256(a, b), c);
+}
+TF_INLINE Words join(Words a, Words b) {
+  return _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xaa);
+}
+TF_INLINE Words even_pairs(Words a, Words b) { return _mm256_unpacklo_epi64(a, b); }
+TF_INLINE Words odd_pairs(Words a, Words b) { return _mm256_unpackhi_epi64(a, b); }
+TF_INLINE Words counters(uint64_t first) {
+  return _mm256_add_epi64(words(first), _mm256_setr_epi64x(0, 1, 2, 3));
+}
+using KeepBits = uint32_t;
+TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
+  const __m256i least = _mm256_set1_epi16(static_cast<short>(limit));
+  even = _mm256_cmpeq_epi16(_mm256_max_epu16(even, least), even);
+  odd = _mm256_cmpeq_epi16(_mm256_max_epu16(odd, least), odd);
+  return static_cast<KeepBits>(_mm256_movemask_epi8(_mm256_packs_epi16(even, odd)));
+}
+TF_INLINE Vec where_set(KeepBits bits, Vec value) {
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each);
+  return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(set, each)), value);
+}
+
+#else
+
+using Words = __m128i;
+TF_INLINE Words words(uint64_t x) { return _mm_set1_epi64x(static_cast<long long>(x)); }
+TF_INLINE Words multiply(Words a, Words b) { return _mm_mul_epu32(a, b); }
+TF_INLINE Words high_half(Words a) { return _mm_srli_epi64(a, 32); }
+TF_INLINE Words xor_of(Words a, Words b, Words c) { return _mm_xor_si128(_mm_xor_si128(a, b), c); }
+TF_INLINE Words join(Words a, Words b) {
+  const Words low = _mm_set1_epi64x(0xffffffff);
+  return _mm_or_si128(_mm_and_si128(a, low), _mm_slli_epi64(b, 32));
+}
+TF_INLINE Words even_pairs(Words a, Words b) { return _mm_unpacklo_epi64(a, b); }
+TF_INLINE Words odd_pairs(Words a, Words b) { return _mm_unpackhi_epi64(a, b); }
+TF_INLINE Words counters(uint64_t first) {
+  return _mm_add_epi64(words(first), _mm_set_epi64x(1, 0));
+}
+using KeepBits = uint32_t;
+TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
+  // There is no unsigned comparison: limit - a with saturation is 0 where a is at least the limit.
+  const __m128i least = _mm_set1_epi16(static_cast<short>(limit));
+  even = _mm_cmpeq_epi16(_mm_subs_epu16(least, even), _mm_setzero_si128());
+  odd = _mm_cmpeq_epi16(_mm_subs_epu16(least, odd), _mm_setzero_si128());
+  return static_cast<KeepBits>(_mm_movemask_epi8(_mm_packs_epi16(even, odd)));
+}
+TF_INLINE Vec where_set(KeepBits bits, Vec value) {
+  const __m128i each = _mm_setr_epi32(1, 2, 4, 8);
+  const __m128i set = _mm_and_si128(_mm_set1_epi32(static_cast<int>(bits)), each);
+  return _mm_and_ps(_mm_castsi128_ps(_mm_cmpeq_epi32(set, each)), value);
+}
+
+#endif
+
+constexpr long kDraw = 4 * kLanes;  // elements that one evaluation of Philox decides
+
+// Which of the kDraw elements from (row, column) on are kept: a bit for each. `column` is a
+// multiple of 8.
+inline KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column) {
+  const Words first = words(0xD2511F53u), second = words(0xCD9E8D57u);
+  Words c0 = counters(column / 8), c1 = words(row), c2 = words(row >> 32), c3 = words(0);
+  uint32_t key0 = static_cast<uint32_t>(dropout.seed);
+  uint32_t key1 = static_cast<uint32_t>(dropout.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const Words a = multiply(c0, first), b = multiply(c2, second);
+    c0 = xor_of(high_half(b), c1, words(key0));
+    c2 = xor_of(high_half(a), c3, words(key1));
+    c1 = b;
+    c3 = a;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  const Words low = join(c0, c1), high = join(c2, c3);
+  return at_least(even_pairs(low, high), odd_pairs(low, high), dropout.limit);
+}
+
+// factors[j] = what dropout multiplies element (row, column + j) of its tensor by: 0 or
+// dropout.scale. `column` is a multiple of 8; writes up to the next multiple of 2 kLanes.
+inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column, long count,
+                            float* factors) {
+  const Vec scale = set1(dropout.scale);
+  for (long j = 0; j < count; j += kDraw) {
+    const KeepBits keep = keep_bits(dropout, row, column + static_cast<uint64_t>(j));
+    store(factors + j, where_set(keep, scale));
+    store(factors + j + kLanes, where_set(keep >> kLanes, scale));
+    if (j + 2 * kLanes >= count) break;
+    store(factors + j + 2 * kLanes, where_set(keep >> 2 * kLanes, scale));
+    store(factors + j + 3 * kLanes, where_set(keep >> 3 * kLanes, scale));
+  }
+}
+
+// Which of kPanel columns of a row are kept, from `column` on, a multiple of kPanel. kDraw is two
+// panels: `keep` holds the bits of both, and is worked out anew if `draws`.
+TF_INLINE KeepBits panel_bits(const Dropout& dropout, long row, long column, bool draws,
+                              KeepBits& keep) {
+  const long inside = column % kDraw;
+  if (draws)
+    keep = keep_bits(dropout, static_cast<uint64_t>(row), static_cast<uint64_t>(column - inside));
+  return keep >> inside;
+}
+
+// What dropout multiplies them by.
+TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool draws,
+                             KeepBits& keep, Vec& low, Vec& high) {
+  const KeepBits bits = panel_bits(dropout, row, column, draws, keep);
+  low = where_set(bits, set1(dropout.scale));
+  high = where_set(bits >> kLanes, set1(dropout.scale));
+}
+
+// What dropout makes of x: 0 where dropped, whatever x is.
+TF_INLINE Vec drop(Vec x, Vec factor) { return select(equal(factor, zero()), zero(), x * factor); }
+
+}  // namespace
+}  // namespace tf::TF_ISA

@@ -1,0 +1,193 @@
+// One vector of floats per instruction set, under one interface. For kernel files only: everything
+// has internal linkage, so that no build shares a symbol with another.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#ifdef TF_EMULATED_TILES
+#include "cpu/simd/amx_emulation.h"
+#endif
+
+#define TF_INLINE inline __attribute__((always_inline))
+#define TF_UNROLL _Pragma("GCC unroll 16")
+
+namespace tf::TF_ISA {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+#if defined(__AVX512F__)
+
+using Vec = __m512;
+using Mask = __mmask16;
+constexpr int kLanes = 16;
+
+TF_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
+TF_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+TF_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+TF_INLINE Mask first_lanes(long n) { return static_cast<Mask>((1u << n) - 1u); }
+// The first n < kLanes floats; the other lanes are 0.
+TF_INLINE Vec load_n(const float* p, long n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+TF_INLINE void store_n(float* p, Vec x, long n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// max(x, y) with y where x is NaN.
+TF_INLINE Vec max(Vec x, Vec y) { return _mm512_max_ps(x, y); }
+TF_INLINE Vec min(Vec x, Vec y) { return _mm512_min_ps(x, y); }
+TF_INLINE Vec round(Vec x) { return _mm512_roundscale_ps(x, 8); }
+TF_INLINE Mask equal(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
+TF_INLINE Mask less(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
+// Lanes that hold NaN are not less.
+TF_INLINE Mask not_less(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
+TF_INLINE Mask not_a_number(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+// mask ? x : y
+TF_INLINE Vec select(Mask m, Vec x, Vec y) { return _mm512_mask_blend_ps(m, y, x); }
+TF_INLINE bool any(Mask m) { return m != 0; }
+TF_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+TF_INLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+// x * 2^n for integral n from -126 to 127.
+TF_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+// The same where the mask is set, else 0, whatever n is.
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm512_maskz_scalef_ps(m, x, n); }
+// 0 where the byte is zero, else all lanes of the mask set.
+TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm_test_epi8_mask(b, b);
+}
+
+#elif defined(__AVX2__)
+
+using Vec = __m256;
+using Mask = __m256;
+constexpr int kLanes = 8;
+
+TF_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
+TF_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+TF_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+TF_INLINE __m256i first_lanes(long n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)),
+                            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+TF_INLINE Vec load_n(const float* p, long n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+TF_INLINE void store_n(float* p, Vec x, long n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+TF_INLINE Vec max(Vec x, Vec y) { return _mm256_max_ps(x, y); }
+TF_INLINE Vec min(Vec x, Vec y) { return _mm256_min_ps(x, y); }
+TF_INLINE Vec round(Vec x) { return _mm256_round_ps(x, 8); }
+TF_INLINE Mask equal(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_EQ_OQ); }
+TF_INLINE Mask less(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_LT_OQ); }
+TF_INLINE Mask not_less(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
+TF_INLINE Mask not_a_number(Vec x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
+TF_INLINE Vec select(Mask m, Vec x, Vec y) { return _mm256_blendv_ps(y, x, m); }
+TF_INLINE bool any(Mask m) { return _mm256_movemask_ps(m) != 0; }
+TF_INLINE float reduce_add(Vec x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+TF_INLINE float reduce_max(Vec x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+TF_INLINE Vec scale_by_power(Vec x, Vec n) {
+  const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return x * _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm256_and_ps(m, scale_by_power(x, n)); }
+TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
+  const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(b), _mm256_setzero_si256()));
+}
+
+#else
+
+using Vec = __m128;
+using Mask = __m128;
+constexpr int kLanes = 4;
+
+TF_INLINE Vec set1(float x) { return _mm_set1_ps(x); }
+TF_INLINE Vec load(const float* p) { return _mm_loadu_ps(p); }
+TF_INLINE void store(float* p, Vec x) { _mm_storeu_ps(p, x); }
+TF_INLINE Vec load_n(const float* p, long n) {
+  float buffer[kLanes] = {0, 0, 0, 0};
+  for (long i = 0; i < n; ++i) buffer[i] = p[i];
+  return load(buffer);
+}
+TF_INLINE void store_n(float* p, Vec x, long n) {
+  float buffer[kLanes];
+  store(buffer, x);
+  for (long i = 0; i < n; ++i) p[i] = buffer[i];
+}
+TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+TF_INLINE Vec max(Vec x, Vec y) { return _mm_max_ps(x, y); }
+TF_INLINE Vec min(Vec x, Vec y) { return _mm_min_ps(x, y); }
+TF_INLINE Vec round(Vec x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }  // |x| < 2^31
+TF_INLINE Mask equal(Vec x, Vec y) { return _mm_cmpeq_ps(x, y); }
+TF_INLINE Mask less(Vec x, Vec y) { return _mm_cmplt_ps(x, y); }
+TF_INLINE Mask not_less(Vec x, Vec y) { return _mm_cmpnlt_ps(x, y); }
+TF_INLINE Mask not_a_number(Vec x) { return _mm_cmpunord_ps(x, x); }
+TF_INLINE Vec select(Mask m, Vec x, Vec y) {
+  return _mm_or_ps(_mm_and_ps(m, x), _mm_andnot_ps(m, y));
+}
+TF_INLINE bool any(Mask m) { return _mm_movemask_ps(m) != 0; }
+TF_INLINE float reduce_add(Vec x) {
+  Vec s = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+TF_INLINE float reduce_max(Vec x) {
+  Vec s = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+TF_INLINE Vec scale_by_power(Vec x, Vec n) {
+  const __m128i bits = _mm_add_epi32(_mm_cvtps_epi32(n), _mm_set1_epi32(127));
+  return x * _mm_castsi128_ps(_mm_slli_epi32(bits, 23));
+}
+TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm_and_ps(m, scale_by_power(x, n)); }
+TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i b = _mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero);
+  return _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_unpacklo_epi16(b, zero), zero));
+}
+
+#endif
+
+// Rounded as one lane of vectors is, whether or not the compiler contracts a * b + c itself.
+TF_INLINE float fma(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+TF_INLINE Vec zero() { return set1(0.0f); }
+
+// Results below the smallest normal number cost hundreds of cycles on some CPUs, so e^x is 0 from
+// here on.
+constexpr float kLeastExponent = -87.3f;
+
+// e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 0 below -87.3, -inf
+// included; NaN stays NaN. x must not exceed 88.3 (callers subtract the maximum, or clamp).
+TF_INLINE Vec exp(Vec x) {
+  const Mask normal = not_less(x, set1(kLeastExponent));
+  const Vec n = round(x * set1(1.44269504089f));
+  Vec f = fma(x, set1(1.44269502162933349609375f), set1(0.0f) - n);
+  f = fma(x, set1(1.9259629911266175e-8f), f);
+  Vec p = set1(1.5345811889e-04f);
+  p = fma(p, f, set1(1.3399931218e-03f));
+  p = fma(p, f, set1(9.6184889575e-03f));
+  p = fma(p, f, set1(5.5503287770e-02f));
+  p = fma(p, f, set1(2.4022646891e-01f));
+  p = fma(p, f, set1(6.9314720574e-01f));
+  p = fma(p, f, set1(1.0f));
+  return scale_where(normal, p, n);
+}
+
+}  // namespace
+}  // namespace tf::TF_ISA
