@@ -182,7 +182,7 @@ def test_wrong_masks_lengths_and_statistics_are_errors(device):
     ):
         with pytest.raises(RuntimeError, match=words):
             ops.cuda_attention(q, k, v, mask, lengths, *rest, False)
-    call, wants = (q, None, q, k, v, None, None, *rest, None), (True, True, True)
+    call, wants = (q, None, q, k, v, None, None, *rest), (True, True, True)
     with pytest.raises(RuntimeError, match="row_sum must be"):
         ops.cuda_attention_backward(*call, ones, ones[..., :4], *wants, False)
     with pytest.raises(RuntimeError, match="a bool mask has no gradient"):
