@@ -4,13 +4,10 @@ TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation w
 =0 skips the native build, =require makes any failure an error. MAX_JOBS limits parallel compiles,
 CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
 
-The CUDA kernels are built where nvcc is found (CUDA_HOME, PATH, the package nvidia-cuda-nvcc, or
-/usr/local/cuda), GPU or not, for TORCH_CUDA_ARCH_LIST; where it is not, or fails, everything else
-is, unless it is required. TRANSFORMER_FAST_CUDA_BUILD=0 leaves them out.
-
-Where Triton stands beside torch, it compiles attention of many keys into that library, for the same
-architectures: in the dtypes that TRANSFORMER_FAST_CUDA_EMBED names (bfloat16; "bfloat16,float16" takes
-twice as long), with 0 in none.
+The CUDA kernels are built where nvcc (CUDA_HOME, PATH, the package nvidia-cuda-nvcc, or
+/usr/local/cuda) and a GPU are found, for TORCH_CUDA_ARCH_LIST; where they are not, or the compiler
+fails, everything else is, unless it is required. TRANSFORMER_FAST_CUDA_BUILD=1 needs no GPU, =0 leaves
+them out.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +32,23 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)
 REASON_FILE = "_build_info.py"
 CUDA_LIBRARY = "_C_cuda.so"
+#: What NVIDIA's driver makes where there is a GPU: on Linux, and on Linux in Windows.
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+#: One of each generation: machine code runs on later GPUs of the same major number, too.
+CUDA_ARCHITECTURES = ("8.0", "9.0", "10.0", "12.0")
 
 
 class BuildError(Exception):
     """Why the native module is not built, in one sentence."""
+
+
+def switch(name: str, *values: str) -> str:
+    """Return what an environment variable says, by default the first of these values."""
+    value = os.environ.get(name) or values[0]
+    if value not in values:
+        expected = f"{', '.join(values[:-1])} or {values[-1]}"
+        raise SystemExit(f"{name} is {value!r}; expected {expected}")
+    return value
 
 
 def find_torch() -> tuple[Path, str]:
@@ -87,8 +96,6 @@ def find_tool(name: str, module: str, attribute: str) -> str:
 def find_nvcc() -> str:
     """Return nvcc: of CUDA_HOME if that is set, else of PATH, of its Python package, or of the usual
     place."""
-    if os.environ.get("TRANSFORMER_FAST_CUDA_BUILD") == "0":
-        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_BUILD=0)")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         found = shutil.which("nvcc", path=str(Path(home) / "bin"))
@@ -108,47 +115,50 @@ def find_nvcc() -> str:
     raise BuildError("nvcc was not found at build time")
 
 
-def cuda_architectures() -> str:
-    """Translate TORCH_CUDA_ARCH_LIST ("8.0;9.0a;10.0+PTX") into CMake's words."""
-    wanted = re.split(
-        r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0a;10.0+PTX").strip()
-    )
+def cuda_compiler() -> str:
+    """Return nvcc if the CUDA kernels are to be built."""
+    wanted = switch("TRANSFORMER_FAST_CUDA_BUILD", "auto", "0", "1")
+    if wanted == "0":
+        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_BUILD=0)")
+    nvcc = find_nvcc()
+    if wanted == "auto" and not any(map(os.path.exists, GPU_DEVICES)):
+        raise BuildError(
+            "no GPU was found at build time; TRANSFORMER_FAST_CUDA_BUILD=1 builds them all the same"
+        )
+    return nvcc
+
+
+def cuda_architectures(nvcc: str) -> list[str]:
+    """Return what TORCH_CUDA_ARCH_LIST ("8.0;9.0a;12.0+PTX") has from 8.0 on, or what nvcc knows of
+    CUDA_ARCHITECTURES."""
+    wanted = re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
+    if wanted == [""]:
+        command = [nvcc, "--list-gpu-code"]
+        known = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        ours = [one for one in CUDA_ARCHITECTURES if f"sm_{one.replace('.', '')}" in known]
+        *wanted, newest = ours or CUDA_ARCHITECTURES
+        wanted.append(f"{newest}+PTX")
     found = []
     for architecture in wanted:
-        parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
+        parts = re.fullmatch(r"(\d+)\.\d[af]?(\+PTX)?", architecture)
         if parts is None:
             raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST has {architecture!r}; expected numbers like 9.0a or 10.0+PTX"
+                f"TORCH_CUDA_ARCH_LIST has {architecture!r}; expected numbers like 9.0a or 12.0+PTX"
             )
-        major, minor, variant, ptx = parts.groups()
-        if (int(major), int(minor)) < (8, 0):
-            continue  # bfloat16 products and asynchronous copies begin there
-        found.append(f"{major}{minor}{variant}-real")
-        if ptx:
-            found.append(f"{major}{minor}{variant}-virtual")
+        if int(parts[1]) >= 8:  # bfloat16 products and asynchronous copies begin there
+            found.append(architecture)
     if not found:
         raise BuildError("TORCH_CUDA_ARCH_LIST names nothing from compute capability 8.0 on")
+    return found
+
+
+def in_cmake(architectures: list[str]) -> str:
+    """Return the same in the words of CMake's CUDA_ARCHITECTURES."""
+    found = []
+    for architecture in architectures:
+        number, _, ptx = architecture.replace(".", "").partition("+")
+        found += [f"{number}-real", *([f"{number}-virtual"] if ptx else [])]
     return ";".join(found)
-
-
-def embedded_dtypes() -> list[str]:
-    """Return what TRANSFORMER_FAST_CUDA_EMBED asks for; nothing: none are to be embedded."""
-    wanted = os.environ.get("TRANSFORMER_FAST_CUDA_EMBED", "bfloat16")
-    dtypes = sorted(set(re.split(r"[;, ]+", wanted.strip())))
-    if dtypes == ["0"]:
-        return []
-    if not set(dtypes) <= {"bfloat16", "float16"}:
-        raise SystemExit(
-            f"TRANSFORMER_FAST_CUDA_EMBED is {wanted!r}; expected 0, or of bfloat16 and float16"
-        )
-    return dtypes
-
-
-def check_embedding(dtypes: list[str], torch_dir: Path) -> None:
-    if not dtypes:
-        raise BuildError("they were switched off at build time (TRANSFORMER_FAST_CUDA_EMBED=0)")
-    if not (torch_dir.parent / "triton" / "__init__.py").is_file():
-        raise BuildError("Triton was not found beside torch at build time")
 
 
 def check_machine() -> None:
@@ -187,19 +197,15 @@ def run(command: list[str]) -> None:
 
 
 class Built(NamedTuple):
-    """What was built: torch's version, why there are no CUDA kernels, what of Triton's is among them
-    (compute capabilities, and names of dtypes), and why not."""
+    """What was built: torch's version, why there are no CUDA kernels, and for what they are."""
 
     torch_version: str = ""
     cuda_reason: str = ""
-    architectures: tuple[int, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    embed_reason: str = ""
+    cuda_architectures: tuple[str, ...] = ()
 
 
 def build(build_dir: Path, output_dir: Path) -> Built:
     """Configure, compile and put the libraries into output_dir."""
-    dtypes = embedded_dtypes()  # a wrong value is told before minutes of work
     check_machine()
     torch_dir, torch_version = find_torch()
     check_torch_version(torch_version)
@@ -234,45 +240,23 @@ def build(build_dir: Path, output_dir: Path) -> Built:
         fresh.replace(output_dir / library)
 
     make(build_dir, "_C", "_C" + sysconfig.get_config_var("EXT_SUFFIX"))
-    required = os.environ.get("TRANSFORMER_FAST_BUILD") == "require"
+    nvcc = None
     try:
-        nvcc = f"-DTF_NVCC={find_nvcc()}"
-    except BuildError as error:
-        (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
-        return Built(torch_version, str(error))
-
-    def make_cuda(embed: Iterable[int], dtypes: Iterable[str]) -> None:
+        nvcc = cuda_compiler()
+        architectures = cuda_architectures(nvcc)
         make(
-            build_dir / "cuda", "_C_cuda", CUDA_LIBRARY, nvcc,
-            f"-DTF_CUDA_ARCHITECTURES={architectures}", f"-DTF_EMBED={';'.join(map(str, embed))}",
-            f"-DTF_EMBED_DTYPES={';'.join(dtypes)}",
+            build_dir / "cuda", "_C_cuda", CUDA_LIBRARY,
+            f"-DTF_NVCC={nvcc}", f"-DTF_CUDA_ARCHITECTURES={in_cmake(architectures)}",
         )  # fmt: skip
-
-    try:
-        architectures = cuda_architectures()
-        embed_reason = ""
-        try:
-            check_embedding(dtypes, torch_dir)
-            embed = sorted({int(n) for n in re.findall(r"(\d+)[af]?-real", architectures)})
-        except BuildError as error:
-            dtypes, embed, embed_reason = [], [], str(error)
-        try:
-            make_cuda(embed, dtypes)
-        except BuildError as error:
-            if required or not embed:
-                raise
-            # A Triton that is too old, or that does not know an architecture, say.
-            warnings.warn(f"installing without embedded kernels: {error}", stacklevel=1)
-            dtypes, embed, embed_reason = [], [], str(error)
-            make_cuda(embed, dtypes)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         (output_dir / CUDA_LIBRARY).unlink(missing_ok=True)
-        if required:
-            raise
-        # An nvcc that is too old, say; the CPU's kernels are there all the same.
-        warnings.warn(f"installing without CUDA kernels: {error}", stacklevel=1)
+        if nvcc is not None:
+            if os.environ.get("TRANSFORMER_FAST_BUILD") == "require":
+                raise
+            # An nvcc that is too old, say; the CPU's kernels are there all the same.
+            warnings.warn(f"installing without CUDA kernels: {error}", stacklevel=1)
         return Built(torch_version, str(error))
-    return Built(torch_version, "", tuple(embed), tuple(dtypes), embed_reason)
+    return Built(torch_version, "", tuple(architectures))
 
 
 class CMakeBuild(build_ext):
@@ -289,9 +273,8 @@ class CMakeBuild(build_ext):
         output_dir = (ROOT if self.inplace else Path(self.build_lib).resolve()) / package
         output_dir.mkdir(parents=True, exist_ok=True)
         build_dir = self.native_dir
-        mode = os.environ.get("TRANSFORMER_FAST_BUILD", "auto")
-        if mode not in ("auto", "0", "require"):
-            raise SystemExit(f"TRANSFORMER_FAST_BUILD is {mode!r}; expected auto, 0 or require")
+        mode = switch("TRANSFORMER_FAST_BUILD", "auto", "0", "require")
+        switch("TRANSFORMER_FAST_CUDA_BUILD", "auto", "0", "1")  # told before minutes of work
         reason, built = "", Built()
         try:
             if mode == "0":
@@ -311,9 +294,7 @@ class CMakeBuild(build_ext):
             "",
             f"REASON = {reason!r}",
             f"CUDA_REASON = {built.cuda_reason!r}",
-            f"EMBEDDED_ARCHITECTURES = {built.architectures!r}",
-            f"EMBEDDED_DTYPES = {built.dtypes!r}",
-            f"EMBEDDED_REASON = {built.embed_reason!r}",
+            f"CUDA_ARCHITECTURES = {built.cuda_architectures!r}",
             f"PYTHON = {sys.implementation.cache_tag!r}",
             f"TORCH = {built.torch_version!r}",
         ]

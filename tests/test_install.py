@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from transformer_fast import _native
+from transformer_fast.cli import info
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
@@ -150,19 +151,17 @@ def test_old_torch(checkout, tmp_path):
     assert "torch 2.9.1 was installed at build time; 2.10 or later" in recorded_reason(checkout)
 
 
-def test_unknown_mode(checkout):
-    done = build_ext(checkout, TRANSFORMER_FAST_BUILD="yes")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("TRANSFORMER_FAST_BUILD", "auto, 0 or require"),
+        ("TRANSFORMER_FAST_CUDA_BUILD", "auto, 0 or 1"),
+    ],
+)
+def test_unknown_mode(name, expected, checkout):
+    done = build_ext(checkout, CXX="false", **{name: "yes"})
     assert done.returncode != 0
-    assert "TRANSFORMER_FAST_BUILD is 'yes'; expected auto, 0 or require" in done.stdout
-
-
-@pytest.mark.parametrize("wanted", ["0,bfloat16", ""])
-def test_unknown_embedding(wanted, checkout):
-    done = build_ext(checkout, CXX="false", TRANSFORMER_FAST_CUDA_EMBED=wanted)
-    assert done.returncode != 0
-    assert done.stdout.splitlines()[-1] == (
-        f"TRANSFORMER_FAST_CUDA_EMBED is {wanted!r}; expected 0, or of bfloat16 and float16"
-    )
+    assert done.stdout.splitlines()[-1] == f"{name} is 'yes'; expected {expected}"
 
 
 def test_why_absent_other_machine(monkeypatch):
@@ -184,6 +183,19 @@ def test_why_absent_other_python(monkeypatch):
     assert "was built for cpython-39; this interpreter is cpython-3" in _native._why_absent()
 
 
+def test_why_there_are_no_cuda_kernels(monkeypatch, tmp_path):
+    class Record:
+        CUDA_REASON = "no GPU was found at build time"
+
+    monkeypatch.setattr(_native.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_native, "CUDA_LIBRARY", tmp_path / "_C_cuda.so")
+    monkeypatch.setattr(_native, "_build_record", lambda: Record)
+    told = "the CUDA kernels were not built: no GPU was found at build time"
+    assert _native._load_cuda() == told
+    monkeypatch.setattr(_native, "cuda_why_not", told)
+    assert info.cuda_state() == told
+
+
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 def test_torch_too_old_at_run_time(monkeypatch):
     monkeypatch.setattr(_native.torch, "__version__", "2.9.1+cpu")
@@ -192,86 +204,123 @@ def test_torch_too_old_at_run_time(monkeypatch):
     assert "needs torch 2.10 or later; this is 2.9.1+cpu" in why
 
 
-def test_without_nvcc_the_rest_is_there(checkout):
-    code = (
-        "import runpy, sys; sys.argv = ['setup.py', '--name']\n"
-        "module = runpy.run_path('setup.py', run_name='setup')\n"
-        "for call in (module['find_nvcc'], module['cuda_architectures']):\n"
-        "    try:\n"
-        "        print(call())\n"
-        "    except module['BuildError'] as error:\n"
-        "        print(error)\n"
-    )
-    environment = {"CUDA_HOME": "/nowhere", "TORCH_CUDA_ARCH_LIST": "7.5;8.6 9.0a+PTX"}
-    lines = run([sys.executable, "-c", code], checkout, **environment).stdout.splitlines()
-    assert "CUDA_HOME is '/nowhere', where there is no bin/nvcc" in lines
-    assert "86-real;90a-real;90a-virtual" in lines
-    for wrong, said in {"sm_90": "has 'sm_90'", "7.0": "names nothing from compute"}.items():
-        told = run([sys.executable, "-c", code], checkout, TORCH_CUDA_ARCH_LIST=wrong).stdout
-        assert said in told
-    off = run([sys.executable, "-c", code], checkout, TRANSFORMER_FAST_CUDA_BUILD="0").stdout
-    assert "they were switched off at build time" in off
+@pytest.fixture
+def stand_in_build(checkout, tmp_path):
+    """A function that gives what `build` gives and leaves where CMake is a script that configures
+    everything but calls like ``fails``, and nvcc one that knows code for ``known``, with a GPU or
+    without."""
+    nvcc, cmake, device = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "cmake", tmp_path / "gpu"
+
+    def write(script, text):
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"#!/bin/sh\n{text}")
+        script.chmod(0o755)
+
+    def run_build(fails="nothing", gpu=True, known="sm_80 sm_90 sm_100 sm_120", **environment):
+        write(nvcc, f'[ "$*" = --list-gpu-code ] && echo {known}\n')
+        write(
+            cmake,
+            f'case "$*" in {fails}) exit 1;; esac\n'
+            'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; '
+            'esac; previous="$word"; done\n'
+            f'echo "$*" >> {tmp_path / "log"}\n'
+            'mkdir -p "$folder"; touch "$folder/_C$SUFFIX" "$folder/_C_cuda.so"\n',
+        )
+        if gpu:
+            device.touch()
+        code = (
+            "import os, pathlib, runpy, sys, sysconfig, warnings; sys.argv = ['setup.py', '--name']\n"
+            "warnings.simplefilter('ignore')\n"
+            "os.environ['SUFFIX'] = sysconfig.get_config_var('EXT_SUFFIX')\n"
+            "module = runpy.run_path('setup.py', run_name='setup')\n"
+            "build = module['build']\n"
+            f"build.__globals__['find_tool'] = lambda name, *_: {str(cmake)!r}\n"
+            f"build.__globals__['GPU_DEVICES'] = ({str(device)!r},)\n"
+            "out = pathlib.Path('out'); out.mkdir()\n"
+            "print(build(pathlib.Path('build/x'), out)[1:])\n"
+            "print(sorted(path.name.split('.')[0] for path in out.iterdir()))\n"
+        )
+        environment = {"CUDA_HOME": str(tmp_path / "cuda"), **environment}
+        done = run([sys.executable, "-c", code], checkout, **environment).stdout
+        built, files = map(ast.literal_eval, done.splitlines()[-2:])
+        found = re.search(r"TF_CUDA_ARCHITECTURES=(\S+)", (tmp_path / "log").read_text())
+        return (*built, found and found[1], files)
+
+    return run_build
 
 
-def built_by_a_stand_in(checkout, tmp_path, fails, **environment):
-    """What `build` gives and leaves where CMake is a script that configures everything but calls like
-    ``fails``."""
-    cuda = tmp_path / "cuda" / "bin"
-    cuda.mkdir(parents=True)
-    (cuda / "nvcc").write_text("#!/bin/sh\necho 'nvcc is broken' >&2\nexit 1\n")
-    (cuda / "nvcc").chmod(0o755)
-    cmake = tmp_path / "cmake"
-    cmake.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in {fails}) exit 1;; esac\n'
-        'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; esac; '
-        'previous="$word"; done\n'
-        'mkdir -p "$folder"; touch "$folder/_C$SUFFIX" "$folder/_C_cuda.so"\n'
-    )
-    cmake.chmod(0o755)
-    code = (
-        "import os, pathlib, runpy, sys, sysconfig, warnings; sys.argv = ['setup.py', '--name']\n"
-        "warnings.simplefilter('ignore')\n"
-        "os.environ['SUFFIX'] = sysconfig.get_config_var('EXT_SUFFIX')\n"
-        "module = runpy.run_path('setup.py', run_name='setup')\n"
-        "build = module['build']\n"
-        f"build.__globals__['find_tool'] = lambda name, *_: {str(cmake)!r}\n"
-        "out = pathlib.Path('out'); out.mkdir()\n"
-        "print(build(pathlib.Path('build/x'), out)[1:])\n"
-        "print(sorted(path.name.split('.')[0] for path in out.iterdir()))\n"
-    )
-    environment = {"CUDA_HOME": str(tmp_path / "cuda"), **environment}
-    done = run([sys.executable, "-c", code], checkout, **environment).stdout
-    return tuple(map(ast.literal_eval, done.splitlines()[-2:]))
-
-
-def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(checkout, tmp_path):
-    built, files = built_by_a_stand_in(checkout, tmp_path, "*TF_NVCC=*")
-    assert built == ("cmake failed at build time: exit status 1", (), (), "")
-    assert files == ["_C"]
-
-
-def test_a_triton_that_fails_costs_what_it_embeds_only(checkout, tmp_path):
-    reason = "cmake failed at build time: exit status 1"
-    built, files = built_by_a_stand_in(checkout, tmp_path, "*TF_EMBED=8*")
-    if "was not found" in built[-1]:
-        pytest.skip(built[-1])
-    assert built == ("", (), (), reason)
-    assert files == ["_C", "_C_cuda"]
+def test_an_nvcc_that_fails_costs_the_cuda_kernels_only(stand_in_build):
+    reason, built, _, files = stand_in_build("*TF_NVCC=*")
+    assert reason == "cmake failed at build time: exit status 1"
+    assert (built, files) == ((), ["_C"])
 
 
 @pytest.mark.parametrize(
-    ("wanted", "dtypes", "why_not"),
+    ("options", "reason"),
     [
-        (None, ("bfloat16",), ""),
-        ("float16, bfloat16", ("bfloat16", "float16"), ""),
-        ("0", (), "they were switched off at build time (TRANSFORMER_FAST_CUDA_EMBED=0)"),
+        ({}, ""),
+        (
+            {"gpu": False},
+            "no GPU was found at build time; TRANSFORMER_FAST_CUDA_BUILD=1 builds them",
+        ),
+        ({"gpu": False, "TRANSFORMER_FAST_CUDA_BUILD": "1"}, ""),
+        ({"TRANSFORMER_FAST_CUDA_BUILD": "0"}, "they were switched off at build time"),
+        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is '/nowhere', where there is no bin/nvcc"),
+        ({"TORCH_CUDA_ARCH_LIST": "sm_90"}, "TORCH_CUDA_ARCH_LIST has 'sm_90'"),
+        ({"TORCH_CUDA_ARCH_LIST": "7.0"}, "TORCH_CUDA_ARCH_LIST names nothing from compute"),
     ],
 )
-def test_what_triton_embeds(wanted, dtypes, why_not, checkout, tmp_path):
-    environment = {} if wanted is None else {"TRANSFORMER_FAST_CUDA_EMBED": wanted}
-    environment["TORCH_CUDA_ARCH_LIST"] = "8.0 9.0a 9.0a+PTX 12.0"
-    built, _ = built_by_a_stand_in(checkout, tmp_path, "nothing", **environment)
-    if "was not found" in built[-1]:
-        pytest.skip(built[-1])
-    assert built == ("", (80, 90, 120) if dtypes else (), dtypes, why_not)
+def test_when_the_cuda_kernels_are_built(options, reason, stand_in_build):
+    said, built, _, files = stand_in_build(**options)
+    assert said.startswith(reason)
+    assert bool(said) == bool(reason) != bool(built)
+    assert files == (["_C"] if reason else ["_C", "_C_cuda"])
+
+
+@pytest.mark.parametrize(
+    ("options", "built", "in_cmake"),
+    [
+        (
+            {},
+            ("8.0", "9.0", "10.0", "12.0+PTX"),
+            "80-real;90-real;100-real;120-real;120-virtual",
+        ),
+        ({"known": "sm_75 sm_80 sm_90"}, ("8.0", "9.0+PTX"), "80-real;90-real;90-virtual"),
+        (
+            {"TORCH_CUDA_ARCH_LIST": "7.5;8.6 9.0a+PTX"},
+            ("8.6", "9.0a+PTX"),
+            "86-real;90a-real;90a-virtual",
+        ),
+    ],
+)
+def test_what_the_cuda_kernels_are_built_for(options, built, in_cmake, stand_in_build):
+    assert stand_in_build(**options)[1:3] == (built, in_cmake)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_builds_cuda_kernels_without_a_gpu_only_for_tests(checkout, tmp_path):
+    shutil.copy(ROOT / "Makefile", checkout)
+    shutil.copy(ROOT / "requirements.txt", checkout)
+    stamps, log = tmp_path / "venv" / "stamps", tmp_path / "log"
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\necho "${{TRANSFORMER_FAST_CUDA_BUILD-auto}} $1 $2 $3" >> {log}\n'
+        "touch transformer_fast/_C.stand-in.so\n"
+    )
+    python.chmod(0o755)
+    stamps.mkdir()
+    (stamps / "env").touch()
+
+    def make(target):
+        log.unlink(missing_ok=True)
+        done = run(["make", target, f"VENV={tmp_path / 'venv'}"], checkout, MAKEFLAGS="")
+        assert done.returncode == 0, done.stdout
+        return [line.split()[:2] for line in log.read_text().splitlines()]
+
+    assert make("compare") == [["auto", "setup.py"], ["auto", "-m"]]
+    assert make("test") == [["1", "setup.py"], ["auto", "-m"]]
+    assert make("test") == make("compare") == [["auto", "-m"]]
+    (checkout / "csrc" / "module.cpp").touch()
+    assert make("test") == [["1", "setup.py"], ["auto", "-m"]]
+    assert make("compare") == [["auto", "-m"]]

@@ -13,7 +13,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 # Before _C: torch's shared libraries, which _C needs, are found by name once they are loaded.
 import torch
@@ -97,26 +96,3 @@ def _load_cuda() -> str | None:
 
 #: Why there are no operators ``cuda_*``, as a sentence; None where they are.
 cuda_why_not: str | None = _load_cuda()
-
-
-class Embedded(NamedTuple):
-    """Kernels of Triton in the library of the CUDA kernels: see backends/triton/embed.py."""
-
-    #: Compute capabilities, 10 major + minor.
-    architectures: tuple[int, ...]
-    #: Names of dtypes.
-    dtypes: tuple[str, ...]
-    #: Why there are none, as a clause.
-    why_not: str
-
-
-def _embedded() -> Embedded:
-    record = _build_record()
-    return Embedded(
-        getattr(record, "EMBEDDED_ARCHITECTURES", ()),
-        getattr(record, "EMBEDDED_DTYPES", ()),
-        getattr(record, "EMBEDDED_REASON", "") or "the CUDA kernels were not built",
-    )
-
-
-embedded: Embedded = _embedded()

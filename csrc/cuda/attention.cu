@@ -4,7 +4,6 @@
 #include "cuda/attention.cuh"
 #include "cuda/attention_backward.cuh"
 #include "cuda/attention_decode.cuh"
-#include "cuda/attention_embedded.cuh"
 #include "cuda/operators.h"
 
 namespace tf::cuda {
@@ -41,20 +40,6 @@ Tensor gradient_like(const Tensor& tensor, bool wanted) {
   if (!wanted) return empty(tensor, {0});
   return tensor.stride(1) < tensor.stride(2) ? like_heads(tensor, tensor.size(3))
                                              : empty_contiguous(tensor);
-}
-
-// As embedded kernels read it; `owner` becomes a copy of itself if they cannot.
-HeadsView embedded_view(Tensor& owner) {
-  HeadsView view = view_of(owner);
-  // Strides of dimensions of one element may be anything.
-  int64_t* const strides[] = {&view.batch, &view.head, &view.row};
-  for (int64_t d = 0; d < 3; ++d)
-    if (owner.size(d) == 1) *strides[d] = 0;
-  if (embedded_can_read(view)) return view;
-  Tensor copy = empty_contiguous(owner);
-  torch::stable::copy_(copy, owner);
-  owner = copy;
-  return view_of(owner);
 }
 
 MaskType mask_type_of(const Tensor& mask, const Tensor& query) {
@@ -154,14 +139,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   args.call.row_max = static_cast<float*>(row_max.mutable_data_ptr());
   args.call.row_sum = static_cast<float*>(row_sum.mutable_data_ptr());
   const OnDevice device(query);
-  if (const auto found = need_weights ? EmbeddedAttention{} : find_embedded(args.call)) {
-    args.call.query = embedded_view(query);
-    args.call.key = embedded_view(key), args.call.value = embedded_view(value);
-    EmbeddedArguments given = embedded_arguments(args.call);
-    given.set(EmbeddedParameter::out_ptr, EmbeddedParameter::stride_ob, args.output);
-    launch_embedded(*found.forward, queries, batch * heads, given, device.stream);
-    return {output, weights, row_max, row_sum};
-  }
   if (!decodes(args)) {
     launch_attention(args, device.stream);
     return {output, weights, row_max, row_sum};
@@ -204,47 +181,12 @@ Tensor sum_to(const Tensor& scores, const Tensor& mask) {
   return torch::stable::view(summed, mask.sizes());
 }
 
-// Of query, key and value, as embedded kernels work them out: that of the query, which also finds
-// what the other one needs, then those of key and value.
-std::tuple<Tensor, Tensor, Tensor> embedded_backward(const EmbeddedAttention& found,
-                                                     AttentionBackwardArgs& args, Tensor query,
-                                                     Tensor key, Tensor value, Tensor output,
-                                                     Tensor grad, bool want_query, bool want_key,
-                                                     bool want_value, Stream stream) {
-  using P = EmbeddedParameter;
-  STD_TORCH_CHECK(args.call.group == 1, kOp, ": of more than ", kFewKeys,
-                  " keys there are no gradients of grouped heads");
-  Tensor grad_query = gradient_like(query, true);
-  args.call.query = embedded_view(query);
-  args.call.key = embedded_view(key), args.call.value = embedded_view(value);
-  EmbeddedArguments given = embedded_arguments(args.call);
-  given.set(P::out_ptr, P::stride_ob, embedded_view(output));
-  given.set(P::do_ptr, P::stride_gb, embedded_view(grad));
-  given.set(P::delta_ptr, args.delta);
-  given.set(P::dq_ptr, P::stride_dqb, written(grad_query));
-  const int64_t heads = query.size(0) * query.size(1);
-  launch_embedded(*found.backward_query, query.size(2), heads, given, stream);
-  const bool want_either = want_key || want_value;
-  Tensor grad_key = gradient_like(key, want_either);
-  Tensor grad_value = gradient_like(value, want_either);
-  if (want_either) {
-    given.set(P::dk_ptr, P::stride_dkb, written(grad_key));
-    given.set(P::dv_ptr, P::stride_dvb, written(grad_value));
-    launch_embedded(*found.backward_key, key.size(2), heads, given, stream);
-  }
-  if (!want_query) grad_query = empty(query, {0});
-  if (!want_key) grad_key = empty(key, {0});
-  if (!want_value) grad_value = empty(value, {0});
-  return {grad_query, grad_key, grad_value};
-}
-
-// Of query, key, value, and of the mask if it is wanted. `output`: of a forward that made no
-// weights.
+// Of query, key, value, and of the mask if it is wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> lengths, bool causal, double scale,
-    double dropout_p, std::optional<Tensor> seed, std::optional<Tensor> output, Tensor row_max,
-    Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask) {
+    double dropout_p, std::optional<Tensor> seed, Tensor row_max, Tensor row_sum, bool want_query,
+    bool want_key, bool want_value, bool want_mask) {
   AttentionBackwardArgs args{};
   args.call = describe(query, key, value, mask, lengths, causal, scale, dropout_p, seed);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2);
@@ -263,25 +205,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     grad_weights = as_contiguous(*grad_weights);
     args.grad_weights = grad_weights->const_data_ptr();
   }
-  Tensor delta = empty(query, {batch, heads, queries}, ScalarType::Float);
-  args.delta = static_cast<float*>(delta.mutable_data_ptr());
-  const OnDevice device(query);
-  if (output) {
-    check_like(kOp, "output", *output, query);
-    STD_TORCH_CHECK(output->sizes().equals(grad.sizes()) && !grad_weights, kOp,
-                    ": output must be what a forward without weights gave");
-    if (const auto found = find_embedded(args.call)) {
-      auto [grad_query, grad_key, grad_value] =
-          embedded_backward(found, args, query, key, value, *output, grad, want_query, want_key,
-                            want_value, device.stream);
-      return {grad_query, grad_key, grad_value, empty(query, {0})};
-    }
-  }
   Tensor grad_query = gradient_like(query, want_query);
   Tensor grad_key = gradient_like(key, want_key), grad_value = gradient_like(value, want_value);
   if (want_query) args.grad_query = written(grad_query);
   if (want_key) args.grad_key = written(grad_key);
   if (want_value) args.grad_value = written(grad_value);
+  Tensor delta = empty(query, {batch, heads, queries}, ScalarType::Float);
+  args.delta = static_cast<float*>(delta.mutable_data_ptr());
   Tensor scores = empty(query, {0});
   bool sums = false;
   if (want_mask) {
@@ -294,6 +224,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     args.grad_scores = scores.mutable_data_ptr();
     args.grad_scores_float = sums || args.call.mask_type == MaskType::float32;
   }
+  const OnDevice device(query);
   launch_attention_backward(args, device.stream);
   if (sums)
     scores = sum_to(scores, *mask);
@@ -313,9 +244,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "cuda_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key, "
       "Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal, float scale, "
-      "float dropout_p, Tensor? seed, Tensor? output, Tensor row_max, Tensor row_sum, "
-      "bool want_query, bool want_key, bool want_value, bool want_mask) -> (Tensor, Tensor, "
-      "Tensor, Tensor)");
+      "float dropout_p, Tensor? seed, Tensor row_max, Tensor row_sum, bool want_query, "
+      "bool want_key, bool want_value, bool want_mask) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, TF_DISPATCH_KEY, m) {

@@ -3,11 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/device.cuh"
-#ifndef TF_SIMT
-#include "cuda/runtime.h"
-#endif
 
 namespace tf::cuda {
 
@@ -24,6 +23,12 @@ void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream,
 #else
 using Stream = cudaStream_t;
 
+// What CUDA said was wrong, as an exception of the kind that torch makes a RuntimeError of.
+inline void check(cudaError_t code) {
+  if (code != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(code));
+}
+
 // Of the current device; asking the driver at every call would take longer than a launch.
 inline int multiprocessors() {
   constexpr int kDevices = 64;
@@ -36,11 +41,17 @@ inline int multiprocessors() {
   return count;
 }
 
+// `shared`: bytes of dynamic shared memory.
 template <class Args>
 void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream stream,
             const Args& args) {
+  const void* function = reinterpret_cast<const void*>(kernel);
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared > kWithoutAsking)
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)));
   void* arguments[] = {const_cast<Args*>(&args)};
-  launch_function(reinterpret_cast<const void*>(kernel), grid, threads, shared, stream, arguments);
+  check(cudaLaunchKernel(function, grid, dim3(threads), arguments, shared, stream));
 }
 #endif
 

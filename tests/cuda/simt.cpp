@@ -49,12 +49,6 @@ simt_switch:
 .size simt_switch, .-simt_switch
 )");
 
-extern "C" __attribute__((visibility("default"))) void simt_take(
-    int capability, void (*take)(const void*, int, void**)) {
-  simt::capability = capability;
-  simt::foreign = take;
-}
-
 namespace simt {
 namespace {
 

@@ -46,11 +46,6 @@ void land(int pending);
 // Whether a program ends where rows of a matrix that ldmatrix reads share banks of shared memory.
 inline bool no_bank_conflicts = false;
 
-// Machine code, as of embedded kernels, is no source: a test that gives the machine a compute
-// capability also takes its launches (kernel, blocks, addresses of the arguments).
-inline int capability = 0;
-inline void (*foreign)(const void* kernel, int blocks, void** arguments) = nullptr;
-
 // Runs kernel() by every thread of every block.
 void launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel);
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch
 
-from transformer_fast import _native
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
@@ -62,17 +60,9 @@ def _made_once(name: str, sources: list[Path]) -> Iterator[tuple[Path, bool]]:
         (folder / "done").touch()
 
 
-def embedded() -> list[Path]:
-    """The tables of kernels that Triton compiled, of a developer's build."""
-    built = Path(getattr(_native._build_record(), "BUILD_DIR", "")) / "cuda" / "embedded"
-    numbers = getattr(_native._build_record(), "EMBEDDED_ARCHITECTURES", ())
-    found = [built / f"embedded_{number}.cpp" for number in numbers]
-    return [path for path in found if path.is_file()]
-
-
 def library() -> Path:
     """The operators ``cuda_*`` for CPU tensors, as a shared library."""
-    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp", *embedded()]
+    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp"]
     with _made_once("library", sources) as (folder, done):
         found = folder / "libsimt.so"
         if done:
@@ -89,7 +79,7 @@ def library() -> Path:
             *(str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"),
         ]
         running, objects = [], []
-        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp", *embedded()]:
+        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp"]:
             objects.append(str(folder / (source.name + ".o")))
             running.append(_compile(Path(objects[-1]), [*options, "-x", "c++", str(source)]))
         _finish(*running)

@@ -144,7 +144,7 @@ def test_attention_repeats_to_the_bit(device):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [((5, 513, 16, 16), "up to 512 keys"), ((5, 6, 129, 16), "head sizes up to 128"),
-     ((5, 6, 16, 129), "head sizes up to 128"), ((5, 512, 128, 128), None)],
+     ((5, 6, 16, 129), "head sizes up to 128"), ((5, 512, 128, 128), None), ((1, 513, 16, 16), None)],
 )  # fmt: skip
 def test_limits(sizes, said, device):
     queries, keys, size, value_size = sizes
@@ -182,7 +182,7 @@ def test_wrong_masks_lengths_and_statistics_are_errors(device):
     ):
         with pytest.raises(RuntimeError, match=words):
             ops.cuda_attention(q, k, v, mask, lengths, *rest, False)
-    call, wants = (q, None, q, k, v, None, None, *rest, None), (True, True, True)
+    call, wants = (q, None, q, k, v, None, None, *rest), (True, True, True)
     with pytest.raises(RuntimeError, match="row_sum must be"):
         ops.cuda_attention_backward(*call, ones, ones[..., :4], *wants, False)
     with pytest.raises(RuntimeError, match="a bool mask has no gradient"):

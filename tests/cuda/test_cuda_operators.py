@@ -216,7 +216,7 @@ def attention_calls(device):
     yield ops.cuda_attention, (q, k, v, mask, lengths, *rest, True)
     yield ops.cuda_attention, (q, k, v, None, None, *rest, False)
     weights = rows_of((2, 4, 5, 7), torch.float32, device, 6)
-    last = q, weights, q, k, v, mask, lengths, *rest, None, *statistics
+    last = q, weights, q, k, v, mask, lengths, *rest, *statistics
     yield ops.cuda_attention_backward, (*last, True, True, True, True)
     yield ops.cuda_attention_backward, (*last, False, False, True, False)
     yield ops.cuda_attention_backward, (*last, True, True, False, False)

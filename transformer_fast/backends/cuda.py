@@ -43,10 +43,8 @@ _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: The oldest generation that the library has code for, as compute capability.
 OLDEST = (8, 0)
-#: Of more keys a kernel takes longer than its launch, and other backends are made for that.
+#: With more keys a kernel takes longer than its launch, and PyTorch's flash and cuDNN are faster.
 MAX_KEYS = 512
-#: Of more keys there are kernels of Triton for these head sizes: HEADS of backends/triton/embed.py.
-EMBEDDED_HEADS = (64, 128)
 #: Larger heads have no tiles.
 MAX_HEAD = 128
 
@@ -97,7 +95,7 @@ def _attention_forward(
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _ops.cuda_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, _lengths(key_lengths, key), is_causal, scale, dropout_p,
+        query, key, value, attn_mask, _lengths(key_lengths), is_causal, scale, dropout_p,
         on(query.device, seed), need_weights,
     )  # fmt: skip
 
@@ -121,15 +119,14 @@ def _attention_backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     return _ops.cuda_attention_backward(  # type: ignore[no-any-return]
-        grad, grad_weights, query, key, value, attn_mask, _lengths(key_lengths, key), is_causal,
-        scale, dropout_p, on(query.device, seed), output if weights is None else None, row_max,
-        row_sum, *wants,
+        grad, grad_weights, query, key, value, attn_mask, _lengths(key_lengths), is_causal, scale,
+        dropout_p, on(query.device, seed), row_max, row_sum, *wants,
     )  # fmt: skip
 
 
-def _lengths(key_lengths: Tensor | None, key: Tensor) -> Tensor | None:
-    """In a type that kernels read: embedded ones only int64."""
-    if key_lengths is None or (key_lengths.dtype == torch.int32 and key.shape[-2] <= MAX_KEYS):
+def _lengths(key_lengths: Tensor | None) -> Tensor | None:
+    """In one of the two types that kernels read."""
+    if key_lengths is None or key_lengths.dtype in (torch.int32, torch.int64):
         return key_lengths
     return key_lengths.to(torch.int64)
 
@@ -160,8 +157,8 @@ def attention(
 
 
 def _fake_attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    weights: tuple[Any, ...] = (None,)  # which the CPU's operator takes too
-    return fake_attention_backward(*arguments[:12], *weights, *arguments[12:])
+    results: tuple[Any, ...] = (None, None)
+    return fake_attention_backward(*arguments[:11], *results, *arguments[11:])
 
 
 def _fake_layer_norm(*arguments: Any) -> tuple[Tensor, ...]:
@@ -235,50 +232,9 @@ def _refuse_attention(call: Call) -> str | None:
     queries, keys = call.longest or (query.shape[-2], key.shape[-2])
     # One query's keys are shared out among blocks.
     decodes = queries == 1 and not (call.needs_grad or call.need_weights or call.dropout_p)
-    if keys > MAX_KEYS and not decodes and (why_not := _why_not_embedded(call, queries)):
-        return f"it takes up to {MAX_KEYS} keys and the call has {keys}; {why_not}"
+    if keys > MAX_KEYS and not decodes:
+        return f"it takes up to {MAX_KEYS} keys and the call has {keys}"
     return _refuse_place(call)
-
-
-def _why_not_embedded(call: Call, queries: int) -> str | None:
-    """Why none of Triton's kernels in the library serves a call; csrc/cuda/attention_embedded.cuh has
-    the same conditions."""
-    architectures, dtypes, why_not = _native.embedded
-    if not architectures:
-        return f"kernels for more were not embedded: {why_not}"
-    query, key, value = (tensor for tensor in call.tensors[:3] if tensor is not None)
-    # Tests run the operators on CPU tensors.
-    major, minor = torch.cuda.get_device_capability(query.device) if query.is_cuda else OLDEST
-    runs_on = [
-        number
-        for number in architectures
-        if number == 10 * major + minor or (number // 10 == major == 8 and number % 10 <= minor)
-    ]
-    if not runs_on:
-        numbers = ", ".join(f"{number // 10}.{number % 10}" for number in architectures)
-        return (
-            f"kernels for more are embedded for compute capability {numbers} and this GPU has "
-            f"{major}.{minor}"
-        )
-    dtype = str(query.dtype).removeprefix("torch.")
-    head = query.shape[-1]
-    grouped = key.shape[:-2] != query.shape[:-2]
-    for has, unfit in (
-        (dtype, dtype not in dtypes),
-        (f"head size {head}", head not in EMBEDDED_HEADS or value.shape[-1] != head),
-        ("a mask", call.mask is not None),
-        ("dropout", call.dropout_p > 0.0),
-        ("weights to return", call.need_weights),
-        ("one query", queries == 1),
-        ("grouped heads to find gradients for", grouped and call.needs_grad),
-    ):
-        if unfit:
-            return (
-                f"of more, {' and '.join(dtypes)} in heads of "
-                f"{' or '.join(map(str, EMBEDDED_HEADS))}, with causality and key lengths alone, "
-                f"and the call has {has}"
-            )
-    return None
 
 
 def _remark_on_products(call: Call) -> str:

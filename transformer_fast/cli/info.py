@@ -80,15 +80,6 @@ def cuda_state() -> str:
     return _native.cuda_why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
 
 
-def embedded_state() -> str:
-    """One sentence about the kernels of Triton in the library of those."""
-    architectures, dtypes, why_not = _native.embedded
-    if not architectures:
-        return f"none: {why_not}"
-    numbers = ", ".join(f"{number // 10}.{number % 10}" for number in architectures)
-    return f"attention of many keys in {' and '.join(dtypes)}, for compute capability {numbers}"
-
-
 def _native_lines() -> Iterable[tuple[str, str]]:
     module = _native.module
     if module is None:
@@ -127,7 +118,6 @@ def _facts() -> Table:
         ("GPU", gpu_state()),
         ("proof", proof_state()),
         ("CUDA C++", cuda_state()),
-        ("embedded in it", embedded_state()),
         ("triton", triton_state()),
     ]
     for name in (*_switches.NAMES, "TRITON_INTERPRET"):

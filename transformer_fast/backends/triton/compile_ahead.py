@@ -94,7 +94,7 @@ def _describe(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
+def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes per thread, as the assembler wrote them into the binary."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -135,7 +135,7 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
     """Compile one recorded launch for ``architecture`` (80, 86, 90, 100 or 120)."""
     binary = compile_binary(launch, architecture)
     cubin = binary.asm["cubin"]
-    registers, spilled = resources(cubin)
+    registers, spilled = _resources(cubin)
     return Compiled(
         launch.kernel.fn.__name__,
         architecture,
