@@ -1,8 +1,10 @@
 # Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
 #
 #   make compare   parity and speed of every kernel against the reference, here
-#   make test      the test suite, on up to four cores; ARGS="-n 0" keeps it in one process;
-#                  builds the CUDA kernels too where nvcc is found, GPU or not
+#   make test      what shows that this machine can be trusted, some three minutes of two cores;
+#                  ARGS="-n 0" keeps it in one process
+#   make test-all  every test (emulators, fuzzing, several processes, the tools' own), a sanitized
+#                  part and the small benchmarks; compiles the CUDA kernels where nvcc is found
 #   make sanitize  kernel tests under ASan and UBSan, AMX in software; ARGS="-k attention" for some
 #   make sanitize-quick   its short part: one instruction set and a few tests, under three minutes
 #   make example   trains a small Transformer to pronounce words; about 15 minutes of two cores
@@ -34,7 +36,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # `native` and `cuda` share a build folder
-.PHONY: help setup build compare test sanitize sanitize-quick example lint format clean distclean
+.PHONY: help setup build compare test test-all sanitize sanitize-quick example lint format clean distclean
 .PHONY: peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
@@ -49,8 +51,16 @@ build: $(STAMPS)/native
 compare: setup
 	$(BIN)/python -m transformer_fast compare $(ARGS)
 
-test: $(STAMPS)/cuda
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test: setup
+	$(PYTEST) -m "not thorough" $(ARGS)
+
+# The benchmarks are for parity and for running at all: wrong results fail, slow ones do not.
+test-all: $(STAMPS)/cuda
+	$(PYTEST) $(ARGS)
+	$(MAKE) sanitize-quick ARGS=
+	$(MAKE) bench-quick ARGS=
 
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx
