@@ -370,9 +370,9 @@ def test_what_stands_in_ignored_rows_reaches_no_gradient(ignored: int, value: fl
 @pytest.mark.parametrize("threads_of_torch", [1, 2])
 def test_gradients_of_norms_of_many_rows_stay_with_the_kernels(threads_of_torch: int) -> None:
     """PyTorch's, sums of the rows of a thread, are 4 to 12 times as far from the truth as the
-    reference's."""
+    reference's. However many threads there are, since results do not depend on their number."""
     torch.set_num_threads(threads_of_torch)
-    for rows, ours in ((128 * threads_of_torch, False), (128 * threads_of_torch + 1, True)):
+    for rows, ours in ((128, False), (129, True)):
         x, weight, bias = (torch.randn(n, 8, requires_grad=True) for n in (rows, 1, 1))
         arguments = x, (8,), weight[0], bias[0]
         assert bool(_ours(lambda a=arguments: functional.layer_norm(*a))) == ours

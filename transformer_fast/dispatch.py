@@ -338,13 +338,13 @@ def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
     )
 
 
-def _candidates(call: Call) -> tuple[Kernel, ...]:
+def _candidates(call: Call, compiling: bool) -> tuple[Kernel, ...]:
     """The kernels that may run the call unnamed, as far as devices are concerned."""
     first = call.tensors[0]
     assert first is not None
     kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
     kernels = _state.kernels[call.op]
-    if not torch.compiler.is_compiling():  # which does not compare tuples, and has the time
+    if not compiling:  # Dynamo does not compare tuples, and has the time
         known = _state.usable.get(call.op)
         if known is not None and known[0] is kernels and kind in known[1]:
             return known[1][kind]
@@ -356,7 +356,7 @@ def only_pytorchs(op: str, first: Tensor) -> bool:
     call: no kernel is proven there, none is built, or there is none for such devices."""
     if _state.backend is not None or _state.strict:
         return False
-    for kernel in _candidates(Call(op, (first,), False)):
+    for kernel in _candidates(Call(op, (first,), False), torch.compiler.is_compiling()):
         if kernel.backend in ("torch", "reference"):
             return True
         if why_unproven(kernel) is None:
@@ -431,10 +431,11 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             raise _strict_refusal(call)
         return _state.kernels[call.op][-1]
     if backend is None:
-        if (torch.compiler.is_exporting() or torch.jit.is_tracing()) and is_exporting():
+        compiling = torch.compiler.is_compiling()
+        if (compiling or torch._C._get_tracing_state() is not None) and is_exporting():
             return _pytorchs(call)
         yielded = None
-        for kernel in _candidates(call):
+        for kernel in _candidates(call, compiling):
             if _fits(kernel, call) and (
                 kernel.proven is None or why_unproven(kernel, call) is None
             ):
