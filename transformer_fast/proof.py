@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import _native
 from ._version import __version__
 
 COMMAND = "python -m transformer_fast prove"
@@ -182,13 +183,12 @@ def shape_class(call: Any) -> str:
 def machine_of(device: torch.device | int | None = None) -> Machine:
     """Of a CUDA device (None: the current one)."""
     major, minor = torch.cuda.get_device_capability(device)
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     found = importlib.util.find_spec("triton") is not None
     triton = importlib.metadata.version("triton") if found else "none"
     return Machine(
         torch.cuda.get_device_name(device),
         10 * major + minor,
-        str(driver),
+        str(_native.driver_version()),
         torch.__version__,
         triton,
         __version__,
