@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from transformer_fast.specs.layer_norm import _bench
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
+ROOT = Path(__file__).resolve().parents[1]
 MACHINE = Machine("NVIDIA Test", 90, "13000", "2.13.0", "3.7.1", "0.1")
 ROWS = "up to 64 rows"
 TIMES = on_device.Times
@@ -232,6 +234,8 @@ def test_what_is_measured():
     for rows in (64, 65, 1025, 8193):
         call = Call("layer_norm", (torch.empty(rows, 512, device="meta"),), False)
         assert ("layer_norm", shape_class(call)) in classes
+    trials = sum(len(list(on_device.trials(op))) for op in OPS)
+    assert f"{trials:,} trials" in " ".join((ROOT / "README.md").read_text().split())
     packed = [class_of(_packed_case(1, 2, longest, 64)) for longest in (512, 513)]
     assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 

@@ -7,6 +7,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -32,7 +33,7 @@ from ..testing.oracle import FACTORS, as_results, scaled, tries_for
 from ..testing.parity import compare, relative_error, worst_of
 from . import torch_ops
 from .gradients import BothWays
-from .judge import scores_of
+from .judge import Results, scores_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -145,8 +146,6 @@ def problem_of(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1].name
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
-
-Results = tuple["Tensor | None", ...]
 
 #: Scores of attention of which the reference holds several copies in fp64 at once.
 MOST_SCORES = 1 << 26
@@ -268,41 +267,41 @@ def judge(
         kernels = [one for one in dispatch.kernels(case.op) if one.proven is not None]
     trial = Trial(case, dtype, gradients, device)
     with torch.set_grad_enabled(gradients):
-        runs = {k.backend: k.run for k in kernels if not dispatch.why_not(k, trial.call)}
-    about = str(dtype)[6:], shape_class(trial.call), gradients
-    calls: dict[str, Call] = {}
-    problems: dict[str, str | None] = {}
-    for backend, run in runs.items():
-        calls[backend] = trial.work(run)
-        problems[backend] = trial.wrong(calls[backend])
-    calls = {backend: work for backend, work in calls.items() if problems[backend] is None}
+        ours = {
+            k.backend: trial.work(k.run) for k in kernels if not dispatch.why_not(k, trial.call)
+        }
+    problems = {name: trial.wrong(work) for name, work in ours.items()}
+    right = {name: work for name, work in ours.items() if problems[name] is None}
+    rivals: dict[str, Call] = {}
     times: dict[str, Times] = {}
-    rivals = trial.torchs()
-    if calls:
+    if right:
         with torch.no_grad():
-            for name, run in rivals.items():
+            for name, run in trial.torchs().items():
                 work = trial.work(run)
-                try:
+                with suppress(Exception):  # PyTorch has no way to do this work
                     work(0)
-                except Exception:
-                    continue  # PyTorch has no way to do this work
-                calls[name] = work
-            samples = in_turn(calls, len(trial.inputs), clock)
+                    rivals[name] = work
+            samples = in_turn({**right, **rivals}, len(trial.inputs), clock)
         times = {name: medians(taken) for name, taken in samples.items()}
-    best = min((times[name] for name in times if name in rivals), key=max, default=None)
-    found = []
-    for backend in runs:
-        if backend in times:
-            problems[backend] = trial.wrong(calls[backend], len(trial.inputs) - 1)
-        known = case.op, backend, *about
-        if (problem := problems[backend]) is not None:
-            found.append(Verdict(*known, False, problem=problem))
-        elif best is None:
-            problem = "PyTorch has nothing to compare it with"
-            found.append(Verdict(*known, True, *times[backend], problem=problem))
-        else:
-            found.append(Verdict(*known, True, *times[backend], *best))
-    return found
+        problems |= {name: trial.wrong(work, len(trial.inputs) - 1) for name, work in right.items()}
+    none = None, None
+    best = min((times[name] for name in rivals), key=max, default=none)
+    about = str(dtype)[6:], shape_class(trial.call), gradients
+    lonely = "PyTorch has nothing to compare it with" if best is none else None
+    return [
+        Verdict._make(
+            (
+                case.op,
+                name,
+                *about,
+                problem is None,
+                *times.get(name, none),
+                *best,
+                problem or lonely,
+            )
+        )
+        for name, problem in problems.items()
+    ]
 
 
 def cases_of(op: str) -> list[GpuCase]:
