@@ -161,6 +161,13 @@ def in_cmake(architectures: list[str]) -> str:
     return ";".join(found)
 
 
+def cuda_version() -> str:
+    """Return the CUDA that nvcc is of, as "12.9"."""
+    told = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+\.\d+)", told)
+    return found.group(1) if found else ""
+
+
 def check_machine() -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine.lower() not in ("x86_64", "amd64"):
@@ -294,6 +301,8 @@ class CMakeBuild(build_ext):
             "",
             f"REASON = {reason!r}",
             f"CUDA_REASON = {built.cuda_reason!r}",
+            # What `_native` asks of the driver, and of a GPU.
+            f"CUDA_VERSION = {cuda_version() if not built.cuda_reason else ''!r}",
             f"CUDA_ARCHITECTURES = {built.cuda_architectures!r}",
             f"PYTHON = {sys.implementation.cache_tag!r}",
             f"TORCH = {built.torch_version!r}",

@@ -7,7 +7,7 @@ Stages, always in this order:
     warm     compiles the Triton kernels, in as many processes as there are processors
     smoke    each op, backend and dtype in a process of its own that has 20 seconds
     parity   every case of `specs.gpu.GPU_CASES`, forward and gradients, against fp64
-    bench    our kernels beside PyTorch's and others', by the device's clock and by the host's
+    bench    our kernels beside PyTorch's and others', on the device and on its host
     tune     other tiles than those of `backends.triton.config`, case by case
 
 The file is replaced after every single result, so that what a killed run had is kept; what there
@@ -29,12 +29,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -48,10 +47,9 @@ from transformer_fast.measure import device as on_device
 from transformer_fast.measure import machine, torch_ops
 from transformer_fast.measure.apart import OUT_OF_TIME, lines_of
 from transformer_fast.measure.contest import PEER_FACTOR
-from transformer_fast.measure.gradients import BothWays
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
-from transformer_fast.testing import call_of, require_grad
+from transformer_fast.testing import call_of
 
 from . import peers
 from .peers import flex_attention, liger
@@ -65,18 +63,16 @@ LIMITS = {"env": 60.0, "warm": 180.0, "smoke": 20.0, "parity": 120.0, "bench": 1
 
 #: Says what is to be done, in JSON.
 Item = dict[str, Any]
-#: Seconds by the device's clock, and by the host's.
-Clocks = Mapping[str, on_device.Clock]
 
 _CASES: dict[tuple[str, str], GpuCase] = {
-    (one.op, one.timed.name): one for one in (*BENCH_CASES, *GPU_CASES)
+    (one.op, one.name): one for one in (*BENCH_CASES, *GPU_CASES)
 }
 
 
 class Session:
     """The budget, the file, and who works for it."""
 
-    def __init__(self, seconds: float, path: Path, jobs: int) -> None:
+    def __init__(self, seconds: float, path: Path, jobs: int | None) -> None:
         self.until = time.monotonic() + seconds
         self.path, self.jobs = path, jobs
         self.stages: dict[str, dict[str, Any]] = {}
@@ -92,6 +88,10 @@ class Session:
         self._planned = 0
         #: Told how much of a stage is done, and of how much.
         self.changed: Callable[[int, int], object] = lambda done, planned: None
+
+    def processes(self, memory: int = on_device.CHECK_BYTES) -> int:
+        """How many at a time, each with so much of the GPU's memory."""
+        return self.jobs or on_device.most_processes(memory)
 
     def _write(self, stage: str, kind: str, entries: Iterable[Item]) -> None:
         with self._lock:
@@ -169,7 +169,7 @@ def _checks(first_and_last: bool) -> list[list[Item]]:
         for kernel in dispatch.kernels(op):
             if kernel.backend in BACKENDS:
                 known = {"op": op, "backend": kernel.backend, "dtype": str(dtype)[6:]}
-                groups.append([{**known, "case": case.timed.name} for case in cases])
+                groups.append([{**known, "case": case.name} for case in cases])
     return groups
 
 
@@ -179,10 +179,10 @@ def rank(case: GpuCase) -> int:
         order = ("add_layer_norm", "layer_norm", "feed_forward", "linear")
         places = dict(zip(order, (2, 2, 4, 4), strict=True))
         return places.get(case.op, 5)
-    call = call_of(case.op, case.timed.build(torch.bfloat16, "meta", None))
+    call = call_of(case.op, case.case.build(torch.bfloat16, "meta", None))
     query = call.tensors[0]
     assert query is not None
-    if query.shape[-2] == 1:
+    if query.shape[-2] <= 4:
         return 6
     if query.shape[-1] > 64:
         return 3
@@ -192,15 +192,15 @@ def rank(case: GpuCase) -> int:
 def bench_items() -> list[Item]:
     cases = sorted(_CASES.values(), key=rank)
     return [
-        {"op": case.op, "case": case.timed.name, "dtype": str(dtype)[6:], "gradients": gradients}
+        {"op": case.op, "case": case.name, "dtype": str(dtype)[6:], "gradients": gradients}
         for dtype in on_device.DTYPES
         for case in cases
-        for gradients in (False, True)
+        for gradients in ((False, True) if case.gradients else (False,))
     ]
 
 
 _FORWARD, _BACKWARD = ("attention_forward",), ("attention_backward_query", "attention_backward_key")
-_LONG = "(8,16,4096,4096,{}), {}"
+_LONG = "(4,16,4096,4096,{}), {}"
 #: What tiles are tried on, and the functions of `config` that give them: forward, and backward.
 TUNED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("attention", _LONG.format(64, "no mask"), _FORWARD, _BACKWARD),
@@ -215,7 +215,7 @@ TUNED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     ("attention", _LONG.format(128, "no mask"), _FORWARD, _BACKWARD),
     ("attention", _LONG.format(128, "causal"), _FORWARD, _BACKWARD),
-    ("feed_forward", "8192x1024x4096, relu", ("matmul",), ("matmul",)),
+    ("feed_forward", "16384x1024x4096, relu", ("matmul",), ("matmul",)),
     ("cross_entropy", "8192x32000", ("cross_entropy",), ("cross_entropy",)),
     ("attention", "(32,16,1,4096,64), key lengths", ("attention_decode",), ()),
     ("attention", "(1,16,1,4096,64), key lengths", ("attention_decode",), ()),
@@ -228,7 +228,7 @@ def tune_items() -> list[Item]:
 
     items = []
     for op, name, forward, backward in TUNED:
-        first = _CASES[op, name].timed.build(torch.bfloat16, "meta", None)[0]
+        first = _CASES[op, name].case.build(torch.bfloat16, "meta", None)[0]
         for function, gradients in (*((f, False) for f in forward), *((f, True) for f in backward)):
             known: Item = {"op": op, "case": name, "dtype": "bfloat16", "gradients": gradients}
             known["function"] = function
@@ -247,15 +247,16 @@ def _warm(session: Session) -> None:
         from transformer_fast.backends.triton import compile_cases
 
         items += [{"compiled": case.name} for case in compile_cases.cases()]
-    session.do("warm", _dealt(items, session.jobs), session.jobs)
+    jobs = session.processes(on_device.CONTEXT_BYTES)
+    session.do("warm", _dealt(items, jobs), jobs)
 
 
 def _smoke(session: Session) -> None:
-    session.do("smoke", _checks(first_and_last=True), session.jobs)
+    session.do("smoke", _checks(first_and_last=True), session.processes())
 
 
 def _parity(session: Session) -> None:
-    session.do("parity", _checks(first_and_last=False), session.jobs)
+    session.do("parity", _checks(first_and_last=False), session.processes())
 
 
 def _bench(session: Session) -> None:
@@ -267,7 +268,8 @@ def _tune(session: Session) -> None:
     now = time.monotonic()
     half = now + 0.5 * (session.until - now)
     items = tune_items()
-    tried = session.do("tune", _dealt(items, session.jobs), session.jobs, half)
+    jobs = session.processes()
+    tried = session.do("tune", _dealt(items, jobs), jobs, half)
     right = [item for item in tried if item.get("result") == "right"]
     timed: dict[str, Item] = {}
     for item in items:
@@ -294,7 +296,7 @@ def _asked(*command: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def environment(item: Item, device: torch.device, clocks: Clocks) -> Item:
+def environment(item: Item, device: torch.device, clock: on_device.Clock) -> Item:
     found: Item = machine.describe(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -310,7 +312,7 @@ def environment(item: Item, device: torch.device, clocks: Clocks) -> Item:
     return found
 
 
-def compile_share(item: Item, device: torch.device, clocks: Clocks) -> Any:
+def compile_share(item: Item, device: torch.device, clock: on_device.Clock) -> Any:
     if "library" in item:
         return _native.cuda_why_not or "loaded"
     from transformer_fast.backends.triton import compile_cases, config
@@ -323,21 +325,25 @@ def _kernel(op: str, backend: str) -> Kernel:
     return next(kernel for kernel in dispatch.kernels(op) if kernel.backend == backend)
 
 
-def check(item: Item, device: torch.device, clocks: Clocks) -> dict[str, str]:
+def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
+    """Why a kernel cannot be checked in a call, or None."""
+    if kernel.backend == "torch" and not call.tensors[0].is_cpu:  # type: ignore[union-attr]
+        return torch_ops.why_not(call.dropout_p)
+    return "; ".join(dispatch.why_not(kernel, call)) or None
+
+
+def check(item: Item, device: torch.device, clock: on_device.Clock) -> dict[str, str]:
     """Of the forward pass and of the gradients: "right", "refused: ..." or "wrong: ..."."""
     op, dtype = item["op"], getattr(torch, item["dtype"])
     case, kernel = _CASES[op, item["case"]], _kernel(op, item["backend"])
     found = {}
-    for name, gradients in (("forward", False), ("gradients", True)):
-        drawn = case.checked.build(dtype, device, torch.Generator().manual_seed(0))
+    for gradients in (False, True) if case.gradients else (False,):
+        trial = on_device.Trial(case, dtype, gradients, device)
         with torch.set_grad_enabled(gradients):
-            call = call_of(op, require_grad(op, drawn) if gradients else drawn)
-            reasons = dispatch.why_not(kernel, call)
-        if reasons:
-            found[name] = f"refused: {'; '.join(reasons)}"
-        else:
-            wrong = on_device.wrong(case, kernel, dtype, gradients, device)
-            found[name] = "right" if wrong is None else f"wrong: {wrong}"
+            refused = _reasons(kernel, trial.call)
+        wrong = None if refused else trial.wrong(trial.work(kernel.run))
+        told = f"refused: {refused}" if refused else f"wrong: {wrong}" if wrong else "right"
+        found["gradients" if gradients else "forward"] = told
     return found
 
 
@@ -356,15 +362,15 @@ def _by_sdpa(backend: SDPBackend) -> Callable[..., Any]:
     return run
 
 
-def contenders(op: str, arguments: tuple[Any, ...], call: dispatch.Call) -> Item:
+def contenders(trial: on_device.Trial) -> Item:
     """By name what does the work, or a sentence why it cannot; ours first."""
+    op, arguments, call = trial.op, trial.inputs[0], trial.call
     found: Item = {}
     for kernel in dispatch.kernels(op):
         if kernel.backend in BACKENDS:
-            reasons = dispatch.why_not(kernel, call)
-            found[kernel.backend] = "; ".join(reasons) if reasons else kernel.run
-    found |= on_device.torchs(op, call)
-    if op == "attention" and not torch_ops.why_not(call.dropout_p):
+            found[kernel.backend] = "; ".join(dispatch.why_not(kernel, call)) or kernel.run
+    found |= trial.torchs()
+    if op == "attention":
         found |= {name: _by_sdpa(backend) for name, backend in _SDPA.items()}
     others: list[tuple[str, Any, tuple[bool, ...]]] = []
     # It compiles for long, and half types are alike.
@@ -379,75 +385,67 @@ def contenders(op: str, arguments: tuple[Any, ...], call: dispatch.Call) -> Item
     return found
 
 
-def bench(item: Item, device: torch.device, clocks: Clocks) -> Item:
-    """Samples of each contender by each clock, in seconds, or why it has none."""
+def bench(item: Item, device: torch.device, clock: on_device.Clock) -> Item:
+    """Samples of each contender in seconds, the device's and its host's, or why it has none."""
     op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
-    case = _CASES[op, item["case"]]
     torch.compiler.reset()  # each case is compiled for itself, and there is a limit
-    generator = torch.Generator(device).manual_seed(1)
-    inputs = list(on_device.timed_inputs(case, dtype, gradients, device, generator))
+    trial = on_device.Trial(_CASES[op, item["case"]], dtype, gradients, device)
     with torch.set_grad_enabled(gradients):
-        call = call_of(op, inputs[0])
-        rivals = contenders(op, inputs[0], call)
+        rivals = contenders(trial)
     found: Item = {}
     calls: dict[str, on_device.Call] = {}
     for name, run in rivals.items():
         if isinstance(run, str):
             found[name] = {"why_not": run}
             continue
+        work = trial.work(run)
         try:
-            parity = on_device.parity_of(case, run, dtype, gradients, device)
-            if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
-                found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}
-                continue
-            work = on_device.on_each(inputs, BothWays(op, run) if gradients else run)
             with torch.no_grad():
                 work(0)
+            # What PyTorch drops cannot be checked.
+            if name in ("cuda", "triton") or not torch_ops.why_not(trial.call.dropout_p):
+                parity = trial.parity(work)
+                if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
+                    found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}
+                    continue
         except Exception as error:
             found[name] = {"why_not": on_device.problem_of(error)}
             continue
-        calls[name], found[name] = work, {}
+        calls[name] = work
     with torch.no_grad():
-        for clock, take in clocks.items():
-            for name, samples in on_device.in_turn(calls, len(inputs), take).items():
-                found[name][clock] = [float(f"{sample:.5g}") for sample in samples]
+        for name, samples in on_device.in_turn(calls, len(trial.inputs), clock).items():
+            columns = zip(on_device.Times._fields, zip(*samples, strict=True), strict=True)
+            found[name] = {field: [float(f"{x:.5g}") for x in column] for field, column in columns}
     return found
 
 
-def tune(item: Item, device: torch.device, clocks: Clocks) -> Any:
-    """Of one tile whether it is right; of several the seconds of each, by the device's clock."""
+def tune(item: Item, device: torch.device, clock: on_device.Clock) -> Any:
+    """Of one tile whether it is right; of several the seconds of each on the device."""
     from transformer_fast.backends.triton import config
 
     op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
-    case, kernel = _CASES[op, item["case"]], _kernel(op, "triton")
-    generator = torch.Generator(device).manual_seed(1)
-    drawn = on_device.timed_inputs(case, dtype, gradients, device, generator)
-    work = BothWays(op, kernel.run) if gradients else kernel.run
+    trial = on_device.Trial(_CASES[op, item["case"]], dtype, gradients, device)
+    work = trial.work(_kernel(op, "triton").run)
 
-    def using(tile: Sequence[int] | None) -> Any:
-        return nullcontext() if tile is None else config.use_tile(item["function"], tile)
+    def using(tile: Sequence[int] | None) -> on_device.Call:
+        def call(number: int) -> Any:
+            inside = config.use_tile(item["function"], tile) if tile else nullcontext()
+            with inside:
+                return work(number)
 
-    def run(tile: Any, *arguments: Any) -> None:
-        with torch.no_grad(), using(tile):
-            work(*arguments)
+        return call
 
     if "tiles" not in item:
-        with using(item["tile"]):
-            wrong = on_device.wrong(case, kernel, dtype, gradients, device)
-        if wrong is None:
-            run(item["tile"], *next(drawn))
+        wrong = trial.wrong(using(item["tile"]))
         return "right" if wrong is None else f"wrong: {wrong}"
-    inputs = list(drawn)
-    calls = {
-        json.dumps(tile): on_device.on_each(inputs, lambda *given, tile=tile: run(tile, *given))
-        for tile in item["tiles"]
-    }
-    samples = on_device.in_turn(calls, len(inputs), clocks["device"])
-    times = {tile: median(taken) for tile, taken in samples.items()}
+    calls = {json.dumps(tile): using(tile) for tile in item["tiles"]}
+    with torch.no_grad():
+        samples = on_device.in_turn(calls, len(trial.inputs), clock)
+    times = {tile: on_device.medians(taken).device for tile, taken in samples.items()}
     return dict(sorted(times.items(), key=lambda entry: entry[1]))
 
 
-WORK: dict[str, Callable[[Item, torch.device, Clocks], Any]] = dict(
+WORK: dict[str, Callable[[Item, torch.device, on_device.Clock], Any]] = dict(
     zip(STAGES, (environment, compile_share, check, check, bench, tune), strict=True)
 )
 
@@ -456,12 +454,12 @@ def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
     """A line of JSON for each; nothing else gets to standard output."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    clocks = {"device": on_device.DeviceClock(device), "host": on_device.HostClock(device)}
+    clock = on_device.DeviceClock(device)
     warnings.simplefilter("ignore")
     for item in items:
         broken = False
         try:
-            line = {"result": WORK[stage](item, device, clocks)}
+            line = {"result": WORK[stage](item, device, clock)}
         except Exception as error:
             line = {"problem": on_device.problem_of(error)}
         try:
@@ -507,7 +505,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=1500.0, help="for all of it (1500)")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the file (gpu.json)")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time, unless timed"
+        "--jobs",
+        type=int,
+        help="processes at a time, unless timed (as many as have processors and memory of the GPU)",
     )
     # What the command starts itself with.
     parser.add_argument("--alone", nargs=2, metavar=("STAGE", "ITEMS"), help=argparse.SUPPRESS)
@@ -559,7 +559,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [stage for stage in options.stages if stage not in STAGES]:
         parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
-    if options.seconds <= 0 or options.jobs < 1:
+    if options.seconds <= 0 or (options.jobs is not None and options.jobs < 1):
         parser.error("--seconds and --jobs must be above 0")
     return until_interrupted(run, options)
 

@@ -158,7 +158,7 @@ def test_a_process_of_its_own_prints_nothing_but_its_results():
     script = """
 import torch
 from benchmarks import gpu
-def noisy(item, device, clocks):
+def noisy(item, device, clock):
     print("hello")
     return 1 / item["n"]
 gpu.WORK["smoke"] = noisy
@@ -174,7 +174,7 @@ raise SystemExit(gpu.alone("smoke", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device
 
 
 def test_the_environment_is_told():
-    found = gpu.environment({}, CPU, {})
+    found = gpu.environment({}, CPU, None)
     assert found["torch"] == torch.__version__
     json.dumps(found)
 
@@ -184,7 +184,8 @@ def test_what_is_asked_for_first_comes_first():
     of_one_dtype = ranks[: len(ranks) // 3]
     assert of_one_dtype == sorted(of_one_dtype)
     assert set(of_one_dtype) == set(range(7))
-    assert len(ranks) == 6 * (len(GPU_CASES) + len(BENCH_CASES))
+    cases = (*GPU_CASES, *BENCH_CASES)
+    assert len(ranks) == 3 * sum(2 if one.gradients else 1 for one in cases)
     assert gpu.bench_items()[0]["dtype"] == "bfloat16"
 
 
@@ -200,36 +201,37 @@ def test_every_op_dtype_and_backend_is_checked():
         assert len(groups) == 3 * len(every)
         assert {(one["op"], one["backend"]) for group in groups for one in group} == every
     checked = {(one["op"], one["case"]) for group in groups for one in group}
-    assert checked == {(one.op, one.timed.name) for one in GPU_CASES}
+    assert checked == {(one.op, one.name) for one in GPU_CASES}
 
 
-SMALL = {
-    "linear": GpuCase(
+def unmasked(draw):
+    return (
+        *(draw.normal(1, 2, 17, 8) for _ in range(3)),
+        None,
+        None,
+        True,
+        None,
+        0.0,
+        None,
+        False,
+        False,
+    )
+
+
+SMALL = (
+    GpuCase(
         "linear",
-        case("checked", lambda draw: (draw.normal(9, 8), draw.weight(6, 8), None, None, None)),
         case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
     ),
-    "attention": GpuCase(
-        "attention",
-        *(
-            case(
-                "timed",
-                lambda draw, n=n: (
-                    *(draw.normal(1, 2, n, 8) for _ in range(3)),
-                    *(None, None, True, None, 0.0, None, False, False),
-                ),
-            )
-            for n in (9, 17)
-        ),
-    ),
-}
+    GpuCase("attention", case("timed", unmasked)),
+)
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Cases that a CPU has time for, and kernels of linear that run on it."""
-    for op, one in SMALL.items():
-        monkeypatch.setitem(gpu._CASES, (op, "timed"), one)
+    for one in SMALL:
+        monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
     monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
     kernels = (
         dispatch.Kernel("linear", "triton", reference.linear, gradients=True),
@@ -253,50 +255,61 @@ def wrong_linear(*arguments):
 
 
 def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
-    assert gpu.check(item(backend="triton"), CPU, {}) == {
+    assert gpu.check(item(backend="triton"), CPU, None) == {
         "forward": "right",
         "gradients": "right",
     }
-    assert gpu.check(item(backend="torch"), CPU, {})["gradients"].startswith("refused: the call")
+    assert gpu.check(item(backend="torch"), CPU, None)["gradients"].startswith("refused: the call")
     change_triton(monkeypatch, small, wrong_linear)
-    assert gpu.check(item(backend="triton"), CPU, {})["forward"].startswith("wrong: output")
+    assert gpu.check(item(backend="triton"), CPU, None)["forward"].startswith("wrong: output")
 
 
 class Clock:
-    """Gives each call the time that belongs to its place among all calls."""
+    """Gives each call the times that belong to its place among all calls."""
 
     def __init__(self, *seconds):
         self.seconds, self.known = seconds, {}
 
-    def __call__(self, call, inputs, repeats):
+    def __call__(self, call, inputs, repeats, host=0.0):
         for i in range(repeats):
             call(i % inputs)
-        return self.seconds[self.known.setdefault(call, len(self.known))]
+        device = self.seconds[self.known.setdefault(call, len(self.known))]
+        return gpu.on_device.Times(device, 2 * device)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_bench_times_by_both_clocks_what_is_right(small, monkeypatch, gradients):
-    clocks = {"device": Clock(1e-5, 2e-5, 3e-5), "host": Clock(4e-5, 5e-5, 6e-5)}
-    found = gpu.bench(item(gradients=gradients), CPU, clocks)
-    last = "by hand"
-    assert found["triton"] == {"device": [1e-5] * 7, "host": [4e-5] * 7}
+def test_bench_times_what_is_right_on_the_device_and_on_the_host(small, monkeypatch, gradients):
+    found = gpu.bench(item(gradients=gradients), CPU, Clock(1e-5, 2e-5, 3e-5))
+    assert found["triton"] == {"device": [1e-5] * 7, "host": [2e-5] * 7}
+    second = {"device": [2e-5] * 7, "host": [4e-5] * 7}
+    assert found["by hand" if gradients else "torch"] == second
     if gradients:
         assert "no backward" in found["torch"]["why_not"]
-        assert found[last] == {"device": [2e-5] * 7, "host": [5e-5] * 7}
-    else:
-        assert found["torch"] == {"device": [2e-5] * 7, "host": [5e-5] * 7}
     change_triton(monkeypatch, small, wrong_linear)
     if not gradients:
-        clocks = {"device": Clock(2e-5, 3e-5)}
-        found = gpu.bench(item(), CPU, clocks)
+        found = gpu.bench(item(), CPU, Clock(2e-5, 3e-5))
         assert found["triton"]["wrong"]
         assert found["triton"]["why_not"].startswith("wrong: output")
-        assert "device" in found[last]
+        assert "device" in found["by hand"]
+
+
+def test_what_torch_drops_is_timed_unchecked(monkeypatch):
+    def dropping(draw):
+        x = draw.normal(64, 32)
+        return x, draw.normal(64, 32), (32,), None, None, 1e-5, 0.5, draw.seed()
+
+    one = GpuCase("add_layer_norm", case("timed", dropping))
+    monkeypatch.setitem(gpu._CASES, ("add_layer_norm", "timed"), one)
+    monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
+    found = gpu.bench(item("add_layer_norm"), CPU, Clock(*[1e-5] * 9))
+    assert set(found["by hand"]) == {"device", "host"}
+    meta = dispatch.Call("add_layer_norm", (torch.empty(2, 2, device="meta"),), False, 0.5)
+    [torchs] = [k for k in dispatch.kernels("add_layer_norm") if k.backend == "torch"]
+    assert gpu._reasons(torchs, meta).startswith("PyTorch drops other elements")
 
 
 def test_everybody_has_a_row_for_attention(small):
-    clocks = {"device": Clock(*[1e-5] * 9)}
-    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, clocks)
+    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, Clock(*[1e-5] * 9))
     assert set(found) == {
         *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
         *("FlexAttention, mask known", "FlexAttention, mask new"),
@@ -358,12 +371,11 @@ class TestTiles:
         change_triton(monkeypatch, small, run)
         known = item(function="matmul")
         tiles = [None, *([rows, 64, 64, 8, 8, 3] for rows in (16, 32, 48))]
-        assert [gpu.tune({**known, "tile": tile}, CPU, {})[:14] for tile in tiles] == [
+        assert [gpu.tune({**known, "tile": tile}, CPU, None)[:14] for tile in tiles] == [
             *("right", "right"),
             *("wrong: Runtime", "wrong: output["),
         ]
-        clocks = {"device": Clock(2e-5, 1e-5)}
-        found = gpu.tune({**known, "tiles": tiles[:2]}, CPU, clocks)
+        found = gpu.tune({**known, "tiles": tiles[:2]}, CPU, Clock(2e-5, 1e-5))
         assert list(found.items()) == [(json.dumps(tiles[1]), 1e-5), ("null", 2e-5)]
         assert 16 in seen
 

@@ -74,6 +74,14 @@ def test_no_gpu_is_told_why():
     assert info.gpu_state().startswith("none: torch")
 
 
+def test_a_gpu_that_the_library_has_no_code_for_is_told(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_why_not", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(_native, "why_no_code", lambda *given: f"none for {given}")
+    assert info.cuda_state() == "none for (7, 5)"
+
+
 def test_triton_is_looked_for_without_importing_it(monkeypatch):
     monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: None)
     assert info.triton_state().startswith("not installed")

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
-from transformer_fast import _native
+from transformer_fast import _native, dispatch
+from transformer_fast.backends import cuda
 from transformer_fast.cli import info
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,6 +197,85 @@ def test_why_there_are_no_cuda_kernels(monkeypatch, tmp_path):
     assert _native._load_cuda() == told
     monkeypatch.setattr(_native, "cuda_why_not", told)
     assert info.cuda_state() == told
+
+
+class Record:
+    CUDA_VERSION = "13.0"
+    CUDA_ARCHITECTURES = ("8.0", "9.0a", "10.0+PTX")
+
+
+@pytest.fixture
+def cuda_build(monkeypatch, tmp_path):
+    """CUDA kernels that were built as `Record` says, and a torch with CUDA."""
+    (tmp_path / "_C_cuda.so").touch()
+    monkeypatch.setattr(_native, "CUDA_LIBRARY", tmp_path / "_C_cuda.so")
+    monkeypatch.setattr(_native, "_build_record", lambda: Record)
+    monkeypatch.setattr(_native.torch.version, "cuda", "12.8")
+    monkeypatch.setattr(_native.torch.ops, "load_library", lambda path: None)
+    _native.why_no_code.cache_clear()
+    yield lambda version: monkeypatch.setattr(
+        _native.torch._C, "_cuda_getDriverVersion", lambda: version, raising=False
+    )
+    _native.why_no_code.cache_clear()
+
+
+def test_a_driver_of_an_older_cuda_is_told(cuda_build):
+    cuda_build(12080)
+    assert _native._load_cuda() == (
+        "the CUDA kernels were built with CUDA 13.0 and the driver is made for CUDA 12.8: they need "
+        "a newer driver, or an older nvcc"
+    )
+    for enough in (13000, 13020, 14000, 0):
+        cuda_build(enough)
+        assert _native._load_cuda() is None
+
+
+def test_a_gpu_that_nothing_was_built_for_is_told(cuda_build, monkeypatch):
+    cuda_build(13000)
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+        assert _native.why_no_code(*capability) is None
+    assert _native.why_no_code(7, 5) == (
+        "it was built for GPUs of compute capability 8.0, 9.0a, 10.0+PTX and this one has 7.5"
+    )
+    with FakeTensorMode():
+        call = dispatch.Call("linear", (torch.empty(2, 2, device="cuda"),), False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for kernel in cuda.kernels("cuda", None):
+        if kernel.op != "attention":
+            assert kernel.refuses(call) == _native.why_no_code(7, 5)
+    _native.why_no_code.cache_clear()
+    cuda_build(12080)  # which compiles no code of CUDA 13.0
+    assert _native.why_no_code(10, 3) is None
+    assert _native.why_no_code(12, 0).endswith("and this one has 12.0")
+    monkeypatch.setattr(Record, "CUDA_ARCHITECTURES", ("9.0a+PTX", "10.0f+PTX"))
+    cuda_build(13000)
+    for capability, runs in {(9, 0): True, (9, 1): False, (10, 3): True, (12, 1): False}.items():
+        assert (_native.why_no_code(*capability) is None) is runs
+
+
+def test_what_the_cuda_kernels_were_built_for_is_recorded(checkout, tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.41'\n")
+    nvcc.chmod(0o755)
+    code = (
+        "import runpy, sys, setuptools; sys.argv = ['setup.py', '--name']\n"
+        "module = runpy.run_path('setup.py', run_name='setup')\n"
+        "names = module['build'].__globals__\n"
+        "extensions = [setuptools.Extension('transformer_fast._C', sources=[])]\n"
+        "command = module['CMakeBuild'](setuptools.Distribution({'ext_modules': extensions}))\n"
+        "command.inplace = True; command.ensure_finalized()\n"
+        "for built in (module['Built'](cuda_architectures=('8.0',)), module['Built']('', 'none')):\n"
+        "    names['build'] = lambda *folders: built\n"
+        "    command.run()\n"
+        "    record = runpy.run_path('transformer_fast/_build_info.py')\n"
+        "    print([record['CUDA_VERSION'], record['CUDA_ARCHITECTURES']])\n"
+    )
+    done = run([sys.executable, "-c", code], checkout, CUDA_HOME=str(tmp_path))
+    assert list(map(ast.literal_eval, done.stdout.splitlines()[-2:])) == [
+        ["12.9", ("8.0",)],
+        ["", ()],
+    ], done.stdout
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))

@@ -6,6 +6,7 @@ library beside it, `CUDA_LIBRARY`, which is no Python module: loading it registe
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import platform
@@ -78,20 +79,56 @@ module, why_not = _load()
 CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
 
 
+def driver_version() -> int:
+    """The CUDA that the driver is made for, as 12080 for 12.8; 0: there is no driver."""
+    try:
+        return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 def _load_cuda() -> str | None:
     """Load the CUDA kernels where PyTorch has CUDA; why not, as a sentence."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
+    record = _build_record()
     if not CUDA_LIBRARY.is_file():
-        reason = getattr(_build_record(), "CUDA_REASON", "")
+        reason = getattr(record, "CUDA_REASON", "")
         return f"the CUDA kernels were not built{': ' + reason if reason else ''}"
     if _numbers(torch.__version__) < OLDEST_TORCH:
         return why_not
+    built, driver = getattr(record, "CUDA_VERSION", ""), driver_version()
+    # Runtimes of one major version run on all drivers of it.
+    if built and 0 < driver // 1000 < _numbers(built)[0]:
+        return (
+            f"the CUDA kernels were built with CUDA {built} and the driver is made for CUDA "
+            f"{driver // 1000}.{driver % 1000 // 10}: they need a newer driver, or an older nvcc"
+        )
     try:
         torch.ops.load_library(str(CUDA_LIBRARY))
     except OSError as error:
         return f"the CUDA kernels could not be loaded: {error}"
     return None
+
+
+@functools.cache
+def why_no_code(major: int, minor: int) -> str | None:
+    """Why the CUDA kernels do not run on GPUs of a compute capability, as a sentence, or None."""
+    record = _build_record()
+    built = getattr(record, "CUDA_ARCHITECTURES", ())
+    # Drivers compile PTX of the CUDA that they are made for, or of an older one.
+    compiles = _numbers(getattr(record, "CUDA_VERSION", "")) <= divmod(driver_version() // 10, 100)
+    for architecture in built:
+        first, last = _numbers(architecture)
+        # Code of 9.0a runs on 9.0 alone, that of 10.0f on 10.x.
+        ptx = compiles and architecture.endswith("+PTX") and not set("af") & set(architecture)
+        later = first == major and last < minor and "a" not in architecture
+        if (first, last) == (major, minor) or later or (ptx and (first, last) < (major, minor)):
+            return None
+    if not built:
+        return None
+    names = ", ".join(built)
+    return f"it was built for GPUs of compute capability {names} and this one has {major}.{minor}"
 
 
 #: Why there are no operators ``cuda_*``, as a sentence; None where they are.

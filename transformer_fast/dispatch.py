@@ -2,8 +2,8 @@
 
 A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
 first kernel with nothing against it, unless that kernel yields: where a later backend takes less
-time for a call, by measurement, the earlier one says so in a `Yield`. `explain` tells what stands
-against each, in sentences.
+time for a call, by measurement, the earlier one says so in a `Yield`. Of several GPU kernels that are
+proven it takes the fastest. `explain` tells what stands against each, in sentences.
 """
 
 from __future__ import annotations
@@ -194,6 +194,12 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
     if kernel.proven and compute_capability(device) in kernel.proven:
         return None
     return proof.why_not(kernel.op, kernel.backend, call, device)
+
+
+def _gain(kernel: Kernel, call: Call) -> float:
+    """How many times as fast as PyTorch's own a proven kernel was on the call's GPU; 0: unknown."""
+    device = call.tensors[0].device  # type: ignore[union-attr]
+    return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
 
 def _check_device(kernel: Kernel, call: Call) -> str | None:
@@ -411,11 +417,12 @@ def _strict_refusal(call: Call) -> NotImplementedError:
 def select(call: Call, backend: str | None = None) -> Kernel:
     """The kernel that runs ``call``.
 
-    ``backend=None``: the first that fits and does not yield to a later one, at last the reference,
-    to which no kernel yields. A named backend, given here, by `use_backend` or by
-    ``TRANSFORMER_FAST_BACKEND``, never falls back and never yields. While a program is exported
-    (`is_exporting`) it is one made of PyTorch's operators. What `transforms` is true of
-    runs by the reference's formula, named or not: no kernel has rules for it.
+    ``backend=None``: of GPU kernels that are proven the one with the largest gain; else the first
+    that fits and does not yield to a later one, at last the reference, to which no kernel yields. A
+    named backend, given here, by `use_backend` or by ``TRANSFORMER_FAST_BACKEND``, never falls back
+    and never yields. While a program is exported (`is_exporting`) it is one made of PyTorch's
+    operators. What `transforms` is true of runs by the reference's formula, named or not: no kernel
+    has rules for it.
 
     Raises ValueError for an unknown backend, NotImplementedError (with the reasons) if the named
     one cannot take the call, or if nothing but the reference can in strict mode.
@@ -434,19 +441,26 @@ def select(call: Call, backend: str | None = None) -> Kernel:
         compiling = torch.compiler.is_compiling()
         if (compiling or torch._C._get_tracing_state() is not None) and is_exporting():
             return _pytorchs(call)
-        yielded = None
+        yielded = proven = None
+        most = -1.0
         for kernel in _candidates(call, compiling):
-            if _fits(kernel, call) and (
-                kernel.proven is None or why_unproven(kernel, call) is None
-            ):
+            if kernel.proven is not None:  # these stand before all others
+                if _fits(kernel, call) and why_unproven(kernel, call) is None:
+                    gain = _gain(kernel, call)
+                    if gain > most:
+                        proven, most = kernel, gain
+                continue
+            if proven is not None:
+                return proven
+            if _fits(kernel, call):
                 if kernel.backend == "reference" and (_state.strict or yielded is not None):
                     break
                 if kernel.yields and why_yields(kernel, call) is not None:
                     yielded = yielded or kernel
                     continue
                 return kernel
-        if yielded is not None:
-            return yielded
+        if (found := proven or yielded) is not None:
+            return found
         raise _strict_refusal(call)
     for kernel in _state.kernels[call.op]:
         if kernel.backend == backend:
@@ -508,6 +522,14 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
         chosen = select(call, backend)
     except NotImplementedError:
         return Explanation(call.op, None, reasons)
+    for kernel in _state.kernels[call.op]:
+        if kernel is not chosen and chosen.proven is not None and not reasons[kernel.backend]:
+            own, best = (_gain(one, call) for one in (kernel, chosen))
+            if own:
+                told = (
+                    "on this GPU it is {:.3g} times as fast as PyTorch's own, and '{}' {:.3g} times"
+                )
+                reasons[kernel.backend] = [told.format(own, chosen.backend, best)]
     remark = chosen.remark(call) if chosen.remark is not None else None
     return Explanation(call.op, chosen.backend, reasons, remark)
 

@@ -22,11 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import _native
 from ._version import __version__
 
 COMMAND = "python -m transformer_fast prove"
-#: Of a file. 2: classes of attention by the number of keys, too.
-_FORMAT = 2
+#: How long it takes, in words; counted, since no GPU has run it yet.
+DURATION = "a quarter of an hour to half an hour"
+#: Of a file. 3: the host's time counts, checks are of the calls that are timed, finer classes.
+_FORMAT = 3
+#: How many times as fast as PyTorch's own a kernel has to be: differences below are noise.
+MARGIN = 1.04
 
 
 class Machine(NamedTuple):
@@ -53,41 +58,50 @@ class Verdict(NamedTuple):
     gradients: bool
     #: Within the error budget against fp64.
     right: bool
-    #: Seconds on the device for one call (with gradients: forward and backward), and PyTorch's best;
-    #: None where nothing was timed.
-    seconds: float | None = None
-    torch_seconds: float | None = None
+    #: Seconds of one call (with gradients: forward and backward) on the device, and on the host until
+    #: it is launched; the same of PyTorch's best. None where nothing was timed.
+    device: float | None = None
+    host: float | None = None
+    torch_device: float | None = None
+    torch_host: float | None = None
     #: What was wrong, in a sentence.
     problem: str | None = None
 
     @property
+    def gain(self) -> float:
+        """How many times as fast as PyTorch's best it is in an eager program, which takes the longer
+        of both times for a call; 0 where it is wrong or was not timed."""
+        times = self.device, self.host, self.torch_device, self.torch_host
+        if not self.right or None in times:
+            return 0.0
+        return max(times[2:]) / max(times[:2])  # type: ignore[type-var, operator]
+
+    @property
     def chosen(self) -> bool:
-        """Whether the dispatcher takes the kernel for such calls."""
-        return (
-            self.right
-            and self.seconds is not None
-            and self.torch_seconds is not None
-            and self.seconds < self.torch_seconds
-        )
+        """Whether the dispatcher takes the kernel, or a faster one of ours, for such calls."""
+        return self.gain >= MARGIN
 
     def why_not(self) -> str:
         """As a sentence that goes on from "not chosen:"."""
         what = f"{self.dtype}, {self.shape}{', with gradients' if self.gradients else ''}"
         if not self.right:
             return f"on this GPU it was found wrong ({what}: {self.problem})"
-        if self.seconds is None or self.torch_seconds is None:
+        times = self.torch_device, self.torch_host, self.device, self.host
+        if None in times:
             return f"on this GPU it could not be timed ({what}: {self.problem})"
+        theirs, their_host, own, own_host = (1e6 * time for time in times)  # type: ignore[operator]
         return (
-            f"on this GPU PyTorch's own took {1e6 * self.torch_seconds:.3g} microseconds and it "
-            f"{1e6 * self.seconds:.3g} ({what})"
+            f"on this GPU PyTorch's own took {theirs:.3g} microseconds and {their_host:.3g} of the "
+            f"host's, and it {own:.3g} and {own_host:.3g} ({what})"
         )
 
 
 class Proof(NamedTuple):
-    """What was found on a machine, and when (ISO 8601)."""
+    """What was found on a machine, when (ISO 8601), and how many seconds the command took."""
 
     machine: Machine
     taken: str
+    seconds: float
     verdicts: tuple[Verdict, ...]
 
     def find(
@@ -108,14 +122,21 @@ def _up_to(value: int, limits: Iterable[int], what: str) -> str:
     return f"more than {limit} {what}"
 
 
+def _rows_class(call: Any) -> list[str]:
+    first = call.tensors[0]
+    columns = math.prod(call.normalized_shape or first.shape[-1:])
+    return [_up_to(first.numel() // max(1, columns), (64, 1024, 8192), "rows")]
+
+
 def _norm_class(call: Any) -> list[str]:
     columns = math.prod(call.normalized_shape or call.tensors[0].shape[-1:])
-    return [_up_to(columns, (1024, 8192), "columns")]
+    return [*_rows_class(call), _up_to(columns, (1024, 8192), "columns")]
 
 
 def _attention_class(call: Any) -> list[str]:
     query, key = call.tensors[:2]
     queries, keys = call.longest or (query.shape[-2], key.shape[-2])
+    batch = query.shape[0] if call.longest is None else call.key_lengths.shape[0] - 1
     if call.mask is not None:
         seen = "bool mask" if call.mask.dtype == torch.bool else "float mask"
     elif call.key_lengths is not None or call.query_lengths is not None:
@@ -123,18 +144,13 @@ def _attention_class(call: Any) -> list[str]:
     else:
         seen = "causal" if call.is_causal else "no mask"
     words = [
-        _up_to(query.shape[-1], (64, 128), "values a head"),
-        _up_to(queries, (4, 512), "queries"),
-        # More are served by other kernels on the backend cuda.
-        _up_to(keys, (512,), "keys"),
+        _up_to(query.shape[-1], (64, 96, 128), "values a head"),
+        "1 query" if queries == 1 else _up_to(queries, (4, 512), "queries"),
+        _up_to(keys, (512, 2048, 4096, 8192), "keys"),
+        _up_to(batch * query.shape[-3], (64,), "heads in the batch"),
         seen,
     ]
     return [*words, "weights"] if call.need_weights else words
-
-
-def _rows_class(call: Any) -> list[str]:
-    first = call.tensors[0]
-    return [_up_to(first.numel() // max(1, first.shape[-1]), (64, 1024), "rows")]
 
 
 def _linear_class(call: Any) -> list[str]:
@@ -143,7 +159,8 @@ def _linear_class(call: Any) -> list[str]:
 
 
 def _loss_class(call: Any) -> list[str]:
-    return [_up_to(call.tensors[0].shape[-1], (1024, 16384), "classes")]
+    classes = call.tensors[0].shape[-1]
+    return [*_rows_class(call), _up_to(classes, (1024, 16384), "classes")]
 
 
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
@@ -166,13 +183,12 @@ def shape_class(call: Any) -> str:
 def machine_of(device: torch.device | int | None = None) -> Machine:
     """Of a CUDA device (None: the current one)."""
     major, minor = torch.cuda.get_device_capability(device)
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     found = importlib.util.find_spec("triton") is not None
     triton = importlib.metadata.version("triton") if found else "none"
     return Machine(
         torch.cuda.get_device_name(device),
         10 * major + minor,
-        str(driver),
+        str(_native.driver_version()),
         torch.__version__,
         triton,
         __version__,
@@ -209,6 +225,7 @@ def write(proof: Proof) -> Path:
         "format": _FORMAT,
         "machine": proof.machine._asdict(),
         "taken": proof.taken,
+        "seconds": proof.seconds,
         "verdicts": [verdict._asdict() for verdict in proof.verdicts],
     }
     write_whole(path, content)
@@ -235,7 +252,7 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
     try:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
-        return None, f"nothing was measured on this GPU yet: `{COMMAND}` does it, in minutes"
+        return None, f"nothing was measured on this GPU yet: `{COMMAND}` does it, in {DURATION}"
     except OSError as error:
         return None, f"{path} cannot be read: {error.strerror}"
     try:
@@ -246,7 +263,9 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
                 f"is {_FORMAT}; `{COMMAND}` replaces it"
             )
         verdicts = tuple(_checked(Verdict, one) for one in content["verdicts"])
-        proof = Proof(_checked(Machine, content["machine"]), str(content["taken"]), verdicts)
+        machine_then = _checked(Machine, content["machine"])
+        taken, seconds = str(content["taken"]), float(content["seconds"])
+        proof = Proof(machine_then, taken, seconds, verdicts)
     except (ValueError, KeyError, TypeError) as error:
         return None, f"{path} is ignored, since it is damaged ({error}); `{COMMAND}` replaces it"
     if proof.machine != machine:
@@ -286,8 +305,16 @@ def why_not(op: str, backend: str, call: Any, device: torch.device) -> str | Non
     """
     if call is None:
         return _never(op, backend, torch.cuda.current_device())
-    dtype = str(call.tensors[0].dtype)[6:]
-    return _decide(op, backend, dtype, shape_class(call), call.needs_grad, device.index or 0)
+    return _decide(op, backend, *_about(call), device.index or 0)
+
+
+def gain(op: str, backend: str, call: Any, device: torch.device) -> float:
+    """`Verdict.gain` of a kernel for calls like this one on a CUDA device; 0 where there is none."""
+    return _gain(op, backend, *_about(call), device.index or 0)
+
+
+def _about(call: Any) -> tuple[str, str, bool]:
+    return str(call.tensors[0].dtype)[6:], shape_class(call), call.needs_grad
 
 
 def _unmeasured(problem: str | None) -> str:
@@ -306,8 +333,15 @@ def _decide(
     return None if verdict.chosen else verdict.why_not()
 
 
+def _gain(op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int) -> float:
+    proof, _ = known(device)
+    verdict = proof and proof.find(op, backend, dtype, shape, gradients)
+    return verdict.gain if verdict else 0.0
+
+
 # What `torch.compiler.assume_constant_result` does, which would import all of torch._dynamo.
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _never(op: str, backend: str, device: int) -> str | None:

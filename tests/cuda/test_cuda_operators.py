@@ -282,55 +282,48 @@ def test_wrong_maps_are_errors(name, device):
 
 
 @pytest.mark.parametrize("op", KERNELS)
-def test_the_check_on_gpus_knows_the_backend(op, device):
-    """A case of `specs.gpu` is right both ways, and wrong numbers are found."""
-    kernel, found = the_kernel(op), {}
-    for item, *_ in gpu._checks(True):
-        if (item["op"], item["backend"], item["dtype"]) != (op, "cuda", "bfloat16"):
-            continue
-        if op == "attention":
-            item["case"] = "(32,16,128,128,64), no mask"
-        found = gpu.check(item, torch.device(device), None)
-        assert found == {"forward": "right", "gradients": "right"}
+def test_the_check_on_gpus_knows_the_backend(op, device, monkeypatch):
+    """A small case is right both ways, and wrong numbers are found."""
+    monkeypatch.setattr(on_device, "cache_bytes", lambda device: 1)
+    kernel = the_kernel(op)
+    monkeypatch.setitem(gpu._CASES, (op, "small"), GpuCase(op, OPS[op].cases[0]))
+    assert [one for group in gpu._checks(True) for one in group if one["backend"] == "cuda"]
+    item = {"op": op, "case": "small", "backend": "cuda", "dtype": "bfloat16"}
+    found = gpu.check(item, torch.device(device), None)
+    assert found == {"forward": "right", "gradients": "right"}
+    dispatch.register(replace(kernel, run=doubled(kernel)))
+    found = gpu.check(item, torch.device(device), None)
+    assert all(told.startswith("wrong") for told in found.values())
 
-        def doubled(*arguments: Any) -> Any:
-            results = kernel.run(*arguments)
-            if isinstance(results, tuple):
-                return (2 * results[0], *results[1:])
-            return 2 * results
 
-        dispatch.register(replace(kernel, run=doubled))
-        assert all(
-            x.startswith("wrong") for x in gpu.check(item, torch.device(device), None).values()
-        )
-    assert found
+def doubled(kernel: dispatch.Kernel) -> Any:
+    def run(*arguments: Any) -> Any:
+        results = kernel.run(*arguments)
+        return (2 * results[0], *results[1:]) if isinstance(results, tuple) else 2 * results
+
+    return run
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("op", KERNELS)
 def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
     monkeypatch.setattr(on_device, "cache_bytes", lambda device: 1)
-    kernel, one = the_kernel(op), OPS[op].cases[0]
+    kernel, one = the_kernel(op), GpuCase(op, OPS[op].cases[0])
 
-    def clock(call: Any, inputs: int, repeats: int) -> float:
+    def clock(call: Any, inputs: int, *rest: Any) -> Any:
         for i in range(inputs):
             call(i)
-        return 1e-5
+        return on_device.Times(1e-5, 2e-5)
 
     def judged(run: Any) -> Any:
-        return on_device.judge(
-            GpuCase(op, one, one), replace(kernel, run=run), torch.float32, gradients,
-            torch.device(device), clock,
-        )  # fmt: skip
+        kernels = [replace(kernel, run=run)]
+        place = torch.device(device)
+        [found] = on_device.judge(one, torch.float32, gradients, place, clock, kernels)
+        return found
 
     found = judged(kernel.run)
-    assert (found.op, found.backend, found.right, found.seconds) == (op, "cuda", True, 1e-5)
-
-    def doubled(*arguments: Any) -> Any:
-        results = kernel.run(*arguments)
-        return (2 * results[0], *results[1:]) if isinstance(results, tuple) else 2 * results
-
-    assert not judged(doubled).right
+    assert (found.op, found.backend, found.right, found.device) == (op, "cuda", True, 1e-5)
+    assert not judged(doubled(kernel)).right
 
 
 @pytest.mark.parametrize("name", cuda._FAKES)

@@ -217,10 +217,7 @@ def _refuse_place(call: Call) -> str | None:
     first = call.tensors[0]
     assert first is not None
     if first.is_cuda:
-        capability = torch.cuda.get_device_capability(first.device)
-        if capability < OLDEST:
-            needed, found = (".".join(map(str, number)) for number in (OLDEST, capability))
-            return f"it needs a GPU of compute capability {needed} and this one has {found}"
+        return _native.why_no_code(*torch.cuda.get_device_capability(first.device))
     return None
 
 

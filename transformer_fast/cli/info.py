@@ -72,12 +72,18 @@ def proof_state() -> str:
     if found is None:
         return f"none: {problem}"
     chosen = sum(verdict.chosen for verdict in found.verdicts)
-    return f"of {found.taken}: {chosen} of {len(found.verdicts)} are right and faster than PyTorch"
+    return (
+        f"of {found.taken}, in {found.seconds / 60:.0f} minutes: {chosen} of {len(found.verdicts)} "
+        "are right and faster than PyTorch"
+    )
 
 
 def cuda_state() -> str:
     """One sentence about the kernels in CUDA C++."""
-    return _native.cuda_why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
+    why_not = _native.cuda_why_not
+    if why_not is None and torch.cuda.is_available():
+        why_not = _native.why_no_code(*torch.cuda.get_device_capability())
+    return why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
 
 
 def _native_lines() -> Iterable[tuple[str, str]]:

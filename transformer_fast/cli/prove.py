@@ -29,7 +29,7 @@ _PATIENCE = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), help="only these ops")
     parser.add_argument("--forget", action="store_true", help="remove what was found, and end")
-    # What the command starts itself with: one op, a line of JSON for each verdict.
+    # What the command starts itself with: one op, a line of JSON for each trial.
     parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
 
 
@@ -43,8 +43,13 @@ def _forget(console: Console) -> int:
 
 def _alone(op: str) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
-    for verdict in on_device.prove_op(op, device, on_device.DeviceClock(device)):
-        print(json.dumps(verdict), flush=True)
+    clock = on_device.DeviceClock(device)
+    for trial in on_device.trials(op):
+        try:
+            verdicts = on_device.judge(*trial, device, clock)
+        except torch.OutOfMemoryError:
+            verdicts = []
+        print(json.dumps(verdicts), flush=True)
     return 0
 
 
@@ -57,8 +62,7 @@ def _verdicts_of(op: str, tick: Callable[[], None]) -> tuple[list[Verdict], str 
     found: list[Verdict] = []
 
     def take(content: Any) -> None:
-        if content is not None:
-            found.append(Verdict(*content))
+        found.extend(Verdict(*one) for one in content)
         tick()
 
     return found, lines_of(_command(op), take, _PATIENCE)
@@ -71,7 +75,7 @@ def _summary(console: Console, found: Proof) -> None:
     for op in OPS:
         for backend in dict.fromkeys(v.backend for v in found.verdicts if v.op == op):
             mine = [v for v in found.verdicts if (v.op, v.backend) == (op, backend)]
-            gains = sorted(v.torch_seconds / v.seconds for v in mine if v.chosen)  # type: ignore[operator]
+            gains = sorted(v.gain for v in mine if v.chosen)
             table.add_row(
                 op, backend, str(len(mine)), str(sum(v.right for v in mine)), str(len(gains)),
                 f"{gains[len(gains) // 2]:.2f}x" if gains else "-",
@@ -100,7 +104,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with progress() as bar:
         for op in options.op:
-            task = bar.add_task(op, total=on_device.steps(op))
+            task = bar.add_task(op, total=len(list(on_device.trials(op))))
             found, problem = _verdicts_of(op, functools.partial(bar.advance, task))
             verdicts += on_device.worst(found)
             if problem is not None:
@@ -108,13 +112,13 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # Of ops that were not asked for now, what is known stays.
     kept = [v for v in (before.verdicts if before else ()) if v.op not in options.op]
     taken = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    result = Proof(machine, taken, (*kept, *verdicts))
+    seconds = time.perf_counter() - start
+    result = Proof(machine, taken, round(seconds, 1), (*kept, *verdicts))
     path = proof.write(result)
     _summary(console, result)
     if problems:
         console.print("\n[bold]Not finished[/]")
         bullets(console, problems)
-    seconds = time.perf_counter() - start
     console.print(
         f"\n{len(verdicts)} verdicts in {seconds:.0f} seconds, in {path}", highlight=False
     )

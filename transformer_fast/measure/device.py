@@ -1,24 +1,39 @@
-"""Time on a GPU itself, without what its host takes, and what `prove` makes of it."""
+"""Time on a GPU and on its host, apart, and what `prove` makes of it."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from .. import dispatch
 from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
 from ..specs.gpu import GPU_CASES, GpuCase
-from ..testing import Parity, call_of, measure, measure_gradients, nan_memory, require_grad
+from ..testing import (
+    GRADIENT_FACTOR,
+    OUTPUT_FACTOR,
+    Parity,
+    call_of,
+    nan_memory,
+    promote,
+    require_grad,
+    upstream,
+)
+from ..testing.oracle import FACTORS, as_results, scaled, tries_for
+from ..testing.parity import compare, relative_error, worst_of
 from . import torch_ops
 from .gradients import BothWays
+from .judge import Results, scores_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,49 +41,52 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Call = Callable[[int], object]
 
 
+class Times(NamedTuple):
+    """Seconds of one call."""
+
+    device: float
+    #: What the host takes to launch it, while the device is busy with something else.
+    host: float
+
+
 class Clock(Protocol):
     """Takes the time of calls in a row."""
 
-    def __call__(self, call: Call, inputs: int, repeats: int) -> float:
-        """Seconds of one call, on average, each on the next input."""
+    def __call__(self, call: Call, inputs: int, repeats: int, host: float = ...) -> Times:
+        """Of one call, on average, each on the next input; ``host``: about what its host takes."""
 
 
 class DeviceClock:
     """Events on the stream; the device sleeps while the host prepares, so that it never waits for it."""
 
-    #: Cycles of sleep for each call that the host prepares: some 0.15 ms.
-    CYCLES = 250_000
+    #: Cycles of sleep for each second that the host is expected to take: more than any GPU has.
+    CYCLES = 4e9
+    #: How often the device sleeps longer if the host came too late.
+    TRIES = 8
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, call: Call, inputs: int, repeats: int) -> float:
-        with torch.cuda.device(self.device):
+    def __call__(self, call: Call, inputs: int, repeats: int, host: float = 2e-4) -> Times:
+        for _ in range(self.TRIES):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(self.CYCLES * repeats)  # type: ignore[no-untyped-call]
-            start.record()
-            for i in range(repeats):
-                call(i % inputs)
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / repeats / 1e3
-
-
-class HostClock:
-    """What a program waits for, launches included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, call: Call, inputs: int, repeats: int) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        for i in range(repeats):
-            call(i % inputs)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - start) / repeats
+            with torch.cuda.device(self.device):
+                torch.cuda._sleep(int(self.CYCLES * host * repeats))  # type: ignore[no-untyped-call]
+                start.record()
+                begun = time.perf_counter()
+                for i in range(repeats):
+                    call(i % inputs)
+                taken = time.perf_counter() - begun
+                end.record()
+                late = start.query()
+                end.synchronize()
+            times = Times(float(start.elapsed_time(end)) / repeats / 1e3, taken / repeats)
+            if not late:
+                break
+            # It took longer than expected, or its launches filled the queue of some thousand that
+            # a stream has, so that it had to wait for the device.
+            host, repeats = 4 * host, max(1, repeats // 2)
+        return times  # too late each time: the call itself waits for the device
 
 
 def why_no_gpu(command: str) -> str | None:
@@ -91,22 +109,36 @@ def copies_for(size: float, device: torch.device) -> int:
     return max(2, min(32, -int(-2.5 * cache_bytes(device) // max(1.0, size))))
 
 
+#: Memory of a GPU that a process takes: to be there at all, and to check results.
+CONTEXT_BYTES, CHECK_BYTES = 1 << 30, 16 << 30
+
+
+def most_processes(memory: int) -> int:
+    """How many may run at once, by the processors and by the memory that the GPU has free."""
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min(os.cpu_count() or 1, free // memory))
+
+
 def in_turn(
     calls: Mapping[str, Call], inputs: int, clock: Clock, rounds: int = 7, sample: float = 2e-3
-) -> dict[str, list[float]]:
-    """Seconds of each call, a figure a round; the order is shuffled anew in each round."""
-    repeats = {}
+) -> dict[str, list[Times]]:
+    """The times of each call, a pair a round; the order is shuffled anew in each round."""
+    plans = {}
     for name, call in calls.items():
         clock(call, inputs, 2)
-        once = max(1e-7, clock(call, inputs, 2))
-        repeats[name] = max(2, min(200, round(sample / once)))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+        once = clock(call, inputs, 2)
+        plans[name] = max(2, min(200, round(sample / max(1e-7, *once)))), once.host
+    samples: dict[str, list[Times]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            samples[name].append(clock(calls[name], inputs, repeats[name]))
+            samples[name].append(clock(calls[name], inputs, *plans[name]))
     return samples
+
+
+def medians(samples: Sequence[Times]) -> Times:
+    return Times(*map(median, zip(*samples, strict=True)))
 
 
 def problem_of(error: Exception) -> str:
@@ -115,138 +147,181 @@ def problem_of(error: Exception) -> str:
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
 
-def on_each(inputs: Sequence[tuple[Any, ...]], run: Callable[..., Any]) -> Call:
-    return lambda i: run(*inputs[i])
+#: Scores of attention of which the reference holds several copies in fp64 at once.
+MOST_SCORES = 1 << 26
 
 
-def parity_of(
-    case: GpuCase,
-    run: Callable[..., Any],
-    dtype: torch.dtype,
-    gradients: bool,
-    device: torch.device,
-) -> Parity:
-    """How far the numbers, or the gradients, of something with the reference's signature are off."""
-    arguments = case.checked.build(dtype, device, torch.Generator().manual_seed(0))
-    with nan_memory():
-        if gradients:
-            return measure_gradients(case.op, run, arguments)
-        return measure(case.op, run(*arguments), arguments)
+def _truth(op: str, arguments: tuple[Any, ...], gradients: bool) -> tuple[Results, Results]:
+    """The results of a call, or its gradients, by the reference in their dtype and in fp64."""
+    reference = OPS[op].reference
+
+    def both(arguments: tuple[Any, ...], starts: list[Tensor] | None) -> tuple[Results, Results]:
+        if not gradients:
+            return as_results(reference(*arguments)), as_results(reference(*promote(arguments)))
+        run = BothWays(op, reference, starts)
+        expected = run(*require_grad(op, arguments))
+        exact = BothWays(op, reference, [start.double() for start in run.starts or ()])
+        return expected, exact(*require_grad(op, promote(arguments)))
+
+    # What is dropped depends on the head's number.
+    if op != "attention" or arguments[7] or scores_of(arguments) <= MOST_SCORES:
+        return both(arguments, None)
+    query, value = arguments[0], arguments[2]
+    start = upstream(query.new_empty(*query.shape[:-1], value.shape[-1]), 0)
+
+    def of_heads(x: Any, heads: slice) -> Any:
+        return x[:, heads] if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 else x
+
+    step = max(1, query.shape[1] * MOST_SCORES // scores_of(arguments))
+    parts = [
+        both(tuple(of_heads(x, heads) for x in arguments), [start[:, heads]])
+        for heads in (slice(h, h + step) for h in range(0, query.shape[1], step))
+    ]
+    return tuple(  # type: ignore[return-value]
+        tuple(None if x[0] is None else torch.cat(x, 1) for x in zip(*found, strict=True))
+        for found in zip(*parts, strict=True)
+    )
 
 
-def wrong(
-    case: GpuCase, kernel: Kernel, dtype: torch.dtype, gradients: bool, device: torch.device
-) -> str | None:
-    """What is wrong with the kernel's numbers, or None."""
-    try:
-        parity = parity_of(case, kernel.run, dtype, gradients, device)
-    except Exception as error:
-        return problem_of(error)
-    return None if parity.ok else str(parity)
+class Trial:
+    """A case in a dtype, with gradients or without: what is timed, and what is right of exactly that."""
 
+    def __init__(
+        self, case: GpuCase, dtype: torch.dtype, gradients: bool, device: torch.device
+    ) -> None:
+        self.op, self.gradients = case.op, gradients
+        generator = torch.Generator(device).manual_seed(1)
+        self.inputs: list[tuple[Any, ...]] = []
+        copies = 1
+        while len(self.inputs) < copies:
+            drawn = case.case.build(dtype, device, generator)
+            copies = copies_for(OPS[self.op].bytes(drawn), device)
+            self.inputs.append(require_grad(self.op, drawn) if gradients else drawn)
+        with torch.set_grad_enabled(gradients):
+            self.call = call_of(self.op, self.inputs[0])
+        self._known: dict[int, tuple[Results, Results, list[float]]] = {}
 
-def timed_inputs(
-    case: GpuCase,
-    dtype: torch.dtype,
-    gradients: bool,
-    device: torch.device,
-    generator: torch.Generator,
-) -> Iterator[tuple[Any, ...]]:
-    """As many as `copies_for` asks for, each drawn when its turn comes."""
-    drawn, copies = 0, 1
-    while drawn < copies:
-        arguments = case.timed.build(dtype, device, generator)
-        copies = copies_for(OPS[case.op].bytes(arguments), device)
-        yield require_grad(case.op, arguments) if gradients else arguments
-        drawn += 1
+    def work(self, run: Callable[..., Any]) -> Call:
+        """What is timed of something with the reference's signature."""
+        run = BothWays(self.op, run) if self.gradients else run
+        return lambda i: run(*self.inputs[i])
 
+    @torch.no_grad()
+    def parity(self, work: Call, number: int = 0) -> Parity:
+        """How far the results of `work` on an input, or its gradients, are off."""
+        with nan_memory():
+            got = as_results(work(number))
+        names: Sequence[str] = OPS[self.op].results
+        if self.gradients:
+            named = OPS[self.op].named(self.inputs[number])
+            names = [n for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad]
+        factor = GRADIENT_FACTOR if self.gradients else OUTPUT_FACTOR
+        rows = zip(names, got, *self._truth_of(number), strict=True)
+        return worst_of([compare(name, x, a, b, factor, unit) for name, x, a, b, unit in rows])
 
-def torchs(op: str, call: dispatch.Call) -> dict[str, Callable[..., Any]]:
-    """PyTorch's ways to do the work: the backend of that name, and what a user would write."""
-    found: dict[str, Callable[..., Any]] = {}
-    for kernel in dispatch.kernels(op):
-        if kernel.backend == "torch" and not dispatch.why_not(kernel, call):
-            found["torch"] = kernel.run
-    if not torch_ops.why_not(call.dropout_p):
-        found["by hand"] = torch_ops.OPS[op]
-    return found
+    def _truth_of(self, number: int) -> tuple[Results, Results, list[float]]:
+        if number not in self._known:
+            arguments = self.inputs[number]
+            truth = _truth(self.op, arguments, self.gradients)
+            units = list(map(relative_error, *truth))
+            least = min(x.numel() for x in truth[1] if x is not None)
+            for factor in FACTORS[: tries_for(least) - 1]:
+                other = _truth(self.op, scaled(self.op, arguments, factor), self.gradients)
+                units = list(map(max, units, map(relative_error, *other)))
+            self._known[number] = *truth, units
+        return self._known[number]
+
+    def wrong(self, work: Call, number: int = 0) -> str | None:
+        """What is wrong with the results of `work` on an input, or None."""
+        try:
+            parity = self.parity(work, number)
+        except torch.OutOfMemoryError:  # which the reference may have needed
+            raise
+        except Exception as error:
+            return problem_of(error)
+        return None if parity.ok else str(parity)
+
+    def torchs(self) -> dict[str, Callable[..., Any]]:
+        """PyTorch's ways to do the work: the backend of that name, and what a user would write."""
+        found = {
+            kernel.backend: kernel.run
+            for kernel in dispatch.kernels(self.op)
+            if kernel.backend == "torch" and not dispatch.why_not(kernel, self.call)
+        }
+        return {**found, "by hand": torch_ops.OPS[self.op]}
 
 
 def judge(
     case: GpuCase,
-    kernel: Kernel,
     dtype: torch.dtype,
     gradients: bool,
     device: torch.device,
     clock: Clock,
-) -> Verdict | None:
-    """What is to be said of the kernel in a case; None if it does not take such calls."""
-    op = case.op
-    inputs = timed_inputs(case, dtype, gradients, device, torch.Generator().manual_seed(1))
-    first = next(inputs)
+    kernels: Sequence[Kernel] | None = None,
+) -> list[Verdict]:
+    """What is to be said of those kernels (None: of all that need a proof) which take such calls.
+
+    They are checked before they are timed, and once more afterwards, on another input.
+    """
+    if kernels is None:
+        kernels = [one for one in dispatch.kernels(case.op) if one.proven is not None]
+    trial = Trial(case, dtype, gradients, device)
     with torch.set_grad_enabled(gradients):
-        call = call_of(op, first)
-        if dispatch.why_not(kernel, call):
-            return None
-    known = op, kernel.backend, str(dtype)[6:], shape_class(call), gradients
-    problem = wrong(case, kernel, dtype, gradients, device)
-    if problem is not None:
-        return Verdict(*known, right=False, problem=problem)
-    others = [first, *inputs]
-    calls: dict[str, Call] = {}
-    for name, run in {"own": kernel.run, **torchs(op, call)}.items():
-        work = on_each(others, BothWays(op, run) if gradients else run)
-        try:
-            with torch.no_grad():
-                work(0)
-        except Exception as error:
-            if name == "own":
-                return Verdict(*known, right=False, problem=problem_of(error))
-            continue  # PyTorch has no way to do this work
-        calls[name] = work
-    with torch.no_grad():
-        samples = in_turn(calls, len(others), clock)
-    times = {name: median(taken) for name, taken in samples.items()}
-    own = times.pop("own")
-    if not times:
-        return Verdict(
-            *known, right=True, seconds=own, problem="PyTorch has nothing to compare it with"
+        ours = {
+            k.backend: trial.work(k.run) for k in kernels if not dispatch.why_not(k, trial.call)
+        }
+    problems = {name: trial.wrong(work) for name, work in ours.items()}
+    right = {name: work for name, work in ours.items() if problems[name] is None}
+    rivals: dict[str, Call] = {}
+    times: dict[str, Times] = {}
+    if right:
+        with torch.no_grad():
+            for name, run in trial.torchs().items():
+                work = trial.work(run)
+                with suppress(Exception):  # PyTorch has no way to do this work
+                    work(0)
+                    rivals[name] = work
+            samples = in_turn({**right, **rivals}, len(trial.inputs), clock)
+        times = {name: medians(taken) for name, taken in samples.items()}
+        problems |= {name: trial.wrong(work, len(trial.inputs) - 1) for name, work in right.items()}
+    none = None, None
+    best = min((times[name] for name in rivals), key=max, default=none)
+    about = str(dtype)[6:], shape_class(trial.call), gradients
+    lonely = "PyTorch has nothing to compare it with" if best is none else None
+    return [
+        Verdict._make(
+            (
+                case.op,
+                name,
+                *about,
+                problem is None,
+                *times.get(name, none),
+                *best,
+                problem or lonely,
+            )
         )
-    return Verdict(*known, right=True, seconds=own, torch_seconds=min(times.values()))
+        for name, problem in problems.items()
+    ]
 
 
 def cases_of(op: str) -> list[GpuCase]:
     return [case for case in GPU_CASES if case.op == op]
 
 
-def steps(op: str) -> int:
-    """How many verdicts `prove_op` tries for."""
-    kernels = sum(kernel.proven is not None for kernel in dispatch.kernels(op))
-    return len(cases_of(op)) * kernels * len(DTYPES) * 2
-
-
-def prove_op(op: str, device: torch.device, clock: Clock) -> Iterator[Verdict | None]:
-    """One after the other; where two cases are of one class, both have to be right and faster."""
+def trials(op: str) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
+    """What is judged, one after the other."""
     for case in cases_of(op):
-        for kernel in dispatch.kernels(op):
-            if kernel.proven is None:
-                continue
-            for dtype in DTYPES:
-                for gradients in (False, True):
-                    yield judge(case, kernel, dtype, gradients, device, clock)
+        for dtype in DTYPES:
+            for gradients in (False, True) if case.gradients else (False,):
+                yield case, dtype, gradients
 
 
-def worst(verdicts: list[Verdict]) -> tuple[Verdict, ...]:
-    """Of each class the verdict that speaks most against the kernel."""
+def worst(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """Of each class the verdict that speaks most against the kernel: all of its cases have to be right
+    and faster."""
     found: dict[tuple[Any, ...], Verdict] = {}
-
-    def rank(verdict: Verdict) -> tuple[bool, float]:
-        if not verdict.seconds or not verdict.torch_seconds:
-            return verdict.right, 0.0
-        return verdict.right, verdict.torch_seconds / verdict.seconds
-
     for verdict in verdicts:
         key = verdict[:5]
-        if key not in found or rank(verdict) < rank(found[key]):
+        if key not in found or (verdict.right, verdict.gain) < (found[key].right, found[key].gain):
             found[key] = verdict
     return tuple(found.values())

@@ -27,9 +27,10 @@ BYTES = 3.0
 class BothWays:
     """Runs the op, then the gradients of a fixed linear function of its results."""
 
-    def __init__(self, op: str, run: Callable[..., Any]) -> None:
-        self.op, self.run = op, run
-        self.starts: list[Tensor] | None = None
+    def __init__(
+        self, op: str, run: Callable[..., Any], starts: Sequence[Tensor] | None = None
+    ) -> None:
+        self.op, self.run, self.starts = op, run, starts
 
     @torch.enable_grad()
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:

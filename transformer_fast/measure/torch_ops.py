@@ -38,7 +38,7 @@ def add_layer_norm(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    total = residual + input
+    total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
     return F.layer_norm(total, normalized_shape, weight, bias, eps), total
 
 
@@ -84,7 +84,7 @@ def attention(
     mask, is_causal = _joined_mask(query, key, attn_mask, key_lengths, is_causal)
     if not need_weights:
         output = F.scaled_dot_product_attention(
-            query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return output, None
     # What torch.nn.MultiheadAttention does when it is asked for the weights.
@@ -96,6 +96,8 @@ def attention(
         hides = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if hides else scores + mask
     weights = torch.softmax(scores, dim=-1)
+    if dropout_p:
+        weights = F.dropout(weights, dropout_p)
     return weights @ value, weights
 
 
@@ -120,7 +122,8 @@ def feed_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> Tensor:
-    return F.linear(activate(F.linear(input, weight1, bias1), activation), weight2, bias2)
+    hidden = activate(F.linear(input, weight1, bias1), activation)
+    return F.linear(F.dropout(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
 
 
 def cross_entropy(
@@ -159,7 +162,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 def why_not(dropout_p: float) -> str | None:
-    """Why there is nothing of PyTorch's to compare with, as a sentence, or None."""
+    """Why the results of these cannot be checked, as a sentence, or None."""
     if dropout_p != 0.0:
         return "PyTorch drops other elements for the same seed, so its result cannot be checked"
     return None

@@ -26,8 +26,8 @@ from .parity import GRADIENT_FACTOR, Parity, compare, relative_error, worst_of
 def upstream(like: Tensor, seed: int) -> Tensor:
     """A gradient for a result: normal values, rounded to its dtype, the same in every call."""
     # Far from the seeds of cases: a gradient equal to the input would hide mistakes.
-    generator = torch.Generator().manual_seed(0x5EED0000 + seed)
-    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+    generator = torch.Generator(like.device).manual_seed(0x5EED0000 + seed)
+    return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
 
 
 def gradients(
