@@ -199,9 +199,8 @@ def prepare_add_layer_norm(
     eps: float = 1e-5,
     *,
     dropout_p: float = 0.0,
-    cast: bool = True,
+    backend: str | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
-    """``cast``: whether to promote input and residual, which `casts_itself` has PyTorch's sum do."""
     require_tensor("add_layer_norm", "residual", 2, residual)
     shape, eps = _prepare("add_layer_norm", input, normalized_shape, weight, bias, eps, 3)
     if residual.shape != input.shape:
@@ -210,7 +209,7 @@ def prepare_add_layer_norm(
             f"{list(residual.shape)}"
         )
     require_same_device("input", input, residual=residual)
-    if cast and input.dtype != residual.dtype:
+    if input.dtype != residual.dtype and not casts_itself("add_layer_norm", input, backend):
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
     p = require_probability("add_layer_norm", "dropout_p", dropout_p)
@@ -265,7 +264,6 @@ def add_layer_norm(
         shape = _as_sizes("add_layer_norm", 3, normalized_shape)
         return F.layer_norm(total, shape, weight, bias, eps), total
     call, arguments = prepare_add_layer_norm(
-        input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p,
-        cast=not casts_itself("add_layer_norm", input, backend),
-    )  # fmt: skip
+        input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p, backend=backend
+    )
     return memo.run(key, tensors, call, arguments, backend)
