@@ -106,6 +106,8 @@ class Kernel:
     proven: frozenset[int] | None = None
     #: What else speaks against a call, as a sentence, or None.
     refuses: Callable[[Call], str | None] | None = None
+    #: Of a call with dropout, whether the pattern is PyTorch's own, for which no seed is drawn.
+    drops_as_torch: Callable[[Call], bool] | None = None
     #: Calls that it leaves to a later backend that takes them, as that was measured to be faster.
     yields: tuple[Yield, ...] = ()
     #: What `explain` adds where a call runs otherwise than the backend's name says, or None.

@@ -160,6 +160,20 @@ def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
     return known[1]  # type: ignore[no-any-return]
 
 
+#: Where the reference's arguments have the seed.
+_SEED = {"add_layer_norm": 7, "attention": 8, "feed_forward": 7}
+
+
+def seeded(kernel: Kernel, call: Call, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a seed drawn for the call's dropout, if this kernel takes one."""
+    if not 0.0 < call.dropout_p < 1.0:
+        return arguments
+    if kernel.drops_as_torch is not None and kernel.drops_as_torch(call):
+        return arguments
+    at, first = _SEED[call.op], call.tensors[0]
+    return (*arguments[:at], draw_seed(first.device), *arguments[at + 1 :])  # type: ignore[union-attr]
+
+
 def run(
     key: tuple[Any, ...] | None,
     tensors: tuple[Tensor | None, ...],
@@ -173,6 +187,7 @@ def run(
     ``finish``: what is done to the kernel's result.
     """
     kernel = select(call, backend)
+    arguments = seeded(kernel, call, arguments)
     if key is not None:
         kernels = _state.kernels[call.op]
         if key not in _calls:

@@ -251,6 +251,36 @@ def test_what_is_causal(dtype: torch.dtype, size: int) -> None:
     assert masks.is_causal_mask(causal.to("meta"), None, size) is False
 
 
+def test_masks_on_a_device_are_looked_at_once_for_each_version(monkeypatch) -> None:
+    """As the host waits for that. Never while a CUDA graph is captured, and kept no longer than they."""
+    looks: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "equal", lambda a, b: (looks.append(a), bool((a == b).all()))[1])
+    of = masks._is_causal_on_gpu
+    kept = len(masks._looked_at)
+    mask = torch.ones(5, 5).triu(1).bool()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not of(mask)
+        assert not looks
+    for _ in range(3):
+        assert of(mask)
+    assert len(looks) == 1
+    mask[0, 1] = False
+    assert not of(mask)
+    assert not of(mask)
+    mask.data = torch.ones(5, 5).triu(1).bool()
+    assert of(mask)
+    assert len(looks) == 3
+    looks.clear()
+    with torch.inference_mode():
+        other = mask.clone()
+    assert of(other)
+    del mask, other
+    looks.clear()
+    assert len(masks._looked_at) == kept
+
+
 def test_generate_square_subsequent_mask() -> None:
     theirs = torch.nn.Transformer.generate_square_subsequent_mask
     for kwargs in ({}, {"dtype": torch.float64}, {"device": "meta"}):

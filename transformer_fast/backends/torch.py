@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _native, reference, small
+from .. import _native, autograd, reference, small
+from ..autograd import CrossEntropy, needs_function
 from ..dispatch import Call, Kernel, is_exporting, register
 
 #: What cpu_dropout takes.
@@ -57,24 +58,39 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows with nothing visible are zero, without asking the device whether there are any.
 
-    They attend to everything first, so that no path of PyTorch's makes NaN of them on the way to
-    gradients. Keys and values that are hidden from every query are cleared. NaN in those that some
-    queries see may reach the queries that they are hidden from, as in PyTorch.
+    Keys and values beyond ``key_lengths`` and behind a mask that is the same for all queries are
+    cleared. NaN in others may reach the queries that they are hidden from, as in PyTorch.
     """
+    hidden = _padding(query, key, attn_mask, key_lengths)
+    if hidden is not None:
+        rows = hidden.transpose(-2, -1)
+        key, value = key.masked_fill(rows, 0.0), value.masked_fill(rows, 0.0)
+    is_bool = attn_mask is None or attn_mask.dtype == torch.bool
+    only_padding = is_bool and (attn_mask is None or _is_padding(attn_mask, key))
     mask, blind = attn_mask, None
-    bare = attn_mask is None and key_lengths is None and not need_weights
-    visible = reference.visible_places(query, key, attn_mask, key_lengths, is_causal and not bare)
-    if visible is not None:
-        blind = visible.any(dim=-1, keepdim=True).logical_not()
-        if attn_mask is None or attn_mask.dtype == torch.bool:
-            mask = visible.logical_or(blind)
+    if hidden is not None and only_padding:
+        # Finite, so that a query that sees nothing attends to keys and values that are zero, which
+        # gives zeros and no gradients. To others e^-1e30 is 0, and so is e^-60000.
+        far = -6e4 if query.dtype == torch.float16 else -1e30
+        mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, far)
+        if is_causal:
+            future = mask.new_full((query.shape[-2], key.shape[-2]), -math.inf).triu_(1)
+            mask, is_causal = mask + future, False
+        blind = hidden if need_weights else None
+    elif attn_mask is not None or (is_causal and need_weights):
+        # Such queries attend to everything first, so that no path of PyTorch's makes NaN of them on
+        # the way to gradients.
+        visible = reference.visible_places(query, key, attn_mask, key_lengths, is_causal)
+        assert visible is not None
+        seen = visible.any(dim=-1, keepdim=True)
+        blind = seen.logical_not()
+        if attn_mask is None or is_bool:
+            mask = visible == seen
         else:
             if is_causal or key_lengths is not None:
                 attn_mask = torch.where(visible, attn_mask, -math.inf)
             mask = attn_mask.masked_fill(blind, 0.0)
         is_causal = False
-        hidden = _hidden_keys(visible, key.shape[-3])
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     gqa = enable_gqa and bool(key.shape[-3] != query.shape[-3])  # a tensor in torch.jit.trace
     if gqa and is_exporting():  # the TorchScript exporter of ONNX takes no grouped heads
         groups = query.shape[-3] // key.shape[-3]
@@ -92,13 +108,19 @@ def attention(
     return output if blind is None else output.masked_fill(blind, 0.0), None
 
 
-def _hidden_keys(visible: Tensor, heads: int) -> Tensor:
-    """Where keys are hidden from every query, as (B, H, S, 1) of the keys' heads."""
-    one = visible.shape[-2] == 1
-    seen = visible.transpose(-2, -1) if one else visible.any(dim=-2).unsqueeze(-1)
-    if seen.dim() == 4 and seen.shape[1] not in (1, heads):
-        seen = seen.unflatten(1, (heads, -1)).any(dim=2)
-    return seen.logical_not()
+def _is_padding(mask: Tensor, key: Tensor) -> bool:
+    """Whether a mask is the same for all queries, and for the heads that share keys."""
+    return mask.dim() == 4 and mask.shape[-2] == 1 and mask.shape[1] in (1, key.shape[1])
+
+
+def _padding(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None
+) -> Tensor | None:
+    """Which keys are hidden from every query by such a mask or by lengths, (B, 1 or H, 1, S)."""
+    if attn_mask is not None and not _is_padding(attn_mask, key):
+        attn_mask = None
+    visible = reference.visible_places(query, key, attn_mask, key_lengths, False)
+    return None if visible is None else visible.logical_not()
 
 
 def _weights(
@@ -153,23 +175,61 @@ def feed_forward(
 def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    if label_smoothing != 0.0 and is_exporting():  # which exporters to ONNX drop, or refuse
-        return reference.cross_entropy(input, target, ignore_index, label_smoothing)
-    # For half types PyTorch rounds the log-probabilities.
-    wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    if (
-        wide.requires_grad
-        and torch.is_grad_enabled()
-        and not small.ignores_no_nan(wide, target, ignore_index)
-    ):
-        wide = wide.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
-    return F.cross_entropy(
-        wide,
-        target,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
+    if is_exporting():
+        if label_smoothing != 0.0:  # which exporters to ONNX drop, or refuse
+            return reference.cross_entropy(input, target, ignore_index, label_smoothing)
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        return F.cross_entropy(wide, target, ignore_index=ignore_index, reduction="none")
+    if needs_function(input):
+        return CrossEntropy.apply("torch", input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+    return _cross_entropy_forward(input, target, ignore_index, label_smoothing)[0]
+
+
+def _cross_entropy_forward(
+    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """(losses, log-probabilities), which for half types are not rounded to the half type."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    log_p = torch.log_softmax(input, dim=-1, dtype=wide)
+    losses = F.nll_loss(log_p, target, ignore_index=ignore_index, reduction="none")
+    if label_smoothing != 0.0:
+        mean = log_p.mean(dim=-1).masked_fill(target == ignore_index, 0.0)
+        losses = (1.0 - label_smoothing) * losses - label_smoothing * mean
+    return losses, log_p
+
+
+def _cross_entropy_backward(
+    grad: Tensor,
+    input: Tensor,
+    target: Tensor,
+    log_p: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wants: tuple[bool, ...],
+) -> tuple[Tensor]:
+    """``grad * (p - (1 - s) * (v == target) - s / V)``, which reads log p once.
+
+    The derivative of ELU is e^x for x <= 0, so its backward gives ``grad * p``. For NaN it gives
+    ``grad``, which is 0 in ignored rows and NaN in other rows that hold NaN; vectorized CPU code,
+    which gives NaN, gets none from ignored rows.
+    """
+    ignored = target == ignore_index
+    place = target.masked_fill(ignored, 0)[:, None]
+    log_p_target = log_p.gather(1, place)
+    grad = torch.where(log_p_target.isnan(), log_p_target, grad[:, None])
+    grad = grad.masked_fill(ignored[:, None], 0.0)
+    if log_p.is_cpu and not small.ignores_no_nan(input, target, ignore_index):
+        log_p = log_p.masked_fill(ignored[:, None], 0.0)
+    share = label_smoothing / input.shape[1]
+    found = torch.empty_like(input, memory_format=torch.contiguous_format)
+    wide = found if share == 0.0 else torch.empty_like(log_p)
+    torch.ops.aten.elu_backward.grad_input(grad, 1, 1, 1, False, log_p, grad_input=wide)
+    if share != 0.0:
+        torch.sub(wide, grad * share, out=found)
+    # p - 1 as one number: for p near 1 the difference of rounded ones has no digits left.
+    at_target = torch.expm1(log_p_target).add_(label_smoothing - share).mul_(grad)
+    at_target = at_target.masked_fill(ignored[:, None], 0.0)
+    return (found.scatter_(1, place, at_target.to(found.dtype)),)
 
 
 def _linear_losses(
@@ -222,6 +282,11 @@ def _refuse_layer_norm(call: Call) -> str | None:
     return None
 
 
+def _drops_as_torch(call: Call) -> bool:
+    """Its attention always does; the other ops do but on CPU tensors in programs that stay here."""
+    return call.op == "attention" or not call.tensors[0].is_cpu or is_exporting()  # type: ignore[union-attr]
+
+
 def _keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.p, seed = inputs
     ctx.save_for_backward(seed)
@@ -238,6 +303,7 @@ def _register() -> None:
             "transformer_fast::cpu_dropout", _dropout_backward, setup_context=_keep_dropout
         )
     reference.register_losses("torch", _linear_losses)
+    autograd.register("cross_entropy", "torch", _cross_entropy_forward, _cross_entropy_backward)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
         Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm),
@@ -247,6 +313,7 @@ def _register() -> None:
             add_layer_norm,
             gradients=True,
             dropout=True,
+            drops_as_torch=_drops_as_torch,
             refuses=_refuse_layer_norm,
         ),
         Kernel(
@@ -257,6 +324,7 @@ def _register() -> None:
             mask_gradient=True,
             query_lengths=True,
             dropout=True,
+            drops_as_torch=_drops_as_torch,
             refuses=_refuse_attention,
         ),
         # The reference is made of PyTorch's products and activations already.
@@ -267,6 +335,7 @@ def _register() -> None:
             feed_forward,
             gradients=True,
             dropout=True,
+            drops_as_torch=_drops_as_torch,
             activations=names,
         ),
         Kernel("cross_entropy", "torch", cross_entropy, gradients=True),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import memo, small
 from ..dispatch import Call, select
-from ..reference.dropout import draw_seed
 from ._check import (
     autocast,
     is_torchs,
@@ -49,7 +48,6 @@ def prepare_attend(
     query_lengths: Tensor | None = None,
     longest: tuple[int, int] | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
-    seed = draw_seed(query.device) if 0.0 < dropout_p < 1.0 else None
     tensors = (query, key, value)
     call = Call(
         "attention",
@@ -65,7 +63,7 @@ def prepare_attend(
         longest=longest,
     )
     arguments = (
-        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed, enable_gqa,
+        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
         need_weights,
     )  # fmt: skip
     if query_lengths is None:
@@ -103,7 +101,8 @@ def attend(
         query, key, value, mask, key_lengths, is_causal, scale, dropout_p, need_weights, enable_gqa,
         query_lengths,
     )  # fmt: skip
-    return select(call, backend).run(*arguments)
+    kernel = select(call, backend)
+    return kernel.run(*memo.seeded(kernel, call, arguments))
 
 
 def prepare_scaled_dot_product_attention(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import memo, small
 from ..dispatch import Call
-from ..reference.dropout import draw_seed
 from ..reference.linear import ACTIVATIONS, activate
 from ._check import (
     autocast,
@@ -69,8 +68,7 @@ def prepare_feed_forward(
         raise ValueError(wrong)
     activation = named_activation(activation)  # type: ignore[assignment]
     call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
-    seed = draw_seed(input.device) if 0.0 < p < 1.0 else None
-    return call, (*tensors, activation, p, seed)
+    return call, (*tensors, activation, p, None)
 
 
 def feed_forward(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import memo, small
 from ..dispatch import Call
-from ..reference.dropout import draw_seed
 from ._check import (
+    casts_itself,
     is_torchs,
     require_float,
     require_optional_tensor,
@@ -199,6 +199,7 @@ def prepare_add_layer_norm(
     eps: float = 1e-5,
     *,
     dropout_p: float = 0.0,
+    backend: str | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
     require_tensor("add_layer_norm", "residual", 2, residual)
     shape, eps = _prepare("add_layer_norm", input, normalized_shape, weight, bias, eps, 3)
@@ -208,15 +209,14 @@ def prepare_add_layer_norm(
             f"{list(residual.shape)}"
         )
     require_same_device("input", input, residual=residual)
-    if input.dtype != residual.dtype:
+    if input.dtype != residual.dtype and not casts_itself("add_layer_norm", input, backend):
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
     p = require_probability("add_layer_norm", "dropout_p", dropout_p)
     tensors = (input, residual, weight, bias)
     grad = wants_grad(input, residual, weight, bias)
     call = Call("add_layer_norm", tensors, grad, p, None, None, False, None, False, shape)
-    seed = draw_seed(input.device) if 0.0 < p < 1.0 else None
-    return call, (input, residual, shape, weight, bias, eps, p, seed)
+    return call, (input, residual, shape, weight, bias, eps, p, None)
 
 
 def add_layer_norm(
@@ -264,6 +264,6 @@ def add_layer_norm(
         shape = _as_sizes("add_layer_norm", 3, normalized_shape)
         return F.layer_norm(total, shape, weight, bias, eps), total
     call, arguments = prepare_add_layer_norm(
-        input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p
+        input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p, backend=backend
     )
     return memo.run(key, tensors, call, arguments, backend)

@@ -12,6 +12,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..reference import values_are_known
 
@@ -114,18 +115,39 @@ def for_attend(
 def is_causal_mask(mask: Tensor | None, hint: bool | None, size: int) -> bool:
     """The caller's hint; without one, whether ``mask`` is exactly the causal mask of ``size``.
 
-    Only masks in CPU memory are looked at: elsewhere it would make the host wait for the device,
-    and while tracing there is nothing to look at. A mask that is not recognised is simply obeyed.
+    While tracing there is nothing to look at. A mask that is not recognised is simply obeyed.
     """
     if hint is not None:
         return hint is True
-    if mask is None or mask.shape != (size, size) or mask.device.type != "cpu":
+    if mask is None or mask.shape != (size, size) or not values_are_known(mask):
         return False
-    if not values_are_known(mask):
+    return _is_causal_on_gpu(mask) if mask.is_cuda else _is_causal(mask)
+
+
+#: For masks on a GPU: version, address and whether they are causal.
+_looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _is_causal_on_gpu(mask: Tensor) -> bool:
+    """The host waits for the device once for each mask and version, where torch.nn does in each call.
+
+    A CUDA graph that is captured reads the mask, which may hold something else at each replay.
+    """
+    if torch.cuda.is_current_stream_capturing():
         return False
-    hidden = True if mask.dtype == torch.bool else -math.inf
+    if mask.is_inference():  # it has no version
+        return _is_causal(mask)
+    now = mask._version, mask.data_ptr()
+    known = _looked_at.get(mask)
+    if known is None or known[0] != now:
+        known = _looked_at[mask] = now, _is_causal(mask)
+    return bool(known[1])
+
+
+def _is_causal(mask: Tensor) -> bool:
+    size, hidden = len(mask), True if mask.dtype == torch.bool else -math.inf
     # Two corners tell most other masks apart before the whole of it is read.
-    if size > 1 and (mask[0, -1].item() != hidden or mask[-1, 0].item() != 0):
+    if mask.is_cpu and size > 1 and (mask[0, -1].item() != hidden or mask[-1, 0].item() != 0):
         return False
-    causal = torch.full((size, size), hidden, dtype=mask.dtype).triu(1)
+    causal = torch.full((size, size), hidden, dtype=mask.dtype, device=mask.device).triu(1)
     return torch.equal(mask, causal)

@@ -122,10 +122,10 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
         if is_torchs(src):
             return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
         same_kind = masks.check_masks(mask, "mask", src_key_padding_mask, "src_key_padding_mask")
+        is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
         if not same_kind or not all(_takes_bool_masks(layer) for layer in self.layers):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
-        is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
         if self.skips_padding is None:
             padding = _torchs_zeros(self, src, mask, src_key_padding_mask)
         else:

@@ -20,7 +20,6 @@ from .attention_decode import attention_decode, decodes
 from .attention_kernel import attention_forward_kernel
 from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
 from .philox import Dropout, dropout_arguments, seed_for
-from .plans import each_time
 from .runtime import ceil_div, dot_precision, launch, next_power_of_2, with_unit_stride
 from .tiles import FLOAT_MASK, LOG2E
 
@@ -32,7 +31,6 @@ class Problem(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Mask
-    owner: Tensor | None  # the mask as it was given
     lengths: Tensor | None
     causal: bool
     scale: float
@@ -101,23 +99,14 @@ class Problem(NamedTuple):
         """Lists of visible tiles, if there is a mask and looking at it pays."""
         if self.mask.data is None:
             return None
-        assert self.owner is not None
         across = ceil_div(self.sizes[3], tile.keys)
         if not config.lists_pay(
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
             return None
         granule = config.attention_granule(self.architecture, max(self.head), self.half)
-        return each_time(  # type: ignore[no-any-return]
-            tile_lists,
-            self.owner,
-            self.sizes,
-            self.lengths,
-            self.causal,
-            granule,
-            (tile.queries, tile.keys),
-            by_keys,
-        )
+        block = (tile.queries, tile.keys)
+        return tile_lists(self.mask, self.sizes, self.lengths, self.causal, granule, block, by_keys)
 
 
 def make_problem(
@@ -148,7 +137,6 @@ def make_problem(
         with_unit_stride(key),
         with_unit_stride(value),
         mask,
-        attn_mask,
         key_lengths,
         bool(is_causal),
         float(scale),

@@ -1,13 +1,12 @@
-"""Which tiles of a mask hold anything visible: found once per mask, so that the others are skipped.
+"""Which tiles of a mask hold anything visible, so that the others are skipped.
 
 Two small kernels. The first reads the mask once and writes one code per granule of GM x GN places:
 nothing visible, something, everything (for an additive mask: everything and nothing added). The
 second turns codes, causality and key lengths into a list of tile numbers per row (or column) of
 tiles, the fully visible ones apart, which attention then walks without a branch in its loop.
 
-Codes and lists are kept as long as the mask lives and are made anew when torch says it was written
-to (its version counter; writes through ``.data`` or by foreign kernels do not count there). While a
-CUDA graph is captured nothing is kept or looked up: the graph recomputes them at each replay.
+Both run in every call. Nothing is kept for the next one: a mask that NumPy, a collective of
+torch.distributed or a replayed CUDA graph has written to looks the same from the host as before.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .runtime import ceil_div, launch, recording
+from .runtime import ceil_div, launch
 from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, sequence_end
 
 _CHUNK = 64
@@ -196,25 +194,8 @@ def _codes(mask: Mask, granule: tuple[int, int]) -> Tensor:
     return codes
 
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _cache(mask: Tensor) -> dict[object, object] | None:
-    """What is kept for ``mask`` as it is now; None: nothing may be kept."""
-    if recording() or mask.is_inference():
-        return None
-    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    root = mask if mask._base is None else mask._base
-    version, store = _kept.get(root, (None, None))
-    if version != root._version:
-        store = {}
-        _kept[root] = (root._version, store)
-    return store
-
-
 def tile_lists(
-    owner: Tensor,
+    mask: Mask,
     sizes: tuple[int, int, int, int],
     lengths: Tensor | None,
     causal: bool,
@@ -222,40 +203,10 @@ def tile_lists(
     block: tuple[int, int],
     by_keys: bool,
 ) -> TileLists:
-    """The lists of visible tiles of ``block`` = (queries, keys) places for sizes (B, H, T, S).
-
-    ``owner`` is the mask tensor as the caller gave it: what is found is kept with it.
-    """
-    cache = _cache(owner)
-    # A stream that did not make a list may run ahead of its making.
-    stream = torch.cuda.current_stream(owner.device).cuda_stream if owner.is_cuda else None
-    view = (owner.shape, owner.stride(), owner.storage_offset(), owner.dtype, stream)
-    code_key = (view, granule)
-    # Lengths are other data of another life, so lists that depend on them are not kept.
-    list_key = (view, granule, block, sizes, causal, by_keys)
-    keep_list = cache is not None and (lengths is None or by_keys)
-    if keep_list and list_key in cache:  # type: ignore[operator]
-        return cache[list_key]  # type: ignore[index, return-value]
-    codes = cache.get(code_key) if cache is not None else None
-    if codes is None:
-        codes = _codes(prepare_mask(owner), granule)
-        if cache is not None:
-            cache[code_key] = codes
-    lists = _lists(codes, sizes, None if by_keys else lengths, causal, granule, block, by_keys)  # type: ignore[arg-type]
-    if keep_list:
-        cache[list_key] = lists  # type: ignore[index]
-    return lists
-
-
-def _lists(
-    codes: Tensor,
-    sizes: tuple[int, int, int, int],
-    lengths: Tensor | None,
-    causal: bool,
-    granule: tuple[int, int],
-    block: tuple[int, int],
-    by_keys: bool,
-) -> TileLists:
+    """The lists of visible tiles of ``block`` = (queries, keys) places for sizes (B, H, T, S)."""
+    codes = _codes(mask, granule)
+    if by_keys:
+        lengths = None
     batch, _, queries, keys = sizes
     rows_b = codes.shape[0] if lengths is None else batch
     rows_h = codes.shape[1]

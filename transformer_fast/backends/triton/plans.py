@@ -45,12 +45,6 @@ def recorder() -> Recorder | None:
     return None if found is None or found.paused else found
 
 
-def each_time(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function that is to be called at each replay, too: it keeps what it made."""
-    found = recorder()
-    return function(*arguments) if found is None else found.each_time(function, *arguments)
-
-
 class Pointer:
     """Stands among a step's arguments for the address of a tensor, or for any tensor there."""
 
@@ -130,19 +124,6 @@ class Recorder(TorchDispatchMode):
             and not func._schema.is_mutable
             and result.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         )
-
-    def each_time(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function, now and at each replay; its result is a tuple.
-
-        Numbers in the result must not depend on data.
-        """
-        self.paused = True
-        try:
-            result = function(*arguments)
-        finally:
-            self.paused = False
-        self._unpack(self._bound("r", Live(function, *arguments)), result)
-        return result
 
     def step(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Something that was done and is to be done at each replay."""
