@@ -302,6 +302,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             and torch.is_grad_enabled()
             and (weight is None or weight.requires_grad)
             and not torch.compiler.is_compiling()
+            and torch._C._get_tracing_state() is None
             and x.shape[0] > 1
             and x.shape[1] > 1
         ):
