@@ -17,6 +17,7 @@
 #   make figures   bench, then the report and README's tables from its results
 #   make setup     virtual environment with pinned versions, package, native module
 #   make build     the same; once set up, it only recompiles what changed in csrc/
+#   make docs      the documentation site, into build/site; broken links are errors
 #   make lint      what .ci/run checks, without the tests; `make format` repairs what it can
 #   make clean     remove what was built; `make distclean` the virtual environment too
 #
@@ -37,7 +38,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # `native` and `cuda` share a build folder
 .PHONY: help setup build compare test test-all sanitize sanitize-quick example lint format clean distclean
-.PHONY: peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
+.PHONY: docs peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -122,6 +123,11 @@ bench-report: setup
 
 figures: bench
 	$(MAKE) bench-report
+
+# Its hooks import the package for the tables of ops and figures.
+docs: setup
+	$(PIP) mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: $(STAMPS)/env
 	$(BIN)/ruff check .

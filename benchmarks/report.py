@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import html
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformer_fast.cli import form
 from transformer_fast.cli.console import output
@@ -15,7 +16,7 @@ from transformer_fast.measure import machine
 from . import pages, plots, store
 from .findings import Finding, findings, losses, mean_speed_up
 
-_LEGEND = (
+LEGEND = (
     "Every figure is the median of samples taken in rounds, in which all contenders of a case run "
     "in shuffled order in one process, on fresh inputs, after their results were checked against "
     "fp64. Ratios carry the 95 % interval of a bootstrap over rounds. *on*: what the dispatcher "
@@ -29,7 +30,8 @@ _LEGEND = (
 )
 
 
-class Machine(NamedTuple):
+@dataclass(frozen=True)
+class Machine:
     """One machine's suites, of one or several files."""
 
     slug: str
@@ -39,6 +41,15 @@ class Machine(NamedTuple):
     @property
     def about(self) -> dict[str, Any]:
         return next(iter(self.suites.values()))["machine"]
+
+    @cached_property
+    def ordinary(self) -> list[tuple[str, dict[str, Any], list[Finding]]]:
+        """The suites that are tables of cases, with their findings, whose bootstrap takes time."""
+        return [
+            (name, suite, findings(suite["rows"], name))
+            for name, suite in self.suites.items()
+            if not is_scaling(name)
+        ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,14 +77,8 @@ def is_scaling(suite: str) -> bool:
     return suite.startswith("scaling: ")
 
 
-def _ordinary(one: Machine) -> Iterator[tuple[str, dict[str, Any], list[Finding]]]:
-    for name, suite in one.suites.items():
-        if not is_scaling(name):
-            yield name, suite, findings(suite["rows"], name)
-
-
 def _all_findings(one: Machine) -> list[Finding]:
-    return [finding for name, _, found in _ordinary(one) if name != "overhead" for finding in found]
+    return [finding for name, _, found in one.ordinary if name != "overhead" for finding in found]
 
 
 def headline(one: Machine) -> str:
@@ -132,7 +137,7 @@ def _wrong(one: Machine) -> list[str]:
 
 def markdown(found: list[Machine], pictures: Path) -> str:
     """The whole report; pictures are written beside it."""
-    parts = ["# Benchmarks", _LEGEND]
+    parts = ["# Benchmarks", LEGEND]
     for one in found:
         parts += [f"## {one.line}", f"{headline(one)} {_beside(one)}".strip()]
         if wrong := _wrong(one):
@@ -140,7 +145,7 @@ def markdown(found: list[Machine], pictures: Path) -> str:
         lost = losses(_all_findings(one))
         parts.append("### Losses: cases in which another is faster")
         parts.append(pages.lost(lost).markdown() if lost else "None.")
-        for name, suite, cases in _ordinary(one):
+        for name, suite, cases in one.ordinary:
             parts.append(f"### {name}")
             if stale := _other_line(one, suite):
                 parts.append(stale)
@@ -194,7 +199,7 @@ def page(found: list[Machine]) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width'>",
         f"<title>transformer_fast benchmarks</title><style>{_CSS}</style></head><body>",
-        f"<h1>transformer_fast benchmarks</h1><p>{html.escape(_LEGEND.replace('*', ''))}</p>",
+        f"<h1>transformer_fast benchmarks</h1><p>{html.escape(LEGEND.replace('*', ''))}</p>",
     ]
     for one in found:
         about = f"{headline(one)} {_beside(one)}"
@@ -203,7 +208,7 @@ def page(found: list[Machine]) -> str:
         lost = losses(_all_findings(one))
         parts.append("<h3>Losses: cases in which another is faster</h3>")
         parts.append(pages.lost(lost).html() if lost else "<p>None.</p>")
-        for name, suite, cases in _ordinary(one):
+        for name, suite, cases in one.ordinary:
             parts.append(
                 f"<h3>{html.escape(name)}</h3><p>{html.escape(_other_line(one, suite))}</p>"
             )

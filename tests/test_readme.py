@@ -1,7 +1,8 @@
-"""README and CONTRIBUTING say what is so."""
+"""README, CONTRIBUTING and the pages of the site say what is so."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from transformer_fast import _native
 from transformer_fast.specs import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md")
+SITE = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *SITE)
 
 
 def text_of(name: str) -> str:
@@ -20,12 +22,18 @@ def text_of(name: str) -> str:
 
 
 def sections() -> dict[str, list[str]]:
-    """The Python of README by the heading above it."""
+    """The Python of README and the site by the heading above it, on the site by page and heading.
+
+    On the site the snippets below a heading of the third level continue those before them.
+    """
     found: dict[str, list[str]] = {}
-    for part in re.split(r"(?m)^(?=##)", text_of("README.md")):
-        blocks = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
-        if blocks:
-            found[part.partition("\n")[0].strip("# ")] = blocks
+    for name in ("README.md", *SITE):
+        of_readme = name == "README.md"
+        for part in re.split(r"(?m)^(?=###? )" if of_readme else r"(?m)^(?=## )", text_of(name)):
+            blocks = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
+            if blocks:
+                heading = part.partition("\n")[0].strip("# ")
+                found[heading if of_readme else f"{name}: {heading}"] = blocks
     return found
 
 
@@ -40,6 +48,13 @@ SHOWN = {
     "The ops themselves": "attention runs on '",
     "Pictures": "",
     "Train": " steps, loss ",
+    "docs/guides/accelerate.md: Accelerate a model": "modules swapped, 0 left as they were",
+    "docs/guides/accelerate.md: Hugging Face": "attention of transformer_fast",
+    "docs/guides/accelerate.md: Compile hand-written code": "rewritten: 1 attention.",
+    "docs/guides/backends.md: Ask why": "attention runs on '",
+    "docs/guides/masks.md: Packed sequences": "torch.Size([17, 8, 64])",
+    "docs/guides/training.md: A run": " steps, loss ",
+    "docs/index.md: transformer_fast": "torch.Size([2, 10, 512])",
 }
 
 
@@ -64,18 +79,20 @@ def test_what_the_build_needs_is_told():
 # Libraries other than ours have warnings of their own.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("section", sections())
-def test_snippets_run(section, capsys):
+def test_snippets_run(section, capsys, tmp_path, monkeypatch):
     """Each section by itself, as somebody would copy it."""
+    monkeypatch.chdir(tmp_path)
     code = sections()[section]
     for extra, word in (("transformers", "from transformers "), ("matplotlib", "viz")):
         if any(word in block for block in code):
             pytest.importorskip(extra, reason=f"{extra} is not installed")
-    if any("enable_sdpa" in block for block in code) and _native.why_not is not None:
+    wants_kernels = re.search(r"enable_sdpa|strict\(|batch_invariant\(", "".join(code))
+    if wants_kernels and _native.why_not is not None:
         pytest.skip(f"there is no CPU kernel: {_native.why_not}")
     torch.compiler.reset()
     names: dict[str, object] = {}
     for block in code:
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block, section, "exec"), names)
     assert SHOWN.get(section, "") in capsys.readouterr().out
 
 
@@ -116,8 +133,25 @@ def _shared(path: str, op: str) -> bool:
     return other is not None and (ROOT / path.replace("<op>", other)).exists()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])  # MkDocs looks at the site's
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", text_of(page)):
         if not target.startswith("http") and "report.md" not in target:
             assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "module", ["", ".accelerate", ".functional", ".models", ".nn", ".training", ".viz"]
+)
+def test_the_site_describes_every_public_name(module):
+    if module == ".viz":
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    found = importlib.import_module(f"transformer_fast{module}")
+    # Neither submodules nor what is torch's.
+    public = {
+        name
+        for name in found.__all__
+        if getattr(getattr(found, name), "__module__", "").startswith("transformer_fast")
+    }
+    text = "".join(text_of(page) for page in SITE if page.startswith("docs/api/"))
+    assert public <= set(re.findall(r"(?m)^::: transformer_fast\.(?:\w+\.)*(\w+)$", text))

@@ -82,8 +82,7 @@ class Encoder(_Half):
 
     Args:
         vocab_size: number V of token ids.
-        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias,
-            device, dtype: as in torch.nn.TransformerEncoderLayer.
+        d_model ... norm_first: as in torch.nn.TransformerEncoderLayer; so are bias, device, dtype.
         num_layers: number of layers.
         norm: "layer_norm", or "annotated" for `AnnotatedLayerNorm`.
         final_norm: whether a norm follows the last layer; None: only with norm_first.

@@ -27,8 +27,7 @@ class Transformer(torch.nn.Module):
         source_vocab_size: number of source token ids.
         target_vocab_size: number V of target token ids. None: source and target share one
             vocabulary and one embedding table.
-        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout,
-            activation, layer_norm_eps, norm_first, bias, device, dtype: as in torch.nn.Transformer.
+        d_model ... norm_first: as in torch.nn.Transformer; so are bias, device and dtype.
         norm, final_norm, embedding_size, embedding_scale, positions, max_len: as in `Encoder`.
             (torch.nn.Transformer always has final norms; the paper's post-norm model has none.)
         tie_output: whether the output's weight is the target embedding's table, as in the paper.

@@ -176,8 +176,7 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
         """The output of the last layer, normalised if there is a norm.
 
         Args:
-            tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask,
-                memory_is_causal: as in `TransformerDecoderLayer`.
+            tgt ... memory_is_causal: as in `TransformerDecoderLayer`.
             tgt_is_causal: whether tgt_mask is the causal mask; None: find out.
         """
         if is_torchs(tgt):

@@ -1,0 +1,73 @@
+"""MkDocs hooks: pages that are made from the package, the command line and the result files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from benchmarks import readme, report, store
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MACHINES = report.machines(store.FOLDER)
+#: Where plots are written before MkDocs copies them.
+PLOTS = ROOT / "build" / "plots"
+
+
+def _title(one: report.Machine) -> str:
+    """'AMD EPYC, avx512_bf16' of the machine's line."""
+    cpu, _, isa, *_ = one.line.split(" · ")
+    return f"{cpu}, {isa.partition(',')[0]}"
+
+
+def _page(one: report.Machine) -> str:
+    """The machine's part of the report, below a title of its own, headings one level up."""
+    _, _, body = report.markdown([one], PLOTS).partition(f"## {one.line}")
+    return f"# {_title(one)}\n\n{one.line}" + body.replace("\n### ", "\n## ")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds a page for each machine, with its plots."""
+    section = next(entry["Figures"] for entry in config.nav if "Figures" in entry)
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    for one in MACHINES:
+        uri = f"figures/{one.slug}.md"
+        files.append(File.generated(config, uri, content=_page(one)))
+        section.append({_title(one): uri})
+        for plot in PLOTS.glob(f"{one.slug}-*.svg"):
+            uri = f"figures/{PLOTS.name}/{plot.name}"
+            files.append(File.generated(config, uri, abs_src_path=str(plot)))
+    return files
+
+
+def _machines() -> str:
+    return "\n".join(
+        f"- [{_title(one)}]({one.slug}.md): {report.headline(one)}" for one in MACHINES
+    )
+
+
+def _help(command: str) -> str:
+    arguments = [sys.executable, "-m", "transformer_fast", command, "--help"]
+    environment = os.environ | {"COLUMNS": "88"}
+    told = subprocess.run(
+        arguments, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    )
+    return f"```text\n{told.stdout}```"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Puts generated text in place of ``<!-- generated: NAME -->``."""
+    makers = {
+        "legend": lambda: report.LEGEND,
+        "machines": _machines,
+        "ops": readme.ops_table,
+        "compare --help": lambda: _help("compare"),
+        "prove --help": lambda: _help("prove"),
+    }
+    return re.sub(r"<!-- generated: (.+) -->", lambda found: makers[found[1]](), markdown)
