@@ -559,6 +559,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     }
     __syncthreads();  // nobody reads the tiles that the next step fills
   }
+  cp_async_wait<0>();  // of queries that see nothing
 }
 
 // f.template operator()<T, head>() for the smallest head size that there are kernels for.

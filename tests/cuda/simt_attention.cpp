@@ -93,6 +93,7 @@ int main() {
   simt::no_bank_conflicts = true;
   attention<bf16, 32>(20, 70, 24);  // two tiles of keys, in chunks of 16 bytes
   attention<bf16, 32>(66, 17, 31);  // two blocks of queries
+  attention<bf16, 32>(3, 65, 24);   // a block of keys that nobody sees
   attention<float, 64>(18, 40, 35);
   decoding<bf16, 32>(70, 24, 3);
   decoding<float, 64>(7, 35, 1);

@@ -23,6 +23,7 @@ from transformer_fast import _native
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
+MACHINE = (HERE / "simt.cpp", HERE / "allocations.cpp")
 _KEPT = ROOT / "build" / "simt"
 _TORCH = Path(torch.__file__).parent
 _COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes", "-DTF_SIMT")
@@ -32,11 +33,12 @@ COMPILER = shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shu
 WHY_NOT = None if COMPILER else "no C++ compiler"
 
 
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def _compile(out: Path, arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(COMPILER), *_COMMON, *arguments, "-o", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return _start([str(COMPILER), *_COMMON, *arguments, "-o", str(out)])
 
 
 def _finish(*processes: subprocess.Popen[str]) -> None:
@@ -72,7 +74,7 @@ def embedded() -> list[Path]:
 
 def library() -> Path:
     """The operators ``cuda_*`` for CPU tensors, as a shared library."""
-    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp", *embedded()]
+    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", *MACHINE, *embedded()]
     with _made_once("library", sources) as (folder, done):
         found = folder / "libsimt.so"
         if done:
@@ -81,7 +83,6 @@ def library() -> Path:
             *(
                 "-O1",
                 "-fPIC",
-                "-fvisibility=hidden",
                 f"-I{SOURCES.parent}",
                 f"-I{HERE}",
                 "-isystem",
@@ -89,7 +90,7 @@ def library() -> Path:
             *(str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"),
         ]
         running, objects = [], []
-        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp", *embedded()]:
+        for source in [*sorted(SOURCES.glob("*.cu")), *MACHINE, *embedded()]:
             objects.append(str(folder / (source.name + ".o")))
             running.append(_compile(Path(objects[-1]), [*options, "-x", "c++", str(source)]))
         _finish(*running)
@@ -130,3 +131,21 @@ def program(
     compiled = _compile(out, [*options, str(_machine(sanitizer)), "-x", "c++", str(HERE / main)])
     _finish(compiled)
     return out
+
+
+def ptx(nvcc: str) -> list[Path]:
+    """What nvcc makes of each source for sm_80."""
+    with _made_once("ptx", sorted(SOURCES.iterdir())) as (folder, done):
+        sources = sorted(SOURCES.glob("*.cu"))
+        found = [folder / f"{source.stem}.ptx" for source in sources]
+        if not done:
+            options = ["-std=c++20", "-ptx", "-arch=sm_80", f"-I{SOURCES.parent}"]
+            options += ["-isystem", str(_TORCH / "include")]
+            options += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+            _finish(
+                *(
+                    _start([nvcc, *options, str(source), "-o", str(out)])
+                    for source, out in zip(sources, found, strict=True)
+                )
+            )
+    return found
