@@ -44,6 +44,8 @@ def test_no_kernel_keeps_registers_in_memory():
         assert int(stack) <= 16, name
         if "attention" in name:  # two blocks of 128 threads at once, nothing in memory
             assert (int(stack), int(registers) <= 255) == (0, True), name
+        if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks at once
+            assert int(registers) <= 80, name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
         assert int(registers) * max(block, 128) <= 65536, name
 
@@ -61,6 +63,17 @@ def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
         assert ("LDG.E.128" in kernel) == wide, name
         assert ("STG.E.128" in kernel) == wide, name
     assert sum("epilogue" in name for name in seen) == 12
+
+
+def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():
+    found = 0
+    for kernel in re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]:
+        name = kernel.split("\n", 1)[0]
+        if re.search(r"attention_decode_kernelI\w+?Lb1E", name) is None:
+            continue
+        found += 1
+        assert kernel.split("SHFL")[0].count("LDG.E.128") == 8, name
+    assert found == 16
 
 
 def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():

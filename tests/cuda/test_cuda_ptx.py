@@ -16,11 +16,12 @@ import simt_build
 import torch
 from conftest import ON_GPU
 from test_cuda_attention import heads
-from test_cuda_operators import DTYPES, SEED, hold, rows_of
+from test_cuda_operators import DTYPES, SEED, hold, rows_of, the_kernel
 from test_cuda_sanitized import nvcc
 
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.testing import check
 
 sys.path.append(str(Path(__file__).parents[1] / "triton"))
 import ptx_emulator
@@ -139,8 +140,10 @@ def attention(size: int, dtype: torch.dtype, device: str) -> None:
 
 
 def decoding(size: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = heads(device, dtype, 1, 70, size, batch=2)
-    hold("attention", arrange(q, k, v, lengths=torch.tensor([70, 33])))
+    for count in (1, 5):
+        q, k, v = heads(device, dtype, 1, 70, size, heads=count, key_heads=1)
+        arguments = arrange(q, k, v, lengths=torch.tensor([66]))
+        check("attention", the_kernel("attention").run(*arguments), arguments)
 
 
 #: A source of csrc/cuda -> what its kernels need to run, one and all.
@@ -152,7 +155,10 @@ CALLS: dict[str, list[tuple[Any, Any]]] = {
         *((loss, classes) for classes in (24, 25, 1032, 1031)), (loss_case, "large logits"),
     ],
     "linear": [(network, units) for units in (264, 257)],
-    "attention": [(call, size) for call in (attention, decoding) for size in (32, 64, 128, 33)],
+    "attention": [
+        *((attention, size) for size in (32, 64, 128, 33)),
+        *((decoding, size) for size in (32, 64, 128, 31, 63, 127)),
+    ],
 }  # fmt: skip
 #: How mangled names spell element types as the first argument of a template.
 SPELLED = {torch.float32: "f", torch.bfloat16: "NS0_4bf16E", torch.float16: "NS0_4fp16E"}
