@@ -44,6 +44,8 @@ def test_no_kernel_keeps_registers_in_memory():
         assert int(stack) <= 16, name
         if "attention" in name:  # two blocks of 128 threads at once, nothing in memory
             assert (int(stack), int(registers) <= 255) == (0, True), name
+        if re.search(r"attention_kernelI\w+Lb1E", name):  # plain; as many blocks as memory allows
+            assert int(registers) <= (255 if "IfLi128E" in name else 168), name
         if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks at once
             assert int(registers) <= 80, name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
@@ -92,4 +94,4 @@ def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
         multiplied = len(re.findall(r"HMMA\.16816\.F32", kernel))
         assert multiplied == (products * (head // 16) * (rows // 8) if half else 0), name
         assert ("LDSM.16.M88.4" in kernel) == ("LDSM.16.MT88.4" in kernel) == half, name
-    assert found == 24
+    assert found == 32
