@@ -53,6 +53,7 @@ SHARES = {
     **dict.fromkeys(
         (
             "test_cuda_machine_code",
+            "test_cuda_ptx",
             "test_cuda_sanitized",
             "test_triton_ahead",
             "test_triton_attention",

@@ -206,8 +206,9 @@ TF_DEVICE float of_row(float upper, float lower, int r) {
   return __shfl_sync(kAllLanes, r < 8 ? upper : lower, r % 8 * 4);
 }
 
-// What one (batch, head) may see, and what becomes of its weights.
-template <class T>
+// What one (batch, head) may see, and what becomes of its weights. kPlain: there is neither mask
+// nor dropout.
+template <class T, bool kPlain = false>
 struct AttentionHead {
   const AttentionArgs& args;
   int batch, head, end;  // keys at positions >= end are hidden
@@ -248,10 +249,12 @@ struct AttentionHead {
   // f.template operator()<mask type>().
   template <class F>
   TF_DEVICE void by_mask(const F& f) const {
-    if (args.mask_type == MaskType::none) return f.template operator()<MaskType::none>();
-    if (args.mask_type == MaskType::boolean) return f.template operator()<MaskType::boolean>();
-    if (args.mask_type == MaskType::float32) return f.template operator()<MaskType::float32>();
-    if constexpr (sizeof(T) == 2) f.template operator()<MaskType::like_query>();
+    if (kPlain || args.mask_type == MaskType::none) return f.template operator()<MaskType::none>();
+    if constexpr (!kPlain) {
+      if (args.mask_type == MaskType::boolean) return f.template operator()<MaskType::boolean>();
+      if (args.mask_type == MaskType::float32) return f.template operator()<MaskType::float32>();
+      if constexpr (sizeof(T) == 2) f.template operator()<MaskType::like_query>();
+    }
   }
 
   // Products to scores, -inf where hidden, all of a fragment; rows are queries, or keys with
@@ -261,7 +264,7 @@ struct AttentionHead {
     const int lane = threadIdx.x % kWarp;
     const int query = kTransposed ? column : row, key = kTransposed ? row : column;
     constexpr int kQueries = kTransposed ? 8 * kCount : 16, kKeys = kTransposed ? 16 : 8 * kCount;
-    const bool all = args.mask_type == MaskType::none && key + kKeys <= end &&
+    const bool all = (kPlain || args.mask_type == MaskType::none) && key + kKeys <= end &&
                      query + kQueries <= args.queries && (!args.causal || key + kKeys - 1 <= query);
     if (all && !args.scaled) return;
     const float scale = args.scaled ? args.scale : 1.0f;
@@ -341,7 +344,7 @@ struct AttentionHead {
     return reduce_warp(sum, Add{});
   }
   TF_DEVICE float factor_of(int query, int key) const {
-    if (!args.dropout.on) return 1.0f;
+    if (kPlain || !args.dropout.on) return 1.0f;
     float factors[1];
     dropout_factors(args.dropout, first_row + query, key, factors);
     return factors[0];
@@ -362,8 +365,9 @@ struct AttentionBlock {
 
 // How many tiles of keys the queries up to `last` walk over; all of them where what is hidden is
 // written, too.
-template <class Tile>
-TF_DEVICE int key_tiles(const AttentionHead<typename Tile::Type>& head, int last, bool all) {
+template <class Tile, bool kPlain>
+TF_DEVICE int key_tiles(const AttentionHead<typename Tile::Type, kPlain>& head, int last,
+                        bool all) {
   int walk = head.end;
   if (head.args.causal && last < walk) walk = last;
   if (all) walk = head.args.keys;
@@ -412,8 +416,10 @@ TF_DEVICE uint32_t rows_not_finite(const float (&sums)[kCount][4]) {
   return rows;
 }
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::threads, 2)
+// kPlain: without mask, dropout and weights, which leaves registers for three blocks at once where
+// shared memory has room for them.
+template <class Tile, bool kPlain>
+__global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::chunks <= 16) ? 3 : 2)
     attention_kernel(const AttentionForwardArgs forward) {
   using T = typename Tile::Type;
   const AttentionArgs& args = forward.call;
@@ -423,7 +429,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   unsigned char* values = keys + 2 * Tile::bytes;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const AttentionBlock block(args.queries, Tile::own, args.heads, args.causal);
-  const AttentionHead<T> head(args, block.batch, block.head);
+  const AttentionHead<T, kPlain> head(args, block.batch, block.head);
   const int row = block.first + threadIdx.x / kWarp * 16;  // of the warp's first query
   const bool idle = row >= args.queries;
   const T* query = head_of<T>(args.query, block.batch, block.head);
@@ -431,7 +437,8 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   const T* value = head_of<T>(args.value, block.batch, block.head / args.group);
 
   // With weights the tiles are walked over twice: they need the sums of whole rows.
-  const bool weighs = forward.weights != nullptr;
+  const bool weighs = !kPlain && forward.weights != nullptr;
+  const bool drops = !kPlain && args.dropout.on;
   const int tiles = key_tiles<Tile>(head, block.first + Tile::own, weighs);
   const int steps = weighs ? 2 * tiles : tiles;
   const auto load_step = [&](int step) {
@@ -457,7 +464,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
         row_sum[i] = reduce_row(row_sum[i], Add{});
         if (row_sum[i] == 0.0f) row_max[i] = 0.0f;
         share[i] = row_sum[i] == 0.0f ? 0.0f : 1.0f / row_sum[i];
-        factors[i] = args.dropout.on ? share[i] * args.dropout.scale : share[i];
+        factors[i] = drops ? share[i] * args.dropout.scale : share[i];
         const int at = row + g + 8 * i;
         if (t == 0 && at < args.queries) {
           args.row_max[head.first_row + at] = row_max[i];
@@ -467,7 +474,8 @@ __global__ void __launch_bounds__(Tile::threads, 2)
       store_sums<Tile>(forward.output, block.batch, block.head, row, args.queries, sums, factors);
       // Keys beyond the end were loaded as 0, so only a mask or causality hides what is not finite.
       uint32_t again = 0;
-      if (args.causal || args.mask_type != MaskType::none) again = rows_not_finite(sums);
+      if (args.causal || (!kPlain && args.mask_type != MaskType::none))
+        again = rows_not_finite(sums);
       if (again != 0) __syncwarp();  // other lanes stored the first result
       for (int r = 0; again != 0; ++r, again >>= 1) {
         const float highest = of_row(row_max[0], row_max[1], r),
@@ -528,7 +536,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
           row_sum[i] = row_sum[i] * shrink + sum;
           row_max[i] = larger;
         }
-        if (args.dropout.on)
+        if (drops)
           head.template each_factor<false, Tile::scores>(row, first,
                                                          [&](int n, int i, float factor) {
                                                            if (factor == 0.0f) s[n][i] = 0.0f;
@@ -539,7 +547,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
         for (int n = 0; n < Tile::scores; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[n][i] = head.weight(s[n][i], row_max[i / 2], share[i / 2]);
-        if (args.dropout.on)
+        if (drops)
           head.template each_factor<false, Tile::scores>(
               row, first, [&](int n, int i, float factor) { s[n][i] = drop(s[n][i], factor); });
 #pragma unroll
@@ -559,6 +567,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     }
     __syncthreads();  // nobody reads the tiles that the next step fills
   }
+  cp_async_wait<0>();  // of queries that see nothing
 }
 
 // f.template operator()<T, head>() for the smallest head size that there are kernels for.
@@ -589,8 +598,11 @@ void launch_attention_as(const AttentionForwardArgs& forward, Stream stream) {
   const AttentionArgs& args = forward.call;
   const int64_t blocks = attention_blocks(args, args.queries, args.heads, Tile::own);
   if (blocks == 0) return;
-  launch(attention_kernel<Tile>, dim3(static_cast<unsigned>(blocks)), Tile::threads,
-         Tile::own_bytes + 4 * Tile::bytes, stream, forward);
+  const bool plain =
+      args.mask_type == MaskType::none && !args.dropout.on && forward.weights == nullptr;
+  launch(plain ? attention_kernel<Tile, true> : attention_kernel<Tile, false>,
+         dim3(static_cast<unsigned>(blocks)), Tile::threads, Tile::own_bytes + 4 * Tile::bytes,
+         stream, forward);
 }
 
 inline void launch_attention(const AttentionForwardArgs& forward, Stream stream) {

@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     }
     __syncthreads();  // nobody reads the tiles that the next step fills
   }
+  cp_async_wait<0>();  // of queries that see nothing
   if (idle) return;
 
 #pragma unroll
@@ -286,6 +287,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
     }
     __syncthreads();  // nobody reads the tiles that the next step fills
   }
+  cp_async_wait<0>();  // of keys that nobody sees
   const float scale[2] = {args.scale, args.scale}, one[2] = {1.0f, 1.0f};
   if (backward.grad_key.data != nullptr)
     store_sums<Tile>(backward.grad_key, block.batch, block.head, row, args.keys, key_sums, scale);

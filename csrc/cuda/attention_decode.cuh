@@ -3,10 +3,13 @@
 // There is one row of work per head and keys and values are read once: memory is the limit, and
 // batch x heads rows are too few to fill the machine. So the keys of a head are shared out evenly
 // over `splits` blocks, whose number depends on sizes only, and a second kernel merges what they
-// found, in a fixed order; with one split there is nothing to merge. A group of lanes has a key at
-// a time, 16 bytes a lane, and keeps a maximum, a sum and an output of its own. A hidden value is
-// not read, so it may hold anything.
+// found, in a fixed order; with one split there is nothing to merge. A group of lanes has four keys
+// at a time, 16 bytes a lane, asks for all of them and their values before it computes, and keeps a
+// maximum, a sum and an output of its own. Query heads that share keys are one block's, up to four,
+// where rows are chunks of 16 bytes. Hidden values have no weight, so they may be anything.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/attention.cuh"
 
@@ -15,18 +18,39 @@ namespace tf::cuda {
 struct AttentionDecodeArgs {
   AttentionForwardArgs forward;  // without weights and dropout
   int splits;
-  float *sums, *maxima,
-      *totals;  // (batch, heads, splits) by value size, 1 and 1; null if one split
+  // (batch, heads, splits) by value size, 1 and 1; null if one split
+  float *sums, *maxima, *totals;
 };
 
-// A chunk of 16 bytes of a row, 0 beyond its end.
-template <int kVector, class T>
-TF_DEVICE void load_chunk(float (&to)[kVector], const HeadsView& view, const T* row, int column) {
-  if (view.wide && column < view.size) return load(to, row + column);
+// What a lane has of a row: 16 bytes, as they came. In elements of 16 bits the compiler would give
+// each a register of its own.
+template <class T>
+struct Chunk {
+  static constexpr int kCount = 16 / sizeof(T);
+  using Word = std::conditional_t<sizeof(T) == 2, uint32_t, float>;
+  Vector<Word, 4> words;
+
+  TF_DEVICE float operator[](int j) const {
+    if constexpr (sizeof(T) == 2)
+      return to_float(T{static_cast<uint16_t>(words.value[j / 2] >> 16 * (j % 2))});
+    else
+      return words.value[j];
+  }
+  TF_DEVICE void read(const T* from) { words = *reinterpret_cast<const Vector<Word, 4>*>(from); }
+  // 0 beyond the end of the row.
+  TF_DEVICE void read(const HeadsView& view, const T* row, int column) {
+    words = {};
 #pragma unroll
-  for (int j = 0; j < kVector; ++j)
-    to[j] = column + j < view.size ? to_float(row[(column + j) * view.column]) : 0.0f;
-}
+    for (int j = 0; j < kCount; ++j) {
+      if (column + j >= view.size) continue;
+      const T found = row[(column + j) * view.column];
+      if constexpr (sizeof(T) == 2)
+        words.value[j / 2] |= static_cast<uint32_t>(found.bits) << 16 * (j % 2);
+      else
+        words.value[j] = found;
+    }
+  }
+};
 
 TF_DEVICE void store_decoded(const AttentionArgs& args, int64_t row, float largest, float total) {
   args.row_max[row] = total == 0.0f ? 0.0f : largest;
@@ -34,76 +58,138 @@ TF_DEVICE void store_decoded(const AttentionArgs& args, int64_t row, float large
 }
 
 constexpr int kDecodeThreads = 128;
+constexpr int kDecodeBlocks = 6;  // of a multiprocessor, of heads that share no keys
+constexpr int kDecodeHeads = 4;   // of a block, where heads share keys
 
-template <class T, int kHead>
-__global__ void __launch_bounds__(kDecodeThreads)
+template <class T, int kHead, int kHeads, bool kWide>
+__global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
+                                                  : kHeads == 1 ? kDecodeBlocks
+                                                                : 3)
     attention_decode_kernel(const AttentionDecodeArgs decode) {
-  constexpr int kVector = 16 / sizeof(T), kLanes = kHead / kVector;
+  constexpr int kVector = 16 / sizeof(T), kLanes = kHead / kVector, kKeys = 4;
   constexpr int kGroups = kDecodeThreads / kLanes;
   const AttentionArgs& args = decode.forward.call;
   TF_SHARED(shared);
   float* sums = reinterpret_cast<float*>(shared);  // (groups, head)
   float* maxima = sums + kGroups * kHead;
   float* totals = maxima + kGroups;
-  const int split = blockIdx.x % decode.splits, pair = blockIdx.x / decode.splits;
-  const AttentionHead<T> head(args, pair / args.heads, pair % args.heads);
+  const int shares = (args.group + kHeads - 1) / kHeads;  // blocks for the heads of the same keys
+  const int split = blockIdx.x % decode.splits, rest = blockIdx.x / decode.splits;
+  const int pair = rest / shares, key_heads = args.heads / args.group;
+  const int of_group = rest % shares * kHeads;
+  const int count = args.group - of_group < kHeads ? args.group - of_group : kHeads;
+  const AttentionHead<T> head(args, pair / key_heads, pair % key_heads * args.group + of_group);
   const int group = threadIdx.x / kLanes, column = threadIdx.x % kLanes * kVector;
-  const T* keys = head_of<T>(args.key, head.batch, head.head / args.group);
-  const T* values = head_of<T>(args.value, head.batch, head.head / args.group);
+  const T* keys = head_of<T>(args.key, head.batch, pair % key_heads);
+  const T* values = head_of<T>(args.value, head.batch, pair % key_heads);
   const int each = (head.end + decode.splits - 1) / decode.splits;
   const int first = split * each, last = first + each < head.end ? first + each : head.end;
 
-  float query[kVector], sum[kVector] = {}, largest = -INFINITY, total = 0.0f;
-  load_chunk(query, args.query, head_of<T>(args.query, head.batch, head.head), column);
-  // All groups of a warp take part in every step.
-  for (int start = first; start < last; start += kGroups) {
-    const int key = start + group;
-    float more = -INFINITY, product = 0.0f;
-    if (key < last)
-      head.by_mask([&]<MaskType kMask>() { more = head.template added<kMask>(0, key); });
-    if (more != -INFINITY) {
-      float found[kVector];
-      load_chunk(found, args.key, keys + key * args.key.row, column);
+  float sum[kHeads][kVector] = {}, largest[kHeads], total[kHeads] = {};
+  Chunk<T> query[kHeads] = {};
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) product += query[j] * found[j];
+  for (int h = 0; h < kHeads; ++h) {
+    largest[h] = -INFINITY;
+    const int at = head.head + (h < count ? h : 0);
+    query[h].read(args.query, head_of<T>(args.query, head.batch, at), column);
+  }
+  const T *key_row = keys + (first + group) * args.key.row,
+          *value_row = values + (first + group) * args.value.row;
+  // All groups of a warp take part in every step. Beyond the last key nothing is read.
+  for (int key = first + group; key - group < last; key += kKeys * kGroups) {
+    float more[kHeads][kKeys];
+    head.by_mask([&]<MaskType kMask>() {
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h)
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+          AttentionHead<T> one = head;
+          one.mask += h * args.mask_head;
+          const int at = key + i * kGroups;
+          more[h][i] = h < count && at < last ? one.template added<kMask>(0, at) : -INFINITY;
+        }
+    });
+    Chunk<T> key_chunk[kKeys] = {}, value_chunk[kKeys] = {};
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const bool inside = key + i * kGroups < last;
+      if constexpr (kWide) {
+        if (inside && column < args.key.size) key_chunk[i].read(key_row + column);
+        if (inside && column < args.value.size) value_chunk[i].read(value_row + column);
+      } else if (inside) {
+        key_chunk[i].read(args.key, key_row, column);
+        value_chunk[i].read(args.value, value_row, column);
+      }
+      key_row += kGroups * args.key.row, value_row += kGroups * args.value.row;
     }
+    float score[kHeads][kKeys] = {};
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i)
+#pragma unroll
+      for (int j = 0; j < kVector; ++j)
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) score[h][i] += query[h][j] * key_chunk[i][j];
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2)
-      product += __shfl_xor_sync(kAllLanes, product, mask);
-    if (more == -INFINITY) continue;
-    const float score = (args.scaled ? product * args.scale : product) + more;
-    const float larger = fmaxf(largest, score), base = larger == -INFINITY ? 0.0f : larger;
-    const float shrink = exp2_approx((largest - base) * args.exponent);
-    const float p = exp2_approx((score - base) * args.exponent);
-    float found[kVector];
-    load_chunk(found, args.value, values + key * args.value.row, column);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) sum[j] = sum[j] * shrink + p * found[j];
-    total = total * shrink + p;
-    largest = larger;
+      for (int h = 0; h < kHeads; ++h)
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i)
+          score[h][i] += __shfl_xor_sync(kAllLanes, score[h][i], mask);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float larger = largest[h];
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        const float product = args.scaled ? score[h][i] * args.scale : score[h][i];
+        score[h][i] = more[h][i] == -INFINITY ? -INFINITY : product + more[h][i];
+        larger = fmaxf(larger, score[h][i]);
+      }
+      const float base = larger == -INFINITY ? 0.0f : larger;
+      const float shrink = exp2_approx((largest[h] - base) * args.exponent);
+      largest[h] = larger;
+      total[h] *= shrink;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum[h][j] *= shrink;
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        if (more[h][i] == -INFINITY) continue;
+        const float p = exp2_approx((score[h][i] - base) * args.exponent);
+        total[h] += p;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) sum[h][j] += p * value_chunk[i][j];
+      }
+    }
   }
-  store(sums + group * kHead + column, sum);
-  if (column == 0) maxima[group] = largest, totals[group] = total;
-  __syncthreads();
 
-  float highest = -INFINITY;
-  for (int g = 0; g < kGroups; ++g) highest = fmaxf(highest, maxima[g]);
-  const float base = highest == -INFINITY ? 0.0f : highest;
-  float row_sum = 0.0f, output = 0.0f;
-  const int own = threadIdx.x;
-  for (int g = 0; g < kGroups; ++g) {
-    const float factor = exp2_approx((maxima[g] - base) * args.exponent);
-    row_sum += totals[g] * factor;
-    if (own < kHead) output += sums[g * kHead + own] * factor;
-  }
-  const int64_t row = blockIdx.x;
-  if (decode.splits == 1) {
-    if (own == 0) store_decoded(args, row, highest, row_sum);
-    T* to = const_cast<T*>(head_of<T>(decode.forward.output, head.batch, head.head));
-    if (own < args.value.size) assign(to[own], row_sum == 0.0f ? 0.0f : output / row_sum);
-  } else {
-    if (own == 0) decode.maxima[row] = highest, decode.totals[row] = row_sum;
-    if (own < args.value.size) decode.sums[row * args.value.size + own] = output;
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (h >= count) break;
+    if (h > 0) __syncthreads();  // everybody has read those of the head before
+    store(sums + group * kHead + column, sum[h]);
+    if (column == 0) maxima[group] = largest[h], totals[group] = total[h];
+    __syncthreads();
+
+    float highest = -INFINITY;
+    for (int g = 0; g < kGroups; ++g) highest = fmaxf(highest, maxima[g]);
+    const float base = highest == -INFINITY ? 0.0f : highest;
+    float row_sum = 0.0f, output = 0.0f;
+    const int own = threadIdx.x;
+    for (int g = 0; g < kGroups; ++g) {
+      const float factor = exp2_approx((maxima[g] - base) * args.exponent);
+      row_sum += totals[g] * factor;
+      if (own < kHead) output += sums[g * kHead + own] * factor;
+    }
+    const int64_t row = static_cast<int64_t>(head.batch) * args.heads + head.head + h;
+    if (decode.splits == 1) {
+      if (own == 0) store_decoded(args, row, highest, row_sum);
+      T* to = const_cast<T*>(head_of<T>(decode.forward.output, head.batch, head.head + h));
+      if (own < args.value.size) assign(to[own], row_sum == 0.0f ? 0.0f : output / row_sum);
+    } else {
+      const int64_t at = row * decode.splits + split;
+      if (own == 0) decode.maxima[at] = highest, decode.totals[at] = row_sum;
+      if (own < args.value.size) decode.sums[at * args.value.size + own] = output;
+    }
   }
 }
 
@@ -132,10 +218,18 @@ inline bool decodes(const AttentionForwardArgs& forward) {
   return forward.call.queries == 1 && forward.weights == nullptr && !forward.call.dropout.on;
 }
 
-// Two blocks for each multiprocessor, if each then has 64 keys.
+inline bool decodes_wide(const AttentionArgs& args) { return args.key.wide && args.value.wide; }
+
+// Blocks for each share of the keys.
+inline int64_t decode_rows(const AttentionArgs& args) {
+  const int64_t together = decodes_wide(args) && args.group > 1 ? kDecodeHeads : 1;
+  return int64_t{args.batch} * (args.heads / args.group) * ceil_div(args.group, together);
+}
+
+// As many as are at work at once, if each then has 64 keys.
 inline int decode_splits(const AttentionArgs& args) {
-  const int64_t pairs = int64_t{args.batch} * args.heads;
-  const int64_t filling = ceil_div(2 * multiprocessors(), pairs > 0 ? pairs : 1);
+  const int64_t rows = decode_rows(args);
+  const int64_t filling = ceil_div(kDecodeBlocks * multiprocessors(), rows > 0 ? rows : 1);
   const int64_t most = ceil_div(args.keys, 64);
   return static_cast<int>(filling < most ? filling : most > 0 ? most : 1);
 }
@@ -146,8 +240,11 @@ void launch_attention_decode_as(const AttentionDecodeArgs& decode, Stream stream
   const AttentionArgs& args = decode.forward.call;
   const int64_t rows = int64_t{args.batch} * args.heads;
   if (rows == 0) return;
-  launch(attention_decode_kernel<T, kHead>, dim3(static_cast<unsigned>(rows * decode.splits)),
-         kDecodeThreads, kGroups * (kHead + 2) * sizeof(float), stream, decode);
+  const auto kernel = !decodes_wide(args) ? attention_decode_kernel<T, kHead, 1, false>
+                      : args.group == 1   ? attention_decode_kernel<T, kHead, 1, true>
+                                          : attention_decode_kernel<T, kHead, kDecodeHeads, true>;
+  launch(kernel, dim3(static_cast<unsigned>(decode_rows(args) * decode.splits)), kDecodeThreads,
+         kGroups * (kHead + 2) * sizeof(float), stream, decode);
   if (decode.splits > 1)
     launch(attention_merge_kernel<T>, dim3(static_cast<unsigned>(rows)), kDecodeThreads, 0, stream,
            decode);

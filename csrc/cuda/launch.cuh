@@ -18,7 +18,8 @@ inline int multiprocessors() { return 2; }
 
 template <class Args>
 void launch(void (*kernel)(Args), dim3 grid, int threads, size_t shared, Stream, const Args& args) {
-  simt::launch(grid, threads, shared, [&] { kernel(args); });
+  simt::launch({reinterpret_cast<const void*>(kernel), &args, sizeof(Args)}, grid, threads, shared,
+               [&] { kernel(args); });
 }
 #else
 using Stream = cudaStream_t;

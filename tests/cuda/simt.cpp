@@ -1,8 +1,11 @@
 // The SIMT machine of simt.h: fibres, barriers, exchange among lanes, asynchronous copies.
 #include "simt.h"
 
+#include <dlfcn.h>
+
 #include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #ifdef __SANITIZE_THREAD__
@@ -49,9 +52,20 @@ simt_switch:
 .size simt_switch, .-simt_switch
 )");
 
+// Gets the mangled name of a kernel, the grid, threads and bytes of shared memory of a launch, and
+// the bytes of its parameter.
+using Take = void (*)(const char*, unsigned, unsigned, int, size_t, const void*, size_t);
+static Take taker = nullptr;
+extern "C" __attribute__((visibility("default"))) void simt_take_launches(Take take) {
+  taker = take;
+}
+
 namespace simt {
 namespace {
 
+// Of all GPUs from sm_80 on.
+constexpr unsigned kMostBlocksDown = 65535;
+constexpr size_t kMostShared = 99 << 10;
 constexpr size_t kStack = 256 << 10;
 constexpr int kCopyBytes = 16;
 
@@ -146,6 +160,10 @@ TF_MACHINE void enter() {
 #endif
   __tsan_acquire(&machine->launched);
   (*machine->kernel)();
+  if (!machine->running->copies.empty()) {
+    std::fprintf(stderr, "cp.async: a thread ends while its copies are under way\n");
+    std::abort();
+  }
   __tsan_release(&machine->finished);
   machine->running->done = true;
   ++machine->progress;
@@ -256,7 +274,18 @@ void land(int pending) {
   fibre.copies.swap(rest);
 }
 
-TF_MACHINE void launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel) {
+TF_MACHINE void launch(const Called& called, dim3 grid, int threads, size_t shared,
+                       const std::function<void()>& kernel) {
+  if (grid.y > kMostBlocksDown || grid.z > kMostBlocksDown || shared > kMostShared) {
+    std::fprintf(stderr, "launch: %u x %u blocks with %zu bytes of shared memory\n", grid.y, grid.z,
+                 shared);
+    std::abort();
+  }
+  if (taker != nullptr) {
+    Dl_info found{};
+    if (dladdr(called.kernel, &found) == 0 || found.dli_saddr != called.kernel) std::abort();
+    return taker(found.dli_sname, grid.x, grid.y, threads, shared, called.parameter, called.bytes);
+  }
   static std::vector<Fibre> fibres;  // their stacks serve the next launch, too
   if (fibres.size() < static_cast<size_t>(threads)) fibres.resize(static_cast<size_t>(threads));
   constexpr std::align_val_t kAlign{128};
@@ -275,10 +304,16 @@ TF_MACHINE void launch(dim3 grid, int threads, size_t shared, const std::functio
 #ifdef __SANITIZE_THREAD__
   m.scheduler_sanitizer = __tsan_get_current_fiber();
 #endif
-  unsigned seed = 1;
-  for (m.index.z = 0; m.index.z < grid.z; ++m.index.z)
-    for (m.index.y = 0; m.index.y < grid.y; ++m.index.y)
-      for (m.index.x = 0; m.index.x < grid.x; ++m.index.x) run_block(seed);
+  static unsigned seed = 1;
+  std::vector<unsigned> order(size_t{grid.x} * grid.y * grid.z);
+  std::iota(order.begin(), order.end(), 0u);
+  for (size_t left = order.size(); left > 0; --left) {
+    seed = seed * 1664525u + 1013904223u;
+    std::swap(order[left - 1], order[(uint64_t{seed} * left) >> 32]);
+    const unsigned block = order[left - 1];
+    m.index = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
+    run_block(seed);
+  }
   machine = nullptr;
   if (memory) ::operator delete(memory, kAlign);
 }

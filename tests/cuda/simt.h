@@ -1,11 +1,12 @@
 // A SIMT machine: runs the source of a CUDA kernel on the CPU, compiled by g++, for tests.
 //
-// Every CUDA thread is a fibre; blocks run one after the other, the warps of a block in an order
-// that changes from turn to turn. A thread gives up its turn only where it has to wait: at a
-// barrier, or where lanes of a warp exchange values. The machine is as hard on programs as CUDA
-// allows: shared memory starts as NaN, asynchronous copies land when they are waited for and not
-// before, and until then their target is NaN, and a barrier that not all threads reach ends the
-// process.
+// Every CUDA thread is a fibre; blocks run one after the other in random order, the warps of a
+// block in an order that changes from turn to turn. A thread gives up its turn only where it has to
+// wait: at a barrier, or where lanes of a warp exchange values. The machine is as hard on programs
+// as CUDA allows: shared memory starts as NaN, asynchronous copies land when they are waited for
+// and not before, and until then their target is NaN. A barrier that not all threads reach, a
+// thread that ends before its copies have landed, and a launch that no GPU from sm_80 on takes end
+// the process.
 //
 // With -fsanitize=thread each fibre is a thread to ThreadSanitizer, and only barriers order what
 // threads do to shared memory; exchanging values among lanes does not, as it does not in CUDA.
@@ -46,8 +47,17 @@ void land(int pending);
 // Whether a program ends where rows of a matrix that ldmatrix reads share banks of shared memory.
 inline bool no_bank_conflicts = false;
 
-// Runs kernel() by every thread of every block.
-void launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel);
+// What of a launch another machine needs: the kernel, by its address, and its one parameter.
+struct Called {
+  const void* kernel;
+  const void* parameter;
+  size_t bytes;
+};
+
+// Runs kernel() by every thread of every block, or leaves it to who asked for launches
+// (simt_take_launches).
+void launch(const Called& called, dim3 grid, int threads, size_t shared,
+            const std::function<void()>& kernel);
 
 // What the lanes of a warp make of values of all of them. `compute` gets the 32 values and gives
 // the 32 results; one lane runs it when all have come.

@@ -58,30 +58,33 @@ void attention(int queries, int keys, int size) {
   of_scores.check("grad_scores");
 }
 
-// One query of two sequences of different lengths, in shares that are merged, or in one. What is
-// hidden holds NaN.
+// One query of two sequences of different lengths, of `heads` that share keys, in shares that are
+// merged, or in one. What is hidden holds NaN.
 template <class T, int kHead>
-void decoding(int keys, int size, int splits) {
-  const Array<T> query(2 * size);
+void decoding(int keys, int size, int splits, int heads = 1) {
+  const Array<T> query(2 * heads * size);
   Array<T> key(2 * keys * size), value(2 * keys * size);
   for (int i = (2 * keys - 1) * size; i < 2 * keys * size; ++i)
     assign(key[i], NAN), assign(value[i], NAN);
   const std::unique_ptr<int64_t[]> lengths(new int64_t[2]{keys, keys - 1});
-  const auto view = [&](const Array<T>& data, int length) {
-    return HeadsView{data, length * size, length * size, size, 1, size, size * sizeof(T) % 16 == 0};
+  const auto view = [&](const Array<T>& data, int heads, int length) {
+    const int64_t head = int64_t{length} * size;
+    return HeadsView{data, heads * head, head, size, 1, size, size * sizeof(T) % 16 == 0};
   };
-  Array<T> output(2 * size, false);
-  Array<float> row_max(2, false), row_sum(2, false), sums(2 * splits * size, false),
-      maxima(2 * splits, false), totals(2 * splits, false);
+  const size_t rows = 2 * heads;
+  Array<T> output(rows * size, false);
+  Array<float> row_max(rows, false), row_sum(rows, false), sums(rows * splits * size, false),
+      maxima(rows * splits, false), totals(rows * splits, false);
   AttentionArgs args{};
   args.type = kType<T>;
-  args.query = view(query, 1), args.key = view(key, keys), args.value = view(value, keys);
+  args.query = view(query, heads, 1);
+  args.key = view(key, 1, keys), args.value = view(value, 1, keys);
   args.lengths = lengths.get(), args.length_stride = 1, args.long_lengths = true;
-  args.batch = 2, args.heads = args.group = args.queries = 1, args.keys = keys;
+  args.batch = 2, args.heads = args.group = heads, args.queries = 1, args.keys = keys;
   args.scale = 0.3f, args.exponent = 0.4f;
   args.row_max = row_max, args.row_sum = row_sum;
   launch_attention_decode_as<T, kHead>(
-      {{args, view(output, 1), nullptr}, splits, sums, maxima, totals}, nullptr);
+      {{args, view(output, heads, 1), nullptr}, splits, sums, maxima, totals}, nullptr);
   output.check("output");
   row_max.check("row_max");
   row_sum.check("row_sum");
@@ -93,8 +96,10 @@ int main() {
   simt::no_bank_conflicts = true;
   attention<bf16, 32>(20, 70, 24);  // two tiles of keys, in chunks of 16 bytes
   attention<bf16, 32>(66, 17, 31);  // two blocks of queries
+  attention<bf16, 32>(3, 65, 24);   // a block of keys that nobody sees
   attention<float, 64>(18, 40, 35);
   decoding<bf16, 32>(70, 24, 3);
+  decoding<bf16, 32>(70, 24, 2, 5);  // four heads of a block, and one of the next
   decoding<float, 64>(7, 35, 1);
   std::puts("done");
 }

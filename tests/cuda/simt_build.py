@@ -21,6 +21,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
+MACHINE = (HERE / "simt.cpp", HERE / "allocations.cpp")
 _KEPT = ROOT / "build" / "simt"
 _TORCH = Path(torch.__file__).parent
 _COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes", "-DTF_SIMT")
@@ -30,11 +31,12 @@ COMPILER = shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shu
 WHY_NOT = None if COMPILER else "no C++ compiler"
 
 
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def _compile(out: Path, arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(COMPILER), *_COMMON, *arguments, "-o", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return _start([str(COMPILER), *_COMMON, *arguments, "-o", str(out)])
 
 
 def _finish(*processes: subprocess.Popen[str]) -> None:
@@ -62,7 +64,7 @@ def _made_once(name: str, sources: list[Path]) -> Iterator[tuple[Path, bool]]:
 
 def library() -> Path:
     """The operators ``cuda_*`` for CPU tensors, as a shared library."""
-    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", HERE / "simt.cpp"]
+    sources = [*sorted(SOURCES.iterdir()), HERE / "simt.h", *MACHINE]
     with _made_once("library", sources) as (folder, done):
         found = folder / "libsimt.so"
         if done:
@@ -71,7 +73,6 @@ def library() -> Path:
             *(
                 "-O1",
                 "-fPIC",
-                "-fvisibility=hidden",
                 f"-I{SOURCES.parent}",
                 f"-I{HERE}",
                 "-isystem",
@@ -79,7 +80,7 @@ def library() -> Path:
             *(str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"),
         ]
         running, objects = [], []
-        for source in [*sorted(SOURCES.glob("*.cu")), HERE / "simt.cpp"]:
+        for source in [*sorted(SOURCES.glob("*.cu")), *MACHINE]:
             objects.append(str(folder / (source.name + ".o")))
             running.append(_compile(Path(objects[-1]), [*options, "-x", "c++", str(source)]))
         _finish(*running)
@@ -120,3 +121,21 @@ def program(
     compiled = _compile(out, [*options, str(_machine(sanitizer)), "-x", "c++", str(HERE / main)])
     _finish(compiled)
     return out
+
+
+def ptx(nvcc: str) -> list[Path]:
+    """What nvcc makes of each source for sm_80."""
+    with _made_once("ptx", sorted(SOURCES.iterdir())) as (folder, done):
+        sources = sorted(SOURCES.glob("*.cu"))
+        found = [folder / f"{source.stem}.ptx" for source in sources]
+        if not done:
+            options = ["-std=c++20", "-ptx", "-arch=sm_80", f"-I{SOURCES.parent}"]
+            options += ["-isystem", str(_TORCH / "include")]
+            options += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+            _finish(
+                *(
+                    _start([nvcc, *options, str(source), "-o", str(out)])
+                    for source, out in zip(sources, found, strict=True)
+                )
+            )
+    return found

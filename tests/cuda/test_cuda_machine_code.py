@@ -44,6 +44,10 @@ def test_no_kernel_keeps_registers_in_memory():
         assert int(stack) <= 16, name
         if "attention" in name:  # two blocks of 128 threads at once, nothing in memory
             assert (int(stack), int(registers) <= 255) == (0, True), name
+        if re.search(r"attention_kernelI\w+Lb1E", name):  # plain; as many blocks as memory allows
+            assert int(registers) <= (255 if "IfLi128E" in name else 168), name
+        if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks at once
+            assert int(registers) <= 80, name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
         assert int(registers) * max(block, 128) <= 65536, name
 
@@ -63,6 +67,17 @@ def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
     assert sum("epilogue" in name for name in seen) == 12
 
 
+def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():
+    found = 0
+    for kernel in re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]:
+        name = kernel.split("\n", 1)[0]
+        if re.search(r"attention_decode_kernelI\w+?Lb1E", name) is None:
+            continue
+        found += 1
+        assert kernel.split("SHFL")[0].count("LDG.E.128") == 8, name
+    assert found == 16
+
+
 def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
     code = dump("-sass", "-arch", "sm_80")
     found = 0
@@ -79,4 +94,4 @@ def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
         multiplied = len(re.findall(r"HMMA\.16816\.F32", kernel))
         assert multiplied == (products * (head // 16) * (rows // 8) if half else 0), name
         assert ("LDSM.16.M88.4" in kernel) == ("LDSM.16.MT88.4" in kernel) == half, name
-    assert found == 24
+    assert found == 32

@@ -101,6 +101,28 @@ PLANTED = {
         "cp_async_wait<1>", "cp_async_wait<2>",
         "is NaN",
     ),
+    "copies that nobody waits for": (
+        ADDRESS, "attention_backward.cuh",
+        "  cp_async_wait<0>();  // of keys that nobody sees\n", "",
+        "a thread ends while its copies are under way",
+    ),
+    "blocks that count on their order": (
+        ADDRESS, "layer_norm.cuh",
+        "    args.mean[row] = mean;\n",
+        "    const int64_t one = blockIdx.x > 0 ? row - Tile::rows : row;\n"
+        "    args.mean[row] = one == row || args.mean[one] == args.mean[one] ? mean : NAN;\n",
+        "mean[",
+    ),
+    "more blocks down than there can be": (
+        ADDRESS, "epilogue.cuh",
+        "most < 65535 ? most : 65535", "most + 65535",
+        "launch: ",
+    ),
+    "more shared memory than there is": (
+        ADDRESS, "column_sums.cuh",
+        "8 * kWarp * sizeof(float), stream", "800 * kWarp * sizeof(float), stream",
+        "launch: ",
+    ),
     "rows that are not swizzled": (
         ADDRESS, "attention.cuh",
         "(row / kSpan & kMask)", "(row / kSpan & kMask & 0)",

@@ -1,18 +1,19 @@
-"""Runs PTX on the CPU, so that what Triton compiles is tested where there is no GPU.
+"""Runs PTX on the CPU, so that what Triton and nvcc compile is tested where there is no GPU.
 
 Threads of all blocks of a launch are lanes of NumPy arrays: a register is an array with an element for
 each. Lanes at the lowest program counter go first, which lets those that took different ways meet
 again and keeps barriers. What makes it stricter than a GPU:
 
 - Memory outside the tensors that the kernel was given cannot be touched, nor off its alignment.
-- Shared memory starts as NaN, and what cp.async copies is NaN until the program waits for it.
+- Registers and shared memory start as NaN, and what cp.async copies is NaN until the program waits
+  for it, which it must before it ends.
 - Two warps that meet at one place of shared memory, one of them writing, need a barrier between them.
 - Approximate instructions (ex2, lg2, rcp, div.full, ...) err by as much as NVIDIA documents, up or down
   as the bits of the result have it.
-- A warp must be whole where an instruction is the warp's (mma, ldmatrix, shfl), and a block at a
-  barrier.
+- A warp must be whole where an instruction is the warp's (mma, ldmatrix, shfl, bar), and all threads of
+  a block that have not ended must reach a barrier, though not at one place of the program.
 
-It knows the instructions that Triton makes of this package's kernels for sm_80, no others.
+It knows the instructions that Triton and nvcc make of this package's kernels for sm_80, no others.
 Source: NVIDIA, Parallel Thread Execution ISA, chapter 9.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +59,7 @@ def _flush(x: Array) -> Array:
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0.0), x), x)
 
 
-def _off(x: Array, relative: float) -> Array:
+def _off(x: Array, relative: Array | float) -> Array:
     """fp32 values moved by the relative error that an approximation may have, up or down by chance."""
     x = np.asarray(x, np.float32)
     chance = (x.view(np.uint32) * np.uint32(2654435761)) >> np.uint32(31)
@@ -66,11 +68,17 @@ def _off(x: Array, relative: float) -> Array:
     return np.where((x == 1.0) | ~np.isfinite(x), x, moved.astype(np.float32))
 
 
-_APPROXIMATIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
-    "ex2": (np.exp2, 2.0**-22),
-    "rcp": (lambda x: 1.0 / x, 2.0**-23),
-    "sqrt": (np.sqrt, 2.0**-23),
-    "rsqrt": (lambda x: 1.0 / np.sqrt(x), 2.0**-22.9),
+def _exp2_error(x: Array) -> Array:
+    """2^-22, and a unit in the last place between 0 and 1: there it is what expf calls, whose error
+    the CUDA programming guide bounds by that."""
+    return np.where((x >= 0) & (x < 1), 2.0**-23 / np.exp2(x), 2.0**-22)
+
+
+_APPROXIMATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array | float]]] = {
+    "ex2": (np.exp2, _exp2_error),
+    "rcp": (lambda x: 1.0 / x, lambda x: 2.0**-23),
+    "sqrt": (np.sqrt, lambda x: 2.0**-23),
+    "rsqrt": (lambda x: 1.0 / np.sqrt(x), lambda x: 2.0**-22.9),
 }
 
 
@@ -110,6 +118,12 @@ def _typed(kind: str, width: int, bits: Array) -> Array:
     return bits.view(_SIGNED[width]) if kind == "s" else bits
 
 
+def kernels(module: str) -> dict[str, str]:
+    """The PTX of each kernel of a module, with what the module declares."""
+    declared, *entries = re.split(r"(?=^\.(?:visible|weak) \.entry )", module, flags=re.MULTILINE)
+    return {re.findall(r"\.entry (\w+)", entry)[0]: declared + entry for entry in entries}
+
+
 class Program:
     """One kernel's PTX, each instruction a closure."""
 
@@ -117,7 +131,17 @@ class Program:
         text = re.sub(r"//[^\n]*", "", text)
         text = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*$", "", text, flags=re.MULTILINE)
         head = text.split(".entry")[1].split("{")[0]
-        self.parameters = re.findall(r"\.param \.\w+(?: [^\n,)]*?)? (\w+)(?=,|\n\))", head)
+        #: Where parameters begin among their bytes.
+        self.parameters: dict[str, int] = {}
+        self.parameter_bytes = 0
+        for name, size in re.findall(r"\.param [^\n]*?(\w+)(?:\[(\d+)\])?(?=,|\n\))", head):
+            self.parameters[name] = self.parameter_bytes
+            self.parameter_bytes += -(-int(size or 8) // 8) * 8
+        #: Addresses that names stand for; all shared memory begins at 0.
+        self._symbols = {
+            **self.parameters,
+            **dict.fromkeys(re.findall(r"\.extern \.shared [^\n]*?(\w+)\[", text), 0),
+        }
         size = re.search(r"\.(?:req|max)ntid (\d+)", text)
         assert size is not None
         self.threads = int(size[1])
@@ -177,7 +201,7 @@ class Program:
     def _read(self, operand: str, kind: str, width: int) -> Callable[[Machine], Array]:
         """A function that gives the operand as an array of that type, or as a scalar."""
         if operand.startswith("%") or operand in self._dtype:
-            if operand.startswith(("%tid.", "%ctaid.", "%nctaid.", "%ntid.", "%laneid")):
+            if operand.startswith(("%tid.", "%ctaid.", "%nctaid.", "%laneid")):
                 return lambda m: _typed(kind, width, m.special[operand])
             same = self.dtype(operand) is (np.bool_ if kind == "p" else _UNSIGNED[width])
             if same and kind in "bup":
@@ -193,8 +217,8 @@ class Program:
             value = np.array(int(operand[2:], 16), np.uint32)
         elif operand.startswith("0d"):
             value = np.array(int(operand[2:], 16), np.uint64)
-        elif operand.startswith("global_smem"):
-            value = np.array(int(operand.partition("+")[2] or 0), np.uint64)
+        elif (symbol := operand.partition("+"))[0] in self._symbols:
+            value = np.array(self._symbols[symbol[0]] + int(symbol[2] or 0), np.uint64)
         elif operand == "true":
             value = np.array(True)
         else:
@@ -215,7 +239,7 @@ class Program:
         def put(m: Machine, on: Array, value: Array) -> None:
             bits = _fits(dtype, value)
             if on is not None:
-                bits = np.where(on, bits, m.registers.get(register, dtype(0)))
+                bits = np.where(on, bits, m.registers[register])
             elif bits.ndim == 0:
                 bits = np.full(m.lanes, bits)
             m.registers[register] = bits
@@ -276,18 +300,16 @@ class Program:
 
     def op_ld(self, op: list[str], operands: list[str]) -> Step:
         kind, width = _kind(op[-1])
-        if op[1] == "param":
-            put, name = self._write(operands[0]), operands[1].strip("[] ")
-            sign = "s" if kind == "s" else "b"
-            return lambda m, on: put(m, on, _typed(sign, width, m.parameters[name]))
         names = [name.strip() for name in operands[0].strip("{} ").split(",")]
         puts, at = [self._write(name) for name in names], self._address(operands[1])
         bits = _UNSIGNED[width]
         signed = _SIGNED[width] if kind == "s" else bits
-        shared = op[1] == "shared"
+        load_from = {"param": Machine.load_parameters, "shared": Machine.load_shared}.get(
+            op[1], Machine.load
+        )
 
         def load(m: Machine, on: Array) -> None:
-            data = m.load(at(m), on, bits, len(puts), shared)
+            data = load_from(m, at(m), on, bits, len(puts))
             for i, put in enumerate(puts):
                 put(m, on, data[:, i].view(signed))
 
@@ -306,6 +328,9 @@ class Program:
             m.store(at(m), on, data, shared)
 
         return store
+
+    def op_cvta(self, op: list[str], operands: list[str]) -> Step:
+        return self._simple(operands, "b", 64, lambda x: x)
 
     def op_cp(self, op: list[str], operands: list[str]) -> Step:
         assert op[1] == "async", op
@@ -383,7 +408,12 @@ class Program:
             return self._simple(operands, kind, width, function)
         assert "approx" in op, op
         flush = _flush if "ftz" in op else (lambda x: x)
-        return self._simple(operands, kind, width, lambda x: flush(_off(function(flush(x)), error)))
+
+        def approximate(x: Array) -> Array:
+            x = flush(x)
+            return flush(_off(function(x), error(x)))
+
+        return self._simple(operands, kind, width, approximate)
 
     op_sqrt = op_rcp = op_rsqrt = op_ex2
 
@@ -441,11 +471,22 @@ class Program:
 
         return extract
 
+    def op_bfi(self, op: list[str], operands: list[str]) -> Step:
+        assert op[1] == "b32", op
+        put, reads = self._write(operands[0]), self._reads(operands[1:], "u", 32)
+
+        def insert(m: Machine, on: Array) -> None:
+            field, x, position, length = (read(m).astype(np.uint64) for read in reads)
+            mask = ((np.uint64(1) << length) - np.uint64(1)) << position
+            put(m, on, ((x & ~mask) | ((field << position) & mask)).astype(np.uint32))
+
+        return insert
+
+    def op_copysign(self, op: list[str], operands: list[str]) -> Step:
+        return self._simple(operands, *_kind(op[-1]), lambda sign, x: np.copysign(x, sign))
+
     def op_prmt(self, op: list[str], operands: list[str]) -> Step:
-        to, low, high, choice = operands
-        if choice[0] != "%" and not int(choice.rstrip("U"), 0) & 0x4444:
-            high = low  # no byte comes from there, and Triton 3.6 names registers never written
-        put, reads = self._write(to), self._reads([low, high, choice], "u", 32)
+        put, reads = self._write(operands[0]), self._reads(operands[1:], "u", 32)
 
         def permute(m: Machine, on: Array) -> None:
             low, high, choice = (read(m).astype(np.uint64) for read in reads)
@@ -517,6 +558,9 @@ class Program:
             return lambda m, on: put(m, on, _widen(read(m)))
         read = self._read(operands[1], *_kind(source))
         kind, width = _kind(to)
+        if "sat" in op:
+            assert to == source == "f32", op
+            return lambda m, on: put(m, on, np.fmin(np.fmax(read(m), np.float32(0)), np.float32(1)))
         if kind == "f":
             return lambda m, on: put(m, on, read(m).astype(_FLOAT[width]))
         whole = (_SIGNED if kind == "s" else _UNSIGNED)[width]
@@ -527,9 +571,17 @@ class Program:
     # The warp's and the block's ---------------------------------------------------------------
 
     def op_bar(self, op: list[str], operands: list[str]) -> Step:
-        if op[1] == "warp":
-            return lambda m, on: m.warps(on) and None
-        return lambda m, on: m.barrier(on)
+        return lambda m, on: m.warps(on)
+
+    def op_vote(self, op: list[str], operands: list[str]) -> Step:
+        assert op[1:3] == ["sync", "any"], op
+        put, read = self._write(operands[0]), self._read(operands[1], "p", 1)
+
+        def any_of_warp(m: Machine, on: Array) -> None:
+            m.warps(on)
+            put(m, on, np.repeat(np.broadcast_to(read(m), m.lanes).reshape(-1, 32).any(1), 32))
+
+        return any_of_warp
 
     def op_shfl(self, op: list[str], operands: list[str]) -> Step:
         put, read = self._write(operands[0].split("|")[0]), self._read(operands[1], "b", 32)
@@ -547,8 +599,8 @@ class Program:
             elif mode == "down":
                 source = np.where(lane + step < 32, lane + step, lane)
             else:
-                source = step & 31
-            put(m, on, np.take_along_axis(value, source, 1).reshape(-1))
+                source = step
+            put(m, on, np.take_along_axis(value, source & 31, 1).reshape(-1))
 
         return shuffle
 
@@ -577,7 +629,7 @@ class Program:
                 source = source + np.tile(
                     np.arange(4, dtype=np.uint64) * np.uint64(4), m.lanes // 4
                 )
-                pairs = m.load(source, on, np.uint32, 1, True)[:, 0]
+                pairs = m.load_shared(source, on, np.uint32, 1)[:, 0]
                 if transposed:
                     matrix = pairs.view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
                     pairs = np.ascontiguousarray(matrix).view(np.uint32).reshape(-1)
@@ -633,13 +685,18 @@ def _quotient(x: Array, y: Array) -> tuple[Array, Array]:
 def _floating(op: list[str], width: int) -> Callable[..., Array]:
     name = op[0]
     if name == "fma":
-        if width == 32:
+        if width != 32:
+            return lambda x, y, z: x * y + z
+
+        def multiply_add(x: Array, y: Array, z: Array) -> Array:
             # Products of fp32 are exact in fp64.
-            return lambda x, y, z: (
-                (x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64))
-                .astype(np.float32)
-            )  # fmt: skip
-        return lambda x, y, z: x * y + z
+            exact = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
+            near = exact.astype(np.float32)
+            if "rm" not in op:
+                return near
+            return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
+
+        return multiply_add
     if name == "div":
         return (lambda x, y: _off(x / y, 2.0**-22)) if "full" in op else np.divide
     if name in ("min", "max"):
@@ -653,16 +710,27 @@ def _floating(op: list[str], width: int) -> Callable[..., Array]:
     return plain
 
 
+class Registers(dict[str, Array]):
+    """What was never written has all bits set: NaN, and true."""
+
+    def __init__(self, program: Program, lanes: int) -> None:
+        self._program, self._lanes = program, lanes
+
+    def __missing__(self, name: str) -> Array:
+        dtype = self._program.dtype(name)
+        return np.full(self._lanes, True if dtype is np.bool_ else np.iinfo(dtype).max, dtype)
+
+
 class Machine:
     """Some blocks of a launch: their registers and shared memory, and the tensors they were given."""
 
     def __init__(
-        self, program: Program, grid: Sequence[int], blocks: range, parameters: dict[str, Array],
+        self, program: Program, grid: Sequence[int], blocks: range, parameters: Array,
         memory: Memory, shared: int,
     ) -> None:  # fmt: skip
         self.program, self.memory, self.parameters = program, memory, parameters
         self.threads, self.lanes = program.threads, program.threads * len(blocks)
-        self.registers: dict[str, Array] = {}
+        self.registers = Registers(program, self.lanes)
         thread = np.tile(np.arange(self.threads, dtype=np.uint32), len(blocks))
         block = np.repeat(np.arange(blocks.start, blocks.stop, dtype=np.uint32), self.threads)
         x, y = grid[0], grid[1] if len(grid) > 1 else 1
@@ -670,7 +738,7 @@ class Machine:
         self.special = {
             "%tid.x": thread, "%ctaid.x": block % np.uint32(x),
             "%ctaid.y": block // np.uint32(x) % np.uint32(y), "%nctaid.x": ones * np.uint32(x),
-            "%laneid": thread % np.uint32(32),
+            "%nctaid.y": ones * np.uint32(y), "%laneid": thread % np.uint32(32),
         }  # fmt: skip
         self.size = shared
         # Aligned for every width; what a block may touch is the first ``shared`` of it.
@@ -690,7 +758,26 @@ class Machine:
     def run(self) -> None:
         steps, labels, counts = self.program.steps, self.program.labels, self.program.counts
         waiting: dict[int, Array] = {0: np.ones(self.lanes, bool)}
-        while waiting:
+        parked: dict[int, Array] = {}  # behind a barrier, until all others have reached one
+        ended = np.zeros(self.lanes, bool)
+
+        def join(places: dict[int, Array], at: int, lanes: Array) -> None:
+            if lanes.any():
+                places[at] = places[at] | lanes if at in places else lanes
+
+        while waiting or parked:
+            if parked:
+                arrived = np.logical_or.reduce(list(parked.values()))
+                whole = (arrived | ended).reshape(-1, self.threads).all(1)
+                free = np.repeat(whole, self.threads) & arrived
+                self.epoch[free] += 1
+                still: dict[int, Array] = {}
+                for at, lanes in parked.items():
+                    join(waiting, at, lanes & free)
+                    join(still, at, lanes & ~free)
+                parked = still
+                if not waiting:
+                    raise EmulationError("a barrier that not all threads of a block reach")
             at = min(waiting)
             here = waiting.pop(at)
             others = min(waiting, default=len(steps))
@@ -704,22 +791,27 @@ class Machine:
                     lanes = None if lanes.all() else lanes
                 at += 1
                 counts[name] += 1
-                if step is None:
-                    going = here if lanes is None else lanes
-                    if name == "bra" and going.any():
-                        target = labels[text]
-                        waiting[target] = waiting[target] | going if target in waiting else going
-                    here = here & ~going
-                    break
-                if lanes is None or lanes.any():
+                if step is not None and (lanes is None or lanes.any()):
                     try:
                         step(self, lanes)
                     except Exception as error:
                         raise EmulationError(f"{error}: {text}") from error
-            if here.any():
-                waiting[at] = waiting[at] | here if at in waiting else here
+                if step is None or name.startswith("bar.sync"):
+                    going = here if lanes is None else lanes
+                    if name == "bra":
+                        join(waiting, labels[text], going)
+                    elif name == "ret":
+                        ended = ended | going
+                    else:
+                        join(parked, at, going)
+                    here = here & ~going
+                    break
             if at >= len(steps):
-                waiting.pop(at, None)
+                ended = ended | here
+            else:
+                join(waiting, at, here)
+        if self.under_way:
+            raise EmulationError("copies are under way when the program ends")
 
     def warps(self, on: Array) -> None:
         """Lanes that are on must be whole warps."""
@@ -727,15 +819,6 @@ class Machine:
             each = on.reshape(-1, 32)
             if not (each.all(1) == each.any(1)).all():
                 raise EmulationError("a warp is not whole")
-
-    def barrier(self, on: Array) -> None:
-        if on is None:
-            self.epoch += 1
-            return
-        each = on.reshape(-1, self.threads)
-        if not (each.all(1) == each.any(1)).all():
-            raise EmulationError("a block is not whole at a barrier")
-        self.epoch[on] += 1
 
     # Memory -----------------------------------------------------------------------------------
 
@@ -767,10 +850,19 @@ class Machine:
             self.reader[word] = np.where(several, np.int16(-2), warp)
             self.reader[word[self.reader[word] != warp]] = -2
 
-    def load(self, at: Array, on: Array, bits: Any, count: int, shared: bool) -> Array:
+    def load(self, at: Array, on: Array, bits: Any, count: int) -> Array:
         """[lanes, count] elements; lanes that are off get 0."""
-        if not shared:
-            return self.memory.load(np.broadcast_to(at, self.lanes), on, bits, count)
+        return self.memory.load(np.broadcast_to(at, self.lanes), on, bits, count)
+
+    def load_parameters(self, at: Array, on: Array, bits: Any, count: int) -> Array:
+        size = np.dtype(bits).itemsize * count
+        at = np.broadcast_to(at, self.lanes) if on is None else np.where(on, at, np.uint64(0))
+        if (at > np.uint64(len(self.parameters) - size)).any():
+            raise EmulationError("an access beyond the parameters")
+        places = at[:, None].astype(np.int64) + np.arange(size)
+        return self.parameters[places].view(bits)
+
+    def load_shared(self, at: Array, on: Array, bits: Any, count: int) -> Array:
         item = np.dtype(bits).itemsize
         place = self._place(at, on, item * count, False) // item
         found = self.shared.view(bits)[place[:, None] + np.arange(count)]
@@ -891,16 +983,21 @@ class Memory:
 
 
 def launch(
-    program: Program, grid: Sequence[int], shared: int, arguments: Sequence[int | float],
+    program: Program, grid: Sequence[int], shared: int, arguments: Sequence[int | float] | bytes,
     memory: Memory,
 ) -> None:  # fmt: skip
-    """Run all blocks; ``arguments``: addresses and numbers, as the parameters of the PTX have them."""
-    parameters = {}
-    for name, value in zip(program.parameters, arguments, strict=True):
-        if isinstance(value, float):
-            parameters[name] = np.array(value, np.float32).view(np.uint32)
-        else:
-            parameters[name] = np.array(int(value) & ((1 << 64) - 1), np.uint64)
+    """Run all blocks; ``arguments``: addresses and numbers, as the parameters of the PTX have them, or
+    the bytes of all of them."""
+    if not isinstance(arguments, bytes):
+        assert len(arguments) == len(program.parameters)
+        arguments = b"".join(
+            struct.pack("<f4x", value)
+            if isinstance(value, float)
+            else struct.pack("<Q", int(value) & ((1 << 64) - 1))
+            for value in arguments
+        )
+    parameters = np.frombuffer(arguments, np.uint8)
+    assert len(parameters) == program.parameter_bytes
     blocks = int(np.prod(grid))
     each = max(1, _LANES // program.threads)
     with np.errstate(all="ignore"):

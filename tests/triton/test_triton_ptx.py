@@ -49,7 +49,7 @@ BUGS = [
     ("attention", "attention_forward", r"max\.f32", "min.f32", "output"),
     ("attention", "attention_forward", r"\.trans\.shared", ".shared", "output"),
     ("attention", "attention_forward", r"(mma\.[^{]*{[^}]*}, {) (%r\d+), (%r\d+)", r"\1 \3, \2", "out"),
-    ("attention", "attention_backward_key", r"wait_group\s+\d+;", "wait_group 9;", "grad of key"),
+    ("attention", "attention_backward_key", r"wait_group\s+\d+;", "wait_group 9;", "under way"),
     ("attention", "attention_backward_query", r"bar\.sync\s+0;", "", "two warps"),
     ("attention", "attention_forward", r"ex2\.approx", "rcp.approx", "output"),
     ("attention causal strided lengths", "attention_forward", r"min\.s64", "max.s64", "output"),
