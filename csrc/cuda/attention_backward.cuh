@@ -28,10 +28,7 @@ struct AttentionBackwardArgs {
 };
 
 // What scores of the row are exponentiated with: exp2((score - row_max) exponent) share.
-TF_DEVICE float share_of(const AttentionArgs& args, int64_t row) {
-  const float sum = args.row_sum[row];
-  return sum == 0.0f ? 0.0f : 1.0f / sum;
-}
+TF_DEVICE float share_of(float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
 // Gradient of the returned weights at a place, 0 where there is none.
 template <class T>
@@ -82,7 +79,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   for (int i = 0; i < 2; ++i)
     if (row + g + 8 * i < args.queries) {
       row_max[i] = args.row_max[head.first_row + row + g + 8 * i];
-      share[i] = share_of(args, head.first_row + row + g + 8 * i);
+      share[i] = share_of(args.row_sum[head.first_row + row + g + 8 * i]);
     }
   for (int step = 0; step < steps; ++step) {
     if (step + 1 < steps) load_step(step + 1);
@@ -202,7 +199,8 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   unsigned char* values = keys + Tile::own_bytes;
   unsigned char* queries = values + Tile::own_bytes;  // two tiles each
   unsigned char* grads = queries + 2 * Tile::bytes;
-  // Of the queries of two tiles: row_max, share, delta.
+  // Of the queries of three tiles: row_max, share, delta. They are read a tile ahead of the
+  // queries, since those that see nothing are not copied.
   float* statistics = reinterpret_cast<float*>(grads + 2 * Tile::bytes);
   const int lane = threadIdx.x % kWarp, t = lane % 4;
   const AttentionBlock block(args.keys, Tile::own, args.heads / args.group, false);
@@ -218,29 +216,43 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   int tiles = (args.queries + Tile::rows - 1) / Tile::rows - skipped;
   if (tiles < 0 || block.first >= end) tiles = 0;
   const int steps = tiles * args.group;
+  static_assert(Tile::rows <= Tile::threads);
+  const auto read_statistics = [&](int step, float (&to)[3]) {
+    const int row = (skipped + step % tiles) * Tile::rows + static_cast<int>(threadIdx.x);
+    const bool inside = step < steps && threadIdx.x < Tile::rows && row < args.queries;
+    const int64_t head = int64_t{block.batch} * args.heads + first_head + step / tiles;
+    const int64_t at = inside ? head * args.queries + row : 0;
+    to[0] = inside ? args.row_max[at] : 0.0f;
+    to[1] = inside ? args.row_sum[at] : 0.0f;
+    to[2] = inside ? backward.delta[at] : 0.0f;
+  };
+  const auto keep_statistics = [&](int step, const float (&found)[3]) {
+    if (threadIdx.x >= Tile::rows) return;
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      statistics[(step % 3 * 3 + i) * Tile::rows + threadIdx.x] =
+          i == 1 ? share_of(found[i]) : found[i];
+  };
   const auto load_step = [&](int step) {
     const AttentionHead<T> head(args, block.batch, first_head + step / tiles);
     const int first = (skipped + step % tiles) * Tile::rows;
     // Queries that see nothing may hold anything.
-    const auto sees = [&](int row) {
-      return row < args.queries && args.row_sum[head.first_row + row] != 0.0f;
-    };
+    const float* shares = statistics + (step % 3 * 3 + 1) * Tile::rows;
+    const auto sees = [&](int row) { return shares[row - first] != 0.0f; };
     load_rows<Tile, Tile::rows>(queries + step % 2 * Tile::bytes, args.query,
                                 head_of<T>(args.query, block.batch, head.head), first, sees);
     load_rows<Tile, Tile::rows>(grads + step % 2 * Tile::bytes, backward.grad,
                                 head_of<T>(backward.grad, block.batch, head.head), first, sees);
-    for (int i = threadIdx.x; i < Tile::rows; i += Tile::threads) {
-      float* to = statistics + step % 2 * 3 * Tile::rows + i;
-      const bool inside = first + i < args.queries;
-      const int64_t at = head.first_row + first + i;
-      to[0] = inside ? args.row_max[at] : 0.0f;
-      to[Tile::rows] = inside ? share_of(args, at) : 0.0f;
-      to[2 * Tile::rows] = inside ? backward.delta[at] : 0.0f;
-    }
   };
   const auto exists = [&](int row) { return row < end; };
   load_rows<Tile, Tile::own>(keys, args.key, key, block.first, exists);
   load_rows<Tile, Tile::own>(values, args.value, value, block.first, exists);
+  float ahead[3];
+  for (int step = 0; step < 2 && step < steps; ++step) {
+    read_statistics(step, ahead);
+    keep_statistics(step, ahead);
+  }
+  __syncthreads();  // everybody has kept what it read
   if (steps > 0) load_step(0);
   cp_async_commit();
 
@@ -248,12 +260,13 @@ __global__ void __launch_bounds__(Tile::threads, 2)
   for (int step = 0; step < steps; ++step) {
     if (step + 1 < steps) load_step(step + 1);
     cp_async_commit();
+    read_statistics(step + 2, ahead);
     cp_async_wait<1>();
     __syncthreads();  // everybody's copies have landed
     if (!idle) {
       const AttentionHead<T> head(args, block.batch, first_head + step / tiles);
       const int first = (skipped + step % tiles) * Tile::rows;
-      const float* statistic = statistics + step % 2 * 3 * Tile::rows + 2 * t;
+      const float* statistic = statistics + step % 3 * 3 * Tile::rows + 2 * t;
       float p[Tile::scores][4] = {}, dp[Tile::scores][4] = {};
       multiply<Tile>(p, keys, queries + step % 2 * Tile::bytes);
       multiply<Tile>(dp, values, grads + step % 2 * Tile::bytes);
@@ -285,6 +298,7 @@ __global__ void __launch_bounds__(Tile::threads, 2)
       accumulate<Tile>(value_sums, p, grads + step % 2 * Tile::bytes);
       accumulate<Tile>(key_sums, dp, queries + step % 2 * Tile::bytes);
     }
+    keep_statistics(step + 2, ahead);
     __syncthreads();  // nobody reads the tiles that the next step fills
   }
   cp_async_wait<0>();  // of keys that nobody sees
@@ -309,7 +323,7 @@ void launch_attention_backward_as(const AttentionBackwardArgs& backward, Stream 
   if (keys > 0 && (backward.grad_key.data != nullptr || backward.grad_value.data != nullptr))
     launch(attention_backward_key_kernel<KeyTile>, dim3(static_cast<unsigned>(keys)),
            KeyTile::threads,
-           2 * KeyTile::own_bytes + 4 * KeyTile::bytes + 6 * KeyTile::rows * sizeof(float), stream,
+           2 * KeyTile::own_bytes + 4 * KeyTile::bytes + 9 * KeyTile::rows * sizeof(float), stream,
            backward);
 }
 
