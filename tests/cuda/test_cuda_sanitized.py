@@ -150,7 +150,7 @@ PLANTED = {
     ),
     "shares of a block that others have not written yet": (
         THREAD, "attention_decode.cuh",
-        "  __syncthreads();\n\n  float highest", "  float highest",
+        "    __syncthreads();\n\n    float highest", "    float highest",
         "data race",
     ),
     "a row that two lanes store": (
