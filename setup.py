@@ -1,8 +1,8 @@
 """Bridge to CMake: builds transformer_fast._C, or records why it could not.
 
 TRANSFORMER_FAST_BUILD=auto (default) falls back to a pure Python installation with a warning,
-=0 skips the native build, =require makes any failure an error. MAX_JOBS limits parallel compiles,
-CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
+=0 skips the native build and gives a pure wheel, =require makes any failure an error. MAX_JOBS
+limits parallel compiles, CMAKE_ARGS adds arguments to cmake, CXX names the compiler.
 
 The CUDA kernels are built where nvcc (CUDA_HOME, PATH, the package nvidia-cuda-nvcc, or
 /usr/local/cuda) and a GPU are found, for TORCH_CUDA_ARCH_LIST; where they are not, or the compiler
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -320,8 +321,16 @@ class CMakeBuild(build_ext):
         return {}
 
 
+class Wheel(bdist_wheel):
+    """Without native code a wheel is for any Python 3 on any platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        pure = os.environ.get("TRANSFORMER_FAST_BUILD") == "0"
+        return ("py3", "none", "any") if pure else super().get_tag()
+
+
 setup(
     # Named so that the wheel is marked as platform-specific; CMake has the sources.
     ext_modules=[Extension("transformer_fast._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": Wheel},
 )

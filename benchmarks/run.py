@@ -101,8 +101,8 @@ def _show(console: Console, name: str, rows: list[Row]) -> None:
     console.print(table.build(rows, console.width))
     for title, lines in (
         ("Failed", notes.failures(rows)),
-        ("Not on a kernel", notes.fallbacks(rows)),
-        ("Without a row", notes.absent(rows)),
+        ("Not run by a kernel of ours", notes.fallbacks(rows)),
+        ("Not measured", notes.absent(rows)),
     ):
         if lines:
             console.print(f"[bold]{title}[/]")

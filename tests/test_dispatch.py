@@ -155,7 +155,7 @@ def test_a_kernel_yields_to_a_later_one(table):
     assert [dispatch.why_yields(cpu, call) for call in others] == [None] * 4
     told = dispatch.explain_call(yielding)
     assert told.backend == "torch"
-    assert told.reasons["cpu"] == ["it yields: few rows are faster there"]
+    assert told.reasons["cpu"] == ["a later backend is preferred: few rows are faster there"]
     # A named backend runs what it can run.
     assert select(yielding, "cpu").backend == "cpu"
     assert why_not(cpu, yielding) == []
@@ -227,8 +227,8 @@ def test_named_backend_never_falls_back(table):
     with pytest.raises(NotImplementedError) as error:
         select(call, "cpu")
     assert str(error.value) == (
-        "backend 'cpu' cannot run this call of linear: it takes float32 and the call has float64; "
-        "the call needs gradients and it has no backward; the call has dropout and it has none."
+        "backend 'cpu' does not support this call of linear: it supports float32, and the call has "
+        "float64; it has no backward, and the call needs gradients; it does not support dropout."
     )
 
 
@@ -332,9 +332,9 @@ def test_strict_refuses_the_reference_with_the_reasons(table):
         with pytest.raises(NotImplementedError) as error:
             select(CALL)
         assert str(error.value).splitlines() == [
-            "strict mode: no kernel takes this call of linear:",
+            "strict mode: no kernel supports this call of linear:",
             "  triton: it is not yet proven on a GPU, so it runs only when it is named.",
-            "  cpu: it takes float64 and the call has float32.",
+            "  cpu: it supports float64, and the call has float32.",
             "  torch: it is elsewhere.",
         ]
         with strict(False):
@@ -355,8 +355,8 @@ def test_explain_tells_all_in_sentences(table):
     assert told.backend == "torch"
     assert str(told) == (
         "linear runs on 'torch'.\n"
-        "  not 'cpu': it takes bfloat16, float64 and the call has float32.\n"
-        "  not 'reference': one before it in the order fits."
+        "  not 'cpu': it supports bfloat16, float64, and the call has float32.\n"
+        "  not 'reference': an earlier backend is selected."
     )
 
 
@@ -365,7 +365,7 @@ def test_explain_a_refused_call(table):
     table("cpu", dtypes=frozenset({torch.float64}))
     told = dispatch.explain_call(CALL, "cpu")
     assert told.backend is None
-    assert str(told).startswith("linear: this call would be refused.\n  not 'cpu': it takes")
+    assert str(told).startswith("linear: no backend can run this call.\n  not 'cpu': it supports")
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_environment_of_a_new_process():
     done = in_a_new_process(code, TRANSFORMER_FAST_BACKEND="torch", TRANSFORMER_FAST_STRICT="1")
     assert done.stdout.splitlines() == [
         "torch",
-        "strict mode: no kernel takes this call of linear:",
+        "strict mode: no kernel supports this call of linear:",
     ], done.stderr
 
 

@@ -137,7 +137,7 @@ def test_limits_in_words():
         proven=frozenset(),
     )
     assert kernel_row(kernel) == (
-        "triton", "when named", "cuda", "fp32 bf16", "not of masks", "no", ""
+        "triton", "if named", "cuda", "fp32 bf16", "not of masks", "no", ""
     )  # fmt: skip
     assert dtype_names(frozenset()) == "any"
     (reason,) = reasons([kernel])

@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.backends import cuda
 from transformer_fast.cli import info
@@ -59,10 +61,10 @@ def run(command, cwd, **environment):
     )
 
 
-def pip_install(checkout, target, **environment):
+def pip_install(source, target, **environment):
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
-    command = [sys.executable, "-m", "pip", "install", "-q", *options, str(checkout)]
-    done = run(command, checkout, **environment)
+    command = [sys.executable, "-m", "pip", "install", "-q", *options, str(source)]
+    done = run(command, target.parent, **environment)
     assert done.returncode == 0, done.stdout
 
 
@@ -86,13 +88,104 @@ def recorded_reason(checkout):
     return scope["REASON"]
 
 
-def test_switched_off(checkout, tmp_path):
-    target = tmp_path / "site"
-    pip_install(checkout, target, TRANSFORMER_FAST_BUILD="0")
+def test_pure_wheel_from_the_source_archive(checkout, tmp_path):
+    """What is built without kernels is for every platform, whatever was built in place before."""
+    target, package = tmp_path / "site", checkout / "transformer_fast"
+    (package / "_build_info.py").write_text("BUILD_DIR = '/home/somebody'\n")
+    (package / "_C.cpython-3.so").write_text("")
+    (checkout / "tests").mkdir()
+    (checkout / "tests" / "test_it.py").write_text("")
+    done = run([sys.executable, "setup.py", "--quiet", "sdist"], checkout)
+    assert done.returncode == 0, done.stdout
+    (archive,) = (checkout / "dist").iterdir()
+    assert archive.name == f"transformer_fast-{transformer_fast.__version__}.tar.gz"
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"CMakeLists.txt", "cmake/Isa.cmake", "csrc/cpu/isa.cpp", "LICENSE"} <= names
+    unwanted = ("tests", "transformer_fast/_build_info.py", "transformer_fast/_C")
+    assert not [name for name in names if name.startswith(unwanted)]
+
+    options = [
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path / "wheels"),
+    ]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(archive)]
+    done = run(command, tmp_path, TRANSFORMER_FAST_BUILD="0")
+    assert done.returncode == 0, done.stdout
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert wheel.name == f"transformer_fast-{transformer_fast.__version__}-py3-none-any.whl"
+    pip_install(wheel, target)
     missing, why = use_installed(target, tmp_path)
     assert missing
     assert "TRANSFORMER_FAST_BUILD=0" in why
     assert (target / "transformer_fast" / "py.typed").is_file()
+
+
+# Every drop-in module gives torch.nn's bits, dropout included, by way of torch.nn's own forward; a named
+# backend runs the package's ops. The dispatcher prefers PyTorch's ops to the reference for every case.
+WITHOUT_KERNELS = """
+import itertools, torch, transformer_fast
+from transformer_fast import _native, nn
+assert _native.module is None
+
+def results(library):
+    torch.manual_seed(0)
+    x, tokens = torch.randn(2, 6, 16, requires_grad=True), torch.tensor([[1, 2], [3, 0]])
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    causal = library.Transformer.generate_square_subsequent_mask(6)
+    layer = library.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    attention = library.MultiheadAttention(16, 2, dropout=0.2, batch_first=True)
+    for training in (True, False):
+        attention.train(training)
+        with torch.set_grad_enabled(training):
+            yield library.Linear(16, 8).train(training)(x)
+            yield library.LayerNorm(16)(x.bfloat16().float())
+            yield library.Embedding(5, 16)(tokens)
+            yield library.CrossEntropyLoss()(x[0], torch.arange(6))
+            yield from attention(x, x, x, key_padding_mask=padding, need_weights=True)
+            yield layer.train(training)(x, src_key_padding_mask=padding)
+            yield library.TransformerEncoder(layer, 2)(x, src_key_padding_mask=padding)
+            model = library.Transformer(16, 2, 1, 1, 32, batch_first=True).train(training)
+            yield model(x, x, tgt_mask=causal, tgt_is_causal=True)
+
+for one, other in zip(list(results(nn)), list(results(torch.nn)), strict=True):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+try:
+    with transformer_fast.use_backend("cpu"):
+        nn.Linear(4, 4)(torch.randn(2, 4))
+    raise AssertionError
+except NotImplementedError:
+    pass
+
+q = torch.randn(2, 2, 5, 8, requires_grad=True)
+mask = torch.ones(5, 5, dtype=torch.bool).tril()
+for dtype, more in itertools.product(
+    (torch.float32, torch.bfloat16, torch.float64),
+    ({}, {"is_causal": True}, {"attn_mask": mask}, {"key_lengths": torch.tensor([5, 0])},
+     {"dropout_p": 0.5}, {"need_weights": True}),
+):
+    args = (q.to(dtype),) * 3
+    assert transformer_fast.explain("attention", *args, **more).backend == "torch", (dtype, more)
+    x, w = torch.randn(3, 8, dtype=dtype, requires_grad=True), torch.randn(8, 8, dtype=dtype)
+    for call in (
+        ("layer_norm", x, 8), ("add_layer_norm", x, x, 8), ("linear", x, w),
+        ("feed_forward", x, w, None, w, None), ("cross_entropy", x, torch.zeros(3).long()),
+        ("linear_cross_entropy", x, w, torch.zeros(3).long()),
+    ):
+        assert transformer_fast.explain(*call).backend == "torch", call[0]
+"""
+
+
+def test_without_kernels_pytorchs_run(checkout, tmp_path):
+    record = "PYTHON = ''\nREASON = 'no C++ compiler was found'\n"
+    (checkout / "transformer_fast" / "_build_info.py").write_text(record)
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_KERNELS]
+    done = run(command, tmp_path, PYTHONPATH=str(checkout))
+    assert done.returncode == 0, done.stdout
 
 
 def test_no_compiler(checkout, tmp_path):

@@ -553,4 +553,4 @@ def test_the_command_from_end_to_end(capsys, monkeypatch):
     assert "removed" in capsys.readouterr().out
     assert proof.read(MACHINE)[0] is None
     assert main(["prove", "--forget"]) == 0
-    assert "nothing to forget" in capsys.readouterr().out
+    assert "No results to remove" in capsys.readouterr().out

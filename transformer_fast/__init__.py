@@ -1,15 +1,16 @@
-"""transformer_fast: the Transformer's modules and ops near the hardware's limit.
+"""Drop-in Transformer modules and ops for PyTorch, with fused kernels.
 
-    from transformer_fast import nn               # torch.nn with our classes in place of torch's
-    from transformer_fast import functional as F  # torch.nn.functional, likewise
-    transformer_fast.accelerate(model)            # a model that exists already; restore(model)
-    torch.compile(model, backend="transformer_fast")  # one that somebody wrote by hand
-    transformer_fast.explain("attention", q, k, v)
+    from transformer_fast import nn               # torch.nn, with fused modules
+    from transformer_fast import functional as F  # torch.nn.functional, with fused ops
+    transformer_fast.accelerate(model)            # an existing model, in place; restore(model)
+    torch.compile(model, backend="transformer_fast")  # hand-written code
+    transformer_fast.explain("attention", q, k, v)    # which kernel runs a call, and why
 
-The pure PyTorch reference is the specification; kernels implement it; `explain` tells which of
-them a call runs on and why. ``python -m transformer_fast info`` says what this machine has.
+`models` has whole models and decoding, `training` the training loop, `viz` pictures (needs
+matplotlib). ``python -m transformer_fast info`` shows what this machine can run.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import backends, functional, memory
@@ -23,6 +24,8 @@ from .dispatch import Explanation, export_operators, strict, use_backend
 from .small import batch_invariant
 
 if TYPE_CHECKING:
+    from . import models, nn, training
+    from . import viz as viz
     from .accelerate.graph.backend import compile_backend
 
 __all__ = [
@@ -40,16 +43,30 @@ __all__ = [
     "export_operators",
     "functional",
     "memory",
+    "models",
+    "nn",
     "restore",
     "strict",
+    "training",
     "use_backend",
     "warm",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "compile_backend":  # the one part that takes time to import
-        from .accelerate.graph.backend import compile_backend
+_SUBMODULES = ("models", "nn", "training", "viz")
 
-        return compile_backend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # so that type checkers report names that do not exist
+
+    def __getattr__(name: str) -> Any:
+        """Import on first use what takes long to import or needs further packages."""
+        if name in _SUBMODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name == "compile_backend":
+            from .accelerate.graph.backend import compile_backend
+
+            return compile_backend
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})

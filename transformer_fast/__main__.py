@@ -1,4 +1,4 @@
-"""``python -m transformer_fast info``, ``compare`` and ``prove``."""
+"""``python -m transformer_fast``: how to start, and the commands ``info``, ``compare``, ``prove``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,45 @@ from ._version import __version__
 from .cli import compare, info, prove
 from .cli.console import until_interrupted
 
+_START = f"""\
+transformer_fast {__version__}: fused Transformer modules and ops for PyTorch.
+
+Four ways to start:
+
+  change one import        from transformer_fast import nn
+  speed up a model         transformer_fast.accelerate(model)
+  leave the code alone     torch.compile(model, backend="transformer_fast")
+  see what you would gain  python -m transformer_fast compare
+                           python -m transformer_fast info
+
+help(transformer_fast) says more; --help lists the commands.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status."""
+    """Run a command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m transformer_fast",
-        description="What this machine can run, and how kernels compare with the reference on it.",
+        description="Shows what this machine can run, and checks and times the kernels on it.",
     )
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="info | compare | prove"
-    )
+    commands = parser.add_subparsers(dest="command", metavar="info | compare | prove")
     for command, summary in (
-        (info, "what can run here, and why the rest cannot"),
-        (compare, "parity and speed of every kernel against the reference, here, on real text"),
-        (prove, "which GPU kernels are right and faster than PyTorch on this GPU; minutes"),
+        (info, "show what can run on this machine, and why the rest cannot"),
+        (compare, "check and time every kernel beside PyTorch on this machine, on real text"),
+        (
+            prove,
+            "find out which GPU kernels are right and faster than PyTorch on this GPU (minutes)",
+        ),
     ):
         name = command.__name__.rpartition(".")[2]
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
         command.add_arguments(sub)
         sub.set_defaults(run=command.main, parser=sub)
     options = parser.parse_args(arguments)
+    if options.command is None:
+        print(_START, end="")
+        return 0
     return until_interrupted(options.run, options.parser, options)
 
 

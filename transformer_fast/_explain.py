@@ -1,4 +1,4 @@
-"""`explain`: which backend a call would run on, and why not each of the others."""
+"""`explain`: which backend a call runs on, and why the others are not used."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ _PREPARE: dict[str, Callable[..., Any]] = {
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend this call would run on, and what stands against each other one.
+    """Explain which backend a call runs on, and why the others are not used. Runs nothing.
+
+    >>> print(transformer_fast.explain("layer_norm", torch.randn(4096, 512), 512))
+    layer_norm runs on 'cpu'.
+      not 'cuda': ...
 
     Args:
-        op: the op's name ("attention", "layer_norm", ...) or the public function itself.
-        args, kwargs: what you would pass to the public function, ``backend`` included.
+        op: the op's name ("attention", "layer_norm", ...) or the function of
+            `transformer_fast.functional`.
+        args, kwargs: what the function would be called with, ``backend`` included.
 
     Returns:
         An `Explanation`: ``.backend``, ``.reasons``, and sentences from ``str()``.
 
     Raises:
-        ValueError: unknown op. What the public function raises for arguments that do not fit.
+        ValueError: unknown op. Whatever the function raises for wrong arguments.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in _PREPARE:

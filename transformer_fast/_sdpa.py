@@ -66,7 +66,7 @@ def enable_sdpa(backend: str | None = None) -> None:
     Raises:
         ValueError: a backend that has no such kernel.
         RuntimeError: the backend cannot run on this machine, or for None the CPU kernels were not
-            built, or this PyTorch has no such registry.
+            built, or this PyTorch cannot restore its own kernel afterwards (2.10).
     """
     global _before, _named
     if backend is not None and backend not in _BACKENDS:
@@ -74,10 +74,10 @@ def enable_sdpa(backend: str | None = None) -> None:
     reason = _why_not(backend)
     if reason is not None:
         raise RuntimeError(f"enable_sdpa: {reason}")
-    if not hasattr(_registry, "register_flash_attention_impl"):
+    if not hasattr(_registry, "restore_flash_attention_impl"):
         raise RuntimeError(
-            f"enable_sdpa: torch {torch.__version__} has no registry of attention kernels "
-            "(torch.nn.attention.register_flash_attention_impl)"
+            f"enable_sdpa: torch {torch.__version__} cannot restore its attention kernel afterwards "
+            "(it lacks torch.nn.attention.restore_flash_attention_impl)"
         )
     current = _registry.current_flash_attention_impl()
     if current == NAME and _named == backend:

@@ -68,7 +68,7 @@ class Yield:
     size: Callable[[Call], int]
     #: The sizes for which it yields.
     sizes: range
-    #: Why, as a sentence that goes on from "it yields:".
+    #: Why, as a sentence that goes on from "a later backend is preferred:".
     because: str
     dtypes: frozenset[torch.dtype]
     #: Whether it is about calls that need gradients, or about those that need none.
@@ -155,6 +155,11 @@ def named_backend() -> str | None:
     return _state.backend
 
 
+def is_strict() -> bool:
+    """Whether `strict` is on."""
+    return _state.strict
+
+
 def is_traced() -> bool:
     """Whether a program is being recorded: by torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -209,7 +214,7 @@ def _check_device(kernel: Kernel, call: Call) -> str | None:
     assert first is not None
     kind = first.device.type
     if kernel.devices and kind not in kernel.devices:
-        return f"it runs on {' and '.join(kernel.devices)} tensors and these are on {kind}"
+        return f"it supports {' and '.join(kernel.devices)} tensors, and these are on {kind}"
     return None
 
 
@@ -222,7 +227,7 @@ def _check_dtype(kernel: Kernel, call: Call) -> str | None:
         for tensor in call.tensors:
             if tensor is not None and tensor.dtype not in kernel.dtypes:
                 names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
-                return f"it takes {names} and the call has {str(tensor.dtype)[6:]}"
+                return f"it supports {names}, and the call has {str(tensor.dtype)[6:]}"
     return None
 
 
@@ -232,37 +237,34 @@ def _check_one_dtype(kernel: Kernel, call: Call) -> str | None:
         assert first is not None
         for tensor in call.tensors:
             if tensor is not None and tensor.dtype != first.dtype:
-                return "its arguments must have one dtype and the call mixes several"
+                return "it needs all tensors in one dtype, and the call mixes dtypes"
     return None
 
 
 def _check_gradients(kernel: Kernel, call: Call) -> str | None:
     if call.needs_grad:
         if not kernel.gradients:
-            return "the call needs gradients and it has no backward"
+            return "it has no backward, and the call needs gradients"
         if not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
-            return "the call needs the gradient of attn_mask and its backward has none"
+            return "its backward does not compute the gradient of attn_mask"
     return None
 
 
 def _check_query_lengths(kernel: Kernel, call: Call) -> str | None:
     if call.query_lengths is not None and not kernel.query_lengths:
-        return "the call has query_lengths and it takes none"
+        return "it does not support query_lengths"
     return None
 
 
 def _check_dropout(kernel: Kernel, call: Call) -> str | None:
     if call.dropout_p != 0.0 and not kernel.dropout:
-        return "the call has dropout and it has none"
+        return "it does not support dropout"
     return None
 
 
 def _check_transforms(kernel: Kernel, call: Call) -> str | None:
     if kernel.backend != "reference" and transforms(*call.tensors, call.mask):
-        return (
-            "the call is inside a transform of torch.func, or an argument has a tangent, and it "
-            "has rules for neither"
-        )
+        return "it does not support torch.func transforms and forward-mode differentiation"
     return None
 
 
@@ -270,9 +272,9 @@ def _check_activation(kernel: Kernel, call: Call) -> str | None:
     if kernel.activations is not None:
         activation = call.activation
         if activation is not None and not isinstance(activation, str):
-            return "the activation is a callable of yours and it knows named ones only"
+            return "it supports named activations only, and the call has a callable"
         if activation not in kernel.activations:
-            return f"it has no activation {activation!r}"
+            return f"it does not support activation {activation!r}"
     return None
 
 
@@ -373,7 +375,7 @@ def only_pytorchs(op: str, first: Tensor) -> bool:
 
 
 def why_not(kernel: Kernel, call: Call) -> list[str]:
-    """All that stands against running ``call`` on ``kernel``, in sentences; empty: nothing."""
+    """Returns the reasons why ``kernel`` cannot run ``call``; empty if it can."""
     return [reason for check in _CHECKS if (reason := check(kernel, call)) is not None]
 
 
@@ -398,7 +400,7 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     if (unproven := why_unproven(kernel, call)) is not None:
         reasons.append(unproven)
     if not reasons and (because := why_yields(kernel, call)) is not None:
-        reasons.append(f"it yields: {because}")
+        reasons.append(f"a later backend is preferred: {because}")
     return reasons
 
 
@@ -412,7 +414,7 @@ def _refusal(call: Call, tried: Iterator[Kernel] | tuple[Kernel, ...], head: str
 def _strict_refusal(call: Call) -> NotImplementedError:
     others = tuple(k for k in _state.kernels[call.op] if k.backend != "reference")
     return NotImplementedError(
-        _refusal(call, others, f"strict mode: no kernel takes this call of {call.op}:")
+        _refusal(call, others, f"strict mode: no kernel supports this call of {call.op}:")
     )
 
 
@@ -470,7 +472,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             if not reasons:
                 return kernel
             raise NotImplementedError(
-                f"backend {backend!r} cannot run this call of {call.op}: {'; '.join(reasons)}."
+                f"backend {backend!r} does not support this call of {call.op}: {'; '.join(reasons)}."
             )
     check_name(backend)
     raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")
@@ -493,14 +495,17 @@ def check_name(backend: str) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; ``str()`` gives it in sentences."""
+    """The result of `explain`: the selected backend and why the others are not used.
+
+    ``str()`` gives it in sentences.
+    """
 
     op: str
-    #: The backend that would run the call, or None if the call would be refused.
+    #: The backend that would run the call, or None if none can.
     backend: str | None
-    #: What stands against each other backend.
+    #: For each backend the reasons why it would not be selected.
     reasons: dict[str, list[str]]
-    #: What there is to say about how that backend runs it, as a sentence, or None.
+    #: A note on how that backend runs the call, or None.
     remark: str | None = None
 
     def __str__(self) -> str:
@@ -508,11 +513,11 @@ class Explanation:
         lines = [
             f"{self.op} runs on '{self.backend}'{remark}."
             if self.backend is not None
-            else f"{self.op}: this call would be refused."
+            else f"{self.op}: no backend can run this call."
         ]
         for name, reasons in self.reasons.items():
             if name != self.backend:
-                told = "; ".join(reasons) if reasons else "one before it in the order fits"
+                told = "; ".join(reasons) if reasons else "an earlier backend is selected"
                 lines.append(f"  not '{name}': {told}.")
         return "\n".join(lines)
 
@@ -538,9 +543,16 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
 
 @contextmanager
 def use_backend(backend: str | None) -> Iterator[None]:
-    """Within the block every call runs on ``backend`` (or raises); None: the dispatcher chooses.
+    """Context manager under which every call runs on ``backend``, in all threads of the process.
 
-    Process-wide, like ``torch.backends`` flags: it holds in every thread.
+    ``TRANSFORMER_FAST_BACKEND`` sets it for the process.
+
+    Args:
+        backend: "cuda", "triton", "cpu", "torch" or "reference"; None: the dispatcher chooses.
+
+    Raises:
+        ValueError: unknown backend. Within the block a call that the backend does not support raises
+            NotImplementedError, with the reasons.
     """
     if backend is not None:
         check_name(backend)
@@ -554,9 +566,12 @@ def use_backend(backend: str | None) -> Iterator[None]:
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Within the block a call that only the reference can take raises NotImplementedError.
+    """Context manager under which calls raise NotImplementedError rather than run on the reference.
 
-    ``TRANSFORMER_FAST_STRICT=1`` sets it for the process. Process-wide.
+    It holds in all threads. ``TRANSFORMER_FAST_STRICT=1`` sets it for the process.
+
+    Args:
+        enabled: False lifts it within the block.
     """
     before = _state.strict
     _state.strict = enabled
@@ -568,7 +583,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def export_operators(enabled: bool = True) -> Iterator[None]:
-    """Within the block `torch.export` keeps the operators of this package in the program.
+    """Context manager under which `torch.export` keeps this package's operators in the program.
 
     Without it an exported program has PyTorch's own operators only and runs where this package is
     not installed. With it the program is as fast as a compiled one, and whoever loads it has to

@@ -51,7 +51,9 @@ class Limit:
     rows: int | None = None
 
     def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
-        """Whether a call with so much work, of these tensors, is small."""
+        """Whether a call with so much work, of these tensors, is small. Without kernels all are."""
+        if _native.module is None:
+            return True
         if _is_grad_enabled() and (self.inference != self.training or self.rows is not None):
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -456,14 +458,13 @@ def handed_over(on: bool | None = None, short: bool | None = None) -> Iterator[N
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Within the block a row of a result does not depend on how many rows there are beside it.
+    """Context manager under which a row's result does not depend on how many rows are beside it.
 
-    Of the ops on the CPU's kernels, in float32, bfloat16 and float16, without it the number of rows
-    decides between kernels that add up in different orders, and between those and PyTorch's ops, so
-    that the last bits of a sequence depend on what else is in its batch. Forward only: gradients of
-    weights are sums over the rows. What runs on `torch` or `reference` is not covered. See README,
-    "Same bits", for what it costs. ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
-    Process-wide.
+    Otherwise the number of rows selects between CPU kernels that sum in different orders, and
+    between those and PyTorch's ops, so that the last bits of a sequence depend on its batch. Covers
+    the forward of the CPU kernels in float32, bfloat16 and float16; gradients of weights are sums
+    over the rows. What runs on `torch` or `reference` is not covered. It costs speed for few rows.
+    It holds in all threads; ``TRANSFORMER_FAST_BATCH_INVARIANT=1`` sets it for the process.
     """
     before = _state.batch_invariant
     with handed_over(on=False):

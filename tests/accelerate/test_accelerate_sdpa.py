@@ -252,6 +252,6 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="there is no CPU kernel: no compiler was found"):
         enable_sdpa()
     monkeypatch.setattr(_native, "why_not", None)
-    monkeypatch.delattr(registry, "register_flash_attention_impl")
-    with pytest.raises(RuntimeError, match="has no registry of attention kernels"):
+    monkeypatch.delattr(registry, "restore_flash_attention_impl")
+    with pytest.raises(RuntimeError, match="cannot restore its attention kernel"):
         enable_sdpa()

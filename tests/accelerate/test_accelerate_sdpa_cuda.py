@@ -147,7 +147,7 @@ def test_unproven_kernels_are_not_chosen(
     assert len(theirs.calls) == 10
     assert theirs.calls[0][1] == {"scale": 0.5}
     [record] = set(told)
-    assert "runs on PyTorch's own kernel: triton: it takes bfloat16, float16, float32 and" in record
+    assert "runs on PyTorch's own kernel: triton: it supports bfloat16, float16, float32, and" in record
     assert "not yet proven on a GPU, so it runs only when it is named" in record
 
 
@@ -171,7 +171,9 @@ def test_what_it_does_not_take_is_pytorchs(
     ran = _ran(monkeypatch)
     q, k, v = _qkv()
     _call(EFFICIENT, q.double(), k.double(), v.double(), None, True)
-    assert "triton: it takes bfloat16, float16, float32 and the call has float64" in "\n".join(told)
+    assert "triton: it supports bfloat16, float16, float32, and the call has float64" in "\n".join(
+        told
+    )
     _call(FLASH, q, k, v, 0.0, False, True)  # the debug mask is wanted
     _call(CUDNN, q, k, v, None, True, 0.0, False, True)
     _call(EFFICIENT, q, k, torch.randn(B, H, S, 3), None, True)

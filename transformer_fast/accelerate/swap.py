@@ -25,7 +25,7 @@ def accelerate(
     filter_fn: Filter | None = None,
     verify: Any = None,
 ) -> Report:
-    """Make a living model run on `transformer_fast`, in place and reversibly.
+    """Speed up an existing model in place and reversibly, by `transformer_fast`'s modules.
 
     Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
     ``module.__class__`` changes. (`torch.nn.Linear` stays: the layers around it read its weight,
@@ -105,7 +105,10 @@ def restore(model: torch.nn.Module) -> list[str]:
 def accelerated(
     model: torch.nn.Module, *, filter_fn: Filter | None = None, verify: Any = None
 ) -> Iterator[Report]:
-    """`accelerate` for the length of a block; arguments, result and errors as there."""
+    """Context manager that accelerates ``model`` within the block and restores it afterwards.
+
+    Gives the `Report`. Arguments and errors: as in `accelerate`.
+    """
     from .change import undo_all
 
     _require_module(model)

@@ -14,6 +14,10 @@ from .. import _native, autograd, reference, small
 from ..autograd import CrossEntropy, needs_function
 from ..dispatch import Call, Kernel, is_exporting, register
 
+#: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
+#: the reference would be slower than PyTorch's ops.
+_ALONE = _native.module is None
+
 #: What cpu_dropout takes.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -147,11 +151,11 @@ def _weights(
 
 
 def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """On CPU tensors the elements that every backend drops for this seed; elsewhere, and in exported
-    programs, PyTorch's own dropout, which is one kernel and has its generator's pattern."""
-    if not input.is_cpu or is_exporting():
+    """On CPU tensors the elements that the CPU kernels drop for this seed; without those, elsewhere, and
+    in exported programs, PyTorch's own dropout, which is one kernel and has its generator's pattern."""
+    if _ALONE or not input.is_cpu or is_exporting():
         return F.dropout(input, p)
-    if 0.0 < p < 1.0 and input.is_cpu and input.dtype in _NATIVE and _native.module is not None:
+    if 0.0 < p < 1.0 and input.dtype in _NATIVE:
         return torch.ops.transformer_fast.cpu_dropout(input, p, seed)  # type: ignore[no-any-return]
     return reference.dropout(input, p, seed)
 
@@ -260,7 +264,7 @@ def linear_cross_entropy(
 
 
 def _refuse_attention(call: Call) -> str | None:
-    if not call.tensors[0].is_cpu:  # type: ignore[union-attr]
+    if _ALONE or not call.tensors[0].is_cpu:  # type: ignore[union-attr]
         return None
     if call.mask is not None or call.key_lengths is not None or call.is_causal:
         return (
@@ -277,6 +281,8 @@ def _refuse_attention(call: Call) -> str | None:
 def _refuse_layer_norm(call: Call) -> str | None:
     x = call.tensors[0]
     assert x is not None
+    if _ALONE:
+        return None
     if call.needs_grad and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
         return "PyTorch's CPU backward keeps half types' statistics in the half type"
     return None

@@ -1,4 +1,4 @@
-"""``python -m transformer_fast compare``: is it right here, and how fast is it here?"""
+"""``python -m transformer_fast compare``: checks and times every kernel on this machine."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and less text")
     parser.add_argument(
-        "--compile", action="store_true", help="let torch.compile compete (takes minutes)"
+        "--compile", action="store_true", help="also time torch.compile (takes minutes)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
 
 
 def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
@@ -146,7 +146,7 @@ def _print(
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit status: 0; 1 if a result is outside its error budget, or asked for and unchecked."""
+    """Returns 1 if a result exceeds its error budget, or was asked for and not checked; else 0."""
     device = _check(parser, options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -165,11 +165,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     ]
     sections = {
         "Failed": notes.failures(rows),
-        "Not on a kernel": [*notes.fallbacks(rows), *remarks],
-        "Without a row": notes.absent(rows),
+        "Not run by a kernel of ours": [*notes.fallbacks(rows), *remarks],
+        "Not measured": notes.absent(rows),
     }
     if (reason := why_no_roof(device)) is not None:
-        sections["No roof"] = [reason]
+        sections["No roofline"] = [reason]
     if _native.why_not is not None:
         sections["No native kernels"] = [_native.why_not]
     console = output()
@@ -190,18 +190,18 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:
-    """What is wrong, in one line; None if all that was asked for was checked and is right."""
+    """Returns what is wrong in one line, or None if everything asked for was checked and is right."""
     checked = [row for row in rows if row.ok is not None]
     ours = [row for row in checked if row.ours]
     if failed := sum(row.failed for row in rows):
         return f"{failed} of {len(ours)} results are wrong"
     missing = [op for op in options.op if all(row.op != op for row in ours)]
     if missing:
-        return f"nothing was checked of {', '.join(missing)}"
+        return f"no result was checked for {', '.join(missing)}"
     named = options.backend or ()
     absent = [name for name in named if all(row.contender != name for row in checked)]
     if absent:
-        return f"nothing was checked of {', '.join(absent)}, and this was named: see above for why"
+        return f"no result was checked for {', '.join(absent)}, which was named: see above for the reason"
     return None
 
 

@@ -1,4 +1,4 @@
-"""``python -m transformer_fast info``: what can run here, and why the rest cannot."""
+"""``python -m transformer_fast info``: what can run on this machine, and why the rest cannot."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def triton_state() -> str:
 def proof_state() -> str:
     """One sentence about what was measured on the GPU."""
     if not torch.cuda.is_available():
-        return "none: GPU kernels are proven on the GPU that they are to run on"
+        return "none: kernels are proven on the GPU that is to run them"
     found, problem = proof.known(torch.cuda.current_device())
     if found is None:
         return f"none: {problem}"
@@ -146,17 +146,17 @@ def _kernel_table() -> Table:
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Always 0: nothing here can be wrong, only absent."""
+    """Returns 0: a missing part is no error."""
     console: Console = output()
     console.print(_facts(), highlight=False)
-    console.print("\n[bold]Kernels[/], in the order in which the dispatcher asks them")
+    console.print("\n[bold]Kernels[/], in the dispatcher's order")
     console.print(_kernel_table(), highlight=False)
     every = [kernel for op in OPS for kernel in kernels(op)]
     present = {kernel.backend for kernel in every}
     lines = reasons(every)
     lines += [f"{name}: it has no kernels yet" for name in BACKENDS if name not in present]
     if lines:
-        console.print("\n[bold]Never chosen here[/]")
+        console.print("\n[bold]Not selected on this machine[/]")
         bullets(console, lines)
     if options.probe:
         console.print("\n[bold]Measured peaks[/]")

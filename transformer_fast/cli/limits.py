@@ -1,4 +1,4 @@
-"""Kernels and their limits, as the dispatcher knows them, in words."""
+"""The dispatcher's kernels and their limits, in words."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def activation_names(kernel: Kernel) -> str:
 def state(kernel: Kernel) -> str:
     if kernel.unavailable is not None:
         return "cannot run"
-    return "ready" if why_unproven(kernel) is None else "when named"
+    return "ready" if why_unproven(kernel) is None else "if named"
 
 
 def kernel_row(kernel: Kernel) -> tuple[str, ...]:

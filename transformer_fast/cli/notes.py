@@ -12,13 +12,13 @@ _FALLBACKS = ("reference", "torch")
 
 
 def absent(rows: Iterable[Row]) -> list[str]:
-    """Contenders without a figure, by reason: 'triton: it runs on ... (all 9 cases)'."""
+    """Contenders that were not measured, by reason: 'triton: it runs on ... (all 9 cases)'."""
     rows = list(rows)
     cases: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.time is None and not row.failed:
             place = f"{row.op} {row.case}"
-            cases.setdefault((row.contender, row.reason or "no reason told"), []).append(place)
+            cases.setdefault((row.contender, row.reason or "no reason given"), []).append(place)
     lines = []
     for (contender, reason), places in cases.items():
         total = len({(row.op, row.case) for row in rows if row.contender == contender})
@@ -37,7 +37,7 @@ def failures(rows: Iterable[Row]) -> list[str]:
 
 
 def fallbacks(rows: Sequence[Row]) -> list[str]:
-    """Cases that go to the reference or to PyTorch, with what stood against our kernels."""
+    """Cases that run on the reference or on PyTorch's ops, with the reasons."""
     lines = []
     for row in rows:
         if row.chosen and row.contender in _FALLBACKS:

@@ -28,7 +28,9 @@ _PATIENCE = 300.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), help="only these ops")
-    parser.add_argument("--forget", action="store_true", help="remove what was found, and end")
+    parser.add_argument(
+        "--forget", action="store_true", help="remove the results of earlier runs and exit"
+    )
     # What the command starts itself with: one op, a line of JSON for each trial.
     parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
 
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _forget(console: Console) -> int:
     removed = proof.forget()
     if not removed:
-        console.print(f"There was nothing to forget in {proof.folder()}.")
+        console.print(f"No results to remove in {proof.folder()}.")
     bullets(console, [f"removed {path}" for path in removed])
     return 0
 
@@ -83,7 +85,7 @@ def _summary(console: Console, found: Proof) -> None:
     console.print(table, highlight=False)
     wrong = [v for v in found.verdicts if not v.right]
     if wrong:
-        console.print("\n[bold]Wrong here, and never chosen[/]")
+        console.print("\n[bold]Wrong on this GPU, so never selected[/]")
         bullets(console, [f"{v.op}, {v.backend}, {v.dtype}, {v.shape}: {v.problem}" for v in wrong])
 
 

@@ -107,7 +107,7 @@ def build(rows: Sequence[Row], width: int) -> Table:
 
 LEGEND = (
     "error: largest absolute error against fp64; in refs: in units of the reference's own error",
-    "time: median for all batches; vs ref, vs torch: times as fast (as torch's fastest)",
-    "roof: share of the speed that the measured arithmetic peak and bandwidth would allow",
-    "*: what the dispatcher chooses",
+    "time: median of all batches; vs ref, vs torch: speed-up over the reference, PyTorch's fastest",
+    "roof: share of the roofline, from the measured arithmetic peak and bandwidth",
+    "*: selected by the dispatcher",
 )

@@ -1,11 +1,13 @@
-"""torch.nn.functional with our ops in place of torch's, plus those torch lacks.
+"""`torch.nn.functional` with fused ops.
 
-Names that are not ours are `torch.nn.functional`'s own.
+Ours: `cross_entropy`, `layer_norm`, `linear` and `scaled_dot_product_attention`, with PyTorch's
+arguments and more; `add_layer_norm`, `feed_forward`, `linear_cross_entropy` and `varlen_attn`. Every
+other name is `torch.nn.functional`'s own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as _torch_functional
 
@@ -14,6 +16,9 @@ from .cross_entropy import cross_entropy, linear_cross_entropy
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, layer_norm
 from .linear import linear
+
+if TYPE_CHECKING:
+    from torch.nn.functional import *  # type: ignore[assignment]  # noqa: F403
 
 __all__ = [
     "add_layer_norm",
@@ -27,8 +32,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(_torch_functional, name)
+if not TYPE_CHECKING:  # so that type checkers report names that do not exist
+
+    def __getattr__(name: str) -> Any:
+        try:
+            return getattr(_torch_functional, name)
+        except AttributeError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

@@ -66,7 +66,7 @@ def require_unnamed(op: str, backend: str | None) -> None:
     if backend not in (None, "torch", "reference"):
         dispatch.check_name(backend)
         raise NotImplementedError(
-            f"backend {backend!r} cannot run this call of {op}: one of its tensors is of a subclass "
+            f"backend {backend!r} does not support this call of {op}: a tensor is of a subclass "
             "that overrides PyTorch's functions, or sparse, or nested, or on meta."
         )
 

@@ -4,6 +4,9 @@ Ours: `CrossEntropyLoss`, `Embedding`, `LayerNorm`, `Linear`, `MultiheadAttentio
 `TransformerEncoderLayer`, `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`,
 `Transformer`, all subclasses of torch's, and `functional`, which is `transformer_fast.functional`.
 Every other name, submodules included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
+
+Where the native kernels are missing, on macOS, Windows and ARM for example, the classes run
+`torch.nn`'s own forward on CPU tensors.
 """
 
 from __future__ import annotations
@@ -48,11 +51,13 @@ __all__ = sorted({*_OURS, *_THEIRS})
 _alias.install(__name__, _torch_nn.__name__, {"functional": functional})
 
 
-def __getattr__(name: str) -> Any:
-    try:
-        return getattr(_torch_nn, name)
-    except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+if not TYPE_CHECKING:  # so that type checkers report names that do not exist
+
+    def __getattr__(name: str) -> Any:
+        try:
+            return getattr(_torch_nn, name)
+        except AttributeError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

@@ -84,8 +84,13 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
                 query, key, value, self.embed_dim, self.num_heads, *found, None, need_weights,
                 average_attn_weights,
             )  # fmt: skip
-        parameters = (*self._parameters.values(), *self.out_proj._parameters.values())
-        if nested or _check.is_torchs(query, key, value, *parameters) or self._mixes_dtypes(query):
+        if (
+            nested
+            or _check.is_torchs(
+                query, key, value, *self._parameters.values(), *self.out_proj._parameters.values()
+            )
+            or self._mixes_dtypes(query)
+        ):
             return by_torch(
                 self, super().forward, query, key, value, key_padding_mask, need_weights,
                 attn_mask, average_attn_weights, is_causal,

@@ -1,4 +1,4 @@
-"""Calls that are torch's business: nested tensors and torch.fx."""
+"""Calls that `torch.nn` runs: of nested tensors, in torch.fx, and where there are no kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,27 @@ from typing import Any
 import torch
 from torch.fx import Proxy
 
+from .. import _native, dispatch
+
 
 def is_torchs(input: Any) -> bool:
     """Whether a module called on ``input`` should leave the call to `by_torch`."""
-    return isinstance(input, Proxy) or getattr(input, "is_nested", False)
+    return (
+        isinstance(input, Proxy)
+        or getattr(input, "is_nested", False)
+        or (_native.module is None and without_kernels(input))
+    )
+
+
+def without_kernels(input: Any) -> bool:
+    """Whether the native module is missing where ``input`` is, so that `torch.nn`'s own forward is the
+    fastest. A named backend and strict mode ask for the package's ops."""
+    return (
+        _native.module is None
+        and getattr(input, "is_cpu", False)
+        and dispatch.named_backend() is None
+        and not dispatch.is_strict()
+    )
 
 
 def by_torch(

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import dispatch
+from .. import _native, dispatch
 from . import blocks, masks, ragged
 from .layer_norm import LayerNorm
 from .swapped import Swapped
-from .tracing import by_torch, is_torchs
+from .tracing import by_torch, is_torchs, without_kernels
 from .transformer_layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -100,8 +100,9 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
         enable_nested_tensor: bool = True,
         mask_check: bool = True,
     ) -> None:
-        # Torch warns where it cannot use nested tensors, which is of no interest here.
-        super().__init__(encoder_layer, num_layers, norm, False, mask_check)
+        # Torch warns where it cannot use nested tensors, which is of interest only if it runs the layers.
+        nested = enable_nested_tensor and _native.module is None
+        super().__init__(encoder_layer, num_layers, norm, nested, mask_check)
         self.enable_nested_tensor = enable_nested_tensor
 
     def forward(
@@ -119,7 +120,7 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, S), or (S) if unbatched. bool: True = ignored; float: added.
             is_causal: whether mask is the causal mask; None: find out.
         """
-        if is_torchs(src):
+        if is_torchs(src) and (self.skips_padding is None or not without_kernels(src)):
             return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
         same_kind = masks.check_masks(mask, "mask", src_key_padding_mask, "src_key_padding_mask")
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))

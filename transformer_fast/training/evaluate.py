@@ -49,6 +49,10 @@ def evaluate(
 
     The model's mode and the random numbers that follow stay as they were.
 
+    Args:
+        model, objective, autocast: as in `Trainer`.
+        batches: what the objective takes, one batch after the other.
+
     Raises:
         ValueError: there is not one token.
     """

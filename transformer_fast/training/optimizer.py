@@ -50,7 +50,10 @@ def adamw(
     sharded (`parallelise`).
 
     Args:
+        model: the module whose trainable parameters are updated.
         lr: the rate that the schedule scales; 1.0 is what `paper_schedule` with a d_model expects.
+        betas, eps, fused: as in `torch.optim.AdamW`.
+        weight_decay: of matrices only, see `parameter_groups`.
 
     Raises:
         ValueError: as `parameter_groups` and torch.optim.AdamW.

@@ -30,6 +30,9 @@ def compile_backend(
     that see nothing keep their meaning where it is a number (a finite fill like -1e9: all keys
     alike) and give 0 where it is NaN (a fill of -inf).
 
+    Args:
+        module, example_inputs: what torch.compile passes to a backend.
+
     Options of ``torch.compile(..., options={...})``:
         inner: name or function of another backend that compiles what comes out, e.g. "inductor".
         report: a function that is given each `GraphReport`.

@@ -226,6 +226,8 @@ def stream(
 
     Rows that have ended, or whose prefix goes on, give pad_token. Not for beam search, which knows
     nothing before the end.
+
+    Arguments and errors: as in `generate`.
     """
     check_stream(check_method(method))
     steps, task, chosen = _prepare(
