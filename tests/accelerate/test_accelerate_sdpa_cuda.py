@@ -147,7 +147,10 @@ def test_unproven_kernels_are_not_chosen(
     assert len(theirs.calls) == 10
     assert theirs.calls[0][1] == {"scale": 0.5}
     [record] = set(told)
-    assert "runs on PyTorch's own kernel: triton: it supports bfloat16, float16, float32, and" in record
+    assert (
+        "runs on PyTorch's own kernel: triton: it supports bfloat16, float16, float32, and"
+        in record
+    )
     assert "not yet proven on a GPU, so it runs only when it is named" in record
 
 
