@@ -88,14 +88,16 @@ def test_no_results_to_report(tmp_path, capsys):
 
 def test_the_readme_gets_its_figures_from_results(results):
     text = readme.figures(results)
-    assert "| linear a\\|b | cpu | 10.0 ms | 2.00x" in text
-    assert "2 cases in all; in 1 of them another is faster" in text
+    assert "| linear a\\|b | 10.0 ms | 2.00x" in text
+    assert "2 cases timed" in text
+    assert "another is faster in 1." in text
+    assert "as fast as the fastest other software" in readme.headline_part(results)
     assert "make figures" in readme.figures(results / "nothing")
     with pytest.raises(ValueError, match="no place for"):
         readme.generated("# nothing here")
     with pytest.raises(ValueError, match="no generated part 'other'"):
-        readme.generated("<!-- generated: ops -->\n<!-- end --><!-- generated: figures -->\n"
-                         "<!-- end --><!-- generated: other -->\n<!-- end -->")  # fmt: skip
+        names = ("headline", "ops", "figures", "other")
+        readme.generated("".join(f"<!-- generated: {name} -->\n<!-- end -->" for name in names))
 
 
 def test_report_reads_machines_of_both_files(results):
