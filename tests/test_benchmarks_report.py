@@ -95,9 +95,10 @@ def test_the_readme_gets_its_figures_from_results(results):
     assert "make figures" in readme.figures(results / "nothing")
     with pytest.raises(ValueError, match="no place for"):
         readme.generated("# nothing here")
+    names = ("headline", "ops", "figures", "other")
+    marked = "".join(f"<!-- generated: {name} -->\n<!-- end -->" for name in names)
     with pytest.raises(ValueError, match="no generated part 'other'"):
-        names = ("headline", "ops", "figures", "other")
-        readme.generated("".join(f"<!-- generated: {name} -->\n<!-- end -->" for name in names))
+        readme.generated(marked)
 
 
 def test_report_reads_machines_of_both_files(results):
