@@ -1,4 +1,4 @@
-"""What README's "Same bits" promises: results that are equal to the last bit, promise by promise."""
+"""What the page "Same bits" promises: results that are equal to the last bit, promise by promise."""
 
 from __future__ import annotations
 

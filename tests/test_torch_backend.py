@@ -87,7 +87,7 @@ def test_rows_of_nothing_but_padding(sees_no_blind_rows, dtype, is_causal):
 
 
 def test_which_garbage_gets_through():
-    """That in keys which some queries see, and nothing else: so README says."""
+    """That in keys which some queries see, and nothing else: so the guide says."""
     arguments = drawn("attention", _LET_THROUGH, torch.float32)
     assert backend.attention(*arguments)[0].isnan().any()
     names = {case.name for case in ATTENTION.cases if "garbage" in case.name}

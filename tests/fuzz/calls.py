@@ -187,7 +187,7 @@ def linears(draw: Draw, dtype: torch.dtype) -> Drawn:
     k = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300, 513)))
     n = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300)))
     lead = leading(draw, 4_000_000 // max(1, k * n))
-    # Pieces of denormal numbers are 0 in AMX's products (README, fp32 on AMX).
+    # Pieces of denormal numbers are 0 in AMX's products (docs/guides/backends.md).
     flushed = dtype == torch.bfloat16 or (dtype == torch.float32 and "amx" in ISAS)
     x = valued(numbers, draw(kinds(VALUES if flushed else DENORMAL)), *lead, k)
     weight = valued(numbers, draw(kinds(VALUES)), n, k)
