@@ -187,7 +187,8 @@ def run(
     ``finish``: what is done to the kernel's result.
     """
     kernel = select(call, backend)
-    arguments = seeded(kernel, call, arguments)
+    if call.dropout_p != 0.0:
+        arguments = seeded(kernel, call, arguments)
     if key is not None:
         kernels = _state.kernels[call.op]
         if key not in _calls:

@@ -102,7 +102,9 @@ def attend(
         query_lengths,
     )  # fmt: skip
     kernel = select(call, backend)
-    return kernel.run(*memo.seeded(kernel, call, arguments))
+    if call.dropout_p != 0.0:
+        arguments = memo.seeded(kernel, call, arguments)
+    return kernel.run(*arguments)
 
 
 def prepare_scaled_dot_product_attention(
