@@ -235,7 +235,9 @@ def test_what_is_measured():
         call = Call("layer_norm", (torch.empty(rows, 512, device="meta"),), False)
         assert ("layer_norm", shape_class(call)) in classes
     trials = sum(len(list(on_device.trials(op))) for op in OPS)
-    assert f"{trials:,} trials" in " ".join((ROOT / "docs" / "guides" / "gpu.md").read_text().split())
+    assert f"{trials:,} trials" in " ".join(
+        (ROOT / "docs" / "guides" / "gpu.md").read_text().split()
+    )
     packed = [class_of(_packed_case(1, 2, longest, 64)) for longest in (512, 513)]
     assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 
