@@ -172,7 +172,7 @@ def test_forward_mode(op):
         assert forward_ad.unpack_dual(function(input)).tangent is None
         dual = forward_ad.unpack_dual(function(forward_ad.make_dual(input, tangent)))
         torch.testing.assert_close(dual.tangent, expected)
-        with strict(), pytest.raises(NotImplementedError, match="an argument has a tangent"):
+        with strict(), pytest.raises(NotImplementedError, match="forward-mode differentiation"):
             function(forward_ad.make_dual(input, tangent))
 
 
@@ -204,7 +204,7 @@ def test_functional_transforms(op):
 
 def test_strict_mode_refuses_transforms():
     x = torch.randn(3, 5, 8)
-    with strict(), pytest.raises(NotImplementedError, match="inside a transform of torch"):
+    with strict(), pytest.raises(NotImplementedError, match="torch.func transforms"):
         torch.func.vmap(lambda x: F.layer_norm(x, (8,)))(x)
     assert "transform" not in str(explain("layer_norm", x, (8,)))
 

@@ -259,7 +259,7 @@ def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
         "forward": "right",
         "gradients": "right",
     }
-    assert gpu.check(item(backend="torch"), CPU, None)["gradients"].startswith("refused: the call")
+    assert gpu.check(item(backend="torch"), CPU, None)["gradients"].startswith("refused: it has no backward")
     change_triton(monkeypatch, small, wrong_linear)
     assert gpu.check(item(backend="triton"), CPU, None)["forward"].startswith("wrong: output")
 
@@ -314,7 +314,7 @@ def test_everybody_has_a_row_for_attention(small):
         *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
         *("FlexAttention, mask known", "FlexAttention, mask new"),
     }
-    assert found["triton"]["why_not"].startswith("it runs on cuda tensors")
+    assert found["triton"]["why_not"].startswith("it supports cuda tensors")
     assert found["FlexAttention, mask known"]["why_not"] == "it is measured on cuda tensors"
     assert "device" in found["by hand"]
     assert "RuntimeError" in found["cuDNN"]["why_not"]

@@ -416,10 +416,10 @@ TF_DEVICE uint32_t rows_not_finite(const float (&sums)[kCount][4]) {
   return rows;
 }
 
-// kPlain: without mask, dropout and weights, which leaves registers for three blocks at once where
-// shared memory has room for them.
+// kPlain: without mask, dropout and weights, which leaves registers for three blocks at once, but
+// for heads of 128.
 template <class Tile, bool kPlain>
-__global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::chunks <= 16) ? 3 : 2)
+__global__ void __launch_bounds__(Tile::threads, (kPlain && Tile::head < 128) ? 3 : 2)
     attention_kernel(const AttentionForwardArgs forward) {
   using T = typename Tile::Type;
   const AttentionArgs& args = forward.call;

@@ -45,7 +45,7 @@ def test_no_kernel_keeps_registers_in_memory():
         if "attention" in name:  # two blocks of 128 threads at once, nothing in memory
             assert (int(stack), int(registers) <= 255) == (0, True), name
         if re.search(r"attention_kernelI\w+Lb1E", name):  # plain; as many blocks as memory allows
-            assert int(registers) <= (255 if "IfLi128E" in name else 168), name
+            assert int(registers) <= (255 if "Li128E" in name else 168), name
         if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks at once
             assert int(registers) <= 80, name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])

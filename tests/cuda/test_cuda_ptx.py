@@ -27,7 +27,6 @@ sys.path.append(str(Path(__file__).parents[1] / "triton"))
 import ptx_emulator
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(nvcc() is None, reason="there is no nvcc"),
     pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernels itself"),
 ]

@@ -127,6 +127,8 @@ bool has_pieces() { return current_isa() == Isa::amx && !batch_invariant(); }
 
 bool batch_invariant() { return invariant.load(std::memory_order_relaxed); }
 
+extern "C" bool tf_batch_invariant() { return batch_invariant(); }
+
 void set_batch_invariant(bool on) { invariant.store(on, std::memory_order_relaxed); }
 
 const CpuFeatures& cpu_features() {

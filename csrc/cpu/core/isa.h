@@ -35,6 +35,8 @@ bool isa_supported(Isa isa);
 // the choices below goes by it. For the whole process; operators that run meanwhile may see either.
 bool batch_invariant();
 void set_batch_invariant(bool on);
+// batch_invariant() for kernel files, which refer to no C++ symbol outside of their own namespace.
+extern "C" bool tf_batch_invariant();
 
 // How fp32 products of so many rows run on bfloat16 units (bf16_tiles.h), for which the instruction
 // set in use must have tiles. All three were measured.

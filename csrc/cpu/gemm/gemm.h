@@ -167,7 +167,7 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
                           const float* next) {
   const int vecs = columns > kLanes ? 1 : 0;
   const TileFunction* tiles =
-      m <= 2 && batch_invariant() ? kUnsplitTiles<kForm>[vecs] : kTiles<kForm>[vecs];
+      m <= 2 && tf_batch_invariant() ? kUnsplitTiles<kForm>[vecs] : kTiles<kForm>[vecs];
   const long count = (m + kTileRows - 1) / kTileRows;
   const long step = kPanel * static_cast<long>(sizeof(float)) / count;
   long p = 0;
