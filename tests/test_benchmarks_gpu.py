@@ -259,7 +259,9 @@ def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
         "forward": "right",
         "gradients": "right",
     }
-    assert gpu.check(item(backend="torch"), CPU, None)["gradients"].startswith("refused: it has no backward")
+    assert gpu.check(item(backend="torch"), CPU, None)["gradients"].startswith(
+        "refused: it has no backward"
+    )
     change_triton(monkeypatch, small, wrong_linear)
     assert gpu.check(item(backend="triton"), CPU, None)["forward"].startswith("wrong: output")
 
