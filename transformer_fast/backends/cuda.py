@@ -41,8 +41,6 @@ from .native_pairs import ACTIVATIONS, on
 
 _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-#: The oldest generation that the library has code for, as compute capability.
-OLDEST = (8, 0)
 #: With more keys a kernel takes longer than its launch, and PyTorch's flash and cuDNN are faster.
 MAX_KEYS = 512
 #: Larger heads have no tiles.
