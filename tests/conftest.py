@@ -146,7 +146,8 @@ def fixed_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def process_left_alone() -> Iterator[None]:
-    """A backend or flag that a test forgets to put back would decide later tests."""
+    """A backend or flag that a test forgets to put back would decide later tests; kernels that it
+    registers go."""
 
     def flags() -> tuple[object, ...]:
         state = dispatch._state.backend, dispatch._state.strict
@@ -154,7 +155,9 @@ def process_left_alone() -> Iterator[None]:
         return *state, *torchs, torch.get_num_threads()
 
     before = flags()
+    registered = dict(dispatch._state.kernels), dict(dispatch._state.usable)
     yield
+    dispatch._state.kernels, dispatch._state.usable = registered
     assert flags() == before
 
 

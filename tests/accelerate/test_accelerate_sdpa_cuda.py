@@ -58,13 +58,10 @@ def theirs() -> Theirs:
 
 
 @pytest.fixture
-def interpreted() -> Iterator[None]:
+def interpreted() -> None:
     """The dispatcher believes that Triton takes CPU tensors, as its interpreter does."""
-    before = dict(dispatch._state.kernels)
     for kernel in triton_backend.kernels(interpreted=True):
         dispatch.register(kernel)
-    yield
-    dispatch._state.kernels.update(before)
 
 
 def _override(named: str | None, theirs: Theirs) -> Iterator[Any]:
