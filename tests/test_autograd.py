@@ -476,17 +476,18 @@ def backward_calls() -> list[Any]:
     output, _, shift, norm = ops.cpu_attention(q, k, k, mask, lengths, True, 0.3, 0.2, seed, False)
     everything = ops.cpu_attention(q, k, k, None, None, False, 0.3, 0.0, None, True)
     return [
-        (ops.cpu_layer_norm, (x, g, rows[:1].expand(16), None, 16, 1e-5, 0.3, seed)),
-        (ops.cpu_layer_norm_backward,
-         (g, x, x, rows, rows, None, 16, 0.3, seed, True, True, True, True)),
-        (ops.cpu_layer_norm_backward,
-         (g, None, x, rows, rows, None, 16, 0.0, None, False, False, True, False)),
-        (ops.cpu_layer_norm_backward,
-         (g.half(), None, x.half(), rows, rows, None, 16, 0.0, None, True, False, True, True)),
-        (ops.cpu_layer_norm_alone, (x, rows[:1].expand(16), None, 16, 1e-5)),
-        (ops.cpu_layer_norm_alone, (x.bfloat16(), None, None, 16, 1e-5)),
-        (ops.cpu_add_layer_norm_alone, (x, g, None, rows[:1].expand(16), 16, 1e-5)),
-        (ops.cpu_add_layer_norm_alone, (x.half(), g.half(), None, None, 16, 1e-5)),
+        (ops.layer_norm_training.cpu, (x, g, rows[:1].expand(16), None, 1, 1e-5, 0.3, seed)),
+        (ops.layer_norm_training.cpu, (x.view(2, 3, 16), None, None, None, 2, 1e-5, 0.0, None)),
+        (ops.layer_norm_backward.cpu,
+         (g, x, x, None, rows, rows, 1, 0.3, seed, True, True, True, True)),
+        (ops.layer_norm_backward.cpu,
+         (g, None, x, None, rows, rows, 1, 0.0, None, False, False, True, False)),
+        (ops.layer_norm_backward.cpu,
+         (g.half(), None, x.half(), x[0].half(), rows, rows, 1, 0.0, None, True, False, True, True)),
+        (ops.layer_norm.cpu, (x, rows[:1].expand(16), None, 1, 1e-5)),
+        (ops.layer_norm.cpu, (x.bfloat16(), None, None, 2, 1e-5)),
+        (ops.add_layer_norm.cpu, (x, g, None, rows[:1].expand(16), 1, 1e-5)),
+        (ops.add_layer_norm.cpu, (x.half(), g.half(), None, None, 2, 1e-5)),
         (ops.cpu_linear_with_preactivation, (x, w, None, None, 2)),
         (ops.cpu_linear_backward, (torch.randn(6, 24), x, w, torch.randn(6, 24), 2, True, True,
                                    True)),
@@ -510,12 +511,12 @@ def backward_calls() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(33))
+@pytest.mark.parametrize("number", range(34))
 def test_opcheck(number):
     calls = backward_calls()
-    assert len(calls) == 33
+    assert len(calls) == 34
     op, arguments = calls[number]
-    torch.library.opcheck(op.default, arguments)
+    torch.library.opcheck(getattr(op, "default", op), arguments)
 
 
 @pytest.mark.parametrize("op", CASES)

@@ -129,11 +129,11 @@ def test_seed_is_checked():
     x = torch.rand(4, 8)
     ops = torch.ops.transformer_fast
     with pytest.raises(RuntimeError, match="dropout needs a seed"):
-        ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 0.5, None)
+        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0.5, None)
     with pytest.raises(RuntimeError, match="int64 scalar"):
-        ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 0.5, torch.tensor(1.0))
+        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0.5, torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="between 0 and 1"):
-        ops.cpu_layer_norm(x, x, None, None, 8, 1e-5, 1.5, torch.tensor(1))
+        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 1.5, torch.tensor(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

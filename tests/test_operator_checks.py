@@ -67,18 +67,14 @@ def test_a_hidden_block_of_too_many_bytes_is_an_error(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_norm_are_the_whole_tensor(dtype: torch.dtype) -> None:
+def test_a_norm_is_over_dimensions_that_there_are(dtype: torch.dtype) -> None:
     x = torch.randn(4, 6).to(dtype)
-    seed = torch.tensor(1)
-    for normalized in (0, -6, 5):
-        with pytest.raises(RuntimeError, match="elements are no rows of"):
-            OPS.cpu_layer_norm_alone(x, None, None, normalized, 1e-5)
-        with pytest.raises(RuntimeError, match="elements are no rows of"):
-            OPS.cpu_add_layer_norm_alone(x, x, None, None, normalized, 1e-5)
-    assert OPS.cpu_layer_norm_alone(x[:0], None, None, 0, 1e-5).shape == (0, 6)
-    OPS.cpu_layer_norm(x, x, None, None, 12, 1e-5, 0.5, seed)
-    with pytest.raises(RuntimeError, match="multiple of the last dimension, 6"):
-        OPS.cpu_layer_norm(x, x, None, None, 3, 1e-5, 0.5, seed)
+    for dims in (0, -1, 3):
+        with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
+            OPS.layer_norm.cpu(x, None, None, dims, 1e-5)
+        with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
+            OPS.add_layer_norm.cpu(x, x, None, None, dims, 1e-5)
+    assert OPS.layer_norm.cpu(x[:0], None, None, 2, 1e-5).shape == (0, 6)
 
 
 def test_rows_of_no_classes() -> None:

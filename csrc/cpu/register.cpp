@@ -12,98 +12,10 @@
 #include "cpu/ops/attention/attention_host.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
 #include "cpu/ops/linear/linear_host.h"
-#include "cpu/ops/norm/layer_norm_kernel.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
 namespace {
-
-Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
-                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                     int64_t normalized, double eps, double dropout_p,
-                     const std::optional<Tensor>& seed, bool keep) {
-  if (is_half(input))
-    return half::layer_norm(input, residual, weight, bias, normalized, eps, dropout_p, seed, keep);
-  check_float("layer_norm", "input", input);
-  check_normalized("layer_norm", input, normalized, dropout_p);
-  if (residual) {
-    check_float("layer_norm", "residual", *residual);
-    STD_TORCH_CHECK(residual->sizes().equals(input.sizes()),
-                    "layer_norm: residual must have the shape of input");
-  }
-  std::optional<Tensor> weight_row, bias_row;
-  for (auto [name, from, to] :
-       {std::tuple("weight", &weight, &weight_row), std::tuple("bias", &bias, &bias_row)}) {
-    if (!*from) continue;
-    check_float("layer_norm", name, **from);
-    STD_TORCH_CHECK((*from)->numel() == normalized, "layer_norm: ", name, " must have ", normalized,
-                    " elements");
-    *to = as_contiguous(**from);
-  }
-  const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  Normalized result{fresh_like(input), {}, {}, {}};
-  if (residual) result.sum = fresh_like(input);
-  if (keep) {
-    result.mean = fresh_statistics(input, normalized);
-    result.rstd = fresh_statistics(input, normalized);
-  }
-  if (rows > 0) {
-    const auto view = [&](const Tensor& t) {
-      if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return as_rows(t);
-      Tensor flat = as_contiguous(t);
-      return Rows{flat, static_cast<const float*>(flat.const_data_ptr()), rows, normalized,
-                  normalized};
-    };
-    const Rows x = view(input);
-    const Rows r = residual ? view(*residual) : Rows{input, nullptr, 0, 0, 0};
-    const LayerNormArgs args{x.data,
-                             r.data,
-                             optional_data(weight_row),
-                             optional_data(bias_row),
-                             static_cast<float*>(result.output.mutable_data_ptr()),
-                             mutable_floats(result.sum),
-                             mutable_floats(result.mean),
-                             mutable_floats(result.rstd),
-                             normalized,
-                             x.stride,
-                             r.stride,
-                             static_cast<float>(eps),
-                             input.dim() > 0 ? input.size(input.dim() - 1) : 1,
-                             make_dropout("layer_norm", dropout_p, seed)};
-    const int64_t grain = std::max<int64_t>(1, 16384 / normalized);
-    const int64_t scratch = TF_DISPATCH(layer_norm_scratch, args);
-    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(layer_norm_rows, args, begin, end, kernel_scratch().floats(scratch));
-    });
-  }
-  return result;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optional<Tensor> residual,
-                                                      std::optional<Tensor> weight,
-                                                      std::optional<Tensor> bias,
-                                                      int64_t normalized, double eps,
-                                                      double dropout_p,
-                                                      std::optional<Tensor> seed) {
-  const Normalized result =
-      normalize(input, residual, weight, bias, normalized, eps, dropout_p, seed, true);
-  return {result.output, result.sum ? *result.sum : fresh(input, {0}), *result.mean, *result.rstd};
-}
-
-// Without what a backward needs: small inputs take no longer than the tensors for it would.
-Tensor layer_norm_alone(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias,
-                        int64_t normalized, double eps) {
-  return normalize(input, {}, weight, bias, normalized, eps, 0.0, {}, false).output;
-}
-
-std::tuple<Tensor, Tensor> add_layer_norm_alone(Tensor input, Tensor residual,
-                                                std::optional<Tensor> weight,
-                                                std::optional<Tensor> bias, int64_t normalized,
-                                                double eps) {
-  const Normalized result =
-      normalize(input, residual, weight, bias, normalized, eps, 0.0, {}, false);
-  return {result.output, *result.sum};
-}
 
 // keep: shift and norm, which the backward needs; else they come back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
@@ -269,16 +181,6 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
-      "cpu_layer_norm(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
-      "int normalized, float eps, float dropout_p, Tensor? seed) -> "
-      "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  m.def(
-      "cpu_layer_norm_alone(Tensor input, Tensor? weight, Tensor? bias, int normalized, float eps) "
-      "-> Tensor");
-  m.def(
-      "cpu_add_layer_norm_alone(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, "
-      "int normalized, float eps) -> (Tensor output, Tensor sum)");
-  m.def(
       "cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, "
       "bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights, "
       "bool keep=True) -> "
@@ -297,9 +199,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_layer_norm", TF_BOX(&tf::layer_norm));
-  m.impl("cpu_layer_norm_alone", TF_BOX(&tf::layer_norm_alone));
-  m.impl("cpu_add_layer_norm_alone", TF_BOX(&tf::add_layer_norm_alone));
   m.impl("cpu_attention", TF_BOX(&tf::attention));
   m.impl("cpu_pack_weight", TF_BOX(&tf::pack_weight));
   m.impl("cpu_linear", TF_BOX(&tf::linear));

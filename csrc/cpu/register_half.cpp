@@ -7,76 +7,9 @@
 #include "cpu/ops/attention/attention_half_kernel.h"
 #include "cpu/ops/attention/attention_host.h"
 #include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
-#include "cpu/ops/norm/layer_norm_half_kernel.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf::half {
-
-Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                      int64_t normalized, double eps, double dropout_p,
-                      const std::optional<Tensor>& seed, bool keep) {
-  const char* op = "layer_norm";
-  check_like(op, "input", input, input);
-  check_normalized(op, input, normalized, dropout_p);
-  if (residual) {
-    check_like(op, "residual", *residual, input);
-    STD_TORCH_CHECK(residual->sizes().equals(input.sizes()),
-                    "layer_norm: residual must have the shape of input");
-  }
-  Element weight_type = element_of(input);
-  for (auto [name, tensor] : {std::pair("weight", &weight), std::pair("bias", &bias)}) {
-    if (!*tensor) continue;
-    if ((*tensor)->scalar_type() == ScalarType::Float) {
-      weight_type = Element::float32;
-    } else {
-      check_like(op, name, **tensor, input);
-    }
-    STD_TORCH_CHECK((*tensor)->is_cpu() && (*tensor)->numel() == normalized, "layer_norm: ", name,
-                    " must have ", normalized, " elements on the CPU");
-  }
-  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(),
-                  "layer_norm: weight and bias must have the same dtype");
-  const std::optional<Tensor> weight_row = as_contiguous(weight), bias_row = as_contiguous(bias);
-  const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  Normalized result{fresh_like(input), {}, {}, {}};
-  if (residual) result.sum = fresh_like(input);
-  if (keep) {
-    result.mean = fresh_statistics(input, normalized);
-    result.rstd = fresh_statistics(input, normalized);
-  }
-  if (rows > 0) {
-    const auto view = [&](const Tensor& t) {
-      if (t.dim() > 0 && t.size(t.dim() - 1) == normalized) return half_rows(t);
-      Tensor flat = as_contiguous(t);
-      return HalfRows{flat, flat.const_data_ptr(), normalized};
-    };
-    const HalfRows x = view(input);
-    const HalfRows r = residual ? view(*residual) : HalfRows{input, nullptr, 0};
-    const HalfLayerNormArgs args{element_of(input),
-                                 weight_type,
-                                 x.data,
-                                 r.data,
-                                 data_of(weight_row),
-                                 data_of(bias_row),
-                                 result.output.mutable_data_ptr(),
-                                 residual ? result.sum->mutable_data_ptr() : nullptr,
-                                 mutable_floats(result.mean),
-                                 mutable_floats(result.rstd),
-                                 normalized,
-                                 x.stride,
-                                 r.stride,
-                                 static_cast<float>(eps),
-                                 input.dim() > 0 ? input.size(input.dim() - 1) : 1,
-                                 make_dropout(op, dropout_p, seed)};
-    const int64_t grain = std::max<int64_t>(1, 16384 / normalized);
-    const int64_t scratch = TF_DISPATCH(half_layer_norm_scratch, args);
-    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(half_layer_norm_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
-    });
-  }
-  return result;
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
@@ -146,33 +79,6 @@ Tensor pack_weight(const Tensor& weight) {
   std::memset(end - kPackedTail, 0, kPackedTail * sizeof(uint16_t));
   end[-1] = packed_layout(weight);
   return packed;
-}
-
-void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
-                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                     double eps, void* y) {
-  const Tensor& parameters = weight ? *weight : bias ? *bias : like;
-  const HalfLayerNormArgs args{element_of(like),
-                               element_of(parameters),
-                               x,
-                               nullptr,
-                               data_of(weight),
-                               data_of(bias),
-                               y,
-                               nullptr,
-                               nullptr,
-                               nullptr,
-                               columns,
-                               columns,
-                               0,
-                               static_cast<float>(eps),
-                               columns,
-                               Dropout{}};
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns));
-  const int64_t scratch = TF_DISPATCH(half_layer_norm_scratch, args);
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    TF_DISPATCH(half_layer_norm_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
-  });
 }
 
 void run_attention(TypedAttentionArgs args) {

@@ -1,5 +1,6 @@
-// The operators cuda_layer_norm and cuda_layer_norm_backward.
+// The operators layer_norm_training and layer_norm_backward.
 #include <tuple>
+#include <vector>
 
 #include "cuda/layer_norm.cuh"
 #include "cuda/operators.h"
@@ -17,9 +18,16 @@ std::optional<Tensor> parameter(const char* name, const std::optional<Tensor>& t
   return as_contiguous(*tensor);
 }
 
+// Of how many elements the last `dims` dimensions are, which are normalised together.
+int64_t normalized_size(const Tensor& tensor, int64_t dims) {
+  STD_TORCH_CHECK(dims > 0 && dims <= tensor.dim(), kOp, ": the last ", dims,
+                  " dimensions were to be normalised of ", tensor.dim());
+  int64_t n = 1;
+  for (int64_t d = tensor.dim() - dims; d < tensor.dim(); ++d) n *= tensor.size(d);
+  return n;
+}
+
 int64_t count_rows(const Tensor& input, int64_t columns) {
-  STD_TORCH_CHECK(columns >= 0 && (columns == 0 || input.numel() % columns == 0), kOp, ": ",
-                  input.numel(), " elements are no rows of ", columns);
   const int64_t rows = columns == 0 ? 0 : input.numel() / columns;
   check_rows(kOp, rows);
   return rows;
@@ -31,26 +39,22 @@ void check_same_shape(const char* name, const Tensor& tensor, const Tensor& inpu
                   " must have the shape of input");
 }
 
-int64_t last_dimension(const Tensor& tensor) {
-  return tensor.dim() > 0 ? tensor.size(tensor.dim() - 1) : 1;
-}
-
 // (output; sum, empty without residual; mean; rstd)
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optional<Tensor> residual,
-                                                      std::optional<Tensor> weight,
-                                                      std::optional<Tensor> bias,
-                                                      int64_t normalized, double eps,
-                                                      double dropout_p,
-                                                      std::optional<Tensor> seed) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
+    Tensor input, std::optional<Tensor> residual, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, int64_t dims, double eps, double dropout_p,
+    std::optional<Tensor> seed) {
   const Element type = element_of(kOp, input);
+  const int64_t normalized = normalized_size(input, dims);
   const int64_t rows = count_rows(input, normalized);
   if (residual) check_same_shape("residual", *residual, input);
   weight = parameter("weight", weight, input, normalized);
   bias = parameter("bias", bias, input, normalized);
   Tensor output = empty_contiguous(input);
   Tensor sum = residual ? empty_contiguous(input) : empty(input, {0});
-  Tensor mean = empty(input, {rows}, ScalarType::Float),
-         rstd = empty(input, {rows}, ScalarType::Float);
+  const int64_t* sizes = input.sizes().data();
+  const std::vector<int64_t> lead(sizes, sizes + input.dim() - dims);
+  Tensor mean = empty(input, lead, ScalarType::Float), rstd = empty(input, lead, ScalarType::Float);
   if (rows == 0) return {output, sum, mean, rstd};
   const OnDevice device(input);
   const Rows x = as_rows(input, normalized);
@@ -70,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
                      .residual_stride = other.stride,
                      .eps = static_cast<float>(eps),
                      .dropout = make_dropout(kOp, dropout_p, seed, input),
-                     .dropout_columns = last_dimension(input)},
+                     .dropout_columns = input.size(input.dim() - 1)},
                     device.stream);
   return {output, sum, mean, rstd};
 }
@@ -78,10 +82,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(Tensor input, std::optiona
 // Of source, what was normalised; of what dropout was applied to, if want_input; of weight and
 // bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
-    Tensor grad, std::optional<Tensor> grad_sum, Tensor source, Tensor mean, Tensor rstd,
-    std::optional<Tensor> weight, int64_t normalized, double dropout_p, std::optional<Tensor> seed,
+    Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
+    Tensor mean, Tensor rstd, int64_t dims, double dropout_p, std::optional<Tensor> seed,
     bool want_source, bool want_input, bool want_weight, bool want_bias) {
   const Element type = element_of(kOp, source);
+  const int64_t normalized = normalized_size(source, dims);
   const int64_t rows = count_rows(source, normalized);
   check_same_shape("grad", grad, source);
   if (grad_sum) check_same_shape("grad_sum", *grad_sum, source);
@@ -93,8 +98,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   weight = parameter("weight", weight, source, normalized);
   Tensor grad_source = want_source ? empty_contiguous(source) : empty(source, {0});
   Tensor grad_input = want_input ? empty_contiguous(source) : empty(source, {0});
-  Tensor grad_weight = empty(source, {want_weight ? normalized : 0});
-  Tensor grad_bias = empty(source, {want_bias ? normalized : 0});
+  const int64_t* sizes = source.sizes().data();
+  const std::vector<int64_t> shape(sizes + source.dim() - dims, sizes + source.dim()), none{0};
+  Tensor grad_weight = empty(source, want_weight ? shape : none);
+  Tensor grad_bias = empty(source, want_bias ? shape : none);
   if (normalized == 0) return {grad_source, grad_input, grad_weight, grad_bias};
   const OnDevice device(source);
   const int64_t shares = layer_norm_backward_shares(rows);
@@ -126,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
        .input_stride = x.stride,
        .shares = shares,
        .dropout = make_dropout(kOp, dropout_p, seed, source),
-       .dropout_columns = last_dimension(source)},
+       .dropout_columns = source.size(source.dim() - 1)},
       device.stream);
   return {grad_source, grad_input, grad_weight, grad_bias};
 }
@@ -134,20 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
 }  // namespace
 }  // namespace tf::cuda
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cuda_layer_norm(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, int "
-      "normalized, "
-      "float eps, float dropout_p, Tensor? seed) -> "
-      "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
-  m.def(
-      "cuda_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor source, Tensor mean, "
-      "Tensor rstd, Tensor? weight, int normalized, float dropout_p, Tensor? seed, "
-      "bool want_source, bool want_input, bool want_weight, bool want_bias) -> "
-      "(Tensor grad_source, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, TF_DISPATCH_KEY, m) {
-  m.impl("cuda_layer_norm", TORCH_BOX(&tf::cuda::layer_norm));
-  m.impl("cuda_layer_norm_backward", TORCH_BOX(&tf::cuda::layer_norm_backward));
+  m.impl("layer_norm_training.cuda", TORCH_BOX(&tf::cuda::layer_norm_training));
+  m.impl("layer_norm_backward.cuda", TORCH_BOX(&tf::cuda::layer_norm_backward));
 }

@@ -23,7 +23,7 @@ def operators() -> str:
     if simt_build.WHY_NOT is not None:
         pytest.skip(simt_build.WHY_NOT)
     torch.ops.load_library(str(simt_build.library()))
-    cuda.register_fakes()
+    cuda.define_operators()
     return "cpu"
 
 

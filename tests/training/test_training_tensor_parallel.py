@@ -75,7 +75,7 @@ def ops(folder: Path) -> None:
 def cuda_ops(folder: Path) -> None:
     """The same with the operators of CUDA C++, on the machine of tests/cuda."""
     torch.ops.load_library(str(simt_build.library()))
-    cuda.register_fakes()
+    cuda.define_operators()
     hold({kernel.op: kernel for kernel in cuda.kernels("cpu", None)})
 
 

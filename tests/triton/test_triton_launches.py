@@ -49,8 +49,7 @@ def _calls() -> list[Any]:
     attention_backward = Planned(attention_bwd.attention_backward)
     cross_entropy_forward = Planned(cross_entropy.cross_entropy_forward)
     linear_forward = Planned(linear.linear_forward)
-    layer_norm_forward = Planned(layer_norm.layer_norm_forward)
-    add_layer_norm_forward = Planned(layer_norm.add_layer_norm_forward)
+    layer_norm_forward = Planned(layer_norm.forward)
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -121,9 +120,9 @@ def _calls() -> list[Any]:
 
     def norm(x: Any, w: Any, eps: float = 1e-5, p: float = 0.0) -> Any:
         if not p:
-            return lambda: layer_norm_forward(x, (x.shape[-1],), w, w, eps)
+            return lambda: layer_norm_forward(x, None, w, w, 1, eps, 0.0, None)
         seed = torch.tensor(3)
-        return lambda: add_layer_norm_forward(x, x, (x.shape[-1],), w, None, eps, p, seed)
+        return lambda: layer_norm_forward(x, x, w, None, 1, eps, p, seed)
 
     for dtype in (bf16, fp16, fp32):
         for columns in (512, 500, 16):

@@ -28,11 +28,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def layer_norm_calls():
     x, w, b = normal(2, 5, 24), normal(24), normal(24)
     rows = normal(10)
-    yield ops.triton_layer_norm, (x, None, [24], w, b, 1e-5, 0.0, None)
-    yield ops.triton_layer_norm, (x, x.flip(0), [5, 24], None, None, 1e-5, 0.3, SEED)
-    forward = (x, None, x, [24], w, rows, rows.abs())
-    yield ops.triton_layer_norm_backward, (*forward, 0.0, None, True, False)
-    yield ops.triton_layer_norm_backward, (*forward, 0.3, SEED, False, True)
+    forward, backward = ops.layer_norm_training.triton, ops.layer_norm_backward.triton
+    yield forward, (x, None, w, b, 1, 1e-5, 0.0, None)
+    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0.3, SEED)
+    kept = (x, None, x, w, rows, rows.abs(), 1)
+    yield backward, (*kept, 0.0, None, True, False, True, False)
+    yield backward, (*kept, 0.3, SEED, False, True, False, True)
 
 
 def attention_calls():
@@ -66,7 +67,7 @@ def attention_calls():
 def linear_calls():
     x, w, b = normal(2, 5, 12), normal(9, 12), normal(9)
     y, z = normal(2, 5, 9), normal(10, 9)
-    yield ops.triton_linear, (x, w, b, None, None, True)
+    yield ops.triton_linear, (x, w, b, None, None, False)
     yield ops.triton_linear, (x, w, None, "gelu", y, True)
     yield ops.triton_linear_backward, (y, x, w, "silu", z, True, True, True)
     yield ops.triton_linear_backward, (y, x, w, None, z[:0, 0], False, True, False)
@@ -104,9 +105,8 @@ def on(device: str, value: Any) -> Any:
 def test_opcheck(calls, device):
     for operator, arguments in calls():
         arguments = tuple(on(device, value) for value in arguments)
-        torch.library.opcheck(
-            operator.default, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        overload = getattr(operator, "default", operator)
+        torch.library.opcheck(overload, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 CASES = {

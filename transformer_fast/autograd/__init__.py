@@ -4,13 +4,6 @@ A backend registers a pair of functions per op under its name (`register`). Both
 plain tensors; neither is differentiated. ``wants`` tells which gradients are asked for, in the
 order of the results; what is not wanted may come back as anything.
 
-    layer_norm        forward(input, normalized_shape, weight, bias, eps) -> (output, mean, rstd)
-                      backward(grad, input, normalized_shape, weight, mean, rstd, wants)
-                          -> gradients of input, weight, bias
-    add_layer_norm    forward(input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)
-                          -> (normalized, sum, mean, rstd)
-                      backward(grad, grad_sum | None, sum, normalized_shape, weight, mean, rstd,
-                          dropout_p, seed, wants) -> gradients of input, residual, weight, bias
     attention         forward(query, key, value, attn_mask, key_lengths, is_causal, scale,
                           dropout_p, seed, need_weights[, query_lengths[, longest]]) -> (output,
                           weights, shift, norm); weights empty if not needed; shift, norm: what
@@ -53,15 +46,12 @@ from .attention import Attention
 from .cross_entropy import CrossEntropy, LinearCrossEntropy
 from .feed_forward import FeedForward
 from .function import differentiates_again, needs_function, pairs, register, savable, vjp
-from .layer_norm import AddLayerNorm, LayerNorm
 from .linear import Linear
 
 __all__ = [
-    "AddLayerNorm",
     "Attention",
     "CrossEntropy",
     "FeedForward",
-    "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
     "differentiates_again",

@@ -76,7 +76,8 @@ class Attention(Function):
             grads = (grad, grad_weights) if ctx.need_weights else (grad,)
             return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 8
         found = gradients(
-            "attention", ctx.backend, torch.zeros_like(output) if grad is None else grad,
+            pairs["attention"][ctx.backend].backward,
+            torch.zeros_like(output) if grad is None else grad,
             grad_weights, query, key, value, mask, lengths, ctx.is_causal, ctx.scale,
             ctx.dropout_p, seed, output, weights, shift, norm, wants,
             *_if_there(query_lengths, ctx.longest),

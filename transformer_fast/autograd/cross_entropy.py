@@ -44,7 +44,8 @@ class CrossEntropy(Function):
             )  # fmt: skip
             return None, dinput, None, None, None
         (dinput,) = gradients(
-            "cross_entropy", ctx.backend, grad, input, target, known, ctx.ignore_index,
+            pairs["cross_entropy"][ctx.backend].backward,
+            grad, input, target, known, ctx.ignore_index,
             ctx.label_smoothing, wants,
         )  # fmt: skip
         return None, dinput, None, None, None
@@ -86,7 +87,8 @@ class LinearCrossEntropy(Function):
             )  # fmt: skip
             return None, *found, None, None, None
         found = gradients(
-            "linear_cross_entropy", ctx.backend, grad, input, weight, bias, target, known,
+            pairs["linear_cross_entropy"][ctx.backend].backward,
+            grad, input, weight, bias, target, known,
             ctx.ignore_index, ctx.label_smoothing, wants,
         )  # fmt: skip
         return None, *only(wants, found), None, None, None

@@ -74,7 +74,8 @@ class FeedForward(Function):
             if weight2 is None:
                 weight2 = stand_in(grad, grad.shape[-1], hidden)
             found = gradients(
-                "feed_forward", ctx.backend, grad, input, weight1, weight2, ctx.activation,
+                pairs["feed_forward"][ctx.backend].backward,
+                grad, input, weight1, weight2, ctx.activation,
                 ctx.dropout_p, seed, kept, wants,
             )  # fmt: skip
         return None, *only(wants, found), None, None, None

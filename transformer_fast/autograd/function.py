@@ -56,9 +56,8 @@ class Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*own)  # type: ignore[misc]
 
 
-def gradients(op: str, backend: str, *arguments: Any) -> Any:
-    """What the backend's backward of the op gives, not to be differentiated."""
-    backward = pairs[op][backend].backward
+def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:
+    """What a backend's backward gives, not to be differentiated."""
     if torch.is_grad_enabled():  # in a program that is being traced
         with torch.no_grad():
             return backward(*arguments)

@@ -62,7 +62,13 @@ class Linear(Function):
             if weight is None:
                 weight = stand_in(grad, outputs, input.shape[-1])
             found = gradients(
-                "linear", ctx.backend, grad, input, weight, ctx.activation, preactivation, wants
+                pairs["linear"][ctx.backend].backward,
+                grad,
+                input,
+                weight,
+                ctx.activation,
+                preactivation,
+                wants,
             )
         return None, *only(wants, found), None, residual
 

@@ -1,7 +1,8 @@
 """The backends; importing this registers their kernels with the dispatcher."""
 
-from . import cpu, cuda, operator_rules, reference, torch, triton
+from ..functional import _operator
+from . import cpu, cuda, reference, torch, triton
 
 __all__ = ["cpu", "cuda", "reference", "torch", "triton"]
 
-operator_rules.tell()  # of the operators that all of them have defined
+_operator.tell()  # of the operators that all of them have defined

@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import _native, small
-from ..autograd import AddLayerNorm, Attention, FeedForward, LayerNorm, Linear, needs_function
+from ..autograd import Attention, FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
+from ..functional._operator import register_fakes
+from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
 from ..reference import taking_query_lengths
 from .cpu_backward import ACTIVATIONS
-from .cpu_backward_fakes import register_fakes
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
 
 _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
-
-def layer_norm(
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
-    if needs_function(input, weight, bias):
-        return LayerNorm.apply("cpu", input, normalized_shape, weight, bias, eps)
-    return _ops.cpu_layer_norm_alone(  # type: ignore[no-any-return]
-        input, weight, bias, math.prod(normalized_shape), eps
-    )
-
-
-def add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if needs_function(input, residual, weight, bias):
-        return AddLayerNorm.apply(
-            "cpu", input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
-        )
-    normalized = math.prod(normalized_shape)
-    if dropout_p == 0.0:
-        return _ops.cpu_add_layer_norm_alone(  # type: ignore[no-any-return]
-            input, residual, weight, bias, normalized, eps
-        )
-    return _ops.cpu_layer_norm(  # type: ignore[no-any-return]
-        input, residual, weight, bias, normalized, eps, dropout_p, seed
-    )[:2]
+layer_norm = layer_norm_on("cpu")
+add_layer_norm = add_layer_norm_on("cpu")
 
 
 @taking_query_lengths
@@ -146,100 +111,9 @@ def feed_forward(
     )
 
 
-def shape_of_statistics(input: Tensor, normalized: int) -> Sequence[int]:
-    """As ``fresh_statistics`` in ``csrc/cpu/core/fresh.cpp``: the dimensions before those of a row."""
-    rows = input.numel() // normalized if normalized else 0
-    lead, n = input.dim(), 1
-    while lead > 0 and n < normalized:
-        lead -= 1
-        n *= input.shape[lead]
-    shape = input.shape[:lead]
-    return shape if math.prod(shape) == rows else (rows,)
-
-
-def fake_layer_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized: int,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    total = output.new_empty(input.shape if residual is not None else (0,))
-    mean = output.new_empty(shape_of_statistics(input, normalized), dtype=torch.float32)
-    return output, total, mean, torch.empty_like(mean)
-
-
-def _fake_layer_norm_alone(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized: int, eps: float
-) -> Tensor:
-    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
-
-
-def _fake_add_layer_norm_alone(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    return output, torch.empty_like(output)
-
-
-def fake_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    need_weights: bool,
-    keep: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, length, _ = query.shape
-    # Memory order (B, T, H, Dv): joining the heads again costs no copy.
-    output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    kept = (batch, heads, length) if keep else (0,)
-    shift = query.new_empty(kept, dtype=torch.float32)
-    shape = (batch, heads, length, key.shape[-2]) if need_weights else (0,)
-    return output, query.new_empty(shape), shift, torch.empty_like(shift)
-
-
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
     # The size depends on the instruction set; no traced program asks for it.
     raise NotImplementedError("weights are packed outside traced programs")
-
-
-def _fake_linear(
-    input: Tensor,
-    weight: Tensor,
-    packed: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight.shape[0]))
-
-
-def _fake_feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    packed1: Tensor | None,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    packed2: Tensor | None,
-    bias2: Tensor | None,
-    activation: int,
-) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight2.shape[0]))
 
 
 def _refuse_attention(call: Call) -> str | None:
@@ -304,23 +178,14 @@ _YIELDS = {
 
 
 def _register() -> None:
-    register_fakes()
     if _native.module is not None:
-        fakes: dict[str, Callable[..., Any]] = {
-            "cpu_layer_norm": fake_layer_norm,
-            "cpu_layer_norm_alone": _fake_layer_norm_alone,
-            "cpu_add_layer_norm_alone": _fake_add_layer_norm_alone,
-            "cpu_attention": fake_attention,
-            "cpu_pack_weight": _fake_pack_weight,
-            "cpu_linear": _fake_linear,
-            "cpu_feed_forward": _fake_feed_forward,
-        }
-        for name, fake in fakes.items():
-            torch.library.register_fake(f"transformer_fast::{name}", fake)
+        define_norms("cpu", inference=True)
+        register_fakes("cpu_")
+        torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
     activations = frozenset(ACTIVATIONS)
     for kernel in (
         Kernel("layer_norm", "cpu", layer_norm, gradients=True),
-        Kernel("add_layer_norm", "cpu", add_layer_norm, gradients=True, dropout=True),
+        Kernel("add_layer_norm", "cpu", add_layer_norm_on("cpu"), gradients=True, dropout=True),
         Kernel(
             "attention",
             "cpu",

@@ -62,31 +62,3 @@ def annotated_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float
     return torch.ops.transformer_fast.cpu_annotated_layer_norm(  # type: ignore[no-any-return]
         input, weight, bias, eps
     )[0]
-
-
-if _native.module is not None:
-
-    @torch.library.register_fake("transformer_fast::cpu_annotated_layer_norm")
-    def _fake(
-        input: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = input.shape[:-1]
-        return input.new_empty(input.shape), input.new_empty(rows), input.new_empty(rows)
-
-    @torch.library.register_fake("transformer_fast::cpu_annotated_layer_norm_backward")
-    def _fake_backward(
-        grad: Tensor,
-        input: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor,
-        want_input: bool,
-        want_weight: bool,
-        want_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n = weight.numel()
-        return (
-            input.new_empty(input.shape if want_input else (0,)),
-            input.new_empty((n if want_weight else 0,)),
-            input.new_empty((n if want_bias else 0,)),
-        )

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from .native_pairs import ACTIVATIONS, register, wide
+from .native_pairs import ACTIVATIONS, register
 
 _ops = torch.ops.transformer_fast
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    """In float32; what is no half type stays as it is."""
+    halves = (torch.bfloat16, torch.float16)
+    return tensor.float() if tensor is not None and tensor.dtype in halves else tensor
 
 
 def _as_it_is(tensor: Tensor | None) -> Tensor | None:
@@ -62,7 +68,7 @@ def _attention_backward(
             dropout_p, seed, output, weights, shift, norm, *wants,
         )  # fmt: skip
     # The gradients of probabilities are there for float32 only.
-    given = wide if grad_weights is not None else _as_it_is
+    given = _wide if grad_weights is not None else _as_it_is
     found = _ops.cpu_attention_backward(
         given(grad), given(grad_weights), given(query), given(key), given(value), given(attn_mask),
         key_lengths, is_causal, scale, dropout_p, seed, given(output), given(weights), shift,

@@ -195,10 +195,6 @@ if _native.module is not None:
     def _fake_layers(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
-    @torch.library.register_fake("transformer_fast::cpu_argmax")
-    def _fake_argmax(input: Tensor) -> Tensor:
-        return torch.empty(input.shape[:1], dtype=torch.int64, device=input.device)
-
     @torch.library.register_fake("transformer_fast::cpu_decode_stack")
     def _fake_decode_stack(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)

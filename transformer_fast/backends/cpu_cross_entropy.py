@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import _native, autograd
+from .. import autograd
 from ..autograd import CrossEntropy, LinearCrossEntropy, needs_function
 from ..autograd.function import only
 from ..dispatch import kernels
 from ..reference import in_parts, register_losses
-from ..reference.loss_in_parts import fake_gradients
 
 _ops = torch.ops.transformer_fast
 
@@ -106,74 +104,9 @@ def _linear_backward(
     )
 
 
-def _fake_cross_entropy(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    rows = input.shape[0]
-    losses = input.new_empty((rows,), dtype=torch.float32)
-    return losses, losses.new_empty((2, rows))
-
-
-def _fake_linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> tuple[Tensor, Tensor]:
-    rows = input.shape[0]
-    return input.new_empty((rows,)), input.new_empty((2, rows))
-
-
-def fake_cross_entropy_backward(
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    known: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
-
-
-def _fake_linear_backward(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    known: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    def empty(shape: Sequence[int], wanted: bool) -> Tensor:
-        return input.new_empty(shape if wanted else (0,))
-
-    return (
-        empty(input.shape, want_input),
-        empty(weight.shape, want_weight),
-        empty(weight.shape[:1], want_bias),
-    )
-
-
 def _register() -> None:
     autograd.register("linear_cross_entropy", "cpu", _linear_forward, _linear_backward)
     register_losses("cpu", _linear_losses, _linear_gradients)
-    if _native.module is None:
-        return
-    fakes: dict[str, Callable[..., Any]] = {
-        "cpu_cross_entropy": _fake_cross_entropy,
-        "cpu_cross_entropy_backward": fake_cross_entropy_backward,
-        "cpu_linear_cross_entropy": _fake_linear_cross_entropy,
-        "cpu_linear_cross_entropy_backward": _fake_linear_backward,
-        "cpu_linear_cross_entropy_gradients": fake_gradients,
-    }
-    for name, fake in fakes.items():
-        torch.library.register_fake(f"transformer_fast::{name}", fake)
 
 
 _register()

@@ -8,7 +8,7 @@ The operators are in a library of their own that is loaded only with a PyTorch t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,27 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import _native, autograd
-from ..autograd import (
-    AddLayerNorm,
-    Attention,
-    CrossEntropy,
-    FeedForward,
-    LayerNorm,
-    Linear,
-    needs_function,
-)
+from ..autograd import Attention, CrossEntropy, FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, register
+from ..functional._operator import register_fakes
+from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
 from ..reference import taking_query_lengths
 from . import native_pairs
-from .cpu import fake_attention, fake_layer_norm
-from .cpu_backward_fakes import (
-    fake_attention_backward,
-    fake_feed_forward_backward,
-    fake_feed_forward_training,
-    fake_layer_norm_backward,
-    fake_linear_backward,
-)
-from .cpu_cross_entropy import fake_cross_entropy_backward
 from .native_pairs import ACTIVATIONS, on
 
 _ops = torch.ops.transformer_fast
@@ -154,61 +139,10 @@ def attention(
     return output, weights if need_weights else None
 
 
-def _fake_attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    results: tuple[Any, ...] = (None, None)
-    return fake_attention_backward(*arguments[:11], *results, *arguments[11:])
-
-
-def _fake_layer_norm(*arguments: Any) -> tuple[Tensor, ...]:
-    output, total, mean, rstd = fake_layer_norm(*arguments)
-    return output, total, mean.flatten(), rstd.flatten()
-
-
-def _fake_layer_norm_backward(
-    grad: Tensor, grad_sum: Tensor | None, source: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    return tuple(
-        found.to(source.dtype) for found in fake_layer_norm_backward(grad, grad_sum, source, *rest)
-    )
-
-
-def _fake_cross_entropy(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    rows = input.shape[:1]
-    return input.new_empty(rows, dtype=torch.float32), input.new_empty(rows, dtype=torch.float64)
-
-
-def _fake_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    shape = (*input.shape[:-1], weight.shape[0])
-    return input.new_empty(shape), input.new_empty(shape if keep else (0,))
-
-
-_FAKES: dict[str, Callable[..., Any]] = {
-    "cuda_layer_norm": _fake_layer_norm,
-    "cuda_layer_norm_backward": _fake_layer_norm_backward,
-    "cuda_attention": fake_attention,
-    "cuda_attention_backward": _fake_attention_backward,
-    "cuda_linear": _fake_linear,
-    "cuda_linear_backward": fake_linear_backward,
-    "cuda_feed_forward_training": fake_feed_forward_training,
-    "cuda_feed_forward_backward": fake_feed_forward_backward,
-    "cuda_cross_entropy": _fake_cross_entropy,
-    "cuda_cross_entropy_backward": fake_cross_entropy_backward,
-}
-
-
-def register_fakes() -> None:
-    """For the operators of a library that was loaded."""
-    for name, fake in _FAKES.items():
-        torch.library.register_fake(f"transformer_fast::{name}", fake)
+def define_operators() -> None:
+    """Of the library, which was loaded."""
+    define_norms("cuda", inference=False)
+    register_fakes("cuda_")
 
 
 def _refuse_place(call: Call) -> str | None:
@@ -239,8 +173,8 @@ def _remark_on_products(call: Call) -> str:
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     """What is registered, for tensors on this kind of device."""
     found = (
-        _kernel("layer_norm", LayerNorm),
-        _kernel("add_layer_norm", AddLayerNorm, 2),
+        Kernel("layer_norm", "cuda", layer_norm_on("cuda")),
+        Kernel("add_layer_norm", "cuda", add_layer_norm_on("cuda")),
         Kernel(
             "attention",
             "cuda",
@@ -273,6 +207,6 @@ native_pairs.register("cuda", _linear_forward)
 autograd.register("attention", "cuda", _attention_forward, _attention_backward)
 
 if _native.cuda_why_not is None:
-    register_fakes()
+    define_operators()
 for _each in kernels("cuda", _native.cuda_why_not):
     register(_each)

@@ -1,17 +1,26 @@
-"""Public layer_norm and add_layer_norm."""
+"""layer_norm and add_layer_norm: the public functions, the operators behind them, autograd."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo, small
+from .. import memo, reference, small
+from ..autograd.function import (
+    Function,
+    differentiates_again,
+    gradients,
+    needs_function,
+    only,
+    vjp,
+)
 from ..dispatch import Call
+from ..reference.dropout import dropout
 from ._check import (
     casts_itself,
     is_torchs,
@@ -24,6 +33,7 @@ from ._check import (
     same_error_as,
     wants_grad,
 )
+from ._operator import Operator, Rule
 
 
 def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int, ...]:
@@ -267,3 +277,197 @@ def add_layer_norm(
         input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p, backend=backend
     )
     return memo.run(key, tensors, call, arguments, backend)
+
+
+# ``dims``: how many trailing dimensions are normalised together. mean and rstd: float32, of the other
+# dimensions. ``source``: what was normalised; ``want_input``: the gradient behind the dropout, without
+# which it is that of source. What is not wanted comes back empty.
+_PARAMETERS = "Tensor? weight, Tensor? bias, int dims, float eps"
+_TENSORS = "input:...* residual:...* grad:...* grad_sum:...* source:...* mean:... rstd:..."
+INFERENCE = Operator(
+    f"layer_norm(Tensor input, {_PARAMETERS}) -> Tensor", Rule(_TENSORS, "...*", by=".")
+)
+ADD_INFERENCE = Operator(
+    f"add_layer_norm(Tensor input, Tensor residual, {_PARAMETERS}) -> (Tensor output, Tensor sum)",
+    Rule(_TENSORS, "...* ...*", by="."),
+)
+TRAINING = Operator(
+    f"layer_norm_training(Tensor input, Tensor? residual, {_PARAMETERS}, float dropout_p,"
+    " Tensor? seed) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)",
+    Rule(_TENSORS, "...* ...*?residual ...:float32 ...:float32", by="."),
+)
+BACKWARD = Operator(
+    "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor source, Tensor? weight, Tensor mean,"
+    " Tensor rstd, int dims, float dropout_p, Tensor? seed, bool want_source, bool want_input,"
+    " bool want_weight, bool want_bias)"
+    " -> (Tensor grad_source, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    Rule(_TENSORS, "...*?want_source ...*?want_input *?want_weight *?want_bias", by="."),
+)
+
+
+def define_norms(backend: str, inference: bool) -> None:
+    """Add a backend's operators; ``inference``: those that keep nothing for a backward, too."""
+    for operator in (TRAINING, BACKWARD, *((INFERENCE, ADD_INFERENCE) if inference else ())):
+        operator.define(backend)
+
+
+def layer_norm_on(backend: str) -> Callable[..., Tensor]:
+    """What the dispatcher runs of `layer_norm` for a backend with operators."""
+
+    def run(
+        input: Tensor,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        if needs_function(input, weight, bias):
+            return LayerNormFunction.apply(backend, input, normalized_shape, weight, bias, eps)
+        dims = len(normalized_shape)
+        if backend in INFERENCE.of:
+            return INFERENCE.of[backend](input, weight, bias, dims, eps)  # type: ignore[no-any-return]
+        return TRAINING.of[backend](input, None, weight, bias, dims, eps, 0.0, None)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+def add_layer_norm_on(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What the dispatcher runs of `add_layer_norm` for a backend with operators."""
+
+    def run(
+        input: Tensor,
+        residual: Tensor,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if needs_function(input, residual, weight, bias):
+            return AddLayerNormFunction.apply(
+                backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
+            )
+        dims = len(normalized_shape)
+        if dropout_p == 0.0 and backend in ADD_INFERENCE.of:
+            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps)  # type: ignore[no-any-return]
+        found = TRAINING.of[backend](input, residual, weight, bias, dims, eps, dropout_p, seed)
+        return found[:2]  # type: ignore[no-any-return]
+
+    return run
+
+
+class LayerNormFunction(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        dims = len(normalized_shape)
+        output, _, mean, rstd = TRAINING.of[backend](
+            input, None, weight, bias, dims, eps, 0.0, None
+        )
+        ctx.backend, ctx.dims, ctx.eps = backend, dims, eps
+        ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(
+            input if needs[1] or needs[3] else None, weight if needs[1] else None, mean, rstd
+        )
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 6
+        input, weight, mean, rstd = ctx.saved_tensors
+        if input is None:
+            input = grad.detach()  # the bias has the same gradient whatever the input was
+        needs = ctx.needs_input_grad
+        wants = needs[1], needs[3], needs[4]
+        if differentiates_again():
+            dinput, dweight, dbias = _by_formula(ctx, grad, input, weight, wants)
+        else:
+            dinput, _, dweight, dbias = gradients(
+                BACKWARD.of[ctx.backend], grad, None, input, weight, mean, rstd, ctx.dims, 0.0,
+                None, needs[1], False, needs[3], needs[4],
+            )  # fmt: skip
+            dinput, dweight, dbias = only(wants, (dinput, dweight, dbias))
+        return None, dinput, None, dweight, dbias, None
+
+
+def _by_formula(
+    ctx: Any, grad: Tensor, input: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
+) -> list[Tensor | None]:
+    shape = tuple(input.shape[-ctx.dims :])
+    # The gradients of weight and bias depend on neither.
+    if wants[1] and weight is None:
+        weight = grad.new_ones(shape)
+    bias = grad.new_zeros(shape) if wants[2] else None
+    return vjp(
+        lambda x, w, b: reference.layer_norm(x, shape, w, b, ctx.eps),
+        (input, weight, bias), wants, (grad,),
+    )  # fmt: skip
+
+
+class AddLayerNormFunction(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        residual: Tensor,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        dims = len(normalized_shape)
+        output, sum, mean, rstd = TRAINING.of[backend](
+            input, residual, weight, bias, dims, eps, dropout_p, seed
+        )
+        ctx.backend, ctx.dims, ctx.eps, ctx.dropout_p = backend, dims, eps, dropout_p
+        ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(sum, weight if needs[1] or needs[2] else None, mean, rstd, seed)
+        return output, sum
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
+    ) -> tuple[Any, ...]:
+        if grad is None and grad_sum is None:
+            return (None,) * 9
+        sum, weight, mean, rstd, seed = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if grad is None:
+            grad = torch.zeros_like(sum)
+        drops = ctx.dropout_p > 0.0
+        wants = needs[1] or needs[2], needs[4], needs[5]
+        if differentiates_again():
+            dsum, dweight, dbias = _by_formula(ctx, grad, sum, weight, wants)
+            if dsum is not None and grad_sum is not None:
+                dsum = dsum + grad_sum
+            dinput = None
+            if needs[1]:
+                assert dsum is not None
+                dinput = dropout(dsum, ctx.dropout_p, seed)
+        else:
+            dsum, dinput, dweight, dbias = gradients(
+                BACKWARD.of[ctx.backend], grad, grad_sum, sum, weight, mean, rstd, ctx.dims,
+                ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
+                needs[4], needs[5],
+            )  # fmt: skip
+            dsum, dweight, dbias = only(wants, (dsum, dweight, dbias))
+            if not drops:
+                dinput = dsum
+        return (
+            None, dinput if needs[1] else None, dsum if needs[2] else None, None, dweight, dbias,
+            None, None, None,
+        )  # fmt: skip

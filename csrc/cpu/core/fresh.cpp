@@ -118,16 +118,8 @@ Tensor fresh_rows(const Tensor& input, int64_t columns) {
   return fresh(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
 }
 
-Tensor fresh_statistics(const Tensor& input, int64_t normalized) {
-  const int64_t rows = normalized == 0 ? 0 : input.numel() / normalized;
-  int64_t lead = input.dim(), before = 1;
-  for (int64_t n = 1; n < normalized && lead > 0;) n *= input.size(--lead);
-  for (int64_t i = 0; i < lead; ++i) before *= input.size(i);
-  // Rows that are no dimensions of input have none to be named after.
-  const IntHeaderOnlyArrayRef sizes =
-      before == rows ? IntHeaderOnlyArrayRef(input.sizes().data(), static_cast<size_t>(lead))
-                     : IntHeaderOnlyArrayRef(&rows, 1);
-  return fresh(input, sizes, true);
+Tensor fresh_statistics(const Tensor& input, int64_t dims) {
+  return fresh(input, input.sizes().slice(0, static_cast<size_t>(input.dim() - dims)), true);
 }
 
 Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16) {

@@ -32,9 +32,8 @@ inline Tensor fresh_float(const Tensor& like, std::initializer_list<int64_t> siz
 inline Tensor fresh_like(const Tensor& like) { return fresh(like, like.sizes()); }
 // Rows of `columns` instead of input's.
 Tensor fresh_rows(const Tensor& input, int64_t columns);
-// A float for each row of `normalized` elements, of the shape of the dimensions before those that
-// make a row: then it can be sharded as input is.
-Tensor fresh_statistics(const Tensor& input, int64_t normalized);
+// A float for each row, which the last `dims` dimensions make: the shape of the dimensions before.
+Tensor fresh_statistics(const Tensor& input, int64_t dims);
 
 // The tensor itself if it is contiguous: asking is cheaper than PyTorch's operator.
 inline Tensor as_contiguous(const Tensor& tensor) {

@@ -147,18 +147,6 @@ inline void check_float(const char* op, const char* name, const Tensor& tensor) 
   check_type(op, name, tensor, ScalarType::Float, "");
 }
 
-// Rows of `normalized` elements, which make up the tensor. What dropout drops goes by the last
-// dimension, so its rows must lie whole in them.
-inline void check_normalized(const char* op, const Tensor& input, int64_t normalized,
-                             double dropout_p) {
-  STD_TORCH_CHECK(normalized > 0 ? input.numel() % normalized == 0 : input.numel() == 0, op, ": ",
-                  input.numel(), " elements are no rows of ", normalized);
-  const int64_t last = input.dim() > 0 ? input.size(input.dim() - 1) : 1;
-  STD_TORCH_CHECK(dropout_p == 0.0 || normalized <= 0 || normalized % last == 0, op,
-                  ": with dropout, ", normalized, " must be a multiple of the last dimension, ",
-                  last);
-}
-
 // The number of an activation (activation.h).
 inline int checked_activation(const char* op, int64_t activation) {
   STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);

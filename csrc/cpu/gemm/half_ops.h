@@ -37,20 +37,9 @@ inline Element element_of(const torch::stable::Tensor& tensor) {
 struct LinearGradients;
 struct FeedForwardGradients;
 
-// What LayerNorm gives: the sum where there is a residual, statistics where they are kept.
-struct Normalized {
-  torch::stable::Tensor output;
-  std::optional<torch::stable::Tensor> sum, mean, rstd;
-};
-
 namespace half {
 
 using torch::stable::Tensor;
-
-Normalized layer_norm(const Tensor& input, const std::optional<Tensor>& residual,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                      int64_t normalized, double eps, double dropout_p,
-                      const std::optional<Tensor>& seed, bool keep);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
@@ -80,9 +69,6 @@ void feed_forward_gradients(FeedForwardGradients& call);
 
 // The parts without checks and allocation, for operators made of several. Parameters are
 // contiguous; x and y are (rows, columns).
-void layer_norm_into(const Tensor& like, const void* x, int64_t rows, int64_t columns,
-                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                     double eps, void* y);
 // The hidden units of a call of few rows lie in shared scratch kHiddenSlot.
 constexpr int kHiddenSlot = 2;
 // The weights are in the place of args' packed ones.

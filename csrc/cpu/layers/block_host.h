@@ -8,7 +8,7 @@
 #include "cpu/ops/attention/attention_host.h"
 #include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
-#include "cpu/ops/norm/layer_norm_kernel.h"
+#include "cpu/ops/norm/layer_norm.h"
 
 namespace tf {
 
@@ -126,21 +126,18 @@ struct Norm {
 
   // May work in place; `like` tells the type.
   void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
-    if (is_half(like)) return half::layer_norm_into(like, x, rows, columns, weight, bias, eps, y);
-    LayerNormArgs args{};
-    args.x = static_cast<const float*>(x);
-    args.weight = optional_data(weight);
-    args.bias = optional_data(bias);
-    args.y = static_cast<float*>(y);
-    args.n = columns;
-    args.x_stride = columns;
-    args.eps = static_cast<float>(eps);
-    args.dropout_columns = columns;
-    const int64_t scratch = TF_DISPATCH(layer_norm_scratch, args);
-    const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns));
-    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(layer_norm_rows, args, begin, end, kernel_scratch().floats(scratch));
-    });
+    const Tensor& parameters = weight ? *weight : bias ? *bias : like;
+    run_layer_norm({.type = element_of(like),
+                    .weight_type = element_of(parameters),
+                    .x = x,
+                    .weight = weight ? weight->const_data_ptr() : nullptr,
+                    .bias = bias ? bias->const_data_ptr() : nullptr,
+                    .y = y,
+                    .n = columns,
+                    .x_stride = columns,
+                    .eps = static_cast<float>(eps),
+                    .dropout_columns = columns},
+                   rows);
   }
 };
 

@@ -140,6 +140,16 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t colum
   }
 }
 
+// The same for row `row` of the normalised, which is n / columns rows of the tensor.
+inline void row_dropout_factors(const Dropout& dropout, long row, long n, long columns,
+                                float* factors) {
+  const long rows = n / columns;
+  // In this order what is written beyond one row is overwritten by the next.
+  for (long r = 0; r < rows; ++r)
+    dropout_factors(dropout, static_cast<uint64_t>(row * rows + r), 0, columns,
+                    factors + r * columns);
+}
+
 // Which of kPanel columns of a row are kept, from `column` on, a multiple of kPanel. kDraw is two
 // panels: `keep` holds the bits of both, and is worked out anew if `draws`.
 TF_INLINE KeepBits panel_bits(const Dropout& dropout, long row, long column, bool draws,

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from . import config
+from . import layer_norm as norms
 from .attention import attention_forward, make_problem
 from .attention_bwd import attention_backward
 from .attention_weights import attention_weights
 from .cross_entropy import cross_entropy_backward, cross_entropy_forward
 from .feed_forward import feed_forward_backward, feed_forward_forward
-from .layer_norm import add_layer_norm_backward, add_layer_norm_forward
 from .linear import linear_backward, linear_forward
 from .runtime import Launch, instead_of_launching, record_launches
 
@@ -75,11 +75,10 @@ def _attention(
 def _layer_norm(columns: int, dtype: torch.dtype, dropout_p: float) -> None:
     x, weight = _meta(8192, columns, dtype=dtype), _meta(columns, dtype=dtype)
     seed = _meta(dtype=torch.int64) if dropout_p else None
-    shape = (columns,)
-    y, total, mean, rstd = add_layer_norm_forward(
-        x, x, shape, weight, weight, 1e-5, dropout_p, seed
-    )
-    add_layer_norm_backward(y, total, total, shape, weight, mean, rstd, dropout_p, seed, True, True)
+    y, total, mean, rstd = norms.forward(x, x, weight, weight, 1, 1e-5, dropout_p, seed)
+    assert total is not None
+    drops = dropout_p > 0.0
+    norms.backward(y, total, total, weight, mean, rstd, 1, dropout_p, seed, True, drops, True, True)
 
 
 def _feed_forward(dtype: torch.dtype, activation: str, dropout_p: float, rows: int = 4096) -> None:

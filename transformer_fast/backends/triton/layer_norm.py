@@ -15,7 +15,6 @@ shares up. No atomics: results are the same in every run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,22 +61,26 @@ def _vector(tensor: Tensor | None) -> Tensor | None:
     return tensor.reshape(-1).contiguous()
 
 
-def _forward(
+def forward(
     input: Tensor,
     residual: Tensor | None,
-    normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
+    dims: int,
     eps: float,
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    columns = math.prod(normalized_shape)
+    """`functional.layer_norm.TRAINING`; no sum without residual."""
+    lead = input.dim() - dims
+    columns = math.prod(input.shape[lead:])
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     total = None if residual is None else torch.empty_like(output)
-    rows = input.numel() // columns
-    mean = input.new_empty(rows, dtype=torch.float32)
+    mean = input.new_empty(input.shape[:lead], dtype=torch.float32)
     rstd = torch.empty_like(mean)
+    if input.numel() == 0:
+        return output, total, mean, rstd
+    rows = input.numel() // columns
     x = _as_rows(input, columns)
     r = None if residual is None else _as_rows(residual, columns)
     drop = dropout_arguments(dropout_p)
@@ -105,39 +108,46 @@ def _forward(
         COLUMNS=columns,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
-        DROPOUT_COLUMNS=normalized_shape[-1] if drop.active else 0,
+        DROPOUT_COLUMNS=input.shape[-1] if drop.active else 0,
     )
     return output, total, mean, rstd
 
 
-def _backward(
-    grad_output: Tensor,
+def backward(
+    grad: Tensor,
     grad_sum: Tensor | None,
-    x: Tensor,
-    normalized_shape: Sequence[int],
+    source: Tensor,
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
+    dims: int,
     dropout_p: float,
     seed: Tensor | None,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    columns = math.prod(normalized_shape)
-    rows = x.numel() // columns
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    want_source: bool,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`functional.layer_norm.BACKWARD`; None for what is not wanted."""
+    shape = source.shape[-dims:]
+    columns = math.prod(shape)
+    grad_source = torch.empty_like(source, memory_format=torch.contiguous_format)
     drop = dropout_arguments(dropout_p)
-    grad_input = torch.empty_like(grad_x) if drop.active else grad_x
-    kind = x.dtype if weight is None else weight.dtype
-    shape = tuple(normalized_shape)
-    grad_weight = x.new_empty(shape, dtype=kind) if need_weight else None
-    grad_bias = x.new_empty(shape, dtype=kind) if need_bias else None
-    tile = config.layer_norm_backward(columns, x.element_size())
-    programs = min(ceil_div(rows, tile.rows), tile.per_multiprocessor * multiprocessors(x.device))
+    grad_input = torch.empty_like(grad_source) if drop.active else None
+    grad_weight = source.new_empty(shape) if want_weight else None
+    grad_bias = source.new_empty(shape) if want_bias else None
+    if source.numel() == 0:
+        sums = (each if each is None else each.zero_() for each in (grad_weight, grad_bias))
+        return grad_source, grad_input, *sums  # type: ignore[return-value]
+    rows = source.numel() // columns
+    tile = config.layer_norm_backward(columns, source.element_size())
+    programs = min(
+        ceil_div(rows, tile.rows), tile.per_multiprocessor * multiprocessors(source.device)
+    )
     partial = None
-    if need_weight or need_bias:
-        partial = torch.empty((2, programs, columns), dtype=torch.float32, device=x.device)
-    dy, x = _as_rows(grad_output, columns), _as_rows(x, columns)
+    if want_weight or want_bias:
+        partial = torch.empty((2, programs, columns), dtype=torch.float32, device=source.device)
+    dy, x = _as_rows(grad, columns), _as_rows(source, columns)
     dsum = None if grad_sum is None else _as_rows(grad_sum, columns)
     launch(
         layer_norm_backward_kernel,
@@ -149,8 +159,8 @@ def _backward(
         mean,
         rstd,
         seed_for(drop, seed, x.device),
-        grad_x,
-        grad_input if drop.active else None,
+        grad_source,
+        grad_input,
         partial,
         dy.stride(0),
         0 if dsum is None else dsum.stride(0),
@@ -163,94 +173,14 @@ def _backward(
         COLUMNS=columns,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
-        DROPOUT_COLUMNS=normalized_shape[-1] if drop.active else 0,
+        DROPOUT_COLUMNS=shape[-1] if drop.active else 0,
         STAGES=tile.stages,
     )
     if partial is not None:
         sum_shares(partial, grad_weight, grad_bias)
-    return grad_input, grad_x, grad_weight, grad_bias
-
-
-def layer_norm_forward(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, mean, rstd); the last two are (N,) fp32, for the backward."""
-    output, _, mean, rstd = _forward(input, None, normalized_shape, weight, bias, eps, 0.0, None)
-    return output, mean, rstd
-
-
-def layer_norm_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias."""
-    return _backward(
-        grad_output,
-        None,
-        input,
-        normalized_shape,
-        weight,
-        mean,
-        rstd,
-        0.0,
-        None,
-        need_weight,
-        need_bias,
-    )[1:]
-
-
-def add_layer_norm_forward(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(normalized, sum, mean, rstd) with sum = residual + dropout(input)."""
-    output, total, mean, rstd = _forward(
-        input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
-    )
-    assert total is not None
-    return output, total, mean, rstd
-
-
-def add_layer_norm_backward(
-    grad_normalized: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dropout_p: float,
-    seed: Tensor | None,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, residual, weight and bias; the first two are one tensor without dropout."""
-    return _backward(
-        grad_normalized,
-        grad_sum,
-        sum,
-        normalized_shape,
-        weight,
-        mean,
-        rstd,
-        dropout_p,
-        seed,
-        need_weight,
-        need_bias,
+    return (
+        grad_source if want_source else None,
+        grad_input if want_input else None,
+        grad_weight,
+        grad_bias,
     )

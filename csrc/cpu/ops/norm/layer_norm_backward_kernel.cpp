@@ -8,8 +8,7 @@
 // A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
 // second pass adds the shares; blocks do not depend on the number of threads, so neither does the
 // result.
-#include "cpu/ops/norm/layer_norm_backward_kernel.h"
-
+#include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
 
@@ -83,13 +82,7 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
     mean_g -= off * mean_gh;
   }
   const bool drops = args.grad_input != nullptr && args.dropout.on;
-  if (drops) {
-    const long rows_in_row = n / args.dropout_columns;
-    // In this order what is written beyond one row is overwritten by the next.
-    for (long r = 0; r < rows_in_row; ++r)
-      dropout_factors(args.dropout, static_cast<uint64_t>(row * rows_in_row + r), 0,
-                      args.dropout_columns, factors + r * args.dropout_columns);
-  }
+  if (drops) row_dropout_factors(args.dropout, row, n, args.dropout_columns, factors);
   const auto row_of = [&](void* tensor) {
     return tensor == nullptr ? nullptr : static_cast<T*>(tensor) + row * n;
   };

@@ -1,7 +1,6 @@
 // LayerNorm for half types: each row is widened into scratch once, and is in the first-level cache
 // for the passes after it; the variance is taken around the mean, never as E[x^2] - E[x]^2.
-#include "cpu/ops/norm/layer_norm_half_kernel.h"
-
+#include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
 
@@ -42,23 +41,15 @@ void widen(const void* from, Element type, long n, float absent, float* to) {
   }
 }
 
-// What dropout multiplies a row of x by.
-void row_factors(const HalfLayerNormArgs& args, long row, float* factors) {
-  const long columns = args.dropout_columns, rows = args.n / columns;
-  // In this order what is written beyond one row is overwritten by the next.
-  for (long r = 0; r < rows; ++r)
-    dropout_factors(args.dropout, static_cast<uint64_t>(row * rows + r), 0, columns,
-                    factors + r * columns);
-}
-
 // Brings x, or the sum, into scratch; returns its total.
 template <class T>
-TF_INLINE float begin_row(const HalfLayerNormArgs& args, long row, const Workspace& work) {
+TF_INLINE float begin_row(const LayerNormArgs& args, long row, const Workspace& work) {
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
   const bool add = args.residual != nullptr;
   const T* residual = static_cast<const T*>(args.residual) + (add ? row * args.residual_stride : 0);
   T* sum = static_cast<T*>(args.sum) + (add ? row * args.n : 0);
-  if (add && args.dropout.on) row_factors(args, row, work.factors);
+  if (add && args.dropout.on)
+    row_dropout_factors(args.dropout, row, args.n, args.dropout_columns, work.factors);
   float total[1];
   row_sums(args.n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
     Vec s = load_some(x + j, count);
@@ -74,7 +65,7 @@ TF_INLINE float begin_row(const HalfLayerNormArgs& args, long row, const Workspa
 }
 
 template <class T>
-void rows(const HalfLayerNormArgs& args, long begin, long end, const Workspace& work) {
+void rows(const LayerNormArgs& args, long begin, long end, const Workspace& work) {
   const long n = args.n;
   for (long row = begin; row < end; ++row) {
     const float mean = begin_row<T>(args, row, work) / static_cast<float>(n);
@@ -95,11 +86,11 @@ void rows(const HalfLayerNormArgs& args, long begin, long end, const Workspace& 
 
 }  // namespace
 
-long half_layer_norm_scratch(const HalfLayerNormArgs& args) {
+long half_layer_norm_scratch(const LayerNormArgs& args) {
   return (4 * room(args.n) + 2 * kLanes) * static_cast<long>(sizeof(float));
 }
 
-void half_layer_norm_rows(const HalfLayerNormArgs& args, long begin, long end, void* scratch) {
+void half_layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch) {
   const Workspace work(scratch, args.n);
   widen(args.weight, args.weight_type, args.n, 1.0f, work.weight);
   widen(args.bias, args.weight_type, args.n, 0.0f, work.bias);

@@ -1,32 +1,25 @@
 // LayerNorm (Ba et al. 2016). The row is in cache after the first pass, so memory is read once; the
 // variance is taken around the mean, never as E[x^2] - E[x]^2.
-#include "cpu/ops/norm/layer_norm_kernel.h"
-
+#include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-// What dropout multiplies a row of x by, in scratch.
-void row_factors(const LayerNormArgs& args, long row, float* factors) {
-  const long columns = args.dropout_columns, rows = args.n / columns;
-  // In this order what is written beyond one row is overwritten by the next.
-  for (long r = 0; r < rows; ++r)
-    dropout_factors(args.dropout, static_cast<uint64_t>(row * rows + r), 0, columns,
-                    factors + r * columns);
-}
-
 void one_row(const LayerNormArgs& args, long row, float* factors) {
   const long n = args.n;
-  const float* x = args.x + row * args.x_stride;
-  float* y = args.y + row * n;
+  const float* x = static_cast<const float*>(args.x) + row * args.x_stride;
+  float* y = static_cast<float*>(args.y) + row * n;
+  const float* weight = static_cast<const float*>(args.weight);
+  const float* bias = static_cast<const float*>(args.bias);
   const float* source = x;
   float total[1];
   if (args.residual != nullptr) {
-    const float* residual = args.residual + row * args.residual_stride;
-    float* sum = args.sum + row * n;
-    if (args.dropout.on) row_factors(args, row, factors);
+    const float* residual = static_cast<const float*>(args.residual) + row * args.residual_stride;
+    float* sum = static_cast<float*>(args.sum) + row * n;
+    if (args.dropout.on)
+      row_dropout_factors(args.dropout, row, args.n, args.dropout_columns, factors);
     row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
       Vec s = load_some(x + j, count);
       if (args.dropout.on) s = drop(s, load_some(factors + j, count));
@@ -50,8 +43,8 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
   const Vec centre = set1(mean), scale = set1(rstd);
   each_vector(n, [&](long i, long count) {
     Vec value = (load_some(source + i, count) - centre) * scale;
-    if (args.weight != nullptr) value = value * load_some(args.weight + i, count);
-    if (args.bias != nullptr) value = value + load_some(args.bias + i, count);
+    if (weight != nullptr) value = value * load_some(weight + i, count);
+    if (bias != nullptr) value = value + load_some(bias + i, count);
     store_some(y + i, value, count);
   });
   if (args.mean != nullptr) args.mean[row] = mean;
@@ -61,11 +54,11 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
 }  // namespace
 
 long layer_norm_scratch(const LayerNormArgs& args) {
-  return args.dropout.on ? args.n + 2 * kLanes : 0;
+  return args.dropout.on ? (args.n + 2 * kLanes) * static_cast<long>(sizeof(float)) : 0;
 }
 
-void layer_norm_rows(const LayerNormArgs& args, long begin, long end, float* scratch) {
-  for (long row = begin; row < end; ++row) one_row(args, row, scratch);
+void layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch) {
+  for (long row = begin; row < end; ++row) one_row(args, row, static_cast<float*>(scratch));
 }
 
 }  // namespace tf::TF_ISA

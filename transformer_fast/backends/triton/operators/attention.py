@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .... import reference
 from ....autograd import Attention, needs_function, register
-from .define import absent, define
+from .define import define
 
 
 def _run(
@@ -37,36 +36,6 @@ def _run(
     output, shift, norm = attention_forward(*arguments)
     weights = attention_weights(make_problem(*arguments), shift, norm) if need_weights else None
     return output, weights, shift, norm
-
-
-def _like_heads(query: Tensor, size: int) -> Tensor:
-    batch, heads, length, _ = query.shape
-    return query.new_empty((batch, length, heads, size)).transpose(1, 2)
-
-
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    need_weights: bool,
-    query_lengths: Tensor | None = None,
-    longest: Sequence[int] | None = None,
-) -> tuple[Tensor, ...]:
-    batch, heads, length, _ = query.shape
-    if longest is not None:
-        assert query_lengths is not None
-        batch, length = query_lengths.shape[0] - 1, longest[0]
-    shift = query.new_empty((batch, heads, length), dtype=torch.float32)
-    weights = absent(query)
-    if need_weights:
-        weights = query.new_empty((batch, heads, length, key.shape[2]))
-    return _like_heads(query, value.shape[-1]), weights, shift, torch.empty_like(shift)
 
 
 def _run_backward(
@@ -113,45 +82,12 @@ def _run_backward(
     )
 
 
-def _fake_backward(
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    output: Tensor,
-    weights: Tensor | None,
-    shift: Tensor,
-    norm: Tensor,
-    need_mask: bool,
-    query_lengths: Tensor | None = None,
-    longest: Sequence[int] | None = None,
-) -> tuple[Tensor, ...]:
-    dmask = absent(grad)
-    if need_mask:
-        assert attn_mask is not None
-        dmask = attn_mask.new_empty(attn_mask.shape)
-    return (
-        _like_heads(query, query.shape[-1]),
-        _like_heads(key, key.shape[-1]),
-        _like_heads(value, value.shape[-1]),
-        dmask,
-    )
-
-
 _forward = define(
     "triton_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask,"
     " Tensor? key_lengths, bool is_causal, float scale, float dropout_p, Tensor? seed,"
     " bool need_weights, Tensor? query_lengths=None, SymInt[]? longest=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
-    _fake,
 )
 _backward = define(
     "triton_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key,"
@@ -160,7 +96,6 @@ _backward = define(
     " bool need_mask, Tensor? query_lengths=None, SymInt[]? longest=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
-    _fake_backward,
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .... import reference
@@ -21,13 +20,6 @@ def _run(
     return cross_entropy_forward(input, target, ignore_index, label_smoothing)
 
 
-def _fake(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, ...]:
-    rows = input.shape[:1]
-    return input.new_empty(rows, dtype=torch.float32), input.new_empty(rows, dtype=torch.float64)
-
-
 def _run_backward(
     grad: Tensor,
     input: Tensor,
@@ -41,28 +33,15 @@ def _run_backward(
     return cross_entropy_backward(grad, input, target, lse, ignore_index, label_smoothing)
 
 
-def _fake_backward(
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    return input.new_empty(input.shape)
-
-
 _forward = define(
     "triton_cross_entropy(Tensor input, Tensor target, int ignore_index, float label_smoothing)"
     " -> (Tensor, Tensor)",
     _run,
-    _fake,
 )
 _backward = define(
     "triton_cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor lse,"
     " int ignore_index, float label_smoothing) -> Tensor",
     _run_backward,
-    _fake_backward,
 )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .... import memo
+from ....functional import _operator
 from .. import plans
 
 _is_compiling = torch.compiler.is_compiling
@@ -17,14 +18,26 @@ _library = torch.library.Library("transformer_fast", "FRAGMENT")
 _RUNTIME = __name__.rpartition(".operators.")[0] + ".runtime"
 
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define the operator ``triton_...`` of that schema; what is returned calls it.
+def define(schema: str, implementation: Callable[..., Any]) -> Any:
+    """Define the operator ``triton_...`` of that schema; what is returned calls it (`_implement`)."""
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _operator.register_fakes(name)
+    return _implement(getattr(torch.ops.transformer_fast, name).default, implementation)
+
+
+def implement(operator: _operator.Operator, implementation: Callable[..., Any]) -> None:
+    """Add this backend's overload of the operator."""
+    operator.of["triton"] = _implement(operator.define("triton"), implementation)
+
+
+def _implement(overload: Any, implementation: Callable[..., Any]) -> Any:
+    """Implements an operator; what is returned calls it.
 
     Where the implementation gives None the operator gives `absent` of its first argument; who calls it
     by what is returned here may get either. While launches are recorded (`runtime.record_launches`) the
     implementation itself is called, for torch would answer meta tensors with the fake.
     """
-    name = schema.partition("(")[0]
     planned = plans.Planned(implementation)
 
     def operator(*arguments: Any) -> Any:
@@ -33,11 +46,8 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
             return results
         return tuple([absent(arguments[0]) if one is None else one for one in results])
 
-    _library.define(schema)
     for place in ("CUDA", "CPU"):
-        _library.impl(name, operator, place)
-    torch.library.register_fake(f"transformer_fast::{name}", fake, lib=_library)
-    overload = getattr(torch.ops.transformer_fast, name).default
+        _library.impl(overload.name().partition("::")[2], operator, place)
     required = sum(not one.has_default_value() for one in overload._schema.arguments)
 
     def call(*arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .... import reference
 from ....autograd import FeedForward, needs_function, register
-from .define import absent, define, given
+from .define import define, given
 
 
 def _run(
@@ -28,23 +28,6 @@ def _run(
         input, weight1, bias1, weight2, bias2, activation, dropout_p, seed, save
     )
     return output, given(saved, output)
-
-
-def _fake(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    output = input.new_empty((*input.shape[:-1], weight2.shape[0]))
-    if not save:
-        return output, absent(output)
-    return output, output.new_empty((input.numel() // input.shape[-1], weight1.shape[0]))
 
 
 def _run_backward(
@@ -68,41 +51,17 @@ def _run_backward(
     )  # fmt: skip
 
 
-def _fake_backward(
-    grad: Tensor,
-    input: Tensor,
-    weight1: Tensor,
-    weight2: Tensor,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    saved: Tensor,
-    need_input: bool,
-    need_bias1: bool,
-    need_bias2: bool,
-) -> tuple[Tensor, ...]:
-    return (
-        input.new_empty(input.shape) if need_input else absent(grad),
-        weight1.new_empty(weight1.shape),
-        weight1.new_empty(weight1.shape[:1]) if need_bias1 else absent(grad),
-        weight2.new_empty(weight2.shape),
-        weight2.new_empty(weight2.shape[:1]) if need_bias2 else absent(grad),
-    )
-
-
 _forward = define(
     "triton_feed_forward(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2,"
     " Tensor? bias2, str activation, float dropout_p, Tensor? seed, bool save)"
     " -> (Tensor, Tensor)",
     _run,
-    _fake,
 )
 _backward = define(
     "triton_feed_forward_backward(Tensor grad, Tensor input, Tensor weight1, Tensor weight2,"
     " str activation, float dropout_p, Tensor? seed, Tensor saved, bool need_input,"
     " bool need_bias1, bool need_bias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
-    _fake_backward,
 )
 
 

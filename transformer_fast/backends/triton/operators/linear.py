@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .... import reference
 from ....autograd import Linear, needs_function, register
-from .define import absent, define, given
+from .define import define, given
 
 
 def _run(
@@ -23,20 +23,6 @@ def _run(
 
     output, z = linear_forward(input, weight, bias, activation, residual, save)
     return output, given(z, output)
-
-
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    output = input.new_empty((*input.shape[:-1], weight.shape[0]))
-    if not save or activation is None:
-        return output, absent(output)
-    return output, output.new_empty((input.numel() // input.shape[-1], weight.shape[0]))
 
 
 def _run_backward(
@@ -54,34 +40,15 @@ def _run_backward(
     return linear_backward(grad, input, weight, activation, z, need_input, need_weight, need_bias)
 
 
-def _fake_backward(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    activation: str | None,
-    z: Tensor,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, ...]:
-    return (
-        input.new_empty(input.shape) if need_input else absent(grad),
-        weight.new_empty(weight.shape) if need_weight else absent(grad),
-        weight.new_empty(weight.shape[:1]) if need_bias else absent(grad),
-    )
-
-
 _forward = define(
     "triton_linear(Tensor input, Tensor weight, Tensor? bias, str? activation, Tensor? residual,"
     " bool save) -> (Tensor, Tensor)",
     _run,
-    _fake,
 )
 _backward = define(
     "triton_linear_backward(Tensor grad, Tensor input, Tensor weight, str? activation, Tensor z,"
     " bool need_input, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
     _run_backward,
-    _fake_backward,
 )
 
 
@@ -92,7 +59,8 @@ def _linear_forward(
     activation: str | None,
     residual: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    return _forward(input, weight, bias, activation, residual, True)  # type: ignore[no-any-return]
+    save = activation is not None
+    return _forward(input, weight, bias, activation, residual, save)  # type: ignore[no-any-return]
 
 
 def _linear_backward(

@@ -1,5 +1,6 @@
-"""What PyTorch's tools are told of the operators: DTensor how they may be sharded, and
-torch.utils.flop_counter what they cost.
+"""Operators of `torch.ops.transformer_fast`: their schemas, and what follows from the dimensions of
+their tensors: fake results for torch.compile and meta tensors, sharding for DTensor, and costs for
+torch.utils.flop_counter.
 
 A rule names the dimensions of an operator's tensors by letters, as einsum does, and says by which of
 them the work can be cut. Cut by a letter, a tensor that has it is sharded in that dimension. One that
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._on_import import when_imported
 
@@ -23,16 +25,24 @@ class Rule(NamedTuple):
 
     ``...`` are the leading dimensions, which have digits for letters, and ``#`` one that is made of
     all of them, which can be cut by the first, 0, if that is even. ``*`` are dimensions without a
-    letter, ``-`` are none. Behind a tensor's dimensions may stand
+    letter, a digit one of that size; capital letters are dimensions that of packed sequences have the
+    size that they would have padded. Behind a tensor's dimensions may stand
 
         +x   added to the result: partial where the work is cut by x
         =x   not summed over x: replicated where the work is cut by x
-        ?a   a result that is there if the argument ``a`` is (or is True), and else empty
+
+    and behind those of a result
+
+        /x   the order of the dimensions in memory, if it is another
+        :d   its dtype, if it is not that of the first tensor
+        ?a   it is there if the argument ``a`` is (or is True), and else empty
     """
 
-    #: ``name:dimensions`` of each argument that is not replicated always.
+    #: ``name:dimensions`` of each argument that is not replicated always; of an integer the dimension
+    #: whose size it is.
     arguments: str
-    #: ``dimensions`` of each result; ``@name``: those of that argument.
+    #: ``dimensions`` of each result; ``@name``: those of that argument, with ``/`` in its memory order,
+    #: with ``/t`` with heads behind positions in memory.
     results: str
     #: Letters; ``.`` stands for all leading dimensions.
     by: str
@@ -44,8 +54,6 @@ class Rule(NamedTuple):
     if_linear: str = ""
 
 
-_NORM = "input:...* residual:...* grad:...* grad_sum:...* source:...* x:...* mean:... rstd:..."
-_FLAT_NORM = _NORM.replace("mean:... rstd:...", "mean:# rstd:#")
 _ATTENTION = (
     "query:bhtd key:bhsd value:bhse mask:bhts attn_mask:bhts key_lengths:b query_lengths:b grad:bhte "
     "grad_weights:bhts output:bhte weights:bhts shift:bht norm:bht row_max:bht row_sum:bht"
@@ -59,8 +67,8 @@ _NETWORK = (
     "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o preactivation:...f saved:...f"
 )
 _TRITON_NETWORK = _NETWORK.replace("saved:...f", "saved:#f")
-_LOSS = "input:rc target:r grad:r known:xr lse:r"
-_LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:xr"
+_LOSS = "input:rc target:r grad:r known:2r lse:r"
+_LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:2r"
 
 _LINEAR_BACKWARD = Rule(
     _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
@@ -76,22 +84,20 @@ _NETWORK_BACKWARD = Rule(
 )
 
 RULES: dict[str, Rule] = {
-    "cpu_layer_norm": Rule(_NORM, "...* ...*?residual ... ...", "."),
-    "cpu_layer_norm_alone": Rule(_NORM, "...*", "."),
-    "cpu_add_layer_norm_alone": Rule(_NORM, "...* ...*", "."),
-    "cpu_layer_norm_backward": Rule(
-        _NORM, "...*?want_source ...*?want_input -?want_weight -?want_bias", "."
+    "cpu_annotated_layer_norm": Rule(
+        "input:...m weight:m bias:m", "...m ...:float32 ...:float32", "."
     ),
-    "cpu_annotated_layer_norm": Rule(_NORM, "...* ... ...", "."),
     "cpu_annotated_layer_norm_backward": Rule(
-        _NORM, "...*?want_input -?want_weight -?want_bias", "."
+        "input:...m grad:...m weight:m mean:... rstd:...",
+        "...m?want_input m?want_weight m?want_bias", ".",
     ),
     "cpu_dropout": Rule("input:...", "...", "."),
     "cpu_attention": Rule(
-        _ATTENTION, "bhte bhts?need_weights bht?keep bht?keep", "bh", _ATTENTION_PRODUCTS
+        _ATTENTION, "bhte/bthe bhts?need_weights bht:float32?keep bht:float32?keep", "bh",
+        _ATTENTION_PRODUCTS,
     ),
     "cpu_attention_backward": Rule(
-        _ATTENTION, "@query?want_query @key?want_key @value?want_value @mask?want_mask", "bh",
+        _ATTENTION, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", "bh",
         _ATTENTION_BACKWARD_PRODUCTS,
     ),
     "cpu_linear": Rule(_LINEAR, "...o", ".oi", ".oi", if_linear="i"),
@@ -100,33 +106,31 @@ RULES: dict[str, Rule] = {
     "cpu_feed_forward": Rule(_NETWORK, "...o", ".of", ".mf .fo"),
     "cpu_feed_forward_training": _NETWORK_TRAINING,
     "cpu_feed_forward_backward": _NETWORK_BACKWARD,
-    "cpu_cross_entropy": Rule(_LOSS, "r xr", "r"),
+    "cpu_cross_entropy": Rule(_LOSS, "r:float32 2r:float32", "r"),
     "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
-    "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r xr", "r", "rci"),
+    "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r 2r", "r", "rci"),
     # Logits are worked out again.
     "cpu_linear_cross_entropy_backward": Rule(
         _LINEAR_LOSS, "ri?want_input ci?want_weight c?want_bias", "r",
         "rci rci?want_input rci?want_weight",
     ),
     "cpu_linear_cross_entropy_gradients": Rule(
-        _LINEAR_LOSS, "r ri?want_input ci?want_weight c?want_bias", "r",
+        _LINEAR_LOSS, "r:float32 ri?want_input ci:float32?want_weight c:float32?want_bias", "r",
         "rci rci?want_input rci?want_weight",
     ),
     "linear_cross_entropy_gradients": Rule(
         _LINEAR_LOSS, "r ri?want_input ci?want_weight c?want_bias", "r",
         "rci rci?want_input rci?want_weight",
     ),
-    "cpu_embedding_backward": Rule("grad:...m tokens:...", "vm", ".m"),
-    "cpu_argmax": Rule("input:rc", "r", "r"),
-    "triton_layer_norm": Rule(_FLAT_NORM, "...* ...*?residual # #", "0"),
-    "triton_layer_norm_backward": Rule(
-        _FLAT_NORM, "...* ...* -?need_weight -?need_bias", "0"
-    ),
+    "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
+    "cpu_argmax": Rule("input:rc", "r:int64", "r"),
     "triton_attention": Rule(
-        _ATTENTION, "bhte bhts?need_weights bht bht", "bh", _ATTENTION_PRODUCTS
+        _ATTENTION, "bhte/bthe BhTs?need_weights BhT:float32 BhT:float32", "bh",
+        _ATTENTION_PRODUCTS,
     ),
     "triton_attention_backward": Rule(
-        _ATTENTION, "@query @key @value @attn_mask?need_mask", "bh", _ATTENTION_BACKWARD_PRODUCTS
+        _ATTENTION, "@query/t @key/t @value/t @attn_mask?need_mask", "bh",
+        _ATTENTION_BACKWARD_PRODUCTS,
     ),
     "triton_linear": Rule(_TRITON_LINEAR, "...o #o?save", "0oi", ".oi", if_linear="i"),
     "triton_linear_backward": Rule(
@@ -138,24 +142,20 @@ RULES: dict[str, Rule] = {
         _TRITON_NETWORK, "...m?need_input fm f?need_bias1 of o=f?need_bias2", "0of",
         ".fo .fo .mf .mf?need_input", "o",
     ),
-    "cuda_layer_norm": Rule(_FLAT_NORM, "...* ...*?residual # #", "0"),
-    "cuda_layer_norm_backward": Rule(
-        _FLAT_NORM, "...*?want_source ...*?want_input -?want_weight -?want_bias", "0"
-    ),
     "cuda_attention": Rule(
-        _ATTENTION, "bhte bhts?need_weights bht bht", "bh", _ATTENTION_PRODUCTS
+        _ATTENTION, "bhte/bthe bhts?need_weights bht:float32 bht:float32", "bh", _ATTENTION_PRODUCTS
     ),
     "cuda_attention_backward": Rule(
-        _ATTENTION, "@query?want_query @key?want_key @value?want_value @mask?want_mask", "bh",
+        _ATTENTION, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", "bh",
         _ATTENTION_BACKWARD_PRODUCTS,
     ),
     "cuda_linear": Rule(_LINEAR, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
     "cuda_linear_backward": _LINEAR_BACKWARD,
     "cuda_feed_forward_training": _NETWORK_TRAINING,
     "cuda_feed_forward_backward": _NETWORK_BACKWARD,
-    "cuda_cross_entropy": Rule(_LOSS, "r r", "r"),
+    "cuda_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
     "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
-    "triton_cross_entropy": Rule(_LOSS, "r r", "r"),
+    "triton_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
     "triton_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
 }  # fmt: skip
 
@@ -183,6 +183,28 @@ class _Tensor(NamedTuple):
         return Replicate()
 
 
+class _Result(NamedTuple):
+    """A token of `Rule.results`."""
+
+    dims: str
+    like: str
+    order: str | None
+    dtype: str
+    condition: str
+
+    def is_there(self, given: dict[str, Any]) -> bool:
+        there = not self.condition or given.get(self.condition)
+        return there is not None and there is not False
+
+
+def _result(token: str) -> _Result:
+    token, _, condition = token.partition("?")
+    token, _, dtype = token.partition(":")
+    dims, ordered, order = token.partition("/")
+    like = dims[1:] if dims[0] == "@" else ""
+    return _Result(dims, like, order if ordered else None, dtype, condition)
+
+
 def _lead(rule: Rule, given: dict[str, Any]) -> int:
     """How many leading dimensions there are."""
     for token in rule.arguments.split():
@@ -190,17 +212,7 @@ def _lead(rule: Rule, given: dict[str, Any]) -> int:
         if given.get(name) is None or not dims.startswith("..."):
             continue
         shape, dims = given[name].shape, dims.partition("+")[0][3:]
-        if dims != "*":
-            return len(shape) - len(dims)
-        if "normalized_shape" in given:
-            return len(shape) - len(given["normalized_shape"])
-        # As fresh_statistics() in csrc/cpu/core/fresh.cpp has it.
-        size = given["normalized"] if "normalized" in given else math.prod(given["weight"].shape)
-        lead, n = len(shape), 1
-        while lead > 0 and n < size:
-            lead -= 1
-            n *= shape[lead]
-        return lead
+        return len(shape) - (given["dims"] if dims == "*" else len(dims))
     return 0
 
 
@@ -214,8 +226,8 @@ def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
         letters, dims = ["0"], dims[1:]
     if dims == "*":
         letters += [None] * (0 if shape is None else len(shape) - lead)
-    elif dims != "-":
-        letters += dims
+    else:
+        letters += [None if each.isdigit() else each.lower() for each in dims]
     return _Tensor(tuple(letters), partial, whole)
 
 
@@ -271,11 +283,13 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
         tensors[name] = tensor._replace(letters=letters)
     results: list[_Tensor | None] = []
     for token in rule.results.split():
-        dims, _, condition = token.partition("?")
-        if condition and given.get(condition) in (None, False):
+        result = _result(token)
+        if not result.is_there(given):
             results.append(None)
+        elif result.like:
+            results.append(tensors[result.like])
         else:
-            results.append(tensors[dims[1:]] if dims[0] == "@" else _tensor(dims, lead, None))
+            results.append(_tensor(result.dims, lead, None))
     ways: list[tuple[list[Any], list[Any]]] = [
         ([Replicate() for _ in results], [Replicate() if n in tensors else None for n in given])
     ]
@@ -309,10 +323,119 @@ def flops(rule: Rule, given: dict[str, Any]) -> int:
     return total
 
 
-def _by_name(operator: Any, given: Sequence[Any]) -> dict[str, Any]:
+def _like_heads(like: Tensor, order: str) -> Tensor:
+    """As (B, H, T, D), with heads and positions in memory as the tensor has them, or in ``order``."""
+    if order == "t" or like.stride(1) < like.stride(2):
+        return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
+    return like.new_empty(like.shape)
+
+
+def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
+    """Tensors of the shapes, strides and dtypes of the results of a call with these arguments."""
+    lead = _lead(rule, given)
+    first: Tensor | None = None
+    sizes: dict[str, Any] = {}
+    for token in rule.arguments.split():
+        name, _, dims = token.partition(":")
+        value = given.get(name)
+        if isinstance(value, Tensor):
+            first = value if first is None else first
+            letters = _tensor(dims, lead, value.shape).letters
+            if len(letters) != value.dim():  # one that was not kept
+                continue
+            for letter, size in zip(letters, value.shape, strict=True):
+                sizes.setdefault(letter or "", size)
+            if dims.startswith("...*"):
+                sizes.setdefault("*", value.shape[lead:])
+        elif value is not None:
+            sizes.setdefault(dims, value)
+    assert first is not None
+    leading = [sizes[str(i)] for i in range(lead)]
+
+    def shape(dims: str) -> list[Any]:
+        found: list[Any] = []
+        if dims.startswith("..."):
+            found, dims = [*leading], dims[3:]
+        elif dims.startswith("#"):
+            found, dims = [math.prod(leading)], dims[1:]
+        if dims == "*":
+            return [*found, *sizes["*"]]
+        return found + [int(each) if each.isdigit() else sizes[each] for each in dims]
+
+    sizes |= {letter.upper(): size for letter, size in sizes.items()}
+    if (longest := given.get("longest")) is not None:
+        sizes["B"], sizes["T"] = given["key_lengths"].shape[0] - 1, longest[0]
+
+    results = []
+    for result in map(_result, rule.results.split()):
+        dtype = getattr(torch, result.dtype) if result.dtype else first.dtype
+        if not result.is_there(given):
+            found = first.new_empty((0,))
+        elif result.like:
+            like = given[result.like]
+            found = (
+                like.new_empty(like.shape)
+                if result.order is None
+                else _like_heads(like, result.order)
+            )
+        else:
+            dims = result.dims.partition("=")[0].partition("+")[0]
+            order = result.order or dims
+            found = first.new_empty(shape(order), dtype=dtype)
+            if order != dims:
+                found = found.permute([order.index(each) for each in dims])
+        results.append(found)
+    return results
+
+
+def register_fake(operator: Any, rule: Rule) -> None:
+    def fake(*given: Any, **named: Any) -> Any:
+        results = fakes(rule, _by_name(operator, given, named))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    torch.library.register_fake(operator.name(), fake, lib=_library)
+
+
+def _by_name(
+    operator: Any, given: Sequence[Any], named: dict[str, Any] | None = None
+) -> dict[str, Any]:
     arguments = operator._schema.arguments
-    defaults = [argument.default_value for argument in arguments[len(given) :]]
-    return dict(zip((a.name for a in arguments), (*given, *defaults), strict=True))
+    found = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    found |= zip((a.name for a in arguments), given, strict=False)
+    return found | (named or {})
+
+
+_library = torch.library.Library("transformer_fast", "FRAGMENT")
+
+
+class Operator:
+    """One operator for all backends that have kernels for it, each an overload of the same schema:
+    ``torch.ops.transformer_fast.<name>.<backend>``."""
+
+    def __init__(self, schema: str, rule: Rule) -> None:
+        self.name, _, self._arguments = schema.partition("(")
+        self.rule = rule
+        #: What calls it, by backend.
+        self.of: dict[str, Callable[..., Any]] = {}
+        OPERATORS[self.name] = self
+
+    def define(self, backend: str) -> Any:
+        """Add the overload of a backend, which implements it itself, here or in C++."""
+        _library.define(f"{self.name}.{backend}({self._arguments}")
+        overload = getattr(getattr(torch.ops.transformer_fast, self.name), backend)
+        register_fake(overload, self.rule)
+        self.of[backend] = overload
+        return overload
+
+
+OPERATORS: dict[str, Operator] = {}
+
+
+def register_fakes(prefix: str) -> None:
+    """Of the operators in `RULES` whose names begin so, as far as they exist."""
+    for name, rule in RULES.items():
+        if name.startswith(prefix) and (operator := _known(name)) is not None:
+            register_fake(operator, rule)
 
 
 def _strategy(operator: Any, rule: Rule) -> Callable[..., Any]:
@@ -325,16 +448,25 @@ def _known(name: str) -> Any:
     return None if packet is None else packet.default
 
 
+def _all() -> Iterator[tuple[Any, Rule]]:
+    """The operators that exist, each overload by itself, and their rules."""
+    for name, rule in RULES.items():
+        if (operator := _known(name)) is not None:
+            yield operator, rule
+    for one in OPERATORS.values():
+        packet = getattr(torch.ops.transformer_fast, one.name, None)
+        yield from ((getattr(packet, backend), one.rule) for backend in one.of)
+
+
 def _tell_dtensor(module: ModuleType) -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
     schemas = module.DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for name, rule in RULES.items():
-        if (operator := _known(name)) is not None:
-            register_sharding(operator)(_strategy(operator, rule))
-            # What was found for a call holds for calls with the same numbers and flags only.
-            schemas[operator] = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
+    for operator, rule in _all():
+        register_sharding(operator)(_strategy(operator, rule))
+        # What was found for a call holds for calls with the same numbers and flags only.
+        schemas[operator] = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
 
 
 def _layers_flops(
@@ -386,8 +518,8 @@ def _tell_flop_counter(module: ModuleType) -> None:
     def formula(operator: Any, rule: Rule) -> Callable[..., int]:
         return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
 
-    for name, rule in RULES.items():
-        if rule.products and (operator := _known(name)) is not None:
+    for operator, rule in _all():
+        if rule.products:
             count = formula(operator, rule)
             module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
     for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):

@@ -1,0 +1,281 @@
+// The operators layer_norm, add_layer_norm, layer_norm_training and layer_norm_backward, and those
+// of The Annotated Transformer's layer norm: (x - mean) / (std + eps), std the unbiased one.
+#include "cpu/ops/norm/layer_norm.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "cpu/core/box.h"
+#include "cpu/core/host.h"
+#include "cpu/gemm/half_ops.h"
+#include "cpu/ops/pointwise/dropout_host.h"
+
+namespace tf {
+
+void run_layer_norm(const LayerNormArgs& args, long rows) {
+  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, args.n));
+  const bool in_float = args.type == Element::float32;
+  const int64_t scratch =
+      in_float ? TF_DISPATCH(layer_norm_scratch, args) : TF_DISPATCH(half_layer_norm_scratch, args);
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    void* place = bytes_of(kernel_scratch(), scratch);
+    if (in_float)
+      TF_DISPATCH(layer_norm_rows, args, begin, end, place);
+    else
+      TF_DISPATCH(half_layer_norm_rows, args, begin, end, place);
+  });
+}
+
+namespace {
+
+// How many elements the last `dims` dimensions of the tensor have, which are normalised together.
+int64_t normalized_size(const char* op, const Tensor& tensor, int64_t dims) {
+  STD_TORCH_CHECK(dims > 0 && dims <= tensor.dim(), op, ": the last ", dims,
+                  " dimensions were to be normalised of ", tensor.dim());
+  int64_t n = 1;
+  for (int64_t d = tensor.dim() - dims; d < tensor.dim(); ++d) n *= tensor.size(d);
+  return n;
+}
+
+// The tensor as rows of n elements, `stride` apart.
+struct NormRows {
+  Tensor owner;
+  const void* data;
+  int64_t stride;
+};
+
+NormRows norm_rows(const Tensor& tensor, int64_t n) {
+  if (tensor.size(tensor.dim() - 1) == n) {
+    const Rows rows = as_rows(tensor);
+    return {rows.owner, rows.data, rows.stride};
+  }
+  Tensor flat = as_contiguous(tensor);
+  return {flat, flat.const_data_ptr(), n};
+}
+
+// Sum where there is a residual, statistics where they are kept for the backward.
+struct Normalized {
+  Tensor output;
+  std::optional<Tensor> sum, mean, rstd;
+};
+
+Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
+                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     int64_t dims, double eps, double dropout_p, const std::optional<Tensor>& seed,
+                     bool keep, bool annotated = false) {
+  const char* op = annotated ? "annotated_layer_norm" : "layer_norm";
+  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  check_type(op, "input", input, type, "input");
+  const int64_t n = normalized_size(op, input, dims);
+  if (residual) {
+    check_type(op, "residual", *residual, type, "input");
+    STD_TORCH_CHECK(residual->sizes().equals(input.sizes()), op,
+                    ": residual must have the shape of input");
+  }
+  ScalarType weight_type = type;
+  for (auto [name, tensor] : {std::pair("weight", &weight), std::pair("bias", &bias)}) {
+    if (!*tensor) continue;
+    if ((*tensor)->scalar_type() == ScalarType::Float) weight_type = ScalarType::Float;
+    check_type(op, name, **tensor, weight_type, "input");
+    STD_TORCH_CHECK((*tensor)->numel() == n, op, ": ", name, " must have ", n, " elements");
+  }
+  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
+                  ": weight and bias must have the same dtype");
+  const std::optional<Tensor> weight_row = as_contiguous(weight), bias_row = as_contiguous(bias);
+  Normalized result{fresh_like(input), {}, {}, {}};
+  if (residual) result.sum = fresh_like(input);
+  if (keep) {
+    result.mean = fresh_statistics(input, dims);
+    result.rstd = fresh_statistics(input, dims);
+  }
+  if (input.numel() == 0) return result;
+  const NormRows x = norm_rows(input, n);
+  const NormRows r = residual ? norm_rows(*residual, n) : NormRows{input, nullptr, 0};
+  run_layer_norm(
+      {.type = element_of(input),
+       .weight_type = weight_type == ScalarType::Float ? Element::float32 : element_of(input),
+       .x = x.data,
+       .residual = r.data,
+       .weight = weight_row ? weight_row->const_data_ptr() : nullptr,
+       .bias = bias_row ? bias_row->const_data_ptr() : nullptr,
+       .y = result.output.mutable_data_ptr(),
+       .sum = residual ? result.sum->mutable_data_ptr() : nullptr,
+       .mean = mutable_floats(result.mean),
+       .rstd = mutable_floats(result.rstd),
+       .n = n,
+       .x_stride = x.stride,
+       .residual_stride = r.stride,
+       .eps = static_cast<float>(eps),
+       .dropout_columns = input.size(input.dim() - 1),
+       .dropout = make_dropout(op, dropout_p, seed),
+       .annotated = annotated},
+      input.numel() / n);
+  return result;
+}
+
+// Without what a backward needs: small inputs take no longer than the tensors for it would.
+Tensor layer_norm(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias,
+                  int64_t dims, double eps) {
+  return normalize(input, {}, weight, bias, dims, eps, 0.0, {}, false).output;
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(Tensor input, Tensor residual,
+                                          std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                          int64_t dims, double eps) {
+  const Normalized result = normalize(input, residual, weight, bias, dims, eps, 0.0, {}, false);
+  return {result.output, *result.sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
+    Tensor input, std::optional<Tensor> residual, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, int64_t dims, double eps, double dropout_p,
+    std::optional<Tensor> seed) {
+  const Normalized result =
+      normalize(input, residual, weight, bias, dims, eps, dropout_p, seed, true);
+  return {result.output, result.sum ? *result.sum : fresh(input, {0}), *result.mean, *result.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm(Tensor input, Tensor weight, Tensor bias,
+                                                        double eps) {
+  check_float("annotated_layer_norm", "input", input);
+  STD_TORCH_CHECK(weight.numel() > 1,
+                  "annotated_layer_norm: rows need at least 2 elements for an unbiased std");
+  const Normalized result = normalize(input, {}, weight, bias, 1, eps, 0.0, {}, true, true);
+  return {result.output, *result.mean, *result.rstd};
+}
+
+Tensor wanted_like(const Tensor& like, bool wanted) {
+  return wanted ? fresh_like(like) : fresh(like, {0});
+}
+
+// A gradient that was summed up in float32, in the type of the others.
+Tensor as_type(const Tensor& sums, const Tensor& like) {
+  if (!is_half(like)) return sums;
+  return torch::stable::to(sums, like.scalar_type());
+}
+
+// source, grad, grad_sum and what becomes of them are of one type; weight is of the same or
+// float32. What is not wanted comes back empty. grad_input: behind the dropout, else it is
+// grad_source.
+std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
+    const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& source,
+    const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, int64_t dims,
+    double dropout_p, const std::optional<Tensor>& seed, bool want_source, bool want_input,
+    bool want_weight, bool want_bias, bool annotated) {
+  const char* op = "layer_norm_backward";
+  const ScalarType type = is_half(source) ? source.scalar_type() : ScalarType::Float;
+  check_type(op, "source", source, type, "source");
+  check_type(op, "grad", grad, type, "source");
+  for (auto [name, tensor] : {std::pair("mean", &mean), std::pair("rstd", &rstd)})
+    check_float(op, name, *tensor);
+  STD_TORCH_CHECK(grad.sizes().equals(source.sizes()), op, ": grad must have the shape of source");
+  if (grad_sum) {
+    check_type(op, "grad_sum", *grad_sum, type, "source");
+    STD_TORCH_CHECK(grad_sum->sizes().equals(source.sizes()), op,
+                    ": grad_sum must have the shape of source");
+  }
+  const int64_t n = normalized_size(op, source, dims);
+  const int64_t rows = n == 0 ? 0 : source.numel() / n;
+  STD_TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows, op,
+                  ": mean and rstd must have one value per row");
+  std::optional<Tensor> weight_row;
+  if (weight) {
+    check_type(op, "weight", *weight, is_half(*weight) ? type : ScalarType::Float, "source");
+    STD_TORCH_CHECK(weight->numel() == n, op, ": weight must have ", n, " elements");
+    weight_row =
+        as_contiguous(is_half(*weight) ? torch::stable::to(*weight, ScalarType::Float) : *weight);
+  }
+  Tensor grad_source = wanted_like(source, want_source);
+  Tensor grad_input = wanted_like(source, want_input);
+  const auto shape = source.sizes().slice(static_cast<size_t>(source.dim() - dims));
+  Tensor grad_weight = want_weight ? fresh(source, shape, true) : fresh(source, {0});
+  Tensor grad_bias = want_bias ? fresh(source, shape, true) : fresh(source, {0});
+  if (rows == 0) {
+    torch::stable::zero_(grad_weight);
+    torch::stable::zero_(grad_bias);
+    return {grad_source, grad_input, as_type(grad_weight, source), as_type(grad_bias, source)};
+  }
+  const NormRows dy = norm_rows(grad, n), s = norm_rows(source, n);
+  const NormRows extra = grad_sum ? norm_rows(*grad_sum, n) : NormRows{source, nullptr, 0};
+  Tensor mean_row = as_contiguous(mean), rstd_row = as_contiguous(rstd);
+  const int64_t blocks = std::clamp<int64_t>(rows / 16, 1, 64);
+  const bool shares = want_weight || want_bias;
+  const LayerNormBackwardArgs args{
+      .type = element_of(source),
+      .grad = dy.data,
+      .grad_sum = extra.data,
+      .source = s.data,
+      .weight = optional_data(weight_row),
+      .mean = static_cast<const float*>(mean_row.const_data_ptr()),
+      .rstd = static_cast<const float*>(rstd_row.const_data_ptr()),
+      .grad_source = data_if(want_source, grad_source),
+      .grad_input = data_if(want_input, grad_input),
+      .partial = shares ? shared_scratch(0).floats(blocks * 2 * n) : nullptr,
+      .rows = rows,
+      .blocks = blocks,
+      .n = n,
+      .grad_stride = dy.stride,
+      .grad_sum_stride = extra.stride,
+      .source_stride = s.stride,
+      .dropout_columns = source.size(source.dim() - 1),
+      .dropout = make_dropout(op, dropout_p, seed),
+      .annotated = annotated};
+  const int64_t scratch = TF_DISPATCH(layer_norm_backward_scratch, args);
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      TF_DISPATCH(layer_norm_backward_block, args, block, kernel_scratch().floats(scratch));
+  };
+  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, 16384 * blocks / (rows * n)), run);
+  for (int which = 0; which < 2 && shares; ++which) {
+    if (!(which == 0 ? want_weight : want_bias)) continue;
+    float* total = static_cast<float*>((which == 0 ? grad_weight : grad_bias).mutable_data_ptr());
+    torch::stable::parallel_for(0, n, 512, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(layer_norm_backward_sum, args, which, total, begin, end);
+    });
+  }
+  trim_shared_scratch();
+  return {grad_source, grad_input, as_type(grad_weight, source), as_type(grad_bias, source)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
+    Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
+    Tensor mean, Tensor rstd, int64_t dims, double dropout_p, std::optional<Tensor> seed,
+    bool want_source, bool want_input, bool want_weight, bool want_bias) {
+  return gradients(grad, grad_sum, source, weight, mean, rstd, dims, dropout_p, seed, want_source,
+                   want_input, want_weight, want_bias, false);
+}
+
+std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm_backward(Tensor grad, Tensor input,
+                                                                 Tensor mean, Tensor rstd,
+                                                                 Tensor weight, bool want_input,
+                                                                 bool want_weight, bool want_bias) {
+  check_float("annotated_layer_norm_backward", "input", input);
+  auto [grad_input, none, grad_weight, grad_bias] =
+      gradients(grad, std::nullopt, input, weight, mean, rstd, 1, 0.0, std::nullopt, want_input,
+                false, want_weight, want_bias, true);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(
+      "cpu_annotated_layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> "
+      "(Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "cpu_annotated_layer_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, "
+      "Tensor weight, bool want_input, bool want_weight, bool want_bias) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("layer_norm.cpu", TF_BOX(&tf::layer_norm));
+  m.impl("add_layer_norm.cpu", TF_BOX(&tf::add_layer_norm));
+  m.impl("layer_norm_training.cpu", TF_BOX(&tf::layer_norm_training));
+  m.impl("layer_norm_backward.cpu", TF_BOX(&tf::layer_norm_backward));
+  m.impl("cpu_annotated_layer_norm", TF_BOX(&tf::annotated_layer_norm));
+  m.impl("cpu_annotated_layer_norm_backward", TF_BOX(&tf::annotated_layer_norm_backward));
+}

@@ -1,0 +1,73 @@
+// LayerNorm with the residual connection and the dropout before it, forward and backward.
+#pragma once
+
+#include "cpu/core/element.h"
+#include "cpu/core/isa.h"
+#include "cpu/simd/dropout.h"
+
+namespace tf {
+
+// y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, s = residual + dropout(x) rounded to the
+// type: mean and rstd are those of the rounded sums, which the backward sees.
+struct LayerNormArgs {
+  Element type;           // of x, residual, y and sum
+  Element weight_type;    // of weight and bias: the same, or float32
+  const void* x;          // (rows, n), rows x_stride apart
+  const void* residual;   // (rows, n) or nullptr
+  const void* weight;     // (n) or nullptr: ones
+  const void* bias;       // (n) or nullptr: zeros
+  void* y;                // (rows, n), contiguous
+  void* sum = nullptr;    // (rows, n), contiguous, or nullptr without residual
+  float* mean = nullptr;  // (rows) or nullptr
+  float* rstd = nullptr;  // (rows) or nullptr
+  long n, x_stride, residual_stride = 0;
+  float eps;
+  // Size of the last dimension, whose rows are dropped apart; n is a multiple of it.
+  long dropout_columns;
+  Dropout dropout = {};
+  // Divide by std + eps, std the unbiased one, as The Annotated Transformer does; float32 only.
+  bool annotated = false;
+};
+
+// Rows [0, rows) on torch's threads.
+void run_layer_norm(const LayerNormArgs& args, long rows);
+
+// Bytes of scratch that layer_norm_rows needs; of float32, and of bfloat16 and float16.
+TF_KERNEL(long layer_norm_scratch(const LayerNormArgs& args))
+TF_KERNEL_AMX(long half_layer_norm_scratch(const LayerNormArgs& args))
+
+TF_KERNEL(void layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch))
+TF_KERNEL_AMX(void half_layer_norm_rows(const LayerNormArgs& args, long begin, long end,
+                                        void* scratch))
+
+// y = (s - mean) * rstd * weight + bias, s = residual + dropout(input).
+struct LayerNormBackwardArgs {
+  Element type;          // of grad, grad_sum, source, grad_source and grad_input
+  const void* grad;      // (rows, n): of y, rows grad_stride apart
+  const void* grad_sum;  // (rows, n): of s where it is a result too, or nullptr
+  const void* source;    // (rows, n): s
+  const float* weight;   // (n) or nullptr: ones
+  const float* mean;     // (rows)
+  const float* rstd;     // (rows)
+  void* grad_source;     // (rows, n), contiguous, or nullptr: not wanted
+  void* grad_input;      // (rows, n), contiguous, behind the dropout, or nullptr
+  float* partial;        // (blocks, 2, n): each block's share of dweight and dbias, or nullptr
+  long rows, blocks, n, grad_stride, grad_sum_stride, source_stride;
+  // Rows of the tensor whose elements are dropped; n is a multiple of it.
+  long dropout_columns;
+  Dropout dropout;
+  bool annotated = false;  // rstd is 1 / (unbiased std + eps)
+};
+
+// Floats of scratch layer_norm_backward_block needs.
+TF_KERNEL(long layer_norm_backward_scratch(const LayerNormBackwardArgs& args))
+
+// Rows [rows * block / blocks, rows * (block + 1) / blocks).
+TF_KERNEL(void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block,
+                                         float* scratch))
+
+// Adds up columns [begin, end) of the shares: `which` 0 for dweight, 1 for dbias.
+TF_KERNEL(void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total,
+                                       long begin, long end))
+
+}  // namespace tf
