@@ -267,6 +267,26 @@ def test_cross_entropy_reads_and_writes_little(dtype, smoothing, most):
     assert dtype != torch.float32 or moved[functional] < moved[F], moved
 
 
+# Feed-forward ------------------------------------------------------------------------------------
+
+
+def test_of_relu_only_the_hidden_units_are_saved():
+    x, w1, b1, w2 = (
+        torch.randn(s, requires_grad=True) for s in ((9, 24), (40, 24), (40,), (16, 40))
+    )
+    saved = {}
+
+    def keep(tensor):
+        if tensor.shape == (9, 40):
+            saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backend.feed_forward(x, w1, b1, w2, None, "relu", 0.0, None)
+    (hidden,) = saved.values()
+    assert (hidden >= 0).all()
+
+
 # Choice ------------------------------------------------------------------------------------------
 
 

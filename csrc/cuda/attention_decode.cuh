@@ -9,8 +9,6 @@
 // where rows are chunks of 16 bytes. Hidden values have no weight, so they may be anything.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/attention.cuh"
 
 namespace tf::cuda {
@@ -22,35 +20,20 @@ struct AttentionDecodeArgs {
   float *sums, *maxima, *totals;
 };
 
-// What a lane has of a row: 16 bytes, as they came. In elements of 16 bits the compiler would give
-// each a register of its own.
+// A chunk of a row whose elements are anywhere; 0 beyond the end of the row.
 template <class T>
-struct Chunk {
-  static constexpr int kCount = 16 / sizeof(T);
-  using Word = std::conditional_t<sizeof(T) == 2, uint32_t, float>;
-  Vector<Word, 4> words;
-
-  TF_DEVICE float operator[](int j) const {
-    if constexpr (sizeof(T) == 2)
-      return to_float(T{static_cast<uint16_t>(words.value[j / 2] >> 16 * (j % 2))});
-    else
-      return words.value[j];
-  }
-  TF_DEVICE void read(const T* from) { words = *reinterpret_cast<const Vector<Word, 4>*>(from); }
-  // 0 beyond the end of the row.
-  TF_DEVICE void read(const HeadsView& view, const T* row, int column) {
-    words = {};
+TF_DEVICE void read(Chunk<T>& chunk, const HeadsView& view, const T* row, int column) {
+  chunk.words = {};
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      if (column + j >= view.size) continue;
-      const T found = row[(column + j) * view.column];
-      if constexpr (sizeof(T) == 2)
-        words.value[j / 2] |= static_cast<uint32_t>(found.bits) << 16 * (j % 2);
-      else
-        words.value[j] = found;
-    }
+  for (int j = 0; j < Chunk<T>::kCount; ++j) {
+    if (column + j >= view.size) continue;
+    const T found = row[(column + j) * view.column];
+    if constexpr (sizeof(T) == 2)
+      chunk.words.value[j / 2] |= static_cast<uint32_t>(found.bits) << 16 * (j % 2);
+    else
+      chunk.words.value[j] = found;
   }
-};
+}
 
 TF_DEVICE void store_decoded(const AttentionArgs& args, int64_t row, float largest, float total) {
   args.row_max[row] = total == 0.0f ? 0.0f : largest;
@@ -91,7 +74,7 @@ __global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
   for (int h = 0; h < kHeads; ++h) {
     largest[h] = -INFINITY;
     const int at = head.head + (h < count ? h : 0);
-    query[h].read(args.query, head_of<T>(args.query, head.batch, at), column);
+    read(query[h], args.query, head_of<T>(args.query, head.batch, at), column);
   }
   const T *key_row = keys + (first + group) * args.key.row,
           *value_row = values + (first + group) * args.value.row;
@@ -117,8 +100,8 @@ __global__ void __launch_bounds__(kDecodeThreads, !kWide        ? 1
         if (inside && column < args.key.size) key_chunk[i].read(key_row + column);
         if (inside && column < args.value.size) value_chunk[i].read(value_row + column);
       } else if (inside) {
-        key_chunk[i].read(args.key, key_row, column);
-        value_chunk[i].read(args.value, value_row, column);
+        read(key_chunk[i], args.key, key_row, column);
+        read(value_chunk[i], args.value, value_row, column);
       }
       key_row += kGroups * args.key.row, value_row += kGroups * args.value.row;
     }

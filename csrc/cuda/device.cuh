@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef TF_SIMT
 #include "simt.h"
@@ -146,6 +147,23 @@ TF_DEVICE void store_global(T* to, const float (&from)[kCount]) {
 #endif
   store(to, from);
 }
+
+// 16 bytes of a row, as they came. In elements of 16 bits the compiler would give each a register
+// of its own.
+template <class T>
+struct Chunk {
+  static constexpr int kCount = 16 / sizeof(T);
+  using Word = std::conditional_t<sizeof(T) == 2, uint32_t, float>;
+  Vector<Word, 4> words;
+
+  TF_DEVICE float operator[](int j) const {
+    if constexpr (sizeof(T) == 2)
+      return to_float(T{static_cast<uint16_t>(words.value[j / 2] >> 16 * (j % 2))});
+    else
+      return words.value[j];
+  }
+  TF_DEVICE void read(const T* from) { words = *reinterpret_cast<const Vector<Word, 4>*>(from); }
+};
 
 // x as it reads back from memory of type T.
 template <class T>

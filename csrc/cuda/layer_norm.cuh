@@ -6,8 +6,8 @@
 // Forward: a warp a row, or a block for long ones; the row is read once and stays in registers,
 // with the mean taken before the squares. Rows too long for registers are read three times.
 // Backward: a fixed number of blocks walk over the rows and keep their shares of the sums over rows
-// in registers; a second kernel adds the shares up. No atomics, so results are the same in every
-// run.
+// in registers; the next row is read before the sums of the present one are reduced; a second
+// kernel adds the shares up. No atomics, so results are the same in every run.
 #pragma once
 
 #include "cuda/column_sums.cuh"
@@ -49,6 +49,8 @@ struct RowTile {
   static constexpr int block = kThreads == kWarp ? 4 * kWarp : kThreads;
   static constexpr int rows = block / kThreads;
   static constexpr int kept = kElements == 0 ? kVector : kElements;
+  // Whether the backward reads a row while it reduces the one before: in at most 16 registers.
+  static constexpr bool prefetches = kElements != 0 && kVector > 1 && kElements <= 2 * kVector;
 
   // f(index of the thread's vector, column) for all vectors of the row that are this thread's.
   template <class F>
@@ -162,8 +164,10 @@ __global__ void __launch_bounds__(Tile::block) layer_norm_kernel(const LayerNorm
   });
 }
 
+// With a prefetch, 512 threads of a multiprocessor have 128 registers each: four blocks of 128,
+// which are as many as there are (layer_norm_backward_shares).
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::block)
+__global__ void __launch_bounds__(Tile::block, Tile::prefetches ? 512 / Tile::block : 0)
     layer_norm_backward_kernel(const LayerNormBackwardArgs args) {
   constexpr int kVector = Tile::vector, kVectors = Tile::kept / kVector;
   constexpr bool kAtOnce = Tile::elements != 0;
@@ -178,17 +182,38 @@ __global__ void __launch_bounds__(Tile::block)
 #pragma unroll
     for (int j = 0; j < kVector; ++j) weight_sum[i][j] = bias_sum[i][j] = 0.0f;
 
+  Chunk<T> next_input[Tile::prefetches ? kVectors : 1], next_grad[Tile::prefetches ? kVectors : 1];
+  float next_mean = 0.0f, next_rstd = 0.0f;
+  const auto prefetch = [&](int64_t row) {
+    if constexpr (Tile::prefetches) {
+      if (row >= args.rows) return;
+      next_mean = args.mean[row], next_rstd = args.rstd[row];
+      Tile::each(args.columns, [&](int i, int64_t column) {
+        next_input[i].read(static_cast<const T*>(args.input) + row * args.input_stride + column);
+        next_grad[i].read(static_cast<const T*>(args.grad) + row * args.grad_stride + column);
+      });
+    }
+  };
+
   const int64_t step = static_cast<int64_t>(gridDim.x) * Tile::rows;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * Tile::rows + group; row < args.rows;
-       row += step) {
-    const float mean = args.mean[row], rstd = args.rstd[row];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Tile::rows + group;
+  prefetch(begin);
+  for (int64_t row = begin; row < args.rows; row += step) {
+    const float mean = Tile::prefetches ? next_mean : args.mean[row];
+    const float rstd = Tile::prefetches ? next_rstd : args.rstd[row];
     float normal[kVectors][kVector], scaled[kVectors][kVector];
     const auto read = [&](int i, int64_t column, bool first) {
       float weight[kVector];
 #pragma unroll
       for (int j = 0; j < kVector; ++j) weight[j] = 1.0f;
-      load(normal[i], static_cast<const T*>(args.input) + row * args.input_stride + column);
-      load(scaled[i], static_cast<const T*>(args.grad) + row * args.grad_stride + column);
+      if constexpr (Tile::prefetches) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+          normal[i][j] = next_input[i][j], scaled[i][j] = next_grad[i][j];
+      } else {
+        load(normal[i], static_cast<const T*>(args.input) + row * args.input_stride + column);
+        load(scaled[i], static_cast<const T*>(args.grad) + row * args.grad_stride + column);
+      }
       if (args.weight != nullptr) load(weight, static_cast<const T*>(args.weight) + column);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -209,6 +234,7 @@ __global__ void __launch_bounds__(Tile::block)
         along += scaled[i][j] * normal[i][j];
       }
     });
+    prefetch(row + step);
     if (args.grad_source == nullptr && args.grad_input == nullptr) continue;
     plain = reduce<Tile::threads>(plain, Add{}, scratch) * share;
     along = reduce<Tile::threads>(along, Add{}, scratch) * share;

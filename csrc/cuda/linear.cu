@@ -186,7 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   return {grad_input, grad_weight, grad_bias};
 }
 
-// (output; preactivation of the hidden units, empty unless it is to be kept)
+// (output; what the backward wants to know, empty unless `keep`: the hidden units of relu, which
+// tell its derivative, and the preactivation of others)
 std::tuple<Tensor, Tensor> feed_forward(Tensor input, Tensor weight1, MaybeTensor bias1,
                                         Tensor weight2, MaybeTensor bias2,
                                         int64_t activation_number, double dropout_p,
@@ -196,13 +197,13 @@ std::tuple<Tensor, Tensor> feed_forward(Tensor input, Tensor weight1, MaybeTenso
   const Activation activation = activation_of(kOp, activation_number);
   const Dropout dropout = make_dropout(kOp, dropout_p, seed, input);
   Tensor z = Map{kOp, "weight1"}.product(input, weight1, bias1);
-  Tensor hidden = keep ? empty_contiguous(z) : z;
+  Tensor hidden = keep && activation != Activation::relu ? empty_contiguous(z) : z;
   follow(kOp, z, std::nullopt, hidden, activation, dropout);
   return {Map{kOp, "weight2"}.product(hidden, weight2, bias2), keep ? z : empty(input, {0})};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
-    Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor preactivation,
+    Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor saved,
     int64_t activation_number, double dropout_p, MaybeTensor seed, bool want_input,
     bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) {
   constexpr const char* kOp = "feed_forward";
@@ -216,7 +217,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   check_like(kOp, "weight2", weight2, grad);
   const Tensor dy = as_matrix(grad);
   const int64_t units = weight2.size(1);
-  check_z(kOp, preactivation, grad, dy.size(0) * units);
+  check_z(kOp, saved, grad, dy.size(0) * units);
   const auto gradient_of = [](bool wanted, const Tensor& tensor) {
     return wanted ? empty_contiguous(tensor) : empty(tensor, {0});
   };
@@ -225,18 +226,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
   Tensor grad_weight2 = gradient_of(want_weight2, weight2);
   Tensor grad_bias1 = empty(weight1, {want_bias1 ? units : 0});
   Tensor grad_bias2 = empty(weight2, {want_bias2 ? weight2.size(0) : 0});
-  Tensor hidden = empty(grad, {want_weight2 ? dy.size(0) : 0, units});
+  const bool remake = want_weight2 && activation != Activation::relu;
+  Tensor hidden = remake ? empty(grad, {dy.size(0), units}) : as_matrix(saved);
   if (want_input || want_weight1 || want_bias1) {
     Tensor grad_z = empty(grad, {dy.size(0), units});
     multiply(dy, weight2, grad_z);
     // In place: each thread has read what it writes.
-    Gradient{kOp, activation, dropout}(grad_z, &preactivation, &grad_z,
-                                       want_weight2 ? &hidden : nullptr,
+    Gradient{kOp, activation, dropout}(grad_z, &saved, &grad_z, remake ? &hidden : nullptr,
                                        want_bias1 ? &grad_bias1 : nullptr);
     if (want_input) multiply(grad_z, weight1, grad_input);
     if (want_weight1) multiply(transposed(grad_z), as_matrix(input), grad_weight1);
-  } else if (want_weight2) {
-    follow(kOp, preactivation, std::nullopt, hidden, activation, dropout);
+  } else if (remake) {
+    follow(kOp, saved, std::nullopt, hidden, activation, dropout);
   }
   if (want_weight2) multiply(transposed(dy), hidden, grad_weight2);
   Gradient{kOp, Activation::identity, kNoDropout}(dy, nullptr, nullptr, nullptr,
@@ -258,10 +259,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "cuda_feed_forward_training(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
       "Tensor? bias2, int activation, float dropout_p, Tensor? seed, bool keep) -> "
-      "(Tensor output, Tensor preactivation)");
+      "(Tensor output, Tensor saved)");
   m.def(
       "cuda_feed_forward_backward(Tensor grad, Tensor input, Tensor weight1, Tensor weight2, "
-      "Tensor preactivation, int activation, float dropout_p, Tensor? seed, bool want_input, "
+      "Tensor saved, int activation, float dropout_p, Tensor? seed, bool want_input, "
       "bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) -> "
       "(Tensor grad_input, Tensor grad_weight1, Tensor grad_bias1, Tensor grad_weight2, "
       "Tensor grad_bias2)");

@@ -33,6 +33,14 @@ def dump(*options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def _vectors_of_backward(name: str) -> int | None:
+    """Vectors that a thread of LayerNorm's backward has of a row in registers; None: other kernels."""
+    found = re.search(r"layer_norm_backward_kernel.*RowTileILi\d+ELi(\d+)ELi(\d+)E", name)
+    if found is None or int(found[1]) == 0 or int(found[2]) == 1:
+        return None
+    return int(found[1]) // int(found[2])
+
+
 def test_no_kernel_keeps_registers_in_memory():
     found = re.findall(
         r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump("-res-usage")
@@ -48,6 +56,8 @@ def test_no_kernel_keeps_registers_in_memory():
             assert int(registers) <= (255 if "Li128E" in name else 168), name
         if "attention_decode" in name and "Li1ELb1E" in name:  # six blocks at once
             assert int(registers) <= 80, name
+        if (vectors := _vectors_of_backward(name)) and vectors <= 2:  # 512 threads at once
+            assert (int(stack), int(registers) <= 128) == (0, True), name
         block = int((re.search(r"RowTileILi(\d+)", name) or [0, 32])[1])
         assert int(registers) * max(block, 128) <= 65536, name
 
@@ -65,6 +75,20 @@ def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
         assert ("LDG.E.128" in kernel) == wide, name
         assert ("STG.E.128" in kernel) == wide, name
     assert sum("epilogue" in name for name in seen) == 12
+
+
+def test_backward_of_norms_loads_the_next_row_before_it_shuffles():
+    found = []
+    for kernel in re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]:
+        name = kernel.split("\n", 1)[0]
+        vectors = _vectors_of_backward(name)
+        if vectors is None:
+            continue
+        found.append(vectors)
+        # Input, gradient and weight of a row; up to two vectors of the next one's input and gradient.
+        loads = 5 if vectors <= 2 else 3
+        assert kernel.split("SHFL")[0].count("LDG.E.128") == loads * vectors, name
+    assert sorted(found) == [1] * 2 + [2] * 7 + [4] * 3
 
 
 def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():

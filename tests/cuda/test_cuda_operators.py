@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import test_operator_rules
 import torch
+import torch.nn.functional as F
 
 from benchmarks import gpu
 from transformer_fast import dispatch
 from transformer_fast.backends import cuda
 from transformer_fast.functional import _operator
 from transformer_fast.measure import device as on_device
+from transformer_fast.reference.dropout import dropout
+from transformer_fast.reference.linear import activate
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import GpuCase
 from transformer_fast.testing import (
@@ -76,7 +79,7 @@ WIDTHS = (1, 8, 255, 256, 264, 512, 520, 2048, 2056, 8192, 8200, 8193)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths_of_norms(width, dtype, device):
-    count = 9 if width <= 512 else 3
+    count = 37 if width <= 512 else 11  # more rows than there are threads for at once
     input, residual = (rows_of((count, width), dtype, device, seed) for seed in (1, 2))
     weight, bias = (rows_of((width,), dtype, device, seed) for seed in (3, 4))
     seed = SEED.to(device)
@@ -126,6 +129,33 @@ def test_activations_far_from_zero(activation, device):
     assert mine[0, 0].isnan()
     # Of infinity PyTorch's own gelu makes NaN on some devices.
     torch.testing.assert_close(mine[~reference.isnan()], reference[~reference.isnan()])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_of_relu_the_hidden_units_are_saved(dropout_p, device):
+    """In place of what it was applied to: they tell its derivative, and no backward makes them again."""
+    tensors = [
+        rows_of(s, torch.float32, device, i) for i, s in enumerate(((9, 24), (40, 24), (16, 40)))
+    ]
+    x, w1, w2 = tensors
+    seed = SEED.to(device)
+    for activation, code in (("relu", 1), ("silu", 4)):
+        call = (x, w1, None, w2, None, code, dropout_p, seed, True)
+        output, saved = ops.cuda_feed_forward_training(*call)
+        hidden = dropout(activate(F.linear(x, w1), activation), dropout_p, seed)
+        torch.testing.assert_close(saved, hidden if code == 1 else F.linear(x, w1))
+        torch.testing.assert_close(output, F.linear(hidden, w2))
+    arguments = (x, w1, None, w2, None, "relu", dropout_p, seed)
+    check_gradients("feed_forward", the_kernel("feed_forward").run, arguments, twice=True)
+    # Of NaN relu makes NaN, which has a gradient, as in the reference.
+    x[3, 5] = torch.nan
+    found = []
+    for run in (the_kernel("feed_forward").run, OPS["feed_forward"].reference):
+        given = require_grad("feed_forward", arguments)
+        tensors = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+        found.append(torch.autograd.grad(run(*given).sum(), tensors))
+    for mine, reference in zip(*found, strict=True):
+        torch.testing.assert_close(mine, reference, equal_nan=True)
 
 
 #: Which of input, weights and biases gradients are asked of.

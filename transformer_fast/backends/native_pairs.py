@@ -67,11 +67,11 @@ def _feed_forward_backward(
     activation: str,
     dropout_p: float,
     seed: Tensor | None,
-    preactivation: Tensor,
+    saved: Tensor,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     return getattr(_ops, f"{backend}_feed_forward_backward")(  # type: ignore[no-any-return]
-        grad, input, weight1, weight2, preactivation, ACTIVATIONS[activation], dropout_p,
+        grad, input, weight1, weight2, saved, ACTIVATIONS[activation], dropout_p,
         on(grad.device, seed), *wants,
     )  # fmt: skip
 
@@ -103,5 +103,8 @@ def register(backend: str, linear_forward: Callable[..., Any]) -> None:
         ("feed_forward", feed_forward_forward, _feed_forward_backward),
         ("cross_entropy", _cross_entropy_forward, _cross_entropy_backward),
     ):
-        autograd.register(op, backend, partial(forward, backend), partial(backward, backend))
+        autograd.register(
+            op, backend, partial(forward, backend), partial(backward, backend),
+            keeps_preactivation=backend == "cpu",  # of relu CUDA's keeps the hidden units
+        )  # fmt: skip
     autograd.register("linear", backend, linear_forward, partial(_linear_backward, backend))

@@ -170,6 +170,9 @@ def feed_forward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> Tensor:
+    # Not `torch._addmm_activation`: cuBLASLt selects a kernel by shape and alignment, some versions'
+    # ReLU makes 0 of NaN, and the GELU of some kernels is tanh.approx also in float32, so that a check
+    # on one input tells nothing about another shape.
     hidden = reference.linear(input, weight1, bias1, activation, None)
     if dropout_p != 0.0:
         hidden = _dropout(hidden, dropout_p, seed)
