@@ -31,6 +31,8 @@ _COLOURS = {
     "torch eager": "#D55E00",
     "torch fast path": "#E69F00",
     "torch.compile": "#CC79A7",
+    "inductor tuned": "#882255",
+    "zentorch": "#44AA99",
     "oneDNN prepacked": "#009E73",
     "ONNX Runtime": "#C9B800",
     "OpenVINO": "#56B4E9",

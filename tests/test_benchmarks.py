@@ -53,7 +53,7 @@ def _one_thread(threads):
 
 @pytest.mark.parametrize("peer", peers.load(), ids=lambda peer: peer.__name__.rpartition(".")[2])
 def test_a_peer_does_the_same_work_or_says_why_not(peer):
-    if peer.__name__.endswith("torch_compile"):
+    if peer.__name__.endswith(("torch_compile", "inductor_tuned")):
         pytest.skip("compiling takes long; torch's own tests are about it")
     reason = peer.available()
     if reason is not None:

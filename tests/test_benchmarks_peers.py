@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import os
+import sys
+import types
 
 import pytest
 import torch
+from torch._dynamo.backends import registry
+from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.peers import contenders, liger, load, openvino, xformers
+from benchmarks.peers import (
+    contenders,
+    inductor_tuned,
+    liger,
+    load,
+    openvino,
+    xformers,
+    zentorch,
+)
 from benchmarks.peers import flex_attention as flex
 from benchmarks.processes import Remote
+from transformer_fast.measure.modules import with_fast_path
 from transformer_fast.reference import attention
 
 B, H, T, S, D = 2, 3, 40, 50, 16
@@ -90,3 +106,67 @@ def test_openvino_means_the_same(dtype: torch.dtype, masked: bool) -> None:
     limit = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     seen = slice(None) if padding is None else ~padding
     torch.testing.assert_close(found[seen], expected[seen], **limit)
+
+
+def _layer() -> tuple[torch.nn.Module, tuple[torch.Tensor, None, torch.Tensor]]:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    return layer, (torch.randn(2, 9, 64), None, torch.arange(9) >= torch.tensor([[9], [4]]))
+
+
+@pytest.fixture
+def settings():
+    """Inductor's, which must be the same afterwards."""
+    before = config.freezing, config.max_autotune, config.joint_custom_post_pass
+    yield
+    after = config.freezing, config.max_autotune, config.joint_custom_post_pass
+    assert after == before
+
+
+@pytest.mark.parametrize("peer", [inductor_tuned, zentorch], ids=lambda peer: peer.NAME)
+@torch.no_grad()
+def test_a_compiler_with_frozen_weights_leaves_them_and_others_alone(peer, settings) -> None:
+    if (reason := peer.available()) is not None:
+        pytest.skip(reason)
+    layer, arguments = _layer()
+    seen = ~arguments[2]
+    expected = layer(*arguments)[seen]
+    weights = {name: weight.clone() for name, weight in layer.state_dict().items()}
+    run = peer.encoder_layer(layer, arguments)
+    autotuned = counters["inductor"]["select_algorithm_autotune"]
+    torch.testing.assert_close(run(*arguments)[seen], expected)
+    if peer is inductor_tuned:
+        assert counters["inductor"]["select_algorithm_autotune"] > autotuned
+    torch.testing.assert_close(layer.state_dict(), weights, rtol=0, atol=0)
+    layer.linear1.weight.mul_(2)
+    torch.testing.assert_close(run(*arguments)[seen], expected)
+    # Plain torch.compile is not given what was compiled for it.
+    plain = with_fast_path(torch.compile(layer, dynamic=False), False)
+    torch.testing.assert_close(plain(*arguments)[seen], layer(*arguments)[seen])
+
+
+@torch.no_grad()
+def test_what_zentorch_sets_when_it_compiles_is_taken_back(monkeypatch, settings) -> None:
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append((config.freezing, config.fx_graph_cache))
+        config.joint_custom_post_pass = lambda graph: None
+        return graph
+
+    monkeypatch.setitem(sys.modules, "zentorch", types.ModuleType("zentorch"))
+    monkeypatch.setitem(registry._BACKENDS, "zentorch", None)
+    monkeypatch.setitem(registry._COMPILER_FNS, "zentorch", backend)
+    layer, arguments = _layer()
+    run, kept = zentorch.encoder_layer(layer, arguments), ~arguments[2]
+    for _ in range(2):
+        torch.testing.assert_close(run(*arguments)[kept], layer(*arguments)[kept])
+    assert seen == [(True, False)]
+
+
+def test_zentorch_is_for_one_torch(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(zentorch.available())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.0.2")
+    assert "1.13.0.2 is not for torch" in str(zentorch.available())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from transformer_fast.measure import torch_ops
-from transformer_fast.measure.modules import compiled
+from transformer_fast.measure.modules import compiled, with_fast_path
 from transformer_fast.specs import OPS
 
 from . import Offer
@@ -46,3 +47,39 @@ def encoder(model: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
 def hand_written(model: torch.nn.Module, adapt: Callable[..., Any]) -> Offer:
     torch._dynamo.reset()
     return adapt(torch.compile(model, dynamic=False))
+
+
+#: For inference: weights become constants, which can be packed. Nothing is taken from the disk,
+#: where the same graph may lie as another version of a plugin compiled it.
+FROZEN = {"freezing": True, "fx_graph_cache": False}
+
+
+def frozen(
+    model: torch.nn.Module,
+    settings: Mapping[str, Any],
+    adapt: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Offer:
+    """``torch.compile(model, **options)`` under these settings of inductor, which no other sees.
+
+    ``adapt`` as for `hand_written`; None: the model is of torch.nn.
+    """
+    if next(model.parameters()).device.type != "cpu":
+        return "its settings are for the CPU"
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    run = torch.compile(model, dynamic=False, **options)
+    done = False
+
+    def forward(*arguments: Any) -> Any:
+        nonlocal done
+        if done:
+            return run(*arguments)
+        # Dynamo itself asks whether weights are frozen, so options of torch.compile are not enough.
+        with config.patch(settings), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch about itself
+            done = True
+            return run(*arguments)
+
+    return adapt(forward) if adapt is not None else with_fast_path(forward, False)
