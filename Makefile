@@ -1,6 +1,7 @@
 # Each target does its own set-up on a fresh machine that has python3 (with venv), g++ and make.
 #
-#   make compare   parity and speed of every kernel against the reference, here
+#   make compare   parity and speed of every kernel against the reference, here; on a GPU the proof
+#                  that its kernels are selected by
 #   make test      what shows that this machine can be trusted, some three minutes of two cores;
 #                  ARGS="-n 0" keeps it in one process
 #   make test-all  every test (emulators, fuzzing, several processes, the tools' own), a sanitized

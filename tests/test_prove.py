@@ -16,13 +16,14 @@ from torch._subclasses import FakeTensorMode
 
 from transformer_fast import dispatch, proof, reference
 from transformer_fast.__main__ import main
-from transformer_fast.cli import info, prove
+from transformer_fast.cli import compare, gpu, info, prove
+from transformer_fast.cli.limits import state
 from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure import torch_ops
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import GPU_CASES, GpuCase, _attention_case, _packed_case
+from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase, _attention_case, _packed_case
 from transformer_fast.specs.layer_norm import _bench
 from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
@@ -102,18 +103,22 @@ def test_damaged_and_foreign_files_are_ignored_with_a_sentence(damage):
     assert proof.COMMAND in problem
 
 
+def kernels_of(op, monkeypatch):
+    """Kernels of an op whose numbers are proven nowhere, and PyTorch's."""
+    run = OPS[op].reference
+    kernels = (
+        dispatch.Kernel(op, "cuda", run, gradients=True, proven=frozenset()),
+        dispatch.Kernel(op, "triton", run, gradients=True, proven=frozenset()),
+        dispatch.Kernel(op, "torch", run, gradients=True),
+        dispatch.Kernel(op, "reference", run, gradients=True),
+    )
+    monkeypatch.setitem(dispatch._state.kernels, op, kernels)
+    return kernels[1]
+
+
 @pytest.fixture
 def triton(monkeypatch):
-    """Kernels of linear whose numbers are proven nowhere, and PyTorch's."""
-    run = reference.linear
-    kernels = (
-        dispatch.Kernel("linear", "cuda", run, gradients=True, proven=frozenset()),
-        dispatch.Kernel("linear", "triton", run, gradients=True, proven=frozenset()),
-        dispatch.Kernel("linear", "torch", run, gradients=True),
-        dispatch.Kernel("linear", "reference", run, gradients=True),
-    )
-    monkeypatch.setitem(dispatch._state.kernels, "linear", kernels)
-    return kernels[1]
+    return kernels_of("linear", monkeypatch)
 
 
 def call(rows=32, dtype=torch.bfloat16, needs_grad=False):
@@ -187,7 +192,9 @@ def test_the_fastest_of_all_backends_is_taken(triton, monkeypatch):
 def test_without_a_proof_the_command_is_named(triton):
     assert select(call()).backend == "torch"
     [why] = dispatch.explain_call(call()).reasons["triton"]
-    assert f"`python -m transformer_fast prove` does it, in {proof.DURATION}" in why
+    minutes = proof.SHORT_DURATION
+    assert f"`python -m transformer_fast compare` does it for common calls, in {minutes}" in why
+    assert f"`python -m transformer_fast prove` for more, in {proof.DURATION}" in why
 
 
 def test_committed_results_count_without_a_proof(triton, monkeypatch):
@@ -258,11 +265,11 @@ def test_what_is_not_alike_is_of_two_classes(which):
 
 def test_a_proof_of_an_older_version_is_ignored_with_a_sentence():
     path = prove_that(verdict())
-    changed(path, lambda content: content.update(format=2))
+    changed(path, lambda content: content.update(format=3))
     found, problem = proof.read(MACHINE)
     assert found is None
     assert problem == (
-        f"{path} is ignored, since it is of format 2 and this version's is 3; "
+        f"{path} is ignored, since it is of format 3 and this version's is 4; "
         f"`{proof.COMMAND}` replaces it"
     )
 
@@ -290,12 +297,19 @@ CPU = torch.device("cpu")
 SOME = TIMES(1e-5, 2e-5), TIMES(3e-5, 2e-5), TIMES(1e-5, 4e-5)
 
 
-def judged(*runs, gradients=False, times=SOME):
+def findings(*runs, gradients=False, times=SOME):
     kernels = [
         dispatch.Kernel("linear", backend, run, gradients=True)
         for backend, run in zip(("cuda", "triton"), runs, strict=False)
     ]
-    return on_device.judge(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
+    found = on_device.judge(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
+    # As an op's process prints it.
+    content = json.loads(json.dumps(found))
+    return [on_device.Finding(Verdict(*one), *rest) for one, *rest in content]
+
+
+def judged(*runs, **options):
+    return [found.verdict for found in findings(*runs, **options)]
 
 
 @pytest.fixture
@@ -309,6 +323,19 @@ def test_a_right_kernel_is_timed(gradients, small_cache):
     about = "linear", "cuda", "float32", ROWS, gradients
     assert found == Verdict(*about, True, 1e-5, 2e-5, 3e-5, 2e-5)
     assert found.chosen
+
+
+def test_what_a_verdict_is_made_of(small_cache):
+    """Of each round the longer of both times, and the same of PyTorch's faster way."""
+    right, wrong = findings(reference.linear, lambda *given: reference.linear(*given) + 1e-3)
+    assert right.samples == [2e-5] * 7
+    assert right.torch_samples == [3e-5] * 7
+    assert 0.0 < right.error < 1e-5
+    assert 0.0 < right.error_ratio <= 2.0
+    assert wrong.error == pytest.approx(1e-3, rel=0.01)
+    assert wrong.samples == []
+    [broken] = findings(lambda: None)
+    assert broken[1:] == (None, None, [], [])
 
 
 def test_backends_are_timed_on_the_same_inputs(small_cache):
@@ -393,10 +420,10 @@ def test_what_does_not_fit_into_memory_is_no_verdict(capsys, monkeypatch):
 
     kernel = dispatch.Kernel("linear", "triton", too_large, proven=frozenset())
     monkeypatch.setitem(dispatch._state.kernels, "linear", (kernel,))
-    monkeypatch.setattr(on_device, "trials", lambda op: [(SMALL, torch.float32, False)] * 2)
+    monkeypatch.setattr(on_device, "trials", lambda op, short: [(SMALL, torch.float32, False)] * 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "device", lambda *place: CPU)
-    assert prove._alone("linear") == 0
+    assert prove._alone("linear", False) == 0
     assert capsys.readouterr().out == "[]\n[]\n"
 
 
@@ -518,12 +545,29 @@ def test_without_a_gpu_it_says_so(capsys):
 
 
 def program(*verdicts, then=""):
-    """What stands for an op's process."""
-    lines = [json.dumps(one) for one in verdicts]
+    """What stands for an op's process: the verdicts of each trial, each with its samples."""
+    lines = [json.dumps([finding(one) for one in of_trial]) for of_trial in verdicts]
     return [sys.executable, "-c", f"import os\nprint({chr(10).join(lines)!r}, flush=True)\n{then}"]
 
 
-def test_the_command_from_end_to_end(capsys, monkeypatch):
+def finding(one):
+    own, theirs = (
+        [] if device is None else [max(device, host) * factor for factor in (1.0, 0.9, 1.1)]
+        for device, host in ((one.device, one.host), (one.torch_device, one.torch_host))
+    )
+    return on_device.Finding(one, 1e-3, 0.5, own, theirs)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A GPU that takes no calls: what the op's processes say of it is recorded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: MACHINE.gpu)
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def test_the_command_from_end_to_end(capsys, monkeypatch, a_gpu):
     commands = {
         "linear": program([verdict()], [], [verdict(device=1.2e-5)]),
         "attention": program([verdict(op="attention")], then="os.kill(os.getpid(), 11)"),
@@ -531,10 +575,7 @@ def test_the_command_from_end_to_end(capsys, monkeypatch):
             [verdict(op="layer_norm", right=False, problem="error 7")], then="1/0"
         ),
     }
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(prove, "_command", commands.__getitem__)
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
     prove_that(verdict(op="cross_entropy"), verdict(device=5.0))
     assert main(["prove", "--op", *commands]) == 1
     text = capsys.readouterr().out
@@ -556,3 +597,199 @@ def test_the_command_from_end_to_end(capsys, monkeypatch):
     assert proof.read(MACHINE)[0] is None
     assert main(["prove", "--forget"]) == 0
     assert "No results to remove" in capsys.readouterr().out
+
+
+def common(op="linear", **changes):
+    return verdict(op=op, shape=COMMON[op][0], short=True, **changes)
+
+
+@pytest.fixture
+def comparing(monkeypatch, a_gpu, triton):
+    """``compare`` without text, by what the processes of ops are recorded to print."""
+    kernels_of("layer_norm", monkeypatch)
+    monkeypatch.setattr(compare, "_makers", lambda *_: [])
+
+    def run(commands, *options):
+        monkeypatch.setattr(prove, "_command", lambda op, short: commands[op] if short else None)
+        return main(["compare", "--op", *commands, *options])
+
+    return run
+
+
+def verdicts_of_file():
+    found, _ = proof.read(MACHINE)
+    return set(found.verdicts) if found else None
+
+
+def test_compare_proves_the_common_classes(comparing, capsys, triton):
+    found = common(), common(backend="cuda", device=1.8e-5), common(dtype="float16", device=3e-5)
+    assert comparing({"linear": program(found)}) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (MACHINE.gpu, "GPU, bfloat16", "GPU, float16"))
+    table = [line.split() for line in shown.splitlines()]
+    [row] = [line for line in table if "triton" in line and "*" in line and line[0] != "*:"]
+    assert {"1.0e-03", "0.500x", "10.0", "2.00x"} <= set(row)
+    assert "2 of 3 verdicts are right and faster than PyTorch" in shown
+    assert "all 3 results are within the error budget" in shown
+    assert verdicts_of_file() == set(found)
+    # The dispatcher takes it, for the classes that were measured and for no others.
+    assert select(call(rows=4096)).backend == "triton"
+    assert select(call(rows=4096, dtype=torch.float16)).backend == "torch"
+    more = f"; `{proof.COMMAND}` measures more, in {proof.DURATION}"
+    for other in (call(rows=32), call(rows=4096, needs_grad=True)):
+        assert select(other).backend == "torch"
+        [why] = dispatch.explain_call(other).reasons["triton"]
+        assert why.startswith("`python -m transformer_fast compare` did not measure calls like")
+        assert why.endswith(more)
+    assert state(triton) == "ready"
+    assert info.proof_state().endswith(f": 2 of 3 are right and faster than PyTorch{more}")
+
+
+def lines_until_crash(count):
+    """The first trials of layer_norm, as its process prints them."""
+    planned = list(on_device.trials("layer_norm", short=True))[:count]
+    return [
+        [common("layer_norm", dtype=str(dtype)[6:], gradients=gradients)]
+        for _, dtype, gradients in planned
+    ]
+
+
+def test_compare_after_a_crash(comparing, capsys):
+    """Other ops are kept, and classes of which all cases had been measured."""
+    prove_that(common("layer_norm", dtype="float32"))
+    killed = program(*lines_until_crash(7), then="os.kill(os.getpid(), 11)")
+    assert comparing({"layer_norm": killed, "linear": program([common()])}) == 1
+    shown = capsys.readouterr().out
+    assert "layer_norm: its process ended before it was done (signal 11)" in shown
+    assert "GPU kernels crashed: layer_norm" in shown
+    assert verdicts_of_file() == {common(), common("layer_norm")}
+
+
+def test_compare_and_a_wrong_kernel(comparing, capsys):
+    wrong = common(right=False, **UNTIMED, problem="error 7")
+    other = common(dtype="float32")
+    assert comparing({"linear": program([wrong, other])}) == 1
+    shown = capsys.readouterr().out
+    assert "linear GPU, bfloat16 on triton: up to 8192 rows: error 7" in shown
+    assert "1 of 2 results are wrong" in shown
+    assert verdicts_of_file() == {wrong, other}
+    assert select(call(rows=4096)).backend == "torch"
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C after the first trial of linear."""
+    lines_of = prove.lines_of
+
+    def until_linear(command, take, *rest):
+        if command != "linear":
+            return lines_of(command, take, *rest)
+        take([finding(one) for one in (verdict(), common(), common(dtype="float32"))])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prove, "lines_of", until_linear)
+
+
+def test_compare_until_ctrl_c(comparing, interrupted, capsys):
+    norms = program([common("layer_norm")])
+    assert comparing({"layer_norm": norms, "linear": "linear"}) == 130
+    shown = capsys.readouterr()
+    assert shown.err == "interrupted\n"
+    assert "linear: its process ended before it was done (interrupted)" in shown.out
+    assert "GPU, bfloat16" in shown.out
+    # float32 was to follow.
+    assert verdicts_of_file() == {
+        common("layer_norm"), common(), verdict(short=True)
+    }  # fmt: skip
+
+
+def test_prove_until_ctrl_c(a_gpu, interrupted, monkeypatch):
+    """What was known of the op and was not measured anew stays."""
+    old = verdict(device=5.0), verdict(dtype="float16"), common(device=1.1e-5)
+    prove_that(*old)
+    norms = program([verdict(op="layer_norm")])
+    commands = {"layer_norm": norms, "linear": "linear"}
+    monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
+    assert main(["prove", "--op", "layer_norm", "linear", "attention"]) == 130
+    new = verdict(op="layer_norm"), verdict()
+    assert verdicts_of_file() == {*new, *old[1:]}
+
+
+def test_compare_for_which_there_is_no_time(comparing, capsys, monkeypatch):
+    monkeypatch.setattr(prove, "_SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(compare, "_verdict", lambda *_: None)
+    assert comparing({"linear": program([common()])}) == 0
+    shown = capsys.readouterr().out
+    assert "linear: its process ended before it was done (there was no time left)" in shown
+    assert "nothing was written" in shown
+    assert verdicts_of_file() is None
+
+
+def test_compare_leaves_what_prove_found(comparing):
+    slower = common(device=3e-5)._replace(short=False)
+    elsewhere = verdict(), verdict(op="attention")
+    prove_that(slower, *elsewhere, common(dtype="float16", device=9.0))
+    found = common(), common(dtype="float16")
+    assert comparing({"linear": program(found)}) == 0
+    assert verdicts_of_file() == {slower, *elsewhere, found[1]}
+    assert proof.read(MACHINE)[0].seconds == 840.0
+    assert select(call(rows=4096)).backend == "torch"
+    assert select(call(rows=4096, dtype=torch.float16)).backend == "triton"
+    assert "measures more" not in info.proof_state()
+
+
+def test_prove_replaces_what_compare_found(comparing, monkeypatch):
+    assert comparing({"linear": program([common(), common(dtype="float16")])}) == 0
+    longer = common(device=3e-5)._replace(short=False)
+    monkeypatch.setattr(prove, "_command", lambda op, short: program([longer]))
+    assert main(["prove", "--op", "linear"]) == 0
+    assert verdicts_of_file() == {longer}
+
+
+def test_compare_without_a_proof(comparing, capsys):
+    assert comparing({"linear": program([common()])}, "--no-proof") == 0
+    shown = capsys.readouterr().out
+    assert "2.00x" in shown
+    assert "triton *" not in shown
+    assert "nothing was written" in shown
+    assert verdicts_of_file() is None
+
+
+@pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
+def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
+    """The output is that of the text alone."""
+    monkeypatch.setattr(compare, "_makers", lambda *_: [])
+    monkeypatch.setattr(compare, "_verdict", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: given != "no GPU")
+    monkeypatch.setattr(prove, "measure", None)
+    assert main(["compare", *([given] if given != "no GPU" else [])]) == 0
+    shown = capsys.readouterr()
+    assert "GPU" not in shown.out
+    assert shown.err == ""
+    assert verdicts_of_file() is None
+
+
+def test_ops_without_a_gpu_kernel_here_are_not_measured(comparing, monkeypatch, triton):
+    monkeypatch.setitem(dispatch._state.kernels, "linear", dispatch.kernels("linear")[2:])
+    options = compare.argparse.Namespace(
+        device=None, backend=None, quick=False, op=["linear", "layer_norm", "transformer"]
+    )
+    assert gpu.ops(options) == ["layer_norm"]
+
+
+def test_what_compare_measures():
+    assert COMMON.keys() == OPS.keys()
+    for op, classes in COMMON.items():
+        cases = on_device.cases_of(op, short=True)
+        assert {class_of(one) for one in cases} == set(classes)
+        assert set(cases) == {one for one in on_device.cases_of(op) if class_of(one) in classes}
+    count = sum(len(list(on_device.trials(op, short=True))) for op in OPS)
+    assert f"{count} trials" in " ".join((ROOT / "docs" / "guides" / "gpu.md").read_text().split())
+
+
+def test_the_command_that_an_op_is_measured_by(monkeypatch, a_gpu):
+    asked = []
+    monkeypatch.setattr(on_device, "trials", lambda *given: asked.append(given) or [])
+    for short in (False, True):
+        assert main(prove._command("linear", short)[3:]) == 0
+    assert asked == [("linear", False), ("linear", True)]

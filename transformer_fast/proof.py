@@ -3,6 +3,7 @@
 ``python -m transformer_fast prove`` measures and writes a small file into the user's cache folder
 (``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one for each combination
 of GPU, driver, torch, Triton and version of this package; the dispatcher takes exactly what it says.
+``python -m transformer_fast compare`` does the same for the most common classes of shapes only.
 A call is judged by its class of shapes, `shape_class`. Nothing is measured at the time of a call.
 """
 
@@ -16,7 +17,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,11 @@ from ._version import __version__
 COMMAND = "python -m transformer_fast prove"
 #: How long it takes, in words; counted, since no GPU has run it yet.
 DURATION = "a quarter of an hour to half an hour"
+#: The same of the command that measures common calls only, `specs.gpu.COMMON`.
+SHORT_COMMAND, SHORT_DURATION = "python -m transformer_fast compare", "about five minutes"
 #: Of a file. 3: the host's time counts, checks are of the calls that are timed, finer classes.
-_FORMAT = 3
+#: 4: which command a verdict is of.
+_FORMAT = 4
 #: How many times as fast as PyTorch's own a kernel has to be: differences below are noise.
 MARGIN = 1.04
 
@@ -66,6 +70,8 @@ class Verdict(NamedTuple):
     torch_host: float | None = None
     #: What was wrong, in a sentence.
     problem: str | None = None
+    #: Whether it is of `SHORT_COMMAND`, which leaves those of `COMMAND` alone.
+    short: bool = False
 
     @property
     def gain(self) -> float:
@@ -218,6 +224,28 @@ def write_whole(path: Path, content: Any) -> None:
         raise
 
 
+def merged(
+    before: Proof | None, found: Proof, replaced: Collection[str] = (), short: bool = False
+) -> Proof:
+    """What is known after a run that found ``found``.
+
+    Of the ops in ``replaced`` earlier verdicts are dropped, of others only where there are new ones.
+    A short run neither drops nor replaces verdicts of `COMMAND`.
+    """
+    old = before.verdicts if before else ()
+    lasting = [v for v in old if short and not v.short]
+    known = {v[:5] for v in lasting}
+    new = [v._replace(short=short) for v in found.verdicts if v[:5] not in known]
+    known |= {v[:5] for v in new}
+    kept = [
+        v
+        for v in old
+        if not (short and not v.short) and v[:5] not in known and v.op not in replaced
+    ]
+    about = before if before and lasting else found
+    return about._replace(verdicts=(*lasting, *kept, *new))
+
+
 def write(proof: Proof) -> Path:
     """Replace the machine's file; where it is."""
     path = path_of(proof.machine)
@@ -252,7 +280,10 @@ def read(machine: Machine) -> tuple[Proof | None, str | None]:
     try:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
-        return None, f"nothing was measured on this GPU yet: `{COMMAND}` does it, in {DURATION}"
+        return None, (
+            f"nothing was measured on this GPU yet: `{SHORT_COMMAND}` does it for common calls, in "
+            f"{SHORT_DURATION}, and `{COMMAND}` for more, in {DURATION}"
+        )
     except OSError as error:
         return None, f"{path} cannot be read: {error.strerror}"
     try:
@@ -321,6 +352,13 @@ def _unmeasured(problem: str | None) -> str:
     return f"it is not yet proven on this GPU ({problem}), so it runs only when it is named"
 
 
+def longer_way(proof: Proof, op: str | None = None) -> str:
+    """What to add to a sentence on an op (None: on all of them) that `COMMAND` has not measured."""
+    if any(not verdict.short for verdict in proof.verdicts if op in (None, verdict.op)):
+        return ""
+    return f"; `{COMMAND}` measures more, in {DURATION}"
+
+
 def _decide(
     op: str, backend: str, dtype: str, shape: str, gradients: bool, device: int
 ) -> str | None:
@@ -329,7 +367,11 @@ def _decide(
         return _unmeasured(problem)
     verdict = proof.find(op, backend, dtype, shape, gradients)
     if verdict is None:
-        return f"`{COMMAND}` did not measure calls like this one on this GPU ({dtype}, {shape})"
+        more = longer_way(proof, op)
+        command = SHORT_COMMAND if more else COMMAND
+        return (
+            f"`{command}` did not measure calls like this one on this GPU ({dtype}, {shape}){more}"
+        )
     return None if verdict.chosen else verdict.why_not()
 
 
@@ -351,4 +393,5 @@ def _never(op: str, backend: str, device: int) -> str | None:
     mine = [v for v in proof.verdicts if (v.op, v.backend) == (op, backend)]
     if any(verdict.chosen for verdict in mine):
         return None
-    return f"on this GPU it was not right and faster than PyTorch's own in any of {len(mine)} cases"
+    cases = f"in any of {len(mine)} cases{longer_way(proof, op)}"
+    return f"on this GPU it was not right and faster than PyTorch's own {cases}"

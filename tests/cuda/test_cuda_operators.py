@@ -353,7 +353,7 @@ def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
         kernels = [replace(kernel, run=run)]
         place = torch.device(device)
         [found] = on_device.judge(one, torch.float32, gradients, place, clock, kernels)
-        return found
+        return found.verdict
 
     found = judged(kernel.run)
     assert (found.op, found.backend, found.right, found.device) == (op, "cuda", True, 1e-5)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .. import _native
+from .. import _native, proof
 from ..dispatch import BACKENDS, OPS
 from ..measure import machine
 from ..measure.clock import QUICK, Plan
 from ..measure.contest import Contest, Row, run_contest
 from ..measure.roof import why_no_roof
 from ..measure.text import Batch, batches, pairs
-from . import form, notes, table, text_models, text_ops
+from ..proof import SHORT_DURATION
+from . import form, gpu, notes, prove, table, text_models, text_ops
 from .console import bullets, output, progress
 
 DTYPES = {
@@ -47,17 +48,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"backends that get a row, of: {', '.join(BACKENDS)} (all that take the call)",
     )  # fmt: skip
     parser.add_argument(
-        "--device", type=str.lower, default="cpu", help="a torch device, like cpu or cuda:0 (cpu)"
-    )
+        "--device", type=str.lower,
+        help="a torch device, like cpu or cuda:0 (cpu, and then the kernels of a GPU, if there is "
+        "one, on calls of their own)",
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", type=str.lower, choices=DTYPES, default="float32", metavar="DTYPE",
         help=f"one of: {', '.join(DTYPES)} (float32)",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and less text")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds and less text, no GPU kernels"
+    )
     parser.add_argument(
         "--compile", action="store_true", help="also time torch.compile (takes minutes)"
     )
+    parser.add_argument(
+        "--no-proof", action="store_true",
+        help="only show what was found about GPU kernels (measured, in "
+        f"{SHORT_DURATION}, unless --device, --backend or --quick is given); otherwise those that "
+        "are right and faster run from then on",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
 
 
@@ -146,7 +157,10 @@ def _print(
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Returns 1 if a result exceeds its error budget, or was asked for and not checked; else 0."""
+    """Returns 1 if a result exceeds its error budget, or was asked for and not checked, or if a GPU
+    kernel crashed; else 0."""
+    on_gpu = gpu.ops(options)
+    options.device = options.device or "cpu"
     device = _check(parser, options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -155,6 +169,8 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     with _reporting(len(makers)) as report:
         plan = QUICK if options.quick else _PLAN
         rows, remarks = run(makers, plan, report)
+    measured = prove.measure(on_gpu, short=True) if on_gpu else prove.Measured()
+    kept = None if options.no_proof else prove.keep(measured, short=True)
     about = machine.describe(device)
     real = sum(int(b.lengths.sum()) for b in text)
     places = sum(b.tokens.numel() for b in text)
@@ -163,8 +179,17 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         f"{options.dtype} on {device} · English text, {form.count(len(text), 'batch', 'batches')} "
         f"of {_SIZE} paragraphs, {real:,} bytes in {places:,} places",
     ]
+    if on_gpu:
+        known, _ = proof.known(torch.cuda.current_device())
+        rows = sorted([*rows, *gpu.rows(measured.findings, known)], key=_place)
+        head.append(
+            f"GPU: {torch.cuda.get_device_name()}, one call of each common case, without gradients "
+            "and with them; the longer of the device's and the host's time"
+        )
     sections = {
         "Failed": notes.failures(rows),
+        "Not finished": measured.problem_lines(),
+        "GPU kernels": gpu.remarks(measured, kept) if on_gpu else [],
         "Not run by a kernel of ours": [*notes.fallbacks(rows), *remarks],
         "Not measured": notes.absent(rows),
     }
@@ -176,7 +201,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _print(console, rows, sections, head)
     if options.json is not None:
         _write(options, about, rows, sections)
+    if measured.interrupted:
+        raise KeyboardInterrupt
     wrong = _verdict(rows, options)
+    if wrong is None and measured.crashed:
+        wrong = f"GPU kernels crashed: {', '.join(measured.crashed)}"
     if wrong is None:
         checked = sum(row.ok is not None and row.ours for row in rows)
         console.print(
@@ -187,6 +216,10 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 0
     console.print(f"\n{wrong}", style="bold red", highlight=False)
     return 1
+
+
+def _place(row: Row) -> int:
+    return CASES.index(row.op)
 
 
 def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from .. import proof
 from ..dispatch import OPS
 from ..measure import device as on_device
-from ..measure.apart import lines_of
+from ..measure.apart import OUT_OF_TIME, lines_of
+from ..measure.device import Finding
 from ..proof import Proof, Verdict
 from .console import bullets, output, progress
 
 #: Seconds without a word after which an op's process is given up.
-_PATIENCE = 300.0
+_PATIENCE, _SHORT_PATIENCE = 300.0, 120.0
+#: Seconds that the short selection may take in all.
+_SHORT_SECONDS = 300.0
+_INTERRUPTED = "interrupted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--forget", action="store_true", help="remove the results of earlier runs and exit"
     )
-    # What the command starts itself with: one op, a line of JSON for each trial.
+    # What `measure` starts: one op, a line of JSON for each trial.
     parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
+    parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
 
 
 def _forget(console: Console) -> int:
@@ -43,31 +51,110 @@ def _forget(console: Console) -> int:
     return 0
 
 
-def _alone(op: str) -> int:
+def _alone(op: str, short: bool) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     clock = on_device.DeviceClock(device)
-    for trial in on_device.trials(op):
+    for trial in on_device.trials(op, short):
         try:
-            verdicts = on_device.judge(*trial, device, clock)
+            findings = on_device.judge(*trial, device, clock)
         except torch.OutOfMemoryError:
-            verdicts = []
-        print(json.dumps(verdicts), flush=True)
+            findings = []
+        print(json.dumps(findings), flush=True)
     return 0
 
 
-def _command(op: str) -> list[str]:
-    return [sys.executable, "-m", "transformer_fast", "prove", "--alone", op]
+def _command(op: str, short: bool) -> list[str]:
+    alone = [sys.executable, "-m", "transformer_fast", "prove", "--alone", op]
+    return [*alone, "--short"] if short else alone
 
 
-def _verdicts_of(op: str, tick: Callable[[], None]) -> tuple[list[Verdict], str | None]:
-    """What a process of its own found about an op, and what went wrong with it, if so."""
-    found: list[Verdict] = []
+@dataclass
+class Measured:
+    """What was found in the processes of several ops, and which of those ended too early."""
+
+    findings: list[Finding] = field(default_factory=list)
+    #: Why a process did not finish, by op.
+    problems: dict[str, str] = field(default_factory=dict)
+    #: Ops whose process was not stopped from here: it finished or crashed.
+    ended: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return on_device.worst([one.verdict for one in self.findings])
+
+    @property
+    def crashed(self) -> list[str]:
+        return [op for op in self.problems if op in self.ended]
+
+    def problem_lines(self) -> list[str]:
+        return [
+            f"{op}: its process ended before it was done ({problem})"
+            for op, problem in self.problems.items()
+        ]
+
+
+def _measure_op(op: str, short: bool, until: float, bar: Progress, measured: Measured) -> None:
+    planned = list(on_device.trials(op, short))
+    task = bar.add_task(op, total=len(planned))
+    done: list[list[Finding]] = []
 
     def take(content: Any) -> None:
-        found.extend(Verdict(*one) for one in content)
-        tick()
+        done.append([Finding(Verdict(*one), *rest) for one, *rest in content])
+        bar.advance(task)
 
-    return found, lines_of(_command(op), take, _PATIENCE)
+    problem: str | None = _INTERRUPTED
+    try:
+        patience = _SHORT_PATIENCE if short else _PATIENCE
+        problem = lines_of(_command(op, short), take, patience, until)
+    finally:
+        unfinished = set()
+        if problem is not None:
+            measured.problems[op] = problem
+            unfinished = {
+                (str(dtype)[6:], on_device.class_of(case), gradients)
+                for case, dtype, gradients in planned[len(done) :]
+            }
+        if problem not in (_INTERRUPTED, OUT_OF_TIME):
+            measured.ended.append(op)
+        # A class is right and faster only if all of its cases are.
+        measured.findings += [
+            one
+            for findings in done
+            for one in findings
+            if not one.verdict.right or one.verdict[2:5] not in unfinished
+        ]
+
+
+def measure(ops: Sequence[str], short: bool = False) -> Measured:
+    """Check and time the GPU kernels of these ops, each op in a process of its own, until Ctrl-C.
+
+    ``short``: only the classes in `specs.gpu.COMMON`, and for `_SHORT_SECONDS` at most.
+    """
+    measured = Measured()
+    start = time.monotonic()
+    try:
+        with progress() as bar:
+            for op in ops:
+                until = start + _SHORT_SECONDS if short else math.inf
+                _measure_op(op, short, until, bar, measured)
+    except KeyboardInterrupt:
+        measured.interrupted = True
+    measured.seconds = time.monotonic() - start
+    return measured
+
+
+def keep(measured: Measured, short: bool = False) -> tuple[Proof, Path] | None:
+    """Write the proof with what was measured; None if that is nothing."""
+    if not measured.findings and not measured.ended:
+        return None
+    machine = proof.machine_of()
+    before, _ = proof.read(machine)
+    taken = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    found = Proof(machine, taken, round(measured.seconds, 1), measured.verdicts)
+    result = proof.merged(before, found, measured.ended, short)
+    return result, proof.write(result)
 
 
 def _summary(console: Console, found: Proof) -> None:
@@ -98,30 +185,20 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(why, file=sys.stderr)
         return 2
     if options.alone:
-        return _alone(options.alone)
-    machine = proof.machine_of()
-    before, _ = proof.read(machine)
-    verdicts: list[Verdict] = []
-    problems: list[str] = []
-    start = time.perf_counter()
-    with progress() as bar:
-        for op in options.op:
-            task = bar.add_task(op, total=len(list(on_device.trials(op))))
-            found, problem = _verdicts_of(op, functools.partial(bar.advance, task))
-            verdicts += on_device.worst(found)
-            if problem is not None:
-                problems.append(f"{op}: its process ended before it was done ({problem})")
-    # Of ops that were not asked for now, what is known stays.
-    kept = [v for v in (before.verdicts if before else ()) if v.op not in options.op]
-    taken = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    seconds = time.perf_counter() - start
-    result = Proof(machine, taken, round(seconds, 1), (*kept, *verdicts))
-    path = proof.write(result)
-    _summary(console, result)
-    if problems:
+        return _alone(options.alone, options.short)
+    measured = measure(options.op)
+    kept = keep(measured)
+    if kept is not None:
+        _summary(console, kept[0])
+    if measured.problems:
         console.print("\n[bold]Not finished[/]")
-        bullets(console, problems)
-    console.print(
-        f"\n{len(verdicts)} verdicts in {seconds:.0f} seconds, in {path}", highlight=False
-    )
-    return 1 if problems or not all(v.right for v in verdicts) else 0
+        bullets(console, measured.problem_lines())
+    if kept is not None:
+        console.print(
+            f"\n{len(measured.verdicts)} verdicts in {measured.seconds:.0f} seconds, in {kept[1]}",
+            highlight=False,
+        )
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    right = all(one.verdict.right for one in measured.findings)
+    return 0 if right and not measured.problems else 1

@@ -60,8 +60,7 @@ def _cells(row: Row, wide: bool) -> list[Text | str]:
     if wide:
         cells += [
             _interval(row.vs_torch),
-            form.rate(row.useful_flops, median),
-            form.rate(row.bytes, median),
+            *(form.rate(x, median) if x else "" for x in (row.useful_flops, row.bytes)),
         ]
     cells.append(form.percent(row.roof_share))
     if wide:

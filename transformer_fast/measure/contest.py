@@ -144,8 +144,8 @@ def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
                 row.ok, row.reason = False, "it changed its input"
                 return None
         row.ok = _passes(contender, verdict) and row.ok is not False
-        row.error = _worse(row.error, verdict.error)
-        row.error_ratio = _worse(row.error_ratio, verdict.ratio)
+        row.error = worse(row.error, verdict.error)
+        row.error_ratio = worse(row.error_ratio, verdict.ratio)
         written += sum(x.numel() * x.element_size() for x in _tensors(result))
     if not row.ok:
         row.reason = "its result is outside the error budget, so no speed is given"
@@ -157,7 +157,7 @@ def _passes(contender: Contender, verdict: Verdict) -> bool:
     return verdict.ok or (not contender.ours and verdict.ratio <= PEER_FACTOR)
 
 
-def _worse(one: float | None, other: float) -> float:
+def worse(one: float | None, other: float) -> float:
     if one is None or other != other:
         return other
     return one if one != one else max(one, other)

@@ -1,4 +1,4 @@
-"""Time on a GPU and on its host, apart, and what `prove` makes of it."""
+"""Time on a GPU and on its host, apart, and what `prove` and `compare` make of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import dispatch
 from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
-from ..specs.gpu import GPU_CASES, GpuCase
+from ..specs.gpu import COMMON, GPU_CASES, GpuCase
 from ..testing import (
     GRADIENT_FACTOR,
     OUTPUT_FACTOR,
@@ -231,15 +231,19 @@ class Trial:
             self._known[number] = *truth, units
         return self._known[number]
 
-    def wrong(self, work: Call, number: int = 0) -> str | None:
-        """What is wrong with the results of `work` on an input, or None."""
+    def check(self, work: Call, number: int = 0) -> tuple[Parity | None, str | None]:
+        """`parity`, unless `work` raises, and what is wrong with its results, if anything."""
         try:
             parity = self.parity(work, number)
         except torch.OutOfMemoryError:  # which the reference may have needed
             raise
         except Exception as error:
-            return problem_of(error)
-        return None if parity.ok else str(parity)
+            return None, problem_of(error)
+        return parity, None if parity.ok else str(parity)
+
+    def wrong(self, work: Call, number: int = 0) -> str | None:
+        """What is wrong with the results of `work` on an input, or None."""
+        return self.check(work, number)[1]
 
     def torchs(self) -> dict[str, Callable[..., Any]]:
         """PyTorch's ways to do the work: the backend of that name, and what a user would write."""
@@ -251,6 +255,20 @@ class Trial:
         return {**found, "by hand": torch_ops.OPS[self.op]}
 
 
+class Finding(NamedTuple):
+    """A verdict, and what it is made of."""
+
+    verdict: Verdict
+    #: Largest error against fp64 on the input checked last, and in units of the reference's; None
+    #: where the kernel raised.
+    error: float | None
+    error_ratio: float | None
+    #: Seconds of one call in each round, on the device or on the host, whichever took longer; the
+    #: same of PyTorch's best. Empty where nothing was timed.
+    samples: list[float]
+    torch_samples: list[float]
+
+
 def judge(
     case: GpuCase,
     dtype: torch.dtype,
@@ -258,7 +276,7 @@ def judge(
     device: torch.device,
     clock: Clock,
     kernels: Sequence[Kernel] | None = None,
-) -> list[Verdict]:
+) -> list[Finding]:
     """What is to be said of those kernels (None: of all that need a proof) which take such calls.
 
     They are checked before they are timed, and once more afterwards, on another input.
@@ -270,10 +288,10 @@ def judge(
         ours = {
             k.backend: trial.work(k.run) for k in kernels if not dispatch.why_not(k, trial.call)
         }
-    problems = {name: trial.wrong(work) for name, work in ours.items()}
-    right = {name: work for name, work in ours.items() if problems[name] is None}
+    checks = {name: trial.check(work) for name, work in ours.items()}
+    right = {name: work for name, work in ours.items() if checks[name][1] is None}
     rivals: dict[str, Call] = {}
-    times: dict[str, Times] = {}
+    samples: dict[str, list[Times]] = {}
     if right:
         with torch.no_grad():
             for name, run in trial.torchs().items():
@@ -282,35 +300,41 @@ def judge(
                     work(0)
                     rivals[name] = work
             samples = in_turn({**right, **rivals}, len(trial.inputs), clock)
-        times = {name: medians(taken) for name, taken in samples.items()}
-        problems |= {name: trial.wrong(work, len(trial.inputs) - 1) for name, work in right.items()}
+        checks |= {name: trial.check(work, len(trial.inputs) - 1) for name, work in right.items()}
     none = None, None
-    best = min((times[name] for name in rivals), key=max, default=none)
+    times = {name: medians(taken) for name, taken in samples.items()}
+    fastest = min(rivals, key=lambda name: max(times[name]), default="")
+    best = times.get(fastest, none)
     about = str(dtype)[6:], shape_class(trial.call), gradients
     lonely = "PyTorch has nothing to compare it with" if best is none else None
-    return [
-        Verdict._make(
-            (
-                case.op,
-                name,
-                *about,
-                problem is None,
-                *times.get(name, none),
-                *best,
-                problem or lonely,
-            )
+    found = []
+    for name, (parity, problem) in checks.items():
+        measured = *times.get(name, none), *best
+        verdict = Verdict._make(
+            (case.op, name, *about, problem is None, *measured, problem or lonely, False)
         )
-        for name, problem in problems.items()
-    ]
+        errors = (parity.error, parity.ratio) if parity else none
+        taken = ([max(one) for one in samples.get(each, ())] for each in (name, fastest))
+        found.append(Finding(verdict, *errors, *taken))
+    return found
 
 
-def cases_of(op: str) -> list[GpuCase]:
-    return [case for case in GPU_CASES if case.op == op]
+def class_of(case: GpuCase) -> str:
+    return shape_class(call_of(case.op, case.case.build(torch.float32, "meta", None)))
 
 
-def trials(op: str) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
+def cases_of(op: str, short: bool = False) -> list[GpuCase]:
+    """Of an op; ``short``: only those of the classes in `COMMON`, class by class."""
+    cases = [case for case in GPU_CASES if case.op == op]
+    if not short:
+        return cases
+    common = [case for case in cases if class_of(case) in COMMON[op]]
+    return sorted(common, key=lambda case: COMMON[op].index(class_of(case)))
+
+
+def trials(op: str, short: bool = False) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
     """What is judged, one after the other."""
-    for case in cases_of(op):
+    for case in cases_of(op, short):
         for dtype in DTYPES:
             for gradients in (False, True) if case.gradients else (False,):
                 yield case, dtype, gradients

@@ -1,5 +1,5 @@
-"""Calls of the op table in sizes that say something about a GPU: what `prove` checks and times, and
-what ``python -m benchmarks.gpu`` reports.
+"""Calls of the op table in sizes that say something about a GPU: what `prove` checks and times (of
+`COMMON` also `compare`), and what ``python -m benchmarks.gpu`` reports.
 
 They stand for their classes of `proof.shape_class`: of calls in other classes PyTorch's own take care.
 What is checked is the call that is timed, so its fp64 reference has to fit into memory: of attention
@@ -148,6 +148,25 @@ def _losses() -> Iterator[GpuCase]:
 
 
 GPU_CASES: tuple[GpuCase, ...] = (*_norms(), *_attentions(), *_maps(), *_losses())
+
+#: Of each op the classes of `proof.shape_class` that `compare` measures: those of ordinary batches.
+COMMON: dict[str, tuple[str, ...]] = {
+    "layer_norm": ("up to 8192 rows, up to 1024 columns",),
+    "add_layer_norm": ("up to 8192 rows, up to 1024 columns",),
+    "attention": tuple(
+        f"up to 64 values a head, {lengths}, more than 64 heads in the batch, {seen}"
+        for lengths, visible in (
+            ("up to 512 queries, up to 512 keys", _UNMASKED),
+            ("more than 512 queries, up to 2048 keys", _UNMASKED),
+            ("1 query, up to 2048 keys", ("no mask",)),
+        )
+        for seen in visible
+    ),
+    "linear": ("up to 8192 rows", "up to 8192 rows, activation or residual"),
+    "feed_forward": ("up to 8192 rows",),
+    "cross_entropy": ("up to 8192 rows, more than 16384 classes",),
+    "linear_cross_entropy": ("up to 8192 rows",),
+}
 
 
 def _large() -> Iterator[GpuCase]:
