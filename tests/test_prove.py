@@ -738,6 +738,14 @@ def test_compare_leaves_what_prove_found(comparing):
     assert "measures more" not in info.proof_state()
 
 
+def test_a_kernel_that_compare_found_wrong_is_not_taken(comparing):
+    prove_that(common()._replace(short=False))
+    wrong = common(right=False)
+    assert comparing({"linear": program([wrong])}) == 1
+    assert verdicts_of_file() == {wrong}
+    assert select(call(rows=4096)).backend == "torch"
+
+
 def test_prove_replaces_what_compare_found(comparing, monkeypatch):
     assert comparing({"linear": program([common(), common(dtype="float16")])}) == 0
     longer = common(device=3e-5)._replace(short=False)

@@ -368,7 +368,8 @@ def test_the_default_is_pytorchs_for_every_op():
 class OnAGpu(torch.Tensor):
     """A CPU tensor that says it lies on a GPU."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda, is_cpu = True, False  # type: ignore[assignment]
+    device = torch.device("cuda")  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
@@ -385,10 +386,17 @@ def test_unmasked_inference_on_a_gpu_is_one_operator():
         layer.eval()
         with use_backend("reference"):
             assert not taken(layer, there)
-        kernels = [k for k in dispatch.kernels("attention") if k.backend in ("triton", "cuda")]
-        if any(kernel.unavailable is None for kernel in kernels):
-            with mock.patch.object(dispatch, "why_unproven", return_value=None):
-                assert not taken(layer, there)
+        # Proven for some calls: whether for the layer's own, the dispatcher is asked.
+        with (
+            mock.patch.object(dispatch, "only_pytorchs", return_value=False),
+            mock.patch.object(dispatch, "select") as select,
+        ):
+            select.return_value.backend = "cuda"
+            assert not taken(layer, there)
+            select.return_value.backend = "torch"
+            assert taken(layer, there)
+            (call,), _ = select.call_args
+            assert [t.shape for t in call.tensors] == [(2, 4, 10, 16)] * 3
         with mock.patch.object(
             torch, "_transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd
         ) as one:

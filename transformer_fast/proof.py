@@ -230,10 +230,11 @@ def merged(
     """What is known after a run that found ``found``.
 
     Of the ops in ``replaced`` earlier verdicts are dropped, of others only where there are new ones.
-    A short run neither drops nor replaces verdicts of `COMMAND`.
+    A short run drops no verdicts of `COMMAND`, and replaces those of kernels that it found wrong.
     """
     old = before.verdicts if before else ()
-    lasting = [v for v in old if short and not v.short]
+    wrong = {v[:5] for v in found.verdicts if not v.right}
+    lasting = [v for v in old if short and not v.short and v[:5] not in wrong]
     known = {v[:5] for v in lasting}
     new = [v._replace(short=short) for v in found.verdicts if v[:5] not in known]
     known |= {v[:5] for v in new}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,19 +33,27 @@ def _adopt(layer: torch.nn.Module) -> None:
 
 def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
     """Whether torch.nn may run an encoder layer in inference as one operator of its own, which is
-    the shortest way on GPUs as long as no kernel of ours is proven there. No mask hides anything."""
+    the shortest way on GPUs where no kernel of ours is proven for its attention. No masks."""
     return (
         x.is_cuda
         and not layer.training
         and not torch.is_grad_enabled()
         and not dispatch.is_traced()
         and dispatch.named_backend() is None
-        and all(
-            kernel.unavailable is not None or dispatch.why_unproven(kernel) is not None
-            for kernel in dispatch.kernels("attention")
-            if kernel.backend in ("triton", "cuda")
-        )
+        and (dispatch.only_pytorchs("attention", x) or _attends_by_torch(layer.self_attn, x))
     )
+
+
+def _attends_by_torch(attention: Any, x: Tensor) -> bool:
+    """Whether the dispatcher leaves self-attention on x to PyTorch."""
+    heads = attention.num_heads
+    batch, length = (1, *x.shape[:-1])[-2:]
+    if x.dim() == 3 and not attention.batch_first:
+        batch, length = length, batch
+    # No memory is needed to ask.
+    query = x.as_strided((batch, heads, length, x.shape[-1] // heads), (0, 0, 0, 0))
+    call = dispatch.Call("attention", (query, query, query), False)
+    return dispatch.select(call).backend in ("torch", "reference")
 
 
 def has_torchs_shortcut(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
