@@ -473,8 +473,9 @@ def backward_calls() -> list[Any]:
     w, w2 = torch.randn(24, 16), torch.randn(16, 24)
     q, k = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 2, 7, 8)
     mask, lengths = torch.randn(1, 4, 5, 7), torch.tensor([7, 3])
-    output, _, shift, norm = ops.cpu_attention(q, k, k, mask, lengths, True, 0.3, 0.2, seed, False)
-    everything = ops.cpu_attention(q, k, k, None, None, False, 0.3, 0.0, None, True)
+    attention, backward = ops.attention_training.cpu, ops.attention_backward.cpu
+    output, _, shift, norm = attention(q, k, k, mask, lengths, True, 0.3, 0.2, seed, False)
+    everything = attention(q, k, k, None, None, False, 0.3, 0.0, None, True)
     return [
         (ops.layer_norm_training.cpu, (x, g, rows[:1].expand(16), None, 1, 1e-5, 0.3, seed)),
         (ops.layer_norm_training.cpu, (x.view(2, 3, 16), None, None, None, 2, 1e-5, 0.0, None)),
@@ -500,12 +501,12 @@ def backward_calls() -> list[Any]:
          (g, x, w, w2, torch.randn(6, 24), 1, 0.0, None, False, False, True, False, False)),
         *half_calls(torch.bfloat16),
         *half_calls(torch.float16),
-        (ops.cpu_attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, True)),
-        (ops.cpu_attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, False, False)),
-        (ops.cpu_attention_backward,
+        (attention, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, True)),
+        (ops.attention.cpu, (q, k, k, mask, lengths, True, 0.3, 0.2, seed, False)),
+        (backward,
          (torch.randn_like(q), None, q, k, k, mask, lengths, True, 0.3, 0.2, seed, output, None,
           shift, norm, True, True, True, True)),
-        (ops.cpu_attention_backward,
+        (backward,
          (torch.randn_like(q), torch.randn(2, 4, 5, 7), q, k, k, None, None, False, 0.3, 0.0, None,
           *everything, True, False, False, False)),
     ]  # fmt: skip

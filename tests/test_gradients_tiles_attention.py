@@ -270,11 +270,11 @@ def test_the_same_bits_of_a_mask_with_any_threads(threads, dtype):
 def test_opcheck_of_half_types(dtype, queries, masked):
     mask = draw(dtype).normal(1, 1, queries, 70) if masked else None
     query, key, value = tensors(queries, 70, 16, dtype=dtype)
-    output, _, shift, norm = torch.ops.transformer_fast.cpu_attention(
+    output, _, shift, norm = torch.ops.transformer_fast.attention_training.cpu(
         query, key, value, mask, None, False, 0.3, 0.0, None, False
     )
     torch.library.opcheck(
-        torch.ops.transformer_fast.cpu_attention_backward.default,
+        torch.ops.transformer_fast.attention_backward.cpu,
         (output, None, query, key, value, mask, None, False, 0.3, 0.0, None, output, None, shift,
          norm, True, False, True, masked),
     )  # fmt: skip

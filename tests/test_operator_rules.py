@@ -235,7 +235,7 @@ def test_costs_of_decoding():
 
 
 def test_packed_sequences_cost_what_padded_ones_do_and_are_cut_by_heads():
-    rule = _operator.RULES["triton_attention"]
+    rule = _operator.OPERATORS["attention_training"].rule
 
     def given(batch: int, rows: int, keys: int, lengths: int, longest: Any) -> dict[str, Any]:
         shapes = {
@@ -243,7 +243,8 @@ def test_packed_sequences_cost_what_padded_ones_do_and_are_cut_by_heads():
             "key_lengths": (lengths,), "query_lengths": (lengths,),
         }  # fmt: skip
         tensors = {n: SimpleNamespace(shape=s, mesh=torch.empty(2)) for n, s in shapes.items()}
-        return {**tensors, "dropout_p": 0.0, "need_weights": False, "longest": longest}
+        ends = dict(zip(("longest_queries", "longest_keys"), longest or (-1, -1), strict=True))
+        return {**tensors, "dropout_p": 0.0, "need_weights": False, **ends}
 
     padded, packed = given(2, 20, 30, 2, None), given(1, 31, 38, 3, [20, 30])
     assert _operator.flops(rule, packed) == _operator.flops(rule, padded)

@@ -1,4 +1,4 @@
-// The operators cuda_attention and cuda_attention_backward.
+// The operators attention_training and attention_backward.
 #include <tuple>
 
 #include "cuda/attention.cuh"
@@ -119,13 +119,30 @@ AttentionArgs describe(const Tensor& query, const Tensor& key, const Tensor& val
   return args;
 }
 
+// Calls with query lengths, or of packed sequences, are composed of others.
+void check_no_query_lengths(const std::optional<Tensor>& query_lengths, int64_t longest_queries,
+                            int64_t longest_keys) {
+  STD_TORCH_CHECK(!query_lengths && longest_queries < 0 && longest_keys < 0, kOp,
+                  ": this backend has no kernel for query lengths");
+}
+
+// Integers in one of the two types that kernels read.
+std::optional<Tensor> readable(const std::optional<Tensor>& lengths) {
+  if (!lengths) return lengths;
+  const ScalarType type = lengths->scalar_type();
+  if (type != ScalarType::Byte && type != ScalarType::Char && type != ScalarType::Short)
+    return lengths;
+  return torch::stable::to(*lengths, ScalarType::Long);
+}
+
 // (output; weights, empty unless needed; row_max and row_sum, for the backward)
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
-                                                     std::optional<Tensor> mask,
-                                                     std::optional<Tensor> lengths, bool causal,
-                                                     double scale, double dropout_p,
-                                                     std::optional<Tensor> seed,
-                                                     bool need_weights) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_training(
+    Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
+    std::optional<Tensor> lengths, bool causal, double scale, double dropout_p,
+    std::optional<Tensor> seed, bool need_weights, std::optional<Tensor> query_lengths,
+    int64_t longest_queries, int64_t longest_keys) {
+  check_no_query_lengths(query_lengths, longest_queries, longest_keys);
+  lengths = readable(lengths);
   AttentionForwardArgs args{};
   args.call = describe(query, key, value, mask, lengths, causal, scale, dropout_p, seed);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2);
@@ -185,8 +202,11 @@ Tensor sum_to(const Tensor& scores, const Tensor& mask) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> lengths, bool causal, double scale,
-    double dropout_p, std::optional<Tensor> seed, Tensor row_max, Tensor row_sum, bool want_query,
-    bool want_key, bool want_value, bool want_mask) {
+    double dropout_p, std::optional<Tensor> seed, Tensor, std::optional<Tensor>, Tensor row_max,
+    Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask,
+    std::optional<Tensor> query_lengths, int64_t longest_queries, int64_t longest_keys) {
+  check_no_query_lengths(query_lengths, longest_queries, longest_keys);
+  lengths = readable(lengths);
   AttentionBackwardArgs args{};
   args.call = describe(query, key, value, mask, lengths, causal, scale, dropout_p, seed);
   const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2);
@@ -236,19 +256,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 }  // namespace
 }  // namespace tf::cuda
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cuda_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? "
-      "key_lengths, bool is_causal, float scale, float dropout_p, Tensor? seed, bool need_weights) "
-      "-> (Tensor output, Tensor weights, Tensor row_max, Tensor row_sum)");
-  m.def(
-      "cuda_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key, "
-      "Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal, float scale, "
-      "float dropout_p, Tensor? seed, Tensor row_max, Tensor row_sum, bool want_query, "
-      "bool want_key, bool want_value, bool want_mask) -> (Tensor, Tensor, Tensor, Tensor)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, TF_DISPATCH_KEY, m) {
-  m.impl("cuda_attention", TORCH_BOX(&tf::cuda::attention));
-  m.impl("cuda_attention_backward", TORCH_BOX(&tf::cuda::attention_backward));
+  m.impl("attention_training.cuda", TORCH_BOX(&tf::cuda::attention_training));
+  m.impl("attention_backward.cuda", TORCH_BOX(&tf::cuda::attention_backward));
 }

@@ -168,7 +168,7 @@ def test_wrong_tensors_are_errors(name, device):
     make, words = WRONG[name]
     given = make(*heads(device, torch.float32, 5, 6, 8, heads=2))
     with pytest.raises(RuntimeError, match=words):
-        ops.cuda_attention(*given, None, None, False, 1.0, 0.0, None, False)
+        ops.attention_training.cuda(*given, None, None, False, 1.0, 0.0, None, False)
 
 
 def test_wrong_masks_lengths_and_statistics_are_errors(device):
@@ -181,9 +181,9 @@ def test_wrong_masks_lengths_and_statistics_are_errors(device):
         (None, torch.ones(1, device=device), "key_lengths must be"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            ops.cuda_attention(q, k, v, mask, lengths, *rest, False)
+            ops.attention_training.cuda(q, k, v, mask, lengths, *rest, False)
     call, wants = (q, None, q, k, v, None, None, *rest), (True, True, True)
     with pytest.raises(RuntimeError, match="row_sum must be"):
-        ops.cuda_attention_backward(*call, ones, ones[..., :4], *wants, False)
+        ops.attention_backward.cuda(*call, q, None, ones, ones[..., :4], *wants, False)
     with pytest.raises(RuntimeError, match="a bool mask has no gradient"):
-        ops.cuda_attention_backward(*call, ones, ones, *wants, True)
+        ops.attention_backward.cuda(*call, q, None, ones, ones, *wants, True)

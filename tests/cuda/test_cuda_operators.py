@@ -245,13 +245,14 @@ def attention_calls(device):
     lengths = torch.tensor([7, 3], device=device)
     statistics = rows_of((2, 4, 5), torch.float32, device, 5), torch.ones(2, 4, 5, device=device)
     rest = (True, 0.2, 0.3, seed)
-    yield ops.cuda_attention, (q, k, v, mask, lengths, *rest, True)
-    yield ops.cuda_attention, (q, k, v, None, None, *rest, False)
+    forward, backward = ops.attention_training.cuda, ops.attention_backward.cuda
+    yield forward, (q, k, v, mask, lengths, *rest, True)
+    yield forward, (q, k, v, None, None, *rest, False)
     weights = rows_of((2, 4, 5, 7), torch.float32, device, 6)
-    last = q, weights, q, k, v, mask, lengths, *rest, *statistics
-    yield ops.cuda_attention_backward, (*last, True, True, True, True)
-    yield ops.cuda_attention_backward, (*last, False, False, True, False)
-    yield ops.cuda_attention_backward, (*last, True, True, False, False)
+    last = q, weights, q, k, v, mask, lengths, *rest, q, weights, *statistics
+    yield backward, (*last, True, True, True, True)
+    yield backward, (*last, False, False, True, False)
+    yield backward, (*last, True, True, False, False)
 
 
 def map_calls(device):
@@ -361,7 +362,7 @@ def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
 
 
 NAMES = [n for n in _operator.RULES if n.startswith("cuda_")] + [
-    "layer_norm_training.cuda", "layer_norm_backward.cuda"
+    f"{op}_{half}.cuda" for op in ("attention", "layer_norm") for half in ("training", "backward")
 ]  # fmt: skip
 
 

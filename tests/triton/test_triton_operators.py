@@ -37,6 +37,7 @@ def layer_norm_calls():
 
 
 def attention_calls():
+    forward = ops.attention_training.triton
     k, v = normal(2, 2, 7, 4, dtype=torch.float16), normal(2, 2, 7, 6, dtype=torch.float16)
     mask, lengths = normal(1, 4, 1, 7, dtype=torch.float16), torch.tensor([7, 2], device=DEVICE)
     q = normal(2, 5, 4, 4, dtype=torch.float16).transpose(1, 2)
@@ -44,23 +45,23 @@ def attention_calls():
         (None, None, True, 0.5, 0.0, None, False),
         (mask, lengths, False, 0.5, 0.2, SEED, True),
     ):
-        yield ops.triton_attention, (q, k, v, *extra)
-        output, weights, shift, norm = ops.triton_attention(q, k, v, *extra)
+        yield forward, (q, k, v, *extra)
+        output, weights, shift, norm = forward(q, k, v, *extra)
         given = (weights.clone(), weights) if extra[-1] else (None, None)
         yield (
-            ops.triton_attention_backward,
+            ops.attention_backward.triton,
             (output.clone(), given[0], q, k, v, *extra[:-1], output, given[1], shift, norm,
-             extra[0] is not None),
+             True, True, True, extra[0] is not None),
         )  # fmt: skip
     q, k, v = (x[:1] for x in (q, k, v))
-    starts, longest = torch.tensor([0, 3, 3, 5]), [3, 7]
+    starts, longest = torch.tensor([0, 3, 3, 5]), (3, 7)
     packed = (None, starts, True, 0.5, 0.0, None)
-    yield ops.triton_attention, (q, k, v, *packed, False, starts, longest)
-    output, _, shift, norm = ops.triton_attention(q, k, v, *packed, False, starts, longest)
-    results = (output, None, shift, norm, False)
+    yield forward, (q, k, v, *packed, False, starts, *longest)
+    output, _, shift, norm = forward(q, k, v, *packed, False, starts, *longest)
+    results = (output, None, shift, norm, True, False, True, False)
     yield (
-        ops.triton_attention_backward,
-        (output.clone(), None, q, k, v, *packed, *results, starts, longest),
+        ops.attention_backward.triton,
+        (output.clone(), None, q, k, v, *packed, *results, starts, *longest),
     )
 
 

@@ -4,14 +4,6 @@ A backend registers a pair of functions per op under its name (`register`). Both
 plain tensors; neither is differentiated. ``wants`` tells which gradients are asked for, in the
 order of the results; what is not wanted may come back as anything.
 
-    attention         forward(query, key, value, attn_mask, key_lengths, is_causal, scale,
-                          dropout_p, seed, need_weights[, query_lengths[, longest]]) -> (output,
-                          weights, shift, norm); weights empty if not needed; shift, norm: what
-                          backward wants to know of the rows
-                      backward(grad, grad_weights | None, query, key, value, attn_mask,
-                          key_lengths, is_causal, scale, dropout_p, seed, output, weights, shift,
-                          norm, wants[, query_lengths[, longest]]) -> gradients of query, key,
-                          value, attn_mask
     linear            forward(input, weight, bias, activation, residual) -> (output, preactivation)
                       backward(grad, input, weight, activation, preactivation, wants)
                           -> gradients of input, weight, bias; that of residual is grad
@@ -42,14 +34,12 @@ reference's formula instead, which can be differentiated again; tensors with tan
 inside torch.func's transforms, never get here (`dispatch.select`).
 """
 
-from .attention import Attention
 from .cross_entropy import CrossEntropy, LinearCrossEntropy
 from .feed_forward import FeedForward
 from .function import differentiates_again, needs_function, pairs, register, savable, vjp
 from .linear import Linear
 
 __all__ = [
-    "Attention",
     "CrossEntropy",
     "FeedForward",
     "Linear",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import _native, small
-from ..autograd import Attention, FeedForward, Linear, needs_function
+from ..autograd import FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
 from ..functional._operator import register_fakes
+from ..functional.attention import attention_on, define_attention
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
-from ..reference import taking_query_lengths
 from .cpu_backward import ACTIVATIONS
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
@@ -21,36 +20,9 @@ from .cpu_packing import packed_weight
 _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
+attention = attention_on("cpu")
 layer_norm = layer_norm_on("cpu")
 add_layer_norm = add_layer_norm_on("cpu")
-
-
-@taking_query_lengths
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    enable_gqa: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if scale is None:
-        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-    if needs_function(query, key, value, attn_mask):
-        return Attention.apply(  # type: ignore[no-any-return]
-            "cpu", query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-            need_weights,
-        )  # fmt: skip
-    output, weights, _, _ = _ops.cpu_attention(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
-        need_weights, False,
-    )  # fmt: skip
-    return output, weights if need_weights else None
 
 
 def linear(
@@ -179,6 +151,7 @@ _YIELDS = {
 
 def _register() -> None:
     if _native.module is not None:
+        define_attention("cpu", inference=True)
         define_norms("cpu", inference=True)
         register_fakes("cpu_")
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)

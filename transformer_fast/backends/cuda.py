@@ -7,8 +7,6 @@ The operators are in a library of their own that is loaded only with a PyTorch t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import _native, autograd
-from ..autograd import Attention, CrossEntropy, FeedForward, Linear, needs_function
+from ..autograd import CrossEntropy, FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, register
 from ..functional._operator import register_fakes
+from ..functional.attention import attention_on, define_attention
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
-from ..reference import taking_query_lengths
 from . import native_pairs
-from .native_pairs import ACTIVATIONS, on
+from .native_pairs import ACTIVATIONS
 
 _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -65,82 +63,9 @@ def _linear_forward(
     )
 
 
-def _attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _ops.cuda_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, _lengths(key_lengths), is_causal, scale, dropout_p,
-        on(query.device, seed), need_weights,
-    )  # fmt: skip
-
-
-def _attention_backward(
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    output: Tensor,
-    weights: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
-    wants: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return _ops.cuda_attention_backward(  # type: ignore[no-any-return]
-        grad, grad_weights, query, key, value, attn_mask, _lengths(key_lengths), is_causal, scale,
-        dropout_p, on(query.device, seed), row_max, row_sum, *wants,
-    )  # fmt: skip
-
-
-def _lengths(key_lengths: Tensor | None) -> Tensor | None:
-    """In one of the two types that kernels read."""
-    if key_lengths is None or key_lengths.dtype in (torch.int32, torch.int64):
-        return key_lengths
-    return key_lengths.to(torch.int64)
-
-
-@taking_query_lengths
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    enable_gqa: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if scale is None:
-        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-    arguments = (
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, need_weights
-    )  # fmt: skip
-    if needs_function(query, key, value, attn_mask):
-        return Attention.apply("cuda", *arguments)
-    output, weights, _, _ = _attention_forward(*arguments)
-    return output, weights if need_weights else None
-
-
 def define_operators() -> None:
     """Of the library, which was loaded."""
+    define_attention("cuda", inference=False)
     define_norms("cuda", inference=False)
     register_fakes("cuda_")
 
@@ -178,7 +103,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
         Kernel(
             "attention",
             "cuda",
-            attention,
+            attention_on("cuda"),
             mask_gradient=True,
             query_lengths=True,
             refuses=_refuse_attention,
@@ -204,7 +129,6 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
 
 
 native_pairs.register("cuda", _linear_forward)
-autograd.register("attention", "cuda", _attention_forward, _attention_backward)
 
 if _native.cuda_why_not is None:
     define_operators()

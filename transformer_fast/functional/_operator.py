@@ -41,8 +41,7 @@ class Rule(NamedTuple):
     #: ``name:dimensions`` of each argument that is not replicated always; of an integer the dimension
     #: whose size it is.
     arguments: str
-    #: ``dimensions`` of each result; ``@name``: those of that argument, with ``/`` in its memory order,
-    #: with ``/t`` with heads behind positions in memory.
+    #: ``dimensions`` of each result; ``@name``: those of that argument, with ``/`` in its memory order.
     results: str
     #: Letters; ``.`` stands for all leading dimensions.
     by: str
@@ -54,13 +53,6 @@ class Rule(NamedTuple):
     if_linear: str = ""
 
 
-_ATTENTION = (
-    "query:bhtd key:bhsd value:bhse mask:bhts attn_mask:bhts key_lengths:b query_lengths:b grad:bhte "
-    "grad_weights:bhts output:bhte weights:bhts shift:bht norm:bht row_max:bht row_sum:bht"
-)
-_ATTENTION_PRODUCTS = "bhtsd bhtse"
-# One of them for the probabilities, which are worked out again.
-_ATTENTION_BACKWARD_PRODUCTS = "bhtsd bhtse bhtse bhtsd bhtsd"
 _LINEAR = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o z:...o"
 _TRITON_LINEAR = _LINEAR.replace("z:...o", "z:#o")
 _NETWORK = (
@@ -92,14 +84,6 @@ RULES: dict[str, Rule] = {
         "...m?want_input m?want_weight m?want_bias", ".",
     ),
     "cpu_dropout": Rule("input:...", "...", "."),
-    "cpu_attention": Rule(
-        _ATTENTION, "bhte/bthe bhts?need_weights bht:float32?keep bht:float32?keep", "bh",
-        _ATTENTION_PRODUCTS,
-    ),
-    "cpu_attention_backward": Rule(
-        _ATTENTION, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", "bh",
-        _ATTENTION_BACKWARD_PRODUCTS,
-    ),
     "cpu_linear": Rule(_LINEAR, "...o", ".oi", ".oi", if_linear="i"),
     "cpu_linear_with_preactivation": Rule(_LINEAR, "...o ...o", ".o", ".oi"),
     "cpu_linear_backward": _LINEAR_BACKWARD,
@@ -124,14 +108,6 @@ RULES: dict[str, Rule] = {
     ),
     "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
     "cpu_argmax": Rule("input:rc", "r:int64", "r"),
-    "triton_attention": Rule(
-        _ATTENTION, "bhte/bthe BhTs?need_weights BhT:float32 BhT:float32", "bh",
-        _ATTENTION_PRODUCTS,
-    ),
-    "triton_attention_backward": Rule(
-        _ATTENTION, "@query/t @key/t @value/t @attn_mask?need_mask", "bh",
-        _ATTENTION_BACKWARD_PRODUCTS,
-    ),
     "triton_linear": Rule(_TRITON_LINEAR, "...o #o?save", "0oi", ".oi", if_linear="i"),
     "triton_linear_backward": Rule(
         _TRITON_LINEAR, "...i?need_input oi?need_weight o=i?need_bias", "0oi",
@@ -141,13 +117,6 @@ RULES: dict[str, Rule] = {
     "triton_feed_forward_backward": Rule(
         _TRITON_NETWORK, "...m?need_input fm f?need_bias1 of o=f?need_bias2", "0of",
         ".fo .fo .mf .mf?need_input", "o",
-    ),
-    "cuda_attention": Rule(
-        _ATTENTION, "bhte/bthe bhts?need_weights bht:float32 bht:float32", "bh", _ATTENTION_PRODUCTS
-    ),
-    "cuda_attention_backward": Rule(
-        _ATTENTION, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", "bh",
-        _ATTENTION_BACKWARD_PRODUCTS,
     ),
     "cuda_linear": Rule(_LINEAR, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
     "cuda_linear_backward": _LINEAR_BACKWARD,
@@ -164,6 +133,11 @@ RULES: dict[str, Rule] = {
 LOCAL = frozenset(
     {"cpu_layers", "cpu_decode_stack", "cpu_pack_weight", "cpu_fresh", "cpu_uninitialized"}
 )
+
+
+def _is_packed(given: dict[str, Any]) -> bool:
+    """Whether the call is attention of packed sequences."""
+    return given.get("query_lengths") is not None and bool(given["longest_queries"] >= 0)
 
 
 class _Tensor(NamedTuple):
@@ -239,7 +213,7 @@ def _cuts(rule: Rule, given: dict[str, Any], lead: int) -> Iterator[str]:
     for letter in (*leading, *rule.by.replace(".", "")):
         if letter == "0" and lead == 0:
             continue
-        if given.get("longest") is not None and letter != "h":
+        if _is_packed(given) and letter != "h":
             continue  # packed sequences lie in one tensor
         if (linear or letter not in rule.if_linear) and (
             not drops or letter in rule.despite_dropout
@@ -311,9 +285,9 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
 def flops(rule: Rule, given: dict[str, Any]) -> int:
     """Of a call's products, as torch counts those of its own operators."""
     _, sizes = _letters(rule, given)
-    if (longest := given.get("longest")) is not None:  # as if they were padded
+    if _is_packed(given):  # as if they were padded
         sizes["b"] = {given["key_lengths"].shape[0] - 1}
-        sizes["t"], sizes["s"] = {longest[0]}, {longest[1]}
+        sizes["t"], sizes["s"] = {given["longest_queries"]}, {given["longest_keys"]}
     leading = math.prod(given["input"].shape[: _lead(rule, given)]) if "input" in given else 1
     total = 0
     for product in rule.products.split():
@@ -323,9 +297,9 @@ def flops(rule: Rule, given: dict[str, Any]) -> int:
     return total
 
 
-def _like_heads(like: Tensor, order: str) -> Tensor:
-    """As (B, H, T, D), with heads and positions in memory as the tensor has them, or in ``order``."""
-    if order == "t" or like.stride(1) < like.stride(2):
+def _like_heads(like: Tensor) -> Tensor:
+    """As (B, H, T, D), with heads and positions in memory as the tensor has them."""
+    if like.stride(1) < like.stride(2):
         return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
     return like.new_empty(like.shape)
 
@@ -363,8 +337,8 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
         return found + [int(each) if each.isdigit() else sizes[each] for each in dims]
 
     sizes |= {letter.upper(): size for letter, size in sizes.items()}
-    if (longest := given.get("longest")) is not None:
-        sizes["B"], sizes["T"] = given["key_lengths"].shape[0] - 1, longest[0]
+    if _is_packed(given):
+        sizes["B"], sizes["T"] = given["key_lengths"].shape[0] - 1, given["longest_queries"]
 
     results = []
     for result in map(_result, rule.results.split()):
@@ -373,11 +347,7 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
             found = first.new_empty((0,))
         elif result.like:
             like = given[result.like]
-            found = (
-                like.new_empty(like.shape)
-                if result.order is None
-                else _like_heads(like, result.order)
-            )
+            found = like.new_empty(like.shape) if result.order is None else _like_heads(like)
         else:
             dims = result.dims.partition("=")[0].partition("+")[0]
             order = result.order or dims
@@ -518,10 +488,10 @@ def _tell_flop_counter(module: ModuleType) -> None:
     def formula(operator: Any, rule: Rule) -> Callable[..., int]:
         return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
 
-    for operator, rule in _all():
-        if rule.products:
-            count = formula(operator, rule)
-            module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
+    # Overloads of one packet share their schema.
+    products = {o.overloadpacket: formula(o, rule) for o, rule in _all() if rule.products}
+    for packet, count in products.items():
+        module.register_flop_formula(packet, get_raw=True)(count)
     for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
         if (operator := _known(name)) is not None:
             module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)

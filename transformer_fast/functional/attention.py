@@ -1,13 +1,26 @@
-"""Public scaled_dot_product_attention, and `attend`: unchecked, with mask and causal together."""
+"""Attention: the public functions, `attend`, which checks nothing and takes mask and causal together,
+the operators behind them, and autograd."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo, small
+from .. import memo, reference, small
+from ..autograd.function import (
+    Function,
+    differentiates_again,
+    gradients,
+    needs_function,
+    only,
+    savable,
+    vjp,
+)
 from ..dispatch import Call, select
 from ._check import (
     autocast,
@@ -32,6 +45,7 @@ from ._check_attention import (
     mask_to_four,
     result_lead,
 )
+from ._operator import Operator, Rule
 
 
 def prepare_attend(
@@ -328,3 +342,156 @@ def varlen_attn(
 def _rows(results: tuple[Tensor, Tensor | None]) -> Tensor:
     """(1, H, N, D) as (N, H, D)."""
     return results[0][0].transpose(0, 1)
+
+
+# ``row_max`` and ``row_sum``: what the backward is told of each row of the scores. Of packed sequences
+# ``longest_queries`` and ``longest_keys`` are not negative.
+_CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal,"
+    " float scale, float dropout_p, Tensor? seed"
+)
+_LENGTHS = "Tensor? query_lengths=None, SymInt longest_queries=-1, SymInt longest_keys=-1"
+_TENSORS = (
+    "query:bhtd key:bhsd value:bhse mask:bhts key_lengths:b query_lengths:b grad:bhte"
+    " grad_weights:bhts output:bhte weights:bhts row_max:bht row_sum:bht"
+)
+INFERENCE = Operator(
+    f"attention({_CALL}, bool need_weights) -> (Tensor output, Tensor weights)",
+    Rule(_TENSORS, "bhte/bthe bhts?need_weights", by="bh", products="bhtsd bhtse"),
+)
+TRAINING = Operator(
+    f"attention_training({_CALL}, bool need_weights, {_LENGTHS})"
+    " -> (Tensor output, Tensor weights, Tensor row_max, Tensor row_sum)",
+    Rule(
+        _TENSORS, "bhte/bthe BhTs?need_weights BhT:float32 BhT:float32", by="bh",
+        products="bhtsd bhtse",
+    ),
+)  # fmt: skip
+BACKWARD = Operator(
+    f"attention_backward(Tensor grad, Tensor? grad_weights, {_CALL}, Tensor output, Tensor? weights,"
+    " Tensor row_max, Tensor row_sum, bool want_query, bool want_key, bool want_value,"
+    f" bool want_mask, {_LENGTHS})"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)",
+    Rule(
+        _TENSORS, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", by="bh",
+        # One of them for the probabilities, which are worked out again.
+        products="bhtsd bhtse bhtse bhtsd bhtsd",
+    ),
+)  # fmt: skip
+
+
+def define_attention(backend: str, inference: bool) -> None:
+    """Add a backend's operators; ``inference``: the one that keeps nothing for a backward, too."""
+    for operator in (TRAINING, BACKWARD, *((INFERENCE,) if inference else ())):
+        operator.define(backend)
+
+
+def attention_on(
+    backend: str, query_lengths: bool = False
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What the dispatcher runs for a backend with operators; ``query_lengths``: which take those."""
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        key_lengths: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        seed: Tensor | None,
+        enable_gqa: bool,
+        need_weights: bool,
+        query_lengths: Tensor | None = None,
+        longest: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if scale is None:
+            scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+        call = (
+            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+            need_weights,
+        )  # fmt: skip
+        if needs_function(query, key, value, attn_mask):
+            return AttentionFunction.apply(backend, *call, query_lengths, longest)  # type: ignore[no-any-return]
+        if query_lengths is not None:
+            call += _lengths(query_lengths, longest)  # type: ignore[assignment]
+        output, weights, *_ = (INFERENCE.of.get(backend) or TRAINING.of[backend])(*call)
+        return output, weights if need_weights else None
+
+    return run if query_lengths else reference.taking_query_lengths(run)
+
+
+def _lengths(query_lengths: Tensor | None, longest: tuple[int, int] | None) -> tuple[Any, ...]:
+    """The operators' last arguments. Backends that take no query lengths are given none."""
+    if query_lengths is None:
+        return ()
+    return (query_lengths,) if longest is None else (query_lengths, *longest)
+
+
+class AttentionFunction(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        key_lengths: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        dropout_p: float,
+        seed: Tensor | None,
+        need_weights: bool,
+        query_lengths: Tensor | None = None,
+        longest: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        output, weights, row_max, row_sum = TRAINING.of[backend](
+            query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
+            need_weights, *_lengths(query_lengths, longest),
+        )  # fmt: skip
+        if not need_weights:
+            weights = None
+        ctx.backend, ctx.need_weights = backend, need_weights
+        ctx.is_causal, ctx.scale, ctx.dropout_p, ctx.longest = is_causal, scale, dropout_p, longest
+        ctx.set_materialize_grads(False)
+        if attn_mask is not None:
+            attn_mask = savable(attn_mask)
+        ctx.save_for_backward(
+            query, key, value, attn_mask, key_lengths, seed, output, weights, row_max, row_sum,
+            query_lengths,
+        )  # fmt: skip
+        # Kernels give a view, of memory in the order (B, T, H, Dv). Autograd lets nobody write into
+        # views that were made in a function; this is the same memory, with the same version.
+        return output.detach(), weights
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Any, ...]:
+        if grad is None and grad_weights is None:
+            return (None,) * 13
+        saved = ctx.saved_tensors
+        query, key, value, mask, lengths, seed, output, weights, *rows, query_lengths = saved
+        row_max, row_sum = rows
+        wants = ctx.needs_input_grad[1:5]
+        if differentiates_again():
+
+            def formula(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None) -> Any:
+                both = reference.attention(
+                    q, k, v, m, lengths, ctx.is_causal, ctx.scale, ctx.dropout_p, seed, True,
+                    ctx.need_weights, query_lengths, ctx.longest,
+                )  # fmt: skip
+                return both if ctx.need_weights else both[0]
+
+            grads = (grad, grad_weights) if ctx.need_weights else (grad,)
+            return None, *vjp(formula, (query, key, value, mask), wants, grads), *(None,) * 8
+        found = gradients(
+            BACKWARD.of[ctx.backend], torch.zeros_like(output) if grad is None else grad,
+            grad_weights, query, key, value, mask, lengths, ctx.is_causal, ctx.scale,
+            ctx.dropout_p, seed, output, weights, row_max, row_sum, *wants,
+            *_lengths(query_lengths, ctx.longest),
+        )  # fmt: skip
+        dquery, dkey, dvalue, dmask = only(wants, found)
+        return None, dquery, dkey, dvalue, dmask, *(None,) * 8

@@ -10,7 +10,6 @@
 #include <tuple>
 
 #include "cpu/core/element.h"
-#include "cpu/ops/attention/attention_half_kernel.h"
 
 namespace tf {
 
@@ -41,11 +40,6 @@ namespace half {
 
 using torch::stable::Tensor;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
-    const std::optional<Tensor>& key_lengths, bool is_causal, double scale, double dropout_p,
-    const std::optional<Tensor>& seed, bool need_weights, bool keep);
-
 Tensor pack_weight(const Tensor& weight);
 
 // preactivation: where x W^T + bias is kept for the backward, or nullptr.
@@ -75,7 +69,6 @@ constexpr int kHiddenSlot = 2;
 void run_feed_forward(HalfFeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
                       const std::optional<Tensor>& packed2);
-void run_attention(TypedAttentionArgs args);
 
 }  // namespace half
 }  // namespace tf

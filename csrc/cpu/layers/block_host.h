@@ -157,18 +157,6 @@ void run_sublayer(const Tensor& like, const Norm& norm, bool norm_first, const v
   if (!norm_first) norm.run(like, y, y, rows, columns);
 }
 
-// Attention on tensors of any type.
-inline void run_any_attention(const TypedAttentionArgs& args) {
-  if (args.type != Element::float32) return half::run_attention(args);
-  AttentionArgs plain{};
-  static_cast<AttentionShape&>(plain) = args;
-  plain.query = static_cast<const float*>(args.query);
-  plain.key = static_cast<const float*>(args.key);
-  plain.value = static_cast<const float*>(args.value);
-  plain.output = static_cast<float*>(args.output);
-  run_attention(plain);
-}
-
 // y = second(activation(first(x))) + residual, m rows.
 inline void run_feed_forward(const Map& first, const Map& second, int activation, const void* x,
                              int64_t m, const void* residual, void* y) {

@@ -103,7 +103,7 @@ class Step {
   void* attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
                bool causal, const MaybeTensor& mask, const int64_t* lengths) const {
     void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);
-    TypedAttentionArgs args{};
+    AttentionArgs args{};
     args.type = element_of(x_);
     args.query = query;
     args.key = at.keys;
@@ -125,7 +125,7 @@ class Step {
       if (d < 3) args.output_stride[d] = output_stride[d];
     }
     set_mask(args, mask, {at.rows, at.heads, args.queries, places}, x_.scalar_type());
-    run_any_attention(args);
+    run_attention(args);
     return attended;
   }
 

@@ -13,7 +13,7 @@ constexpr const char* kOp = "layers";
 
 // Where queries see which keys: everything about an attention but its tensors.
 struct Sight {
-  TypedAttentionArgs args{};
+  AttentionArgs args{};
   std::vector<int64_t> query_starts, key_starts;
 };
 
@@ -90,7 +90,7 @@ class Layers {
  private:
   void set_shape(Sight& sight, int64_t heads, const MaybeTensor& starts,
                  const MaybeTensor& key_starts, const Tensor& source) const {
-    TypedAttentionArgs& args = sight.args;
+    AttentionArgs& args = sight.args;
     if (ragged_) {
       sight.query_starts = read_starts(starts, rows_);
       sight.key_starts = read_starts(key_starts, source.size(0));
@@ -115,7 +115,7 @@ class Layers {
   }
 
   void set_sight(Sight& sight, const MaybeTensor& mask, bool is_causal) const {
-    TypedAttentionArgs& args = sight.args;
+    AttentionArgs& args = sight.args;
     args.causal = is_causal;
     set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, x_.scalar_type());
   }
@@ -150,7 +150,7 @@ class Layers {
   const void* attend(const Sight& sight, const void* queries, int64_t query_row, const char* keys,
                      int64_t key_row) const {
     void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);
-    TypedAttentionArgs args = sight.args;
+    AttentionArgs args = sight.args;
     args.query = queries;
     args.key = keys;
     args.value = keys + width_ * element_;
@@ -165,7 +165,7 @@ class Layers {
     strides(args.value_stride, key_row, args.keys);
     strides(args.output_stride, width_, args.queries);
     args.query_stride[3] = args.key_stride[3] = args.value_stride[3] = 1;
-    run_any_attention(args);
+    run_attention(args);
     return attended;
   }
 

@@ -183,6 +183,13 @@ def like_heads(query: Tensor, size: int, packed: bool = False) -> Tensor:
     return found.zero_() if packed else found
 
 
+def gradient_like(tensor: Tensor, packed: bool) -> Tensor:
+    """An empty tensor with heads and positions in memory as the tensor has them."""
+    if tensor.stride(1) < tensor.stride(2):
+        return like_heads(tensor, tensor.shape[-1], packed)
+    return tensor.new_zeros(tensor.shape) if packed else tensor.new_empty(tensor.shape)
+
+
 def attention_forward(
     query: Tensor,
     key: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import config
-from .attention import Problem, like_heads, make_problem
+from .attention import Problem, gradient_like, make_problem
 from .attention_bias_kernel import attention_bias_kernel
 from .attention_bwd_kernel import attention_backward_key_kernel, attention_backward_query_kernel
 from .runtime import ceil_div, launch, multiprocessors, with_unit_stride
@@ -26,7 +26,7 @@ def _query_gradient(
     """(dQ, delta)."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, heads, queries, keys = problem.sizes
-    grad_query = like_heads(q, q.shape[-1], problem.packed)
+    grad_query = gradient_like(q, problem.packed)
     delta = torch.empty_like(shift)
     tile = config.attention_backward_query(
         problem.architecture, max(problem.head), problem.half, problem.heavy
@@ -93,8 +93,8 @@ def _key_gradients(
     """(dK, dV)."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     batch, _, queries, keys = problem.sizes
-    grad_key = like_heads(k, k.shape[-1], problem.packed)
-    grad_value = like_heads(v, v.shape[-1], problem.packed)
+    grad_key = gradient_like(k, problem.packed)
+    grad_value = gradient_like(v, problem.packed)
     tile = config.attention_backward_key(
         problem.architecture, max(problem.head), problem.half, problem.heavy
     )

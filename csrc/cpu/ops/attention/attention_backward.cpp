@@ -1,4 +1,4 @@
-// The operator cpu_attention_backward.
+// The operator attention_backward.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
@@ -191,9 +191,9 @@ Tensor widened(const Tensor& tensor) {
   return torch::stable::copy_(copy, tensor);
 }
 
-std::optional<Tensor> mask_in_float(const std::optional<Tensor>& mask) {
-  if (!mask || !is_half(*mask)) return mask;
-  return widened(*mask);
+std::optional<Tensor> in_float(const std::optional<Tensor>& tensor) {
+  if (!tensor || !is_half(*tensor)) return tensor;
+  return widened(*tensor);
 }
 
 // A gradient of `like`'s type.
@@ -217,7 +217,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0), kOp,
                   ": the number of query heads must be a multiple of that of key heads");
   const bool half = is_half(query);
-  STD_TORCH_CHECK(!half || !grad_weights, kOp, ": half types have no gradient of weights");
   const ScalarType type = half ? query.scalar_type() : ScalarType::Float;
   query = with_unit_stride(checked("query", query, {batch, heads, queries, size}, type));
   key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}, type));
@@ -232,16 +231,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     Tensor rounded = fresh(*mask, mask->sizes());
     return torch::stable::copy_(rounded, sums);
   };
-  const auto in_float = [&] {
-    auto [dquery, dkey, dvalue, dmask] = gradients(
-        widened(grad), {}, widened(query), widened(key), widened(value), mask_in_float(mask),
-        key_lengths, is_causal, scale, dropout_p, seed, widened(output), {}, shift, norm,
-        want_query, want_key, want_value, want_mask, dominant);
+  const auto all_in_float = [&] {
+    auto [dquery, dkey, dvalue, dmask] =
+        gradients(widened(grad), in_float(grad_weights), widened(query), widened(key),
+                  widened(value), in_float(mask), key_lengths, is_causal, scale, dropout_p, seed,
+                  widened(output), in_float(weights), shift, norm, want_query, want_key, want_value,
+                  want_mask, grad_weights ? kDominantInFloat : dominant);
     return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
                       narrowed(dvalue, value, want_value),
                       want_mask ? mask_like(dmask) : fresh(query, {0}));
   };
-  if (half && !takes(query)) return in_float();
+  // The gradients of probabilities are there for float32 only.
+  if (half && (grad_weights || !takes(query))) return all_in_float();
   AttentionBackwardArgs args{};
   args.type = element_of(query);
   args.dominant = dominant;
@@ -301,8 +302,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
     TF_DISPATCH(attention_delta, args, begin, end);
   });
-  if ((want_query || want_key || want_value) && !run_keys(args)) return in_float();
-  if (want_mask && !run_mask(args, grad_mask)) return in_float();
+  if ((want_query || want_key || want_value) && !run_keys(args)) return all_in_float();
+  if (want_mask && !run_mask(args, grad_mask)) return all_in_float();
   trim_shared_scratch();
   return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
 }
@@ -313,25 +314,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
     double dropout_p, std::optional<Tensor> seed, Tensor output, std::optional<Tensor> weights,
-    Tensor shift, Tensor norm, bool want_query, bool want_key, bool want_value, bool want_mask) {
+    Tensor row_max, Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask,
+    std::optional<Tensor> query_lengths, int64_t longest_queries, int64_t longest_keys) {
+  check_no_query_lengths(kOp, query_lengths, longest_queries, longest_keys);
   const float dominant = is_half(output) ? kDominantInHalf : kDominantInFloat;
   return gradients(grad, grad_weights, query, key, value, mask, key_lengths, is_causal, scale,
-                   dropout_p, seed, output, weights, shift, norm, want_query, want_key, want_value,
-                   want_mask, dominant);
+                   dropout_p, seed, output, weights, row_max, row_sum, want_query, want_key,
+                   want_value, want_mask, dominant);
 }
 
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cpu_attention_backward(Tensor grad, Tensor? grad_weights, Tensor query, Tensor key, "
-      "Tensor value, Tensor? mask, Tensor? key_lengths, bool is_causal, float scale, "
-      "float dropout_p, Tensor? seed, Tensor output, Tensor? weights, Tensor shift, Tensor norm, "
-      "bool want_query, bool want_key, bool want_value, bool want_mask) -> "
-      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_attention_backward", TF_BOX(&tf::attention_backward));
+  m.impl("attention_backward.cpu", TF_BOX(&tf::attention_backward));
 }

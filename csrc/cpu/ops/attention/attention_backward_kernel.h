@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/core/isa.h"
-#include "cpu/ops/attention/attention_shape.h"
+#include "cpu/ops/attention/attention.h"
 #include "cpu/simd/dropout.h"
 
 namespace tf {

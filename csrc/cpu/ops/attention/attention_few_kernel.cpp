@@ -1,7 +1,6 @@
 // Attention of few queries. A row of scores fits into cache as a whole, so there is nothing to do
 // online: scores, their maximum, exponentials, weighted sum of values.
-#include "cpu/ops/attention/attention_few_kernel.h"
-
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 
 namespace tf::TF_ISA {
@@ -14,7 +13,7 @@ constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 
 template <class T>
 struct Row {
-  const TypedAttentionArgs& args;
+  const AttentionArgs& args;
   const Sight sight;
   float* scores;  // round_up(S, kLanes)
   float* query;   // D, filled up to whole vectors with zeros
@@ -177,7 +176,7 @@ struct Row {
 };
 
 template <class T>
-void few(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
+void few(const AttentionArgs& args, long b, long key_head, float* scratch) {
   float* query = scratch;
   float* sums = query + round_up(args.size, kLanes);
   float* bias = sums + round_up(args.value_size, kColumns * kLanes);
@@ -203,13 +202,16 @@ void few(const TypedAttentionArgs& args, long b, long key_head, float* scratch) 
 
 }  // namespace
 
-long few_attention_scratch(const TypedAttentionArgs& args) {
-  return round_up(args.size, kLanes) + round_up(args.value_size, kColumns * kLanes) + kTile +
-         round_up(args.keys, kLanes);
+long few_attention_scratch(const AttentionArgs& args) {
+  return (round_up(args.size, kLanes) + round_up(args.value_size, kColumns * kLanes) + kTile +
+          round_up(args.keys, kLanes)) *
+         static_cast<long>(sizeof(float));
 }
 
-void few_attention_queries(const TypedAttentionArgs& args, long b, long key_head, float* scratch) {
-  by_element(args.type, [&](auto type) { few<decltype(type)>(args, b, key_head, scratch); });
+void few_attention_queries(const AttentionArgs& args, long b, long key_head, void* scratch) {
+  by_element(args.type, [&](auto type) {
+    few<decltype(type)>(args, b, key_head, static_cast<float*>(scratch));
+  });
 }
 
 }  // namespace tf::TF_ISA

@@ -2,8 +2,7 @@
 // and values copied into panels once per call of attention_queries; then each block of queries
 // walks over tiles of keys: scores on the register tile of gemm.h, softmax by rows in cache,
 // weights times values on the same tile.
-#include "cpu/ops/attention/attention_kernel.h"
-
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/simd/philox.h"
 
@@ -167,12 +166,14 @@ struct Block {
   }
 
   float* output_row(long i) const {
-    return args.output + head_offset(args.query_starts, args.output_stride, b, head) +
+    return static_cast<float*>(args.output) +
+           head_offset(args.query_starts, args.output_stride, b, head) +
            (first + i) * args.output_stride[2];
   }
 
   void begin() const {
-    const float* q = args.query + head_offset(args.query_starts, args.query_stride, b, head) +
+    const float* q = static_cast<const float*>(args.query) +
+                     head_offset(args.query_starts, args.query_stride, b, head) +
                      first * args.query_stride[2];
     if (args.query_stride[3] == 1) {
       turn_rows(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
@@ -216,7 +217,7 @@ struct Block {
       const bool none = seen == 0 || sight.mask_hides_tile(start, seen);
       if (!none) score_tile(start, seen);
       for (long i = 0; i < rows; ++i) {
-        float* to = args.weights + row(i) * args.keys + start;
+        float* to = static_cast<float*>(args.weights) + row(i) * args.keys + start;
         const bool blank = none || work.total[i] == 0.0f;
         if (!blank) {
           float* s = work.scores + i * kScoreStride;
@@ -250,7 +251,8 @@ struct Block {
 
 // Copies strided rows into a contiguous buffer when the channels are not adjacent.
 void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
-  const float* k = args.key + head_offset(args.key_starts, args.key_stride, b, head);
+  const float* k =
+      static_cast<const float*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
   for (long s = 0; s < limit; s += kPanel) {
     const long count = least(kPanel, limit - s);
     float* panel = work.keys + s * args.size;
@@ -266,7 +268,8 @@ void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long he
 }
 
 void pack_values(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
-  const float* v = args.value + head_offset(args.key_starts, args.value_stride, b, head);
+  const float* v = static_cast<const float*>(args.value) +
+                   head_offset(args.key_starts, args.value_stride, b, head);
   for (long s = 0; s < limit; ++s) {
     const float* row = v + s * args.value_stride[2];
     // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
@@ -297,11 +300,13 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
 
 }  // namespace
 
-long attention_scratch(const AttentionArgs& args) { return Workspace(args, nullptr).floats; }
+long attention_scratch(const AttentionArgs& args) {
+  return Workspace(args, nullptr).floats * static_cast<long>(sizeof(float));
+}
 
 void attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
-                       float* scratch) {
-  const Workspace work(args, scratch);
+                       void* scratch) {
+  const Workspace work(args, static_cast<float*>(scratch));
   const long queries = query_count(args, b);
   long limit = key_count(args, b);
   if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));

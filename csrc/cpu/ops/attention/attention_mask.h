@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/gemm/gemm.h"
-#include "cpu/ops/attention/attention_shape.h"
+#include "cpu/ops/attention/attention.h"
 #include "cpu/simd/half.h"
 
 namespace tf::TF_ISA {

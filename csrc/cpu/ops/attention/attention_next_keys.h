@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cpu/gemm/spread.h"
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
-#include "cpu/ops/attention/attention_typed.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -14,7 +14,7 @@ template <class T>
 class NextKeys {
  public:
   // Next to those of a head; shared out over `turns` calls.
-  NextKeys(const TypedAttentionArgs& args, long b, long key_head, long turns) : args_(args) {
+  NextKeys(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
     // More would drive out what is being worked on.
     constexpr long kMost = 256 * 1024;
     const long next = b * args.key_heads + key_head + args.next_head;
@@ -39,7 +39,7 @@ class NextKeys {
   }
 
  private:
-  const TypedAttentionArgs& args_;
+  const AttentionArgs& args_;
   const T *k_ = nullptr, *v_ = nullptr;
   long rows_ = 0, share_ = 0, at_ = 0;
 };

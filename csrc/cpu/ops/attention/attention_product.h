@@ -27,7 +27,7 @@ constexpr float kMostTotal = 1e6f, kMostHalfTotal = 0x1p96f;
 template <class T>
 class Block : Scores {
  public:
-  Block(const TypedAttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head,
+  Block(const AttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head,
         NextKeys<T>& next)
       : Scores(call, seen, place.scores),
         args(call),
@@ -416,7 +416,7 @@ class Block : Scores {
     }
   }
 
-  const TypedAttentionArgs& args;
+  const AttentionArgs& args;
   const Workspace<T>& work;
   const long key_head_;
   NextKeys<T>& next_;

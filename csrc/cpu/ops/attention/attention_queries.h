@@ -8,8 +8,7 @@ namespace tf::TF_ISA {
 namespace {
 
 template <class T>
-void attend(const TypedAttentionArgs& args, long b, long key_head, long begin, long end,
-            void* scratch) {
+void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
   const Workspace<T> work(args, scratch);
   const long queries = query_count(args, b);
   long limit = key_count(args, b);

@@ -1,16 +1,15 @@
 // Attention for fp32 in pieces.
-#include "cpu/ops/attention/attention_split_kernel.h"
-
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_queries.h"
 
 namespace tf::TF_ISA {
 
-long split_attention_scratch(const TypedAttentionArgs& args) {
+long split_attention_scratch(const AttentionArgs& args) {
   return Workspace<float>(args, nullptr).bytes;
 }
 
-void split_attention_queries(const TypedAttentionArgs& args, long b, long key_head, long begin,
-                             long end, void* scratch) {
+void split_attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
+                             void* scratch) {
   attend<float>(args, b, key_head, begin, end, scratch);
 }
 

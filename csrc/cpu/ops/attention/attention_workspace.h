@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cpu/gemm/engine.h"
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
-#include "cpu/ops/attention/attention_typed.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
@@ -34,7 +34,7 @@ struct Workspace {
   unsigned char* wild;  // per panel of keys: its values hold NaN or inf
   long bytes = 0;
 
-  Workspace(const TypedAttentionArgs& args, void* scratch)
+  Workspace(const AttentionArgs& args, void* scratch)
       : sum_stride(round_up(args.value_size, kPanel) + 16),
         key_panel(P::panel_size(args.size)),
         value_panel(P::panel_size(round_up(args.keys, kPanel))) {
@@ -68,7 +68,7 @@ struct Workspace {
 
 // Where a panel's values hold NaN or inf or, in pieces, any number without.
 template <class T>
-void find_wild(const TypedAttentionArgs& args, const T* value, long keys, unsigned char* wild) {
+void find_wild(const AttentionArgs& args, const T* value, long keys, unsigned char* wild) {
   for (long start = 0; start < keys; start += kPanel) {
     Vec sum = zero();
     for (long s = start; s < least(keys, start + kPanel); ++s) {
@@ -85,7 +85,7 @@ void find_wild(const TypedAttentionArgs& args, const T* value, long keys, unsign
 }
 
 template <class T>
-void pack(const TypedAttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
+void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
   using P = Product<T>;
   const T* k =
       static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);

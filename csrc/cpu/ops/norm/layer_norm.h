@@ -10,16 +10,16 @@ namespace tf {
 // y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, s = residual + dropout(x) rounded to the
 // type: mean and rstd are those of the rounded sums, which the backward sees.
 struct LayerNormArgs {
-  Element type;           // of x, residual, y and sum
-  Element weight_type;    // of weight and bias: the same, or float32
-  const void* x;          // (rows, n), rows x_stride apart
-  const void* residual;   // (rows, n) or nullptr
-  const void* weight;     // (n) or nullptr: ones
-  const void* bias;       // (n) or nullptr: zeros
-  void* y;                // (rows, n), contiguous
-  void* sum = nullptr;    // (rows, n), contiguous, or nullptr without residual
-  float* mean = nullptr;  // (rows) or nullptr
-  float* rstd = nullptr;  // (rows) or nullptr
+  Element type;                    // of x, residual, y and sum
+  Element weight_type;             // of weight and bias: the same, or float32
+  const void* x;                   // (rows, n), rows x_stride apart
+  const void* residual = nullptr;  // (rows, n) or nullptr
+  const void* weight;              // (n) or nullptr: ones
+  const void* bias;                // (n) or nullptr: zeros
+  void* y;                         // (rows, n), contiguous
+  void* sum = nullptr;             // (rows, n), contiguous, or nullptr without residual
+  float* mean = nullptr;           // (rows) or nullptr
+  float* rstd = nullptr;           // (rows) or nullptr
   long n, x_stride, residual_stride = 0;
   float eps;
   // Size of the last dimension, whose rows are dropped apart; n is a multiple of it.

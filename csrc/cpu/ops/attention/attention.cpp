@@ -1,0 +1,198 @@
+// The operators attention and attention_training.
+#include "cpu/ops/attention/attention.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "cpu/core/box.h"
+#include "cpu/gemm/half_ops.h"
+#include "cpu/ops/attention/attention_host.h"
+#include "cpu/ops/pointwise/dropout_host.h"
+
+namespace tf {
+namespace {
+
+// Items that the queries of the heads that share a key head are cut into. Each packs the keys
+// again, so an item is all of them unless that leaves threads idle.
+int64_t chunks_of(const AttentionShape& args) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
+  const int64_t wanted = groups >= 4 * threads || threads == 1 ? 1 : 4 * threads / groups + 1;
+  return std::max<int64_t>(1, std::min(wanted, heads * args.queries / 256));
+}
+
+// See AttentionArgs: threads go side by side.
+int64_t next_head(const AttentionShape& args) {
+  return chunks_of(args) == 1 ? torch::stable::get_num_threads() : 0;
+}
+
+// Calls run(batch element, key head, begin, end) for all queries, shared out between threads.
+template <class Run>
+void each_attention_item(const AttentionShape& args, const Run& run) {
+  const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
+  const int64_t chunks = chunks_of(args);
+  for_each_item(groups * chunks, [&](int64_t item) {
+    // The last chunks of a causal group are the longest; they go first.
+    const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
+    const int64_t queries = query_count(args, group / args.key_heads), rows = heads * queries;
+    // One or two rows of a head add up in an order of their own, so none are cut off: how many
+    // chunks there are depends on the threads.
+    const auto cut = [&](int64_t chunk) {
+      const int64_t at = rows * chunk / chunks, after = queries == 0 ? 0 : at % queries;
+      return after < 3 ? at - after : queries - after < 3 ? at + queries - after : at;
+    };
+    const int64_t begin = cut(chunk), end = cut(chunk + 1);
+    if (begin < end) run(group / args.key_heads, group % args.key_heads, begin, end);
+    kernel_scratch().trim();
+  });
+}
+
+// The shortest way for few queries a key head, if the call is of that kind.
+bool run_few_attention(const AttentionArgs& args) {
+  // Measured; half types pay more for each query, which widens the keys again.
+  const int64_t most = args.type == Element::float32 ? 4 : 2;
+  // A backward works the scores out again, and large ones have to be those of the forward.
+  const bool keeps = args.shift != nullptr;
+  if (batch_invariant() || args.heads / args.key_heads * args.queries > most || args.dropout.on ||
+      keeps || args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
+    return false;
+  const int64_t scratch = TF_DISPATCH(few_attention_scratch, args);
+  // Waking a thread takes as long as reading this many elements.
+  constexpr int64_t kGrain = 16384;
+  const int64_t each = (args.size + args.value_size) * args.keys * args.heads / args.key_heads;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, each));
+  const int64_t groups = args.batch * args.key_heads;
+  torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group)
+      TF_DISPATCH(few_attention_queries, args, group / args.key_heads, group % args.key_heads,
+                  bytes_of(kernel_scratch(), scratch));
+    kernel_scratch().trim();
+  });
+  return true;
+}
+
+}  // namespace
+
+void run_attention(AttentionArgs args) {
+  args.next_head = next_head(args);
+  if (run_few_attention(args)) return;
+  const auto run = [&](int64_t bytes, auto&& kernel) {
+    each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
+      kernel(b, key_head, begin, end, bytes_of(kernel_scratch(), bytes));
+    });
+  };
+  if (args.type != Element::float32)
+    return run(TF_DISPATCH(half_attention_scratch, args),
+               [&](auto... item) { TF_DISPATCH(half_attention_queries, args, item...); });
+#ifdef TF_HAVE_AMX
+  if (goes_by_pieces(kPiecesFromQueries * args.queries))
+    return run(amx::split_attention_scratch(args),
+               [&](auto... item) { amx::split_attention_queries(args, item...); });
+#endif
+  run(TF_DISPATCH(attention_scratch, args),
+      [&](auto... item) { TF_DISPATCH(attention_queries, args, item...); });
+}
+
+namespace {
+
+struct Attended {
+  Tensor output, weights;
+  std::optional<Tensor> row_max, row_sum;  // kept for the backward
+};
+
+Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tensor>& mask,
+                const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
+                double dropout_p, const std::optional<Tensor>& seed, bool need_weights, bool keep) {
+  const char* op = "attention";
+  const ScalarType type = is_half(query) ? query.scalar_type() : ScalarType::Float;
+  check_type(op, "query", query, type, "query");
+  check_type(op, "key", key, type, "query");
+  check_type(op, "value", value, type, "query");
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+                  "attention: query, key and value must be (B, H, length, size)");
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2),
+                size = query.size(3), keys = key.size(2), value_size = value.size(3),
+                key_heads = key.size(1);
+  STD_TORCH_CHECK(key.size(0) == batch && value.size(0) == batch && key.size(3) == size &&
+                      value.size(2) == keys && value.size(1) == key_heads,
+                  "attention: the shapes of query, key and value do not fit");
+  STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
+                  "attention: the number of query heads must be a multiple of that of key heads");
+  AttentionArgs args{};
+  set_mask(args, mask, {batch, heads, queries, keys}, type);
+  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
+  if (key_lengths) args.key_lengths = lengths.data();
+  bool adjacent = is_half(query);
+#ifdef TF_HAVE_AMX
+  adjacent = adjacent || goes_by_pieces(kPiecesFromQueries * queries);
+#endif
+  if (adjacent) {
+    query = with_unit_stride(query);
+    key = with_unit_stride(key);
+    value = with_unit_stride(value);
+  }
+  // Memory order (B, T, H, Dv): joining the heads again costs no copy.
+  Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
+  std::optional<Tensor> row_max, row_sum;
+  if (keep) {
+    row_max = fresh_float(query, {batch, heads, queries});
+    row_sum = fresh_float(query, {batch, heads, queries});
+  }
+  Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
+  args.type = element_of(query);
+  args.query = query.const_data_ptr();
+  args.key = key.const_data_ptr();
+  args.value = value.const_data_ptr();
+  args.output = output.mutable_data_ptr();
+  args.shift = mutable_floats(row_max);
+  args.norm = mutable_floats(row_sum);
+  args.weights = data_if(need_weights, weights);
+  args.batch = batch;
+  args.heads = heads;
+  args.key_heads = key_heads;
+  args.queries = queries;
+  args.keys = keys;
+  args.size = size;
+  args.value_size = value_size;
+  for (int d = 0; d < 4; ++d) {
+    args.query_stride[d] = query.stride(d);
+    args.key_stride[d] = key.stride(d);
+    args.value_stride[d] = value.stride(d);
+    if (d < 3) args.output_stride[d] = output.stride(d);
+  }
+  args.scale = static_cast<float>(scale);
+  args.causal = is_causal;
+  args.dropout = make_dropout(op, dropout_p, seed);
+  if (batch * heads * queries > 0) run_attention(args);
+  return {output, weights, row_max, row_sum};
+}
+
+std::tuple<Tensor, Tensor> attention(Tensor query, Tensor key, Tensor value,
+                                     std::optional<Tensor> mask, std::optional<Tensor> key_lengths,
+                                     bool is_causal, double scale, double dropout_p,
+                                     std::optional<Tensor> seed, bool need_weights) {
+  const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
+                                seed, need_weights, false);
+  return {found.output, found.weights};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_training(
+    Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
+    std::optional<Tensor> key_lengths, bool is_causal, double scale, double dropout_p,
+    std::optional<Tensor> seed, bool need_weights, std::optional<Tensor> query_lengths,
+    int64_t longest_queries, int64_t longest_keys) {
+  check_no_query_lengths("attention", query_lengths, longest_queries, longest_keys);
+  const Attended found = attend(query, key, value, mask, key_lengths, is_causal, scale, dropout_p,
+                                seed, need_weights, true);
+  return {found.output, found.weights, *found.row_max, *found.row_sum};
+}
+
+}  // namespace
+}  // namespace tf
+
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
+  m.impl("attention.cpu", TF_BOX(&tf::attention));
+  m.impl("attention_training.cpu", TF_BOX(&tf::attention_training));
+}
