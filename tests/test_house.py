@@ -1,13 +1,14 @@
-"""How much Python a call runs: functions of the package, their files, and turns.
+"""How much Python a call runs (functions of the package, their files, and turns), and what imports what.
 
-A turn is a return into another file. The table only falls: whoever brings a number down writes the
+A turn is a return into another file. The tables only fall: whoever brings a number down writes the
 new one here, and nobody raises one.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -104,3 +105,30 @@ def test_python_of_a_call(name: str) -> None:
     assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
     # What the table says is what there is, so that it falls with the code.
     assert all(one >= 0.9 * limit for one, limit in zip(found, most, strict=True)), found
+
+
+#: Modules outside of the backends that import one; all others go through the dispatcher.
+IMPORT_BACKENDS = {
+    "__init__.py", "cli/info.py", "measure/calls.py", "memory.py", "models/annotated_layer_norm.py",
+    "models/generation/cached.py", "models/generation/choose.py", "models/generation/kernels.py",
+    "models/generation/sublayers.py", "nn/blocks.py", "nn/ragged.py", "_sdpa_operators.py",
+    "testing/launcher.py",
+}  # fmt: skip
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """What a module imports, from the package's folder on."""
+    inside = path.relative_to(PACKAGE).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = (*inside[: len(inside) - node.level + 1], *(node.module or "").split("."))
+            yield from (".".join(filter(None, (*base, alias.name))) for alias in node.names)
+
+
+def test_backends_are_imported_by_nobody_else() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in Path(PACKAGE).rglob("*.py")
+        if any(f"{name}.".startswith("backends.") for name in _imports(path))
+    }
+    assert {path for path in found if not path.startswith("backends/")} == IMPORT_BACKENDS
