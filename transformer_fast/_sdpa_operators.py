@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch
+from . import dispatch
 from .dispatch import Call, select
+from .functional.attention import TRAINING
 
 _log = logging.getLogger("transformer_fast")
 
@@ -261,8 +262,9 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and what the kernel's own backward would want to know of each row."""
-    run = autograd.pairs["attention"][backend].forward
-    output, _, shift, norm = run(query, key, value, mask, None, is_causal, scale, 0.0, None, False)
+    output, _, shift, norm = TRAINING.of[backend](
+        query, key, value, mask, None, is_causal, scale, 0.0, None, False
+    )
     return output, shift, norm
 
 

@@ -37,7 +37,9 @@ from hand_written import (
 from torch import Tensor
 
 from transformer_fast import accelerate, compile_backend, compile_reports
+from transformer_fast.accelerate import outside_norm
 from transformer_fast.accelerate.graph import run_time
+from transformer_fast.functional.layer_norm import TRAINING
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +117,21 @@ def test_equal_values_stay_finite() -> None:
     x = torch.ones(B, T, M)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), model.shift.expand(B, T, M))
+
+
+@pytest.mark.skipif("cpu" not in TRAINING.of, reason="needs the native kernels")
+@pytest.mark.parametrize("residual", [None, torch.ones(B, T, 512)])
+def test_annotated_norms_run_on_the_kernels(residual: torch.Tensor | None) -> None:
+    x, weight, bias = torch.randn(B, T, 512, requires_grad=True), torch.ones(512), torch.zeros(512)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        if residual is None:
+            y = outside_norm.layer_norm(x, weight, bias, 1e-6, True)
+        else:
+            y, _ = outside_norm.add_layer_norm(x, residual, weight, bias, 1e-6, True, 0.0)
+        y.sum().backward()
+    ran = {event.key for event in profile.key_averages()}
+    assert {f"transformer_fast::layer_norm_{part}" for part in ("training", "backward")} <= ran
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import autograd, reference
+from .. import reference
+from ..autograd.function import differentiates_again, vjp
 from ..dispatch import Call, select
 from ..functional._check import is_torchs, wants_grad
+from ..functional.layer_norm import BACKWARD, TRAINING
 from ..reference.dropout import draw_seed, dropout
 
 #: Keeps rows of equal values finite; far below the square of anything that is not noise.
@@ -65,7 +67,7 @@ def _run(
     backend = select(Call(op, tensors, wants_grad(*tensors), dropout_p)).backend
     seed = draw_seed(input.device) if 0.0 < dropout_p < 1.0 else None
     half = input.dtype in (torch.float16, torch.bfloat16)
-    if half or backend not in autograd.pairs[op]:
+    if half or backend not in TRAINING.of:
         return _plain(input, residual, weight, bias, eps, unbiased, dropout_p, seed)
     y, total = _OutsideNorm.apply(
         backend, input, residual, weight, bias, eps, unbiased, dropout_p, seed
@@ -102,21 +104,15 @@ class _OutsideNorm(torch.autograd.Function):
         dropout_p: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        shape = (input.shape[-1],)
+        y, total, mean, rstd = TRAINING.of[backend](
+            input, residual, weight, None, 1, _TINY, dropout_p, seed
+        )
         if residual is None:
-            pair = autograd.pairs["layer_norm"][backend]
             total = input
-            y, mean, rstd = pair.forward(input, shape, weight, None, _TINY)
-        else:
-            pair = autograd.pairs["add_layer_norm"][backend]
-            y, total, mean, rstd = pair.forward(
-                input, residual, shape, weight, None, _TINY, dropout_p, seed
-            )
-        f = (_ratio(shape[0], unbiased) + eps * rstd).reciprocal_()
+        f = (_ratio(input.shape[-1], unbiased) + eps * rstd).reciprocal_()
         per_row = f.view(*input.shape[:-1], 1)
         y = y.mul_(per_row) if bias is None else torch.addcmul(bias, y, per_row)
         ctx.backend, ctx.eps, ctx.dropout_p, ctx.unbiased = backend, eps, dropout_p, unbiased
-        ctx.alone = residual is None
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight, mean, rstd, f, seed)
@@ -128,10 +124,10 @@ class _OutsideNorm(torch.autograd.Function):
         _, want_input, want_residual, want_weight, want_bias, *_ = ctx.needs_input_grad
         if grad is None:
             grad = torch.zeros_like(total)
-        shape = (total.shape[-1],)
-        if autograd.differentiates_again():
-            bias = grad.new_zeros(shape) if ctx.has_bias else None
-            dtotal, dweight, dbias = autograd.vjp(
+        size = total.shape[-1]
+        if differentiates_again():
+            bias = grad.new_zeros(size) if ctx.has_bias else None
+            dtotal, dweight, dbias = vjp(
                 lambda x, w, b: reference.annotated_layer_norm(x, w, b, ctx.eps, ctx.unbiased),
                 (total, weight, bias),
                 (want_input or want_residual, want_weight, want_bias),
@@ -151,32 +147,20 @@ class _OutsideNorm(torch.autograd.Function):
         scaled = grad if weight is None else grad * weight
         slope = torch.linalg.vecdot(scaled, centred).view(rows)
         steep = rstd * f  # in this order nothing overflows where s is 0
-        slope = slope * (ctx.eps * steep * steep * rstd * rstd / shape[0]).view(rows)
+        slope = slope * (ctx.eps * steep * steep * rstd * rstd / size).view(rows)
         rest = centred.mul_(slope)
-        if ctx.alone:
-            found = autograd.pairs["layer_norm"][ctx.backend].backward(
-                grad * f.view(rows),
-                total,
-                shape,
-                weight,
-                mean,
-                rstd,
-                (want_input, want_weight, False),
-            )
-            dinput, dweight = found[0].add_(rest) if want_input else None, found[1]
-            dresidual = None
-        else:
-            if grad_sum is not None:
-                rest = rest.add_(grad_sum)
-            wants = (want_input, want_residual, want_weight, False)
-            found = autograd.pairs["add_layer_norm"][ctx.backend].backward(
-                grad * f.view(rows), rest, total, shape, weight, mean, rstd, ctx.dropout_p, seed,
-                wants,
-            )  # fmt: skip
-            dinput, dresidual, dweight = found[:3]
+        if grad_sum is not None:
+            rest = rest.add_(grad_sum)
+        drops = ctx.dropout_p > 0.0
+        dtotal, dinput, dweight, _ = BACKWARD.of[ctx.backend](
+            grad * f.view(rows), rest, total, weight, mean, rstd, 1, ctx.dropout_p, seed,
+            want_residual or (want_input and not drops), want_input and drops, want_weight, False,
+        )  # fmt: skip
+        if not drops:
+            dinput = dtotal
         dbias = grad.flatten(0, -2).sum(0) if want_bias and ctx.has_bias else None
         return (
-            None, dinput if want_input else None, dresidual if want_residual else None,
+            None, dinput if want_input else None, dtotal if want_residual else None,
             dweight if want_weight else None, dbias, None, None, None, None,
         )  # fmt: skip
 
