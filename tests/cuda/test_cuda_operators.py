@@ -141,7 +141,7 @@ def test_of_relu_the_hidden_units_are_saved(dropout_p, device):
     seed = SEED.to(device)
     for activation, code in (("relu", 1), ("silu", 4)):
         call = (x, w1, None, w2, None, code, dropout_p, seed, True)
-        output, saved = ops.cuda_feed_forward_training(*call)
+        output, saved = ops.feed_forward_training.cuda(*call)
         hidden = dropout(activate(F.linear(x, w1), activation), dropout_p, seed)
         torch.testing.assert_close(saved, hidden if code == 1 else F.linear(x, w1))
         torch.testing.assert_close(output, F.linear(hidden, w2))
@@ -258,15 +258,15 @@ def map_calls(device):
     shapes = ((2, 5, 24), (32, 24), (32,), (16, 32), (16,), (2, 5, 16), (2, 5, 32))
     x, w1, b1, w2, b2, dy, dz = (rows_of(shape, torch.float32, device, 1) for shape in shapes)
     seed = SEED.to(device)
-    yield ops.cuda_linear, (x, w1, b1, dz, 2, True)
-    yield ops.cuda_linear, (x[0, 0], w1, None, None, 0, False)
-    yield ops.cuda_linear_backward, (dz, x, w1, dz, 3, True, False, True)
-    yield ops.cuda_linear_backward, (dz, x, w1, None, 0, False, True, False)
-    yield ops.cuda_feed_forward_training, (x, w1, b1, w2, b2, 1, 0.3, seed, True)
-    yield ops.cuda_feed_forward_training, (x, w1, None, w2, None, 4, 0.0, None, False)
+    yield ops.linear_training.cuda, (x, w1, b1, dz, 2, True)
+    yield ops.linear_training.cuda, (x[0, 0], w1, None, None, 0, False)
+    yield ops.linear_backward.cuda, (dz, x, w1, dz, 3, True, False, True)
+    yield ops.linear_backward.cuda, (dz, x, w1, None, 0, False, True, False)
+    yield ops.feed_forward_training.cuda, (x, w1, b1, w2, b2, 1, 0.3, seed, True)
+    yield ops.feed_forward_training.cuda, (x, w1, None, w2, None, 4, 0.0, None, False)
     backward = (dy, x, w1, w2, dz, 4, 0.3, seed)
-    yield ops.cuda_feed_forward_backward, (*backward, True, False, True, False, True)
-    yield ops.cuda_feed_forward_backward, (*backward, False, False, False, True, False)
+    yield ops.feed_forward_backward.cuda, (*backward, True, False, True, False, True)
+    yield ops.feed_forward_backward.cuda, (*backward, False, False, False, True, False)
 
 
 @pytest.mark.parametrize("calls", [norm_calls, loss_calls, map_calls, attention_calls])
@@ -312,7 +312,7 @@ WRONG_MAPS = {
 def test_wrong_maps_are_errors(name, device):
     make, words = WRONG_MAPS[name]
     with pytest.raises(RuntimeError, match=words):
-        ops.cuda_linear(*make(rows_of((5, 24), torch.float32, device, 1)))
+        ops.linear_training.cuda(*make(rows_of((5, 24), torch.float32, device, 1)))
 
 
 @pytest.mark.parametrize("op", KERNELS)
@@ -361,7 +361,8 @@ def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
 
 
 NAMES = [n for n in _operator.RULES if n.startswith("cuda_")] + [
-    "layer_norm_training.cuda", "layer_norm_backward.cuda"
+    "layer_norm_training.cuda", "layer_norm_backward.cuda", "linear_training.cuda",
+    "linear_backward.cuda", "feed_forward_training.cuda", "feed_forward_backward.cuda"
 ]  # fmt: skip
 
 

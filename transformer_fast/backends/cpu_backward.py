@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from .native_pairs import ACTIVATIONS, register
+from .native_pairs import register
 
 _ops = torch.ops.transformer_fast
 
@@ -80,20 +80,5 @@ def _attention_backward(
     )
 
 
-def _linear_forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if activation is None:
-        output = _ops.cpu_linear(input, weight, None, bias, residual, 0)
-        return output, output.new_empty((0,))
-    return _ops.cpu_linear_with_preactivation(  # type: ignore[no-any-return]
-        input, weight, bias, residual, ACTIVATIONS[activation]
-    )
-
-
 autograd.register("attention", "cpu", _attention_forward, _attention_backward)
-register("cpu", _linear_forward)
+register("cpu")

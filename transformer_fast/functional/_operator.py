@@ -23,8 +23,7 @@ from .._on_import import when_imported
 class Rule(NamedTuple):
     """What an operator's tensors are, and by what it may be cut.
 
-    ``...`` are the leading dimensions, which have digits for letters, and ``#`` one that is made of
-    all of them, which can be cut by the first, 0, if that is even. ``*`` are dimensions without a
+    ``...`` are the leading dimensions, which have digits for letters. ``*`` are dimensions without a
     letter, a digit one of that size; capital letters are dimensions that of packed sequences have the
     size that they would have padded. Behind a tensor's dimensions may stand
 
@@ -61,27 +60,8 @@ _ATTENTION = (
 _ATTENTION_PRODUCTS = "bhtsd bhtse"
 # One of them for the probabilities, which are worked out again.
 _ATTENTION_BACKWARD_PRODUCTS = "bhtsd bhtse bhtse bhtsd bhtsd"
-_LINEAR = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o z:...o"
-_TRITON_LINEAR = _LINEAR.replace("z:...o", "z:#o")
-_NETWORK = (
-    "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o preactivation:...f saved:...f"
-)
-_TRITON_NETWORK = _NETWORK.replace("saved:...f", "saved:#f")
 _LOSS = "input:rc target:r grad:r known:2r lse:r"
 _LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:2r"
-
-_LINEAR_BACKWARD = Rule(
-    _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
-    ".oi?want_input .oi?want_weight",
-)  # fmt: skip
-_NETWORK_TRAINING = Rule(_NETWORK, "...o ...f=o?keep", ".of", ".mf .fo", despite_dropout="o")
-_NETWORK_BACKWARD = Rule(
-    _NETWORK,
-    "...m?want_input fm?want_weight1 f?want_bias1 of?want_weight2 o=f?want_bias2",
-    ".of",
-    ".fo .fo?want_weight2 .mf?want_weight1 .mf?want_input",
-    despite_dropout="o",
-)
 
 RULES: dict[str, Rule] = {
     "cpu_annotated_layer_norm": Rule(
@@ -100,12 +80,6 @@ RULES: dict[str, Rule] = {
         _ATTENTION, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", "bh",
         _ATTENTION_BACKWARD_PRODUCTS,
     ),
-    "cpu_linear": Rule(_LINEAR, "...o", ".oi", ".oi", if_linear="i"),
-    "cpu_linear_with_preactivation": Rule(_LINEAR, "...o ...o", ".o", ".oi"),
-    "cpu_linear_backward": _LINEAR_BACKWARD,
-    "cpu_feed_forward": Rule(_NETWORK, "...o", ".of", ".mf .fo"),
-    "cpu_feed_forward_training": _NETWORK_TRAINING,
-    "cpu_feed_forward_backward": _NETWORK_BACKWARD,
     "cpu_cross_entropy": Rule(_LOSS, "r:float32 2r:float32", "r"),
     "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
     "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r 2r", "r", "rci"),
@@ -132,16 +106,6 @@ RULES: dict[str, Rule] = {
         _ATTENTION, "@query/t @key/t @value/t @attn_mask?need_mask", "bh",
         _ATTENTION_BACKWARD_PRODUCTS,
     ),
-    "triton_linear": Rule(_TRITON_LINEAR, "...o #o?save", "0oi", ".oi", if_linear="i"),
-    "triton_linear_backward": Rule(
-        _TRITON_LINEAR, "...i?need_input oi?need_weight o=i?need_bias", "0oi",
-        ".oi?need_input .oi?need_weight",
-    ),
-    "triton_feed_forward": Rule(_TRITON_NETWORK, "...o #f=o?save", "0of", ".mf .fo", "o"),
-    "triton_feed_forward_backward": Rule(
-        _TRITON_NETWORK, "...m?need_input fm f?need_bias1 of o=f?need_bias2", "0of",
-        ".fo .fo .mf .mf?need_input", "o",
-    ),
     "cuda_attention": Rule(
         _ATTENTION, "bhte/bthe bhts?need_weights bht:float32 bht:float32", "bh", _ATTENTION_PRODUCTS
     ),
@@ -149,10 +113,6 @@ RULES: dict[str, Rule] = {
         _ATTENTION, "@query/?want_query @key/?want_key @value/?want_value @mask?want_mask", "bh",
         _ATTENTION_BACKWARD_PRODUCTS,
     ),
-    "cuda_linear": Rule(_LINEAR, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
-    "cuda_linear_backward": _LINEAR_BACKWARD,
-    "cuda_feed_forward_training": _NETWORK_TRAINING,
-    "cuda_feed_forward_backward": _NETWORK_BACKWARD,
     "cuda_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
     "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
     "triton_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
@@ -222,8 +182,6 @@ def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
     letters: list[str | None] = []
     if dims.startswith("..."):
         letters, dims = [str(i) for i in range(lead)], dims[3:]
-    elif dims.startswith("#"):
-        letters, dims = ["0"], dims[1:]
     if dims == "*":
         letters += [None] * (0 if shape is None else len(shape) - lead)
     else:
@@ -295,9 +253,8 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
     ]
     for letter in _cuts(rule, given, lead):
         known = sizes.get(letter, set()) - {1}
-        flat = letter == "0" and "#" in rule.results
         # Groups of heads stay together only if both kinds of heads can be cut evenly.
-        if (len(known) > 1 or flat) and any(size % processes for size in known):
+        if len(known) > 1 and any(size % processes for size in known):
             continue
         ways.append(
             (
@@ -356,8 +313,6 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
         found: list[Any] = []
         if dims.startswith("..."):
             found, dims = [*leading], dims[3:]
-        elif dims.startswith("#"):
-            found, dims = [math.prod(leading)], dims[1:]
         if dims == "*":
             return [*found, *sizes["*"]]
         return found + [int(each) if each.isdigit() else sizes[each] for each in dims]
@@ -519,7 +474,7 @@ def _tell_flop_counter(module: ModuleType) -> None:
         return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
 
     for operator, rule in _all():
-        if rule.products:
+        if rule.products and operator.overloadpacket not in module.flop_registry:
             count = formula(operator, rule)
             module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
     for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
