@@ -16,7 +16,7 @@ from ..functional.feed_forward import define_feed_forward, feed_forward_on
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
 from ..functional.linear import CODES, define_linear, linear_on
 from ..reference import taking_query_lengths
-from . import cpu_backward as cpu_backward
+from . import cpu_backward as cpu_backward  # its pairs
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
 
