@@ -1,5 +1,5 @@
 // Python module transformer_fast._C: how it was built, what the CPU has, how fast the machine is at
-// most. Importing it also loads the operators, which register themselves (cpu/register.cpp).
+// most. Importing it also loads the operators, which register themselves.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

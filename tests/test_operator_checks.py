@@ -90,14 +90,14 @@ def _activation_calls(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
     y, z = torch.randn(3, 5).to(dtype), torch.randn(3, 5).to(dtype)
     wanted = [True] * 5
     return {
-        "linear": lambda a: OPS.cpu_linear(x, w1, None, None, None, a),
-        "linear, kept": lambda a: OPS.cpu_linear_with_preactivation(x, w1, None, None, a),
-        "linear backward": lambda a: OPS.cpu_linear_backward(y, x, w1, z, a, True, True, True),
-        "network": lambda a: OPS.cpu_feed_forward(x, w1, None, None, w2, None, None, a),
-        "training": lambda a: OPS.cpu_feed_forward_training(
+        "linear": lambda a: OPS.linear.cpu(x, w1, None, None, None, a),
+        "linear, kept": lambda a: OPS.linear_training.cpu(x, w1, None, None, a, True),
+        "linear backward": lambda a: OPS.linear_backward.cpu(y, x, w1, z, a, True, True, True),
+        "network": lambda a: OPS.feed_forward.cpu(x, w1, None, None, w2, None, None, a),
+        "training": lambda a: OPS.feed_forward_training.cpu(
             x, w1, None, w2, None, a, 0.0, None, True
         ),
-        "network backward": lambda a: OPS.cpu_feed_forward_backward(
+        "network backward": lambda a: OPS.feed_forward_backward.cpu(
             x, x, w1, w2, z, a, 0.0, None, *wanted
         ),
         "layers": lambda a: layers(x, torch.tensor([0, 3]), a),

@@ -1,5 +1,5 @@
-// The operators cuda_linear and cuda_feed_forward_training, and their backwards: PyTorch's products
-// (cuBLAS; on the CPU, in tests, its own) with one kernel behind each.
+// The operators of linear maps and of the feed-forward network: PyTorch's products (cuBLAS; on the
+// CPU, in tests, its own) with one kernel behind each.
 #include <array>
 #include <tuple>
 
@@ -248,29 +248,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
 }  // namespace
 }  // namespace tf::cuda
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cuda_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation, "
-      "bool keep) -> (Tensor output, Tensor preactivation)");
-  m.def(
-      "cuda_linear_backward(Tensor grad, Tensor input, Tensor weight, Tensor? preactivation, "
-      "int activation, bool want_input, bool want_weight, bool want_bias) -> "
-      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  m.def(
-      "cuda_feed_forward_training(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
-      "Tensor? bias2, int activation, float dropout_p, Tensor? seed, bool keep) -> "
-      "(Tensor output, Tensor saved)");
-  m.def(
-      "cuda_feed_forward_backward(Tensor grad, Tensor input, Tensor weight1, Tensor weight2, "
-      "Tensor saved, int activation, float dropout_p, Tensor? seed, bool want_input, "
-      "bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) -> "
-      "(Tensor grad_input, Tensor grad_weight1, Tensor grad_bias1, Tensor grad_weight2, "
-      "Tensor grad_bias2)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, TF_DISPATCH_KEY, m) {
-  m.impl("cuda_linear", TORCH_BOX(&tf::cuda::linear));
-  m.impl("cuda_linear_backward", TORCH_BOX(&tf::cuda::linear_backward));
-  m.impl("cuda_feed_forward_training", TORCH_BOX(&tf::cuda::feed_forward));
-  m.impl("cuda_feed_forward_backward", TORCH_BOX(&tf::cuda::feed_forward_backward));
+  m.impl("linear_training.cuda", TORCH_BOX(&tf::cuda::linear));
+  m.impl("linear_backward.cuda", TORCH_BOX(&tf::cuda::linear_backward));
+  m.impl("feed_forward_training.cuda", TORCH_BOX(&tf::cuda::feed_forward));
+  m.impl("feed_forward_backward.cuda", TORCH_BOX(&tf::cuda::feed_forward_backward));
 }

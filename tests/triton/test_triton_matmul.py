@@ -9,6 +9,7 @@ from interpreted import jit
 
 import transformer_fast
 from transformer_fast.backends.triton import activation, config, matmul, philox
+from transformer_fast.functional.linear import CODES
 from transformer_fast.reference.dropout import dropout
 from transformer_fast.reference.linear import ACTIVATIONS, activate
 
@@ -73,7 +74,7 @@ def test_epilogue_backward(device, monkeypatch, name, own):
         a,
         b,
         matmul.Epilogue(
-            activation=activation.CODES[name],
+            activation=CODES[name],
             backward=True,
             saved=z,
             dropout=philox.dropout_arguments(0.4),

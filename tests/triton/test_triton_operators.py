@@ -67,21 +67,23 @@ def attention_calls():
 
 def linear_calls():
     x, w, b = normal(2, 5, 12), normal(9, 12), normal(9)
-    y, z = normal(2, 5, 9), normal(10, 9)
-    yield ops.triton_linear, (x, w, b, None, None, False)
-    yield ops.triton_linear, (x, w, None, "gelu", y, True)
-    yield ops.triton_linear_backward, (y, x, w, "silu", z, True, True, True)
-    yield ops.triton_linear_backward, (y, x, w, None, z[:0, 0], False, True, False)
+    y, z = normal(2, 5, 9), normal(2, 5, 9)
+    forward, backward = ops.linear_training.triton, ops.linear_backward.triton
+    yield forward, (x, w, b, None, 0, False)
+    yield forward, (x, w, None, y, 2, True)
+    yield backward, (y, x, w, z, 4, True, True, True)
+    yield backward, (y, x, w, None, 0, False, True, False)
 
 
 def feed_forward_calls():
     x, w1, b1 = normal(2, 5, 12), normal(9, 12), normal(9)
-    w2, b2, hidden = normal(12, 9), normal(12), normal(10, 9)
-    yield ops.triton_feed_forward, (x, w1, b1, w2, b2, "relu", 0.2, SEED, True)
-    yield ops.triton_feed_forward, (x, w1, None, w2, None, "gelu_tanh", 0.0, None, False)
-    forward = (x.flip(0), x, w1, w2, "gelu", 0.2, SEED, hidden)
-    yield ops.triton_feed_forward_backward, (*forward, True, True, True)
-    yield ops.triton_feed_forward_backward, (*forward, False, False, False)
+    w2, b2, hidden = normal(12, 9), normal(12), normal(2, 5, 9)
+    forward, backward = ops.feed_forward_training.triton, ops.feed_forward_backward.triton
+    yield forward, (x, w1, b1, w2, b2, 1, 0.2, SEED, True)
+    yield forward, (x, w1, None, w2, None, 3, 0.0, None, False)
+    kept = (x.flip(0), x, w1, w2, hidden, 2, 0.2, SEED)
+    yield backward, (*kept, True, True, True, True, True)
+    yield backward, (*kept, False, True, False, False, False)
 
 
 def cross_entropy_calls():

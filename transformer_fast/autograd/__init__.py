@@ -4,14 +4,6 @@ A backend registers a pair of functions per op under its name (`register`). Both
 plain tensors; neither is differentiated. ``wants`` tells which gradients are asked for, in the
 order of the results; what is not wanted may come back as anything.
 
-    linear            forward(input, weight, bias, activation, residual) -> (output, preactivation)
-                      backward(grad, input, weight, activation, preactivation, wants)
-                          -> gradients of input, weight, bias; that of residual is grad
-    feed_forward      forward(input, weight1, bias1, weight2, bias2, activation, dropout_p, seed)
-                          -> (output, kept)
-                      backward(grad, input, weight1, weight2, activation, dropout_p, seed, kept,
-                          wants)
-                          -> gradients of input, weight1, bias1, weight2, bias2
     cross_entropy     forward(input, target, ignore_index, label_smoothing) -> (losses, known);
                           known: what backward wants to know of the rows
                       backward(grad, input, target, known, ignore_index, label_smoothing, wants)
@@ -21,9 +13,6 @@ order of the results; what is not wanted may come back as anything.
                           -> (losses, known)
                       backward(grad, input, weight, bias, target, known, ignore_index,
                           label_smoothing, wants) -> gradients of input, weight, bias
-
-``preactivation`` is what activation was applied to, empty without one; ``kept`` is that of the
-hidden units, or, with ``keeps_preactivation=False``, anything else that backward wants to know.
 
 Saved is what the gradients that are asked for need. In place of what they do not need backward gets
 a tensor of the right shape (columns of a weight that was not saved either: any number) with
@@ -35,14 +24,10 @@ inside torch.func's transforms, never get here (`dispatch.select`).
 """
 
 from .cross_entropy import CrossEntropy, LinearCrossEntropy
-from .feed_forward import FeedForward
 from .function import differentiates_again, needs_function, pairs, register, savable, vjp
-from .linear import Linear
 
 __all__ = [
     "CrossEntropy",
-    "FeedForward",
-    "Linear",
     "LinearCrossEntropy",
     "differentiates_again",
     "needs_function",

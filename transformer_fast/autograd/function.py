@@ -15,22 +15,16 @@ from ..dispatch import OPS
 class Pair(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    #: Whether what a feed-forward network keeps for its backward is ``x W1^T + b1``.
-    keeps_preactivation: bool = True
 
 
 pairs: dict[str, dict[str, Pair]] = {op: {} for op in OPS}
 
 
 def register(
-    op: str,
-    backend: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    keeps_preactivation: bool = True,
+    op: str, backend: str, forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> None:
     """Add a backend's pair for an op; a second one replaces the first."""
-    pairs[op][backend] = Pair(forward, backward, keeps_preactivation)
+    pairs[op][backend] = Pair(forward, backward)
 
 
 def needs_function(*tensors: Tensor | None) -> bool:

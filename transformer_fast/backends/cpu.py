@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import _native, small
-from ..autograd import FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
 from ..functional._operator import register_fakes
 from ..functional.attention import attention_on, define_attention
+from ..functional.feed_forward import define_feed_forward, feed_forward_on
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
-from .cpu_backward import ACTIVATIONS
+from ..functional.linear import CODES, define_linear, linear_on
+from . import cpu_backward as cpu_backward  # its pairs
 from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
 
@@ -23,64 +24,10 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 attention = attention_on("cpu")
 layer_norm = layer_norm_on("cpu")
 add_layer_norm = add_layer_norm_on("cpu")
+linear = linear_on("cpu", packed_weight)
+feed_forward = feed_forward_on("cpu", packed_weight)
 
 
-def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | Callable[[Tensor], Tensor] | None,
-    residual: Tensor | None,
-) -> Tensor:
-    if needs_function(input, weight, bias, residual):
-        return Linear.apply("cpu", input, weight, bias, activation, residual)[0]
-    return _ops.cpu_linear(
-        input,
-        weight,
-        packed_weight(weight, input.numel() // max(1, input.shape[-1])),
-        bias,
-        residual,
-        ACTIVATIONS[activation],  # type: ignore[index]
-    )
-
-
-def feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str | Callable[[Tensor], Tensor],
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    if needs_function(input, weight1, bias1, weight2, bias2):
-        return FeedForward.apply(
-            "cpu", input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
-        )[0]
-    if dropout_p > 0.0:
-        return _ops.cpu_feed_forward_training(
-            input,
-            weight1,
-            bias1,
-            weight2,
-            bias2,
-            ACTIVATIONS[activation],  # type: ignore[index]
-            dropout_p,
-            seed,
-            False,
-        )[0]
-    rows = input.numel() // max(1, input.shape[-1])
-    return _ops.cpu_feed_forward(
-        input,
-        weight1,
-        packed_weight(weight1, rows),
-        bias1,
-        weight2,
-        packed_weight(weight2, rows),
-        bias2,
-        ACTIVATIONS[activation],  # type: ignore[index]
-    )
 
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
@@ -153,9 +100,11 @@ def _register() -> None:
     if _native.module is not None:
         define_attention("cpu", inference=True)
         define_norms("cpu", inference=True)
+        define_linear("cpu", packed=True)
+        define_feed_forward("cpu", packed=True)
         register_fakes("cpu_")
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
-    activations = frozenset(ACTIVATIONS)
+    activations = frozenset(CODES)
     for kernel in (
         Kernel("layer_norm", "cpu", layer_norm, gradients=True),
         Kernel("add_layer_norm", "cpu", add_layer_norm_on("cpu"), gradients=True, dropout=True),

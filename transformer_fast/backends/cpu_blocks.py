@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, dispatch
-from .cpu_backward import ACTIVATIONS
+from ..functional.linear import CODES
 from .cpu_packing import PackedWeights
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -119,7 +119,7 @@ def layers(
     return torch.ops.transformer_fast.cpu_layers(
         input, memory, [s.kind for s in sublayers[:each]], parameters,
         packed(_weights(parameters), rows), [s.eps for s in sublayers], norm_first, heads,
-        ACTIVATIONS[activation], batch_first, sight.mask, sight.is_causal, memory_sight.mask,
+        CODES[activation], batch_first, sight.mask, sight.is_causal, memory_sight.mask,
         memory_sight.is_causal, starts, memory_starts,
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ class DecodeStack:
         self.weights, self.rows = _weights(self.parameters), rows
         self.packed = PackedWeights()
         self.eps, self.norm_first = list(eps), norm_first
-        self.activation = ACTIVATIONS[activation]
+        self.activation = CODES[activation]
         self.memories, self.mask, self.key_lengths = list(memories), mask, key_lengths
 
     def __call__(self, input: Tensor, cache: Tensor, start: int) -> Tensor:

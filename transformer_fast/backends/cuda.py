@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from .. import _native, autograd
-from ..autograd import CrossEntropy, FeedForward, Linear, needs_function
+from ..autograd import CrossEntropy, needs_function
 from ..dispatch import Call, Kernel, register
 from ..functional._operator import register_fakes
 from ..functional.attention import attention_on, define_attention
+from ..functional.feed_forward import define_feed_forward, feed_forward_on
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
+from ..functional.linear import CODES, define_linear, linear_on
 from . import native_pairs
-from .native_pairs import ACTIVATIONS
 
 _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -49,24 +50,14 @@ def _kernel(op: str, function: Any, results: int = 1, keeps: bool = False, **lim
     return Kernel(op, "cuda", run, **limits)
 
 
-def _linear_forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    keep: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """``keep``: whether a backward follows."""
-    return _ops.cuda_linear(  # type: ignore[no-any-return]
-        input, weight, bias, residual, ACTIVATIONS[activation], keep and activation is not None
-    )
 
 
 def define_operators() -> None:
     """Of the library, which was loaded."""
     define_attention("cuda", inference=False)
     define_norms("cuda", inference=False)
+    define_linear("cuda", packed=False)
+    define_feed_forward("cuda", packed=False)
     register_fakes("cuda_")
 
 
@@ -108,8 +99,8 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
             query_lengths=True,
             refuses=_refuse_attention,
         ),
-        _kernel("linear", Linear, keeps=True, remark=_remark_on_products),
-        _kernel("feed_forward", FeedForward, keeps=True, remark=_remark_on_products),
+        Kernel("linear", "cuda", linear_on("cuda"), remark=_remark_on_products),
+        Kernel("feed_forward", "cuda", feed_forward_on("cuda"), remark=_remark_on_products),
         _kernel("cross_entropy", CrossEntropy),
     )
     return [
@@ -119,7 +110,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
             dtypes=_FLOATS,
             gradients=True,
             dropout=True,
-            activations=frozenset(ACTIVATIONS),
+            activations=frozenset(CODES),
             unavailable=unavailable,
             refuses=kernel.refuses or _refuse_place,
             proven=frozenset(),
@@ -128,7 +119,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     ]
 
 
-native_pairs.register("cuda", _linear_forward)
+native_pairs.register("cuda")
 
 if _native.cuda_why_not is None:
     define_operators()

@@ -23,8 +23,7 @@ from .._on_import import when_imported
 class Rule(NamedTuple):
     """What an operator's tensors are, and by what it may be cut.
 
-    ``...`` are the leading dimensions, which have digits for letters, and ``#`` one that is made of
-    all of them, which can be cut by the first, 0, if that is even. ``*`` are dimensions without a
+    ``...`` are the leading dimensions, which have digits for letters. ``*`` are dimensions without a
     letter, a digit one of that size; capital letters are dimensions that of packed sequences have the
     size that they would have padded. Behind a tensor's dimensions may stand
 
@@ -53,27 +52,8 @@ class Rule(NamedTuple):
     if_linear: str = ""
 
 
-_LINEAR = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o z:...o"
-_TRITON_LINEAR = _LINEAR.replace("z:...o", "z:#o")
-_NETWORK = (
-    "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o preactivation:...f saved:...f"
-)
-_TRITON_NETWORK = _NETWORK.replace("saved:...f", "saved:#f")
 _LOSS = "input:rc target:r grad:r known:2r lse:r"
 _LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:2r"
-
-_LINEAR_BACKWARD = Rule(
-    _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
-    ".oi?want_input .oi?want_weight",
-)  # fmt: skip
-_NETWORK_TRAINING = Rule(_NETWORK, "...o ...f=o?keep", ".of", ".mf .fo", despite_dropout="o")
-_NETWORK_BACKWARD = Rule(
-    _NETWORK,
-    "...m?want_input fm?want_weight1 f?want_bias1 of?want_weight2 o=f?want_bias2",
-    ".of",
-    ".fo .fo?want_weight2 .mf?want_weight1 .mf?want_input",
-    despite_dropout="o",
-)
 
 RULES: dict[str, Rule] = {
     "cpu_annotated_layer_norm": Rule(
@@ -84,12 +64,6 @@ RULES: dict[str, Rule] = {
         "...m?want_input m?want_weight m?want_bias", ".",
     ),
     "cpu_dropout": Rule("input:...", "...", "."),
-    "cpu_linear": Rule(_LINEAR, "...o", ".oi", ".oi", if_linear="i"),
-    "cpu_linear_with_preactivation": Rule(_LINEAR, "...o ...o", ".o", ".oi"),
-    "cpu_linear_backward": _LINEAR_BACKWARD,
-    "cpu_feed_forward": Rule(_NETWORK, "...o", ".of", ".mf .fo"),
-    "cpu_feed_forward_training": _NETWORK_TRAINING,
-    "cpu_feed_forward_backward": _NETWORK_BACKWARD,
     "cpu_cross_entropy": Rule(_LOSS, "r:float32 2r:float32", "r"),
     "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
     "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r 2r", "r", "rci"),
@@ -108,20 +82,6 @@ RULES: dict[str, Rule] = {
     ),
     "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
     "cpu_argmax": Rule("input:rc", "r:int64", "r"),
-    "triton_linear": Rule(_TRITON_LINEAR, "...o #o?save", "0oi", ".oi", if_linear="i"),
-    "triton_linear_backward": Rule(
-        _TRITON_LINEAR, "...i?need_input oi?need_weight o=i?need_bias", "0oi",
-        ".oi?need_input .oi?need_weight",
-    ),
-    "triton_feed_forward": Rule(_TRITON_NETWORK, "...o #f=o?save", "0of", ".mf .fo", "o"),
-    "triton_feed_forward_backward": Rule(
-        _TRITON_NETWORK, "...m?need_input fm f?need_bias1 of o=f?need_bias2", "0of",
-        ".fo .fo .mf .mf?need_input", "o",
-    ),
-    "cuda_linear": Rule(_LINEAR, "...o ...o?keep", ".oi", ".oi", if_linear="i"),
-    "cuda_linear_backward": _LINEAR_BACKWARD,
-    "cuda_feed_forward_training": _NETWORK_TRAINING,
-    "cuda_feed_forward_backward": _NETWORK_BACKWARD,
     "cuda_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
     "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
     "triton_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
@@ -196,8 +156,6 @@ def _tensor(dims: str, lead: int, shape: Sequence[int] | None) -> _Tensor:
     letters: list[str | None] = []
     if dims.startswith("..."):
         letters, dims = [str(i) for i in range(lead)], dims[3:]
-    elif dims.startswith("#"):
-        letters, dims = ["0"], dims[1:]
     if dims == "*":
         letters += [None] * (0 if shape is None else len(shape) - lead)
     else:
@@ -269,9 +227,8 @@ def placements(rule: Rule, given: dict[str, Any]) -> list[tuple[list[Any], list[
     ]
     for letter in _cuts(rule, given, lead):
         known = sizes.get(letter, set()) - {1}
-        flat = letter == "0" and "#" in rule.results
         # Groups of heads stay together only if both kinds of heads can be cut evenly.
-        if (len(known) > 1 or flat) and any(size % processes for size in known):
+        if len(known) > 1 and any(size % processes for size in known):
             continue
         ways.append(
             (
@@ -330,8 +287,6 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
         found: list[Any] = []
         if dims.startswith("..."):
             found, dims = [*leading], dims[3:]
-        elif dims.startswith("#"):
-            found, dims = [math.prod(leading)], dims[1:]
         if dims == "*":
             return [*found, *sizes["*"]]
         return found + [int(each) if each.isdigit() else sizes[each] for each in dims]

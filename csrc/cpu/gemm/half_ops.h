@@ -1,13 +1,12 @@
-// The operators for bfloat16 and float16 (register_half.cpp, half_backward.cpp). They take what the
-// operators of the same names in register.cpp take, or what these have checked (backward_calls.h),
-// and are called by those.
+// The operators for bfloat16 and float16. They take what the
+// operators of the same names take, or what these have checked (backward_calls.h), and are called
+// by those.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
-#include <tuple>
 
 #include "cpu/core/element.h"
 
@@ -40,12 +39,6 @@ namespace half {
 
 using torch::stable::Tensor;
 
-Tensor pack_weight(const Tensor& weight);
-
-// preactivation: where x W^T + bias is kept for the backward, or nullptr.
-Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-              int64_t activation, Tensor* preactivation = nullptr);
 void linear_gradients(LinearGradients& call);
 // A weight in panels of its columns, in shared scratch `slot`, so that run_linear() multiplies by W
 // instead of W^T.
@@ -53,12 +46,6 @@ const void* column_panels_of(const Tensor& weight, int slot);
 // Rows of args.grad with rows x of X (x_stride apart), whose panels go to shared scratch `slot`.
 void run_weight_gradient(HalfWeightGradientArgs args, const void* x, int64_t x_stride, int slot);
 
-Tensor feed_forward(const Tensor& input, const Tensor& weight1,
-                    const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
-                    const Tensor& weight2, const std::optional<Tensor>& packed2,
-                    const std::optional<Tensor>& bias2, int64_t activation, double dropout_p = 0.0,
-                    const std::optional<Tensor>& seed = std::nullopt,
-                    Tensor* preactivation = nullptr);
 void feed_forward_gradients(FeedForwardGradients& call);
 
 // The parts without checks and allocation, for operators made of several. Parameters are

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from ...dispatch import Call, Kernel, compute_capability, register, rows
+from ...functional.linear import CODES
 from .operators import attention as attention_operators
 from .operators import cross_entropy as cross_entropy_operators
 from .operators import feed_forward as feed_forward_operators
@@ -34,7 +35,6 @@ MAX_HEAD = 256
 FEW_ROWS = 64
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_ACTIVATIONS = frozenset({None, "relu", "gelu", "gelu_tanh", "silu"})
 
 
 def _why_not_installed() -> str | None:
@@ -166,7 +166,7 @@ def kernels(interpreted: bool) -> list[Kernel]:
             dtypes=_DTYPES,
             gradients=True,
             dropout=True,
-            activations=_ACTIVATIONS,
+            activations=frozenset(CODES),
             unavailable=_why_not_installed(),
             proven=frozenset(),
             record=Replayed,

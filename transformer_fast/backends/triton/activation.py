@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# As `functional.linear.CODES`.
 NONE, RELU, GELU, GELU_TANH, SILU = range(5)
-CODES = {None: NONE, "relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
 
 _RELU: tl.constexpr = tl.constexpr(RELU)
 _GELU: tl.constexpr = tl.constexpr(GELU)

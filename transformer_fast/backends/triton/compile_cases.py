@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...functional.linear import CODES
 from . import config
+from . import feed_forward as networks
 from . import layer_norm as norms
+from . import linear as maps
 from .attention import attention_forward, make_problem
 from .attention_bwd import attention_backward
 from .attention_weights import attention_weights
 from .cross_entropy import cross_entropy_backward, cross_entropy_forward
-from .feed_forward import feed_forward_backward, feed_forward_forward
-from .linear import linear_backward, linear_forward
 from .runtime import Launch, instead_of_launching, record_launches
 
 HEADS = (64, 128, 256)
@@ -86,20 +87,17 @@ def _feed_forward(dtype: torch.dtype, activation: str, dropout_p: float, rows: i
     weight1, bias1 = _meta(4096, 1024, dtype=dtype), _meta(4096, dtype=dtype)
     weight2, bias2 = _meta(1024, 4096, dtype=dtype), _meta(1024, dtype=dtype)
     seed = _meta(dtype=torch.int64) if dropout_p else None
-    y, saved = feed_forward_forward(
-        x, weight1, bias1, weight2, bias2, activation, dropout_p, seed, True
-    )
-    assert saved is not None
-    feed_forward_backward(
-        y, x, weight1, weight2, activation, dropout_p, seed, saved, True, True, True
-    )
+    rest = (CODES[activation], dropout_p, seed)
+    y, kept = networks.forward(x, weight1, bias1, weight2, bias2, *rest, True)
+    assert kept is not None
+    networks.backward(y, x, weight1, weight2, kept, *rest, True, True, True, True, True)
 
 
 def _linear(dtype: torch.dtype) -> None:
     x, weight = _meta(4096, 1000, dtype=dtype), _meta(1024, 1000, dtype=dtype)
     residual = _meta(4096, 1024, dtype=dtype)
-    y, z = linear_forward(x, weight, residual[0], "gelu", residual, True)
-    linear_backward(y, x, weight, "gelu", z, True, True, True)
+    y, z = maps.forward(x, weight, residual[0], residual, CODES["gelu"], True)
+    maps.backward(y, x, weight, z, CODES["gelu"], True, True, True)
 
 
 def _cross_entropy(classes: int, dtype: torch.dtype, label_smoothing: float) -> None:

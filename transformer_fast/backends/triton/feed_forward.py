@@ -12,81 +12,85 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .activation import CODES, RELU
+from .activation import RELU
 from .linear import as_matrix
 from .matmul import Epilogue, matmul
 from .philox import dropout_arguments
 
 
-def feed_forward_forward(
+def forward(
     input: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
-    activation: str,
+    activation: int,
     dropout_p: float,
     seed: Tensor | None,
-    save: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, saved): ``saved`` is the (rows, F) tensor the backward needs, if ``save``."""
-    code = CODES[activation]
+    """`functional.feed_forward.TRAINING`."""
     first = matmul(
         as_matrix(input),
         weight1.t(),
         Epilogue(
-            activation=code,
+            activation=activation,
             bias=None if bias1 is None else bias1.contiguous(),
             dropout=dropout_arguments(dropout_p),
             seed=seed,
-            save_z=save and code != RELU,
+            save_z=keep and activation != RELU,
         ),
     )
     second = matmul(
         first.output, weight2.t(), Epilogue(bias=None if bias2 is None else bias2.contiguous())
     )
-    output = second.output.view(*input.shape[:-1], weight2.shape[0])
-    if not save:
+    lead = input.shape[:-1]
+    output = second.output.view(*lead, weight2.shape[0])
+    if not keep:
         return output, None
-    return output, first.output if code == RELU else first.z
+    kept = first.output if activation == RELU else first.z
+    assert kept is not None
+    return output, kept.view(*lead, weight1.shape[0])
 
 
-def feed_forward_backward(
-    grad_output: Tensor,
+def backward(
+    grad: Tensor,
     input: Tensor,
     weight1: Tensor,
     weight2: Tensor,
-    activation: str,
+    kept: Tensor,
+    activation: int,
     dropout_p: float,
     seed: Tensor | None,
-    saved: Tensor,
-    need_input: bool,
-    need_bias1: bool,
-    need_bias2: bool,
-) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients of input, weight1, bias1, weight2 and bias2."""
-    code = CODES[activation]
-    grad = as_matrix(grad_output)
+    want_input: bool,
+    want_weight1: bool,
+    want_bias1: bool,
+    want_weight2: bool,
+    want_bias2: bool,
+) -> tuple[Tensor | None, ...]:
+    """`functional.feed_forward.BACKWARD`."""
+    grad = as_matrix(grad)
+    saved = as_matrix(kept).contiguous()
     result = matmul(
         grad,
         weight2,
         Epilogue(
-            activation=code,
+            activation=activation,
             backward=True,
             saved=saved,
             dropout=dropout_arguments(dropout_p),
             seed=seed,
-            make_hidden=code != RELU,
-            make_sums=need_bias1,
+            make_hidden=activation != RELU,
+            make_sums=want_bias1,
         ),
     )
-    hidden = saved if code == RELU else result.hidden
+    hidden = saved if activation == RELU else result.hidden
     assert hidden is not None
     x = input.reshape(-1, weight1.shape[1])
     return (
-        (result.output @ weight1).view(input.shape) if need_input else None,
-        result.output.t() @ x,
+        (result.output @ weight1).view(input.shape) if want_input else None,
+        result.output.t() @ x if want_weight1 else None,
         None if result.sums is None else result.sums.to(weight1.dtype),
-        grad.t() @ hidden,
-        grad.sum(0) if need_bias2 else None,
+        grad.t() @ hidden if want_weight2 else None,
+        grad.sum(0) if want_bias2 else None,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .activation import CODES, NONE
+from .activation import NONE
 from .matmul import Epilogue, follow, matmul
 from .runtime import with_unit_stride
 
@@ -19,64 +19,63 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return with_unit_stride(tensor.reshape(-1, tensor.shape[-1]))
 
 
-def linear_forward(
+def forward(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str | None,
     residual: Tensor | None,
-    save: bool,
+    activation: int,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, z): z is what the activation was applied to, if ``save`` and there is one."""
+    """`functional.linear.TRAINING`."""
     shape = (*input.shape[:-1], weight.shape[0])
     if residual is not None:
         residual = residual.reshape(-1, shape[-1]).contiguous()
-    code = CODES[activation]
     result = matmul(
         as_matrix(input),
         weight.t(),
         Epilogue(
-            activation=code,
+            activation=activation,
             bias=None if bias is None else bias.contiguous(),
             residual=residual,
-            save_z=save and code != NONE,
+            save_z=keep,
         ),
     )
-    return result.output.view(shape), result.z
+    return result.output.view(shape), None if result.z is None else result.z.view(shape)
 
 
-def linear_backward(
-    grad_output: Tensor,
+def backward(
+    grad: Tensor,
     input: Tensor,
     weight: Tensor,
-    activation: str | None,
-    z: Tensor | None,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
+    preactivation: Tensor | None,
+    activation: int,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; that of the residual is ``grad_output`` itself."""
+    """`functional.linear.BACKWARD`."""
     columns = weight.shape[0]
-    grad = grad_output.reshape(-1, columns)
+    grad = grad.reshape(-1, columns)
     x = input.reshape(-1, weight.shape[1])
     grad_bias = None
-    if activation is not None:
-        assert z is not None
+    if activation != NONE:
+        assert preactivation is not None
         result = follow(
             grad.contiguous(),
             Epilogue(
-                activation=CODES[activation],
+                activation=activation,
                 backward=True,
-                saved=z.reshape(grad.shape).contiguous(),
-                make_sums=need_bias,
+                saved=preactivation.reshape(grad.shape).contiguous(),
+                make_sums=want_bias,
             ),
         )
         grad = result.output
         grad_bias = None if result.sums is None else result.sums.to(weight.dtype)
-    elif need_bias:
+    elif want_bias:
         grad_bias = grad.sum(0)
     return (
-        (grad @ weight).view(input.shape) if need_input else None,
-        grad.t() @ x if need_weight else None,
+        (grad @ weight).view(input.shape) if want_input else None,
+        grad.t() @ x if want_weight else None,
         grad_bias,
     )

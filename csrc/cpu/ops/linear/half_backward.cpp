@@ -1,5 +1,5 @@
 // Gradients of linear maps and of the feed-forward network for bfloat16 and float16: what the
-// operators in linear_backward.cpp and feed_forward_backward.cpp call for these types.
+// operators in linear.cpp and feed_forward.cpp call for these types.
 #include "cpu/gemm/half_host.h"
 #include "cpu/gemm/weight_gradient_host.h"
 #include "cpu/ops/feed_forward/feed_forward_backward_half_kernel.h"

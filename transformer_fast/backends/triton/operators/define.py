@@ -72,7 +72,3 @@ def _implement(overload: Any, implementation: Callable[..., Any]) -> Any:
 def absent(like: Tensor) -> Tensor:
     """Stands for a result that was not asked for."""
     return like.new_empty((0,))
-
-
-def given(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return absent(like) if tensor is None else tensor

@@ -1,41 +1,94 @@
-// The operators cpu_feed_forward_training, which keeps what the backward needs, and
-// cpu_feed_forward_backward.
+// The operators of the feed-forward network.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
 #include "cpu/core/box.h"
-#include "cpu/gemm/half_ops.h"
+#include "cpu/gemm/half_host.h"
+#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
 #include "cpu/ops/linear/backward_calls.h"
 #include "cpu/ops/linear/linear_backward_host.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
+
+namespace half {
 namespace {
 
-// preactivation, x W1^T + b1, comes back empty if it is not to be kept.
-std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
-                                                 std::optional<Tensor> bias1, Tensor weight2,
-                                                 std::optional<Tensor> bias2, int64_t activation,
-                                                 double dropout_p, std::optional<Tensor> seed,
-                                                 bool keep) {
+Tensor feed_forward(const Tensor& input, const Tensor& weight1,
+                    const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
+                    const Tensor& weight2, const std::optional<Tensor>& packed2,
+                    const std::optional<Tensor>& bias2, int64_t activation, double dropout_p,
+                    const std::optional<Tensor>& seed, Tensor* preactivation) {
   const char* op = "feed_forward";
-  if (is_half(input)) {
-    STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
-    Tensor kept = keep ? fresh_rows(input, weight1.size(0)) : fresh(input, {0});
-    return {half::feed_forward(input, weight1, std::nullopt, bias1, weight2, std::nullopt, bias2,
-                               activation, dropout_p, seed, keep ? &kept : nullptr),
-            kept};
+  check_like(op, "input", input, input);
+  STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, input.scalar_type());
+  check_weight(op, "weight2", weight2, weight1.size(0), bias2, input.scalar_type());
+  Tensor output = fresh_rows(input, weight2.size(0));
+  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
+  if (m * n == 0) {
+    if (preactivation != nullptr) torch::stable::zero_(*preactivation);
+    return output;
   }
+  const HalfRows x = half_rows(input);
+  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
+  run_feed_forward(
+      {element_of(input), x.data, nullptr, data_of(b1), nullptr, data_of(b2),
+       output.mutable_data_ptr(), m, k, f, n, x.stride, checked_activation(op, activation),
+       make_dropout(op, dropout_p, seed), 0, data_of(preactivation)},
+      weight1, packed1, weight2, packed2);
+  trim_shared_scratch();
+  return output;
+}
+
+}  // namespace
+
+void run_feed_forward(HalfFeedForwardArgs args, const Tensor& weight1,
+                      const std::optional<Tensor>& packed1, const Tensor& weight2,
+                      const std::optional<Tensor>& packed2) {
+  const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
+  if (m < 64 * torch::stable::get_num_threads() && !args.dropout.on) {
+    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
+    void* hidden = shared_scratch(kHiddenSlot).floats((m + 1) / 2, f);
+    run_linear({args.type, args.x, nullptr, args.bias1, nullptr, hidden, m, k, f, args.x_stride, 0,
+                f, args.activation, args.preactivation},
+               weight1, packed1, 0);
+    run_linear({args.type, hidden, nullptr, args.bias2, args.residual, args.y, m, f, n, f,
+                args.residual_stride, n, 0},
+               weight2, packed2, 1);
+    return;
+  }
+  args.packed1 = panels_of(weight1, packed1, 0);
+  args.packed2 = panels_of(weight2, packed2, 1);
+  const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, args);
+  for_each_row_block(m, tall, [&](int64_t begin, int64_t end) {
+    const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, end - begin);
+    TF_DISPATCH(half_feed_forward_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
+  });
+}
+
+}  // namespace half
+
+namespace {
+
+// preactivation: where x W1^T + b1 is kept for the backward, or nullptr.
+Tensor feed_forward_keeping(const Tensor& input, const Tensor& weight1,
+                            const std::optional<Tensor>& packed1,
+                            const std::optional<Tensor>& bias1, const Tensor& weight2,
+                            const std::optional<Tensor>& packed2,
+                            const std::optional<Tensor>& bias2, int64_t activation,
+                            double dropout_p, const std::optional<Tensor>& seed,
+                            Tensor* preactivation) {
+  const char* op = "feed_forward";
   check_float(op, "input", input);
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2);
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   Tensor output = fresh_rows(input, n);
-  Tensor preactivation = keep ? fresh_rows(input, f) : fresh(input, {0});
-  if (m == 0) return {output, preactivation};
+  if (m == 0 || (n == 0 && preactivation == nullptr)) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
   FeedForwardArgs args{};
@@ -50,11 +103,33 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
   args.x_stride = x.stride;
   args.activation = checked_activation(op, activation);
   args.dropout = make_dropout(op, dropout_p, seed);
-  args.preactivation = floats_if(keep, preactivation);
-  if (!run_small_feed_forward(args, weight1, {}, weight2, {}, 2))
-    run_feed_forward(args, panels_of(weight1, {}, 0, m), panels_of(weight2, {}, 1, m), 2);
+  if (preactivation != nullptr) args.preactivation = floats_if(true, *preactivation);
+  if (!run_small_feed_forward(args, weight1, packed1, weight2, packed2, 2))
+    run_feed_forward(args, panels_of(weight1, packed1, 0, m), panels_of(weight2, packed2, 1, m), 2);
   trim_shared_scratch();
-  return {output, preactivation};
+  return output;
+}
+
+Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
+                    std::optional<Tensor> bias1, Tensor weight2, std::optional<Tensor> packed2,
+                    std::optional<Tensor> bias2, int64_t activation) {
+  const auto run = is_half(input) ? half::feed_forward : feed_forward_keeping;
+  return run(input, weight1, packed1, bias1, weight2, packed2, bias2, activation, 0.0, std::nullopt,
+             nullptr);
+}
+
+// kept: the preactivation, empty if it is not to be kept.
+std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
+                                                 std::optional<Tensor> bias1, Tensor weight2,
+                                                 std::optional<Tensor> bias2, int64_t activation,
+                                                 double dropout_p, std::optional<Tensor> seed,
+                                                 bool keep) {
+  STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
+  Tensor kept = keep ? fresh_rows(input, weight1.size(0)) : fresh(input, {0});
+  const auto run = is_half(input) ? half::feed_forward : feed_forward_keeping;
+  Tensor output = run(input, weight1, std::nullopt, bias1, weight2, std::nullopt, bias2, activation,
+                      dropout_p, seed, keep ? &kept : nullptr);
+  return {output, kept};
 }
 
 // Rows [begin, begin + rows), and what earlier rows gave to the sums is there already.
@@ -217,20 +292,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cpu_feed_forward_training(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
-      "Tensor? bias2, int activation, float dropout_p, Tensor? seed, bool keep) -> "
-      "(Tensor output, Tensor preactivation)");
-  m.def(
-      "cpu_feed_forward_backward(Tensor grad, Tensor input, Tensor weight1, Tensor weight2, "
-      "Tensor preactivation, int activation, float dropout_p, Tensor? seed, bool want_input, "
-      "bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) -> "
-      "(Tensor grad_input, Tensor grad_weight1, Tensor grad_bias1, Tensor grad_weight2, "
-      "Tensor grad_bias2)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_feed_forward_training", TF_BOX(&tf::feed_forward_training));
-  m.impl("cpu_feed_forward_backward", TF_BOX(&tf::feed_forward_backward));
+  m.impl("feed_forward.cpu", TF_BOX(&tf::feed_forward));
+  m.impl("feed_forward_training.cpu", TF_BOX(&tf::feed_forward_training));
+  m.impl("feed_forward_backward.cpu", TF_BOX(&tf::feed_forward_backward));
 }
