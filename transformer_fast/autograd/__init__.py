@@ -20,15 +20,6 @@ order of the results; what is not wanted may come back as anything.
                       backward(grad, input, weight1, weight2, activation, dropout_p, seed, kept,
                           wants)
                           -> gradients of input, weight1, bias1, weight2, bias2
-    cross_entropy     forward(input, target, ignore_index, label_smoothing) -> (losses, known);
-                          known: what backward wants to know of the rows
-                      backward(grad, input, target, known, ignore_index, label_smoothing, wants)
-                          -> gradient of input
-    linear_cross_entropy
-                      forward(input, weight, bias, target, ignore_index, label_smoothing)
-                          -> (losses, known)
-                      backward(grad, input, weight, bias, target, known, ignore_index,
-                          label_smoothing, wants) -> gradients of input, weight, bias
 
 ``preactivation`` is what activation was applied to, empty without one; ``kept`` is that of the
 hidden units, or, with ``keeps_preactivation=False``, anything else that backward wants to know.
@@ -43,17 +34,14 @@ inside torch.func's transforms, never get here (`dispatch.select`).
 """
 
 from .attention import Attention
-from .cross_entropy import CrossEntropy, LinearCrossEntropy
 from .feed_forward import FeedForward
 from .function import differentiates_again, needs_function, pairs, register, savable, vjp
 from .linear import Linear
 
 __all__ = [
     "Attention",
-    "CrossEntropy",
     "FeedForward",
     "Linear",
-    "LinearCrossEntropy",
     "differentiates_again",
     "needs_function",
     "pairs",

@@ -12,10 +12,18 @@ from .. import _native, small
 from ..autograd import Attention, FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
 from ..functional._operator import register_fakes
+from ..functional.cross_entropy import (
+    BACKWARD,
+    FORWARD,
+    LINEAR_BACKWARD,
+    LINEAR_FORWARD,
+    LINEAR_GRADIENTS,
+    LinearCrossEntropy,
+    cross_entropy_on,
+)
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
-from ..reference import taking_query_lengths
+from ..reference import in_parts, register_losses, taking_query_lengths
 from .cpu_backward import ACTIVATIONS
-from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
 from .cpu_packing import packed_weight
 
 _ops = torch.ops.transformer_fast
@@ -23,6 +31,7 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 layer_norm = layer_norm_on("cpu")
 add_layer_norm = add_layer_norm_on("cpu")
+cross_entropy = cross_entropy_on("cpu")
 
 
 @taking_query_lengths
@@ -111,6 +120,24 @@ def feed_forward(
     )
 
 
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    summed: bool = False,
+) -> Tensor:
+    """An operator makes a part of the logits at a time."""
+    if input.dtype != torch.float32:
+        return in_parts("cpu", input, weight, bias, target, ignore_index, label_smoothing, summed)
+    arguments = (input, weight, bias, target, ignore_index, label_smoothing)
+    if needs_function(input, weight, bias):
+        return LinearCrossEntropy.apply("cpu", *arguments)
+    return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
+
+
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
     # The size depends on the instruction set; no traced program asks for it.
     raise NotImplementedError("weights are packed outside traced programs")
@@ -180,8 +207,11 @@ _YIELDS = {
 def _register() -> None:
     if _native.module is not None:
         define_norms("cpu", inference=True)
+        for one in (FORWARD, BACKWARD, LINEAR_FORWARD, LINEAR_BACKWARD, LINEAR_GRADIENTS):
+            one.define("cpu")
         register_fakes("cpu_")
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
+    register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(ACTIVATIONS)
     for kernel in (
         Kernel("layer_norm", "cpu", layer_norm, gradients=True),

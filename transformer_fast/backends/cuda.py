@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import _native, autograd
-from ..autograd import Attention, CrossEntropy, FeedForward, Linear, needs_function
+from ..autograd import Attention, FeedForward, Linear, needs_function
 from ..dispatch import Call, Kernel, register
 from ..functional._operator import register_fakes
+from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
 from ..reference import taking_query_lengths
 from . import native_pairs
@@ -142,6 +143,8 @@ def attention(
 def define_operators() -> None:
     """Of the library, which was loaded."""
     define_norms("cuda", inference=False)
+    for one in (FORWARD, BACKWARD):
+        one.define("cuda")
     register_fakes("cuda_")
 
 
@@ -185,7 +188,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
         ),
         _kernel("linear", Linear, keeps=True, remark=_remark_on_products),
         _kernel("feed_forward", FeedForward, keeps=True, remark=_remark_on_products),
-        _kernel("cross_entropy", CrossEntropy),
+        Kernel("cross_entropy", "cuda", cross_entropy_on("cuda")),
     )
     return [
         replace(

@@ -76,33 +76,9 @@ def _feed_forward_backward(
     )  # fmt: skip
 
 
-def _cross_entropy_forward(
-    backend: str, input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    operator = getattr(_ops, f"{backend}_cross_entropy")
-    return operator(input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
-
-
-def _cross_entropy_backward(
-    backend: str,
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    known: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    wants: Sequence[bool],
-) -> tuple[Tensor]:
-    operator = getattr(_ops, f"{backend}_cross_entropy_backward")
-    return (operator(grad, input, target, known, ignore_index, label_smoothing),)
-
-
 def register(backend: str, linear_forward: Callable[..., Any]) -> None:
     """The pairs of a backend; the forward of its linear map is its own."""
-    for op, forward, backward in (
-        ("feed_forward", feed_forward_forward, _feed_forward_backward),
-        ("cross_entropy", _cross_entropy_forward, _cross_entropy_backward),
-    ):
+    for op, forward, backward in (("feed_forward", feed_forward_forward, _feed_forward_backward),):
         autograd.register(
             op, backend, partial(forward, backend), partial(backward, backend),
             keeps_preactivation=backend == "cpu",  # of relu CUDA's keeps the hidden units

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     and behind those of a result
 
         /x   the order of the dimensions in memory, if it is another
-        :d   its dtype, if it is not that of the first tensor
+        :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider
         ?a   it is there if the argument ``a`` is (or is True), and else empty
     """
 
@@ -67,8 +67,6 @@ _NETWORK = (
     "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o preactivation:...f saved:...f"
 )
 _TRITON_NETWORK = _NETWORK.replace("saved:...f", "saved:#f")
-_LOSS = "input:rc target:r grad:r known:2r lse:r"
-_LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:2r"
 
 _LINEAR_BACKWARD = Rule(
     _LINEAR, "...i?want_input oi?want_weight o=i?want_bias", ".oi",
@@ -106,22 +104,6 @@ RULES: dict[str, Rule] = {
     "cpu_feed_forward": Rule(_NETWORK, "...o", ".of", ".mf .fo"),
     "cpu_feed_forward_training": _NETWORK_TRAINING,
     "cpu_feed_forward_backward": _NETWORK_BACKWARD,
-    "cpu_cross_entropy": Rule(_LOSS, "r:float32 2r:float32", "r"),
-    "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
-    "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r 2r", "r", "rci"),
-    # Logits are worked out again.
-    "cpu_linear_cross_entropy_backward": Rule(
-        _LINEAR_LOSS, "ri?want_input ci?want_weight c?want_bias", "r",
-        "rci rci?want_input rci?want_weight",
-    ),
-    "cpu_linear_cross_entropy_gradients": Rule(
-        _LINEAR_LOSS, "r:float32 ri?want_input ci:float32?want_weight c:float32?want_bias", "r",
-        "rci rci?want_input rci?want_weight",
-    ),
-    "linear_cross_entropy_gradients": Rule(
-        _LINEAR_LOSS, "r ri?want_input ci?want_weight c?want_bias", "r",
-        "rci rci?want_input rci?want_weight",
-    ),
     "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
     "cpu_argmax": Rule("input:rc", "r:int64", "r"),
     "triton_attention": Rule(
@@ -153,10 +135,6 @@ RULES: dict[str, Rule] = {
     "cuda_linear_backward": _LINEAR_BACKWARD,
     "cuda_feed_forward_training": _NETWORK_TRAINING,
     "cuda_feed_forward_backward": _NETWORK_BACKWARD,
-    "cuda_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
-    "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
-    "triton_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
-    "triton_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
 }  # fmt: skip
 
 #: Operators that get no DTensors: whole layers and decoding steps ask for plain tensors, and packed
@@ -366,9 +344,10 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
     if (longest := given.get("longest")) is not None:
         sizes["B"], sizes["T"] = given["key_lengths"].shape[0] - 1, longest[0]
 
+    dtypes = {"": first.dtype, "wide": torch.promote_types(first.dtype, torch.float32)}
     results = []
     for result in map(_result, rule.results.split()):
-        dtype = getattr(torch, result.dtype) if result.dtype else first.dtype
+        dtype = dtypes.get(result.dtype) or getattr(torch, result.dtype)
         if not result.is_there(given):
             found = first.new_empty((0,))
         elif result.like:
@@ -417,6 +396,7 @@ class Operator:
         self.rule = rule
         #: What calls it, by backend.
         self.of: dict[str, Callable[..., Any]] = {}
+        self.overloads: list[Any] = []
         OPERATORS[self.name] = self
 
     def define(self, backend: str) -> Any:
@@ -425,6 +405,7 @@ class Operator:
         overload = getattr(getattr(torch.ops.transformer_fast, self.name), backend)
         register_fake(overload, self.rule)
         self.of[backend] = overload
+        self.overloads.append(overload)
         return overload
 
 
@@ -454,8 +435,7 @@ def _all() -> Iterator[tuple[Any, Rule]]:
         if (operator := _known(name)) is not None:
             yield operator, rule
     for one in OPERATORS.values():
-        packet = getattr(torch.ops.transformer_fast, one.name, None)
-        yield from ((getattr(packet, backend), one.rule) for backend in one.of)
+        yield from ((overload, one.rule) for overload in one.overloads)
 
 
 def _tell_dtensor(module: ModuleType) -> None:
@@ -518,10 +498,9 @@ def _tell_flop_counter(module: ModuleType) -> None:
     def formula(operator: Any, rule: Rule) -> Callable[..., int]:
         return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
 
-    for operator, rule in _all():
-        if rule.products:
-            count = formula(operator, rule)
-            module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
+    multiply = {each.overloadpacket: (each, rule) for each, rule in _all() if rule.products}
+    for packet, (operator, rule) in multiply.items():
+        module.register_flop_formula(packet, get_raw=True)(formula(operator, rule))
     for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
         if (operator := _known(name)) is not None:
             module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)

@@ -1,9 +1,9 @@
 // Cross entropy of x W^T + b. The logits of a vocabulary are far larger than all else in a step of
 // training, and fresh pages for them cost more than their arithmetic. So they are worked out in
 // scratch, a part at a time.
-// cpu_linear_cross_entropy and cpu_linear_cross_entropy_backward, of fp32: some rows and classes at
+// linear_cross_entropy and linear_cross_entropy_backward, of fp32: some rows and classes at
 // a time; the backward works the logits out again.
-// cpu_linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
+// linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
 // gradient in place, so that losses and gradients together take three products.
 #include <torch/csrc/stable/library.h>
 
@@ -238,24 +238,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cpu_linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, "
-      "int ignore_index, float label_smoothing) -> (Tensor losses, Tensor known)");
-  m.def(
-      "cpu_linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, "
-      "Tensor target, Tensor known, int ignore_index, float label_smoothing, bool want_input, "
-      "bool want_weight, bool want_bias) -> (Tensor grad_input, Tensor grad_weight, "
-      "Tensor grad_bias)");
-  m.def(
-      "cpu_linear_cross_entropy_gradients(Tensor? grad, Tensor input, Tensor weight, Tensor? bias, "
-      "Tensor target, int part_rows, int ignore_index, float label_smoothing, bool want_input, "
-      "bool want_weight, bool want_bias) -> (Tensor losses, Tensor grad_input, "
-      "Tensor grad_weight, Tensor grad_bias)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_linear_cross_entropy", TF_BOX(&tf::linear_cross_entropy));
-  m.impl("cpu_linear_cross_entropy_backward", TF_BOX(&tf::linear_cross_entropy_backward));
-  m.impl("cpu_linear_cross_entropy_gradients", TF_BOX(&tf::linear_cross_entropy_gradients));
+  m.impl("linear_cross_entropy.cpu", TF_BOX(&tf::linear_cross_entropy));
+  m.impl("linear_cross_entropy_backward.cpu", TF_BOX(&tf::linear_cross_entropy_backward));
+  m.impl("linear_cross_entropy_gradients.cpu", TF_BOX(&tf::linear_cross_entropy_gradients));
 }
