@@ -173,8 +173,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   bias = as_contiguous(bias);
   Tensor losses = fresh_float(input, {rows});
   Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh_float(weight, {0});
-  Tensor grad_bias = fresh_float(weight, {want_bias ? n : 0});
+  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh(weight, {0});
+  Tensor grad_bias = want_bias ? fresh_float(weight, {n}) : fresh(weight, {0});
   if (rows == 0 || n == 0) {
     for (Tensor* tensor : {&losses, &grad_input, &grad_weight, &grad_bias})
       torch::stable::zero_(*tensor);
