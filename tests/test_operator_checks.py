@@ -78,11 +78,25 @@ def test_a_norm_is_over_dimensions_that_there_are(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_no_classes() -> None:
-    losses, known = OPS.cpu_linear_cross_entropy(
+    losses, known = OPS.linear_cross_entropy.cpu(
         torch.randn(3, 4), torch.randn(0, 4), None, torch.full((3,), -100), -100, 0.0
     )
     assert torch.equal(losses, torch.zeros(3))
     assert torch.equal(known, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("wants", [(True, True, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
+def test_gradients_worked_out_with_losses(backend: str, dtype: torch.dtype, wants: Any) -> None:
+    if backend == "cpu" and dtype != torch.bfloat16:
+        pytest.skip("the CPU's kernel is for half types")
+    tensors = (torch.randn(shape).to(dtype) for shape in ((9, 4), (7, 4), (7,)))
+    torch.library.opcheck(
+        getattr(OPS.linear_cross_entropy_gradients, backend),
+        (None, *tensors, torch.arange(9) % 7, 4, 2, 0.1, *wants),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 def _activation_calls(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:

@@ -1,4 +1,4 @@
-// The operators cuda_cross_entropy and cuda_cross_entropy_backward.
+// The operators cross_entropy and cross_entropy_backward.
 #include <tuple>
 
 #include "cuda/cross_entropy.cuh"
@@ -29,35 +29,35 @@ CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ign
           .ignored = ignored,
           .smoothing = static_cast<float>(smoothing),
           .losses = nullptr,
-          .lse = nullptr};
+          .known = nullptr};
 }
 
-// (losses, fp32; log-sum-exp of each row, fp64)
+// (losses; known, (2, rows): the log-sum-exp of each row as a sum), both fp32
 std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ignored,
                                          double smoothing) {
   CrossEntropyArgs args = describe(input, target, ignored, smoothing);
   Tensor losses = empty(input, {args.rows}, ScalarType::Float);
-  Tensor lse = empty(input, {args.rows}, ScalarType::Double);
+  Tensor known = empty(input, {2, args.rows}, ScalarType::Float);
   args.losses = static_cast<float*>(losses.mutable_data_ptr());
-  args.lse = static_cast<double*>(lse.mutable_data_ptr());
+  args.known = static_cast<float*>(known.mutable_data_ptr());
   const OnDevice device(input);
   launch_cross_entropy(args, device.stream);
-  return {losses, lse};
+  return {losses, known};
 }
 
-Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor lse, int64_t ignored,
-                              double smoothing) {
+Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,
+                              int64_t ignored, double smoothing) {
   CrossEntropyArgs args = describe(input, target, ignored, smoothing);
-  STD_TORCH_CHECK(lse.is_contiguous() && lse.numel() == args.rows &&
-                      lse.scalar_type() == ScalarType::Double &&
-                      lse.get_device() == input.get_device(),
-                  kOp, ": lse must be what the forward gave");
+  STD_TORCH_CHECK(known.is_contiguous() && known.numel() == 2 * args.rows &&
+                      known.scalar_type() == ScalarType::Float &&
+                      known.get_device() == input.get_device(),
+                  kOp, ": known must be what the forward gave");
   STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == args.rows &&
                       grad.scalar_type() == ScalarType::Float &&
                       grad.get_device() == input.get_device(),
                   kOp, ": grad must be float32, one for each row of input, on its device");
   Tensor gradient = empty(input, {args.rows, args.columns});
-  args.lse = const_cast<double*>(static_cast<const double*>(lse.const_data_ptr()));
+  args.known = const_cast<float*>(static_cast<const float*>(known.const_data_ptr()));
   const OnDevice device(input);
   launch_cross_entropy_backward({args, static_cast<const float*>(grad.const_data_ptr()),
                                  grad.stride(0), gradient.mutable_data_ptr()},
@@ -68,16 +68,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor l
 }  // namespace
 }  // namespace tf::cuda
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cuda_cross_entropy(Tensor input, Tensor target, int ignore_index, float label_smoothing) -> "
-      "(Tensor losses, Tensor lse)");
-  m.def(
-      "cuda_cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor lse, "
-      "int ignore_index, float label_smoothing) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, TF_DISPATCH_KEY, m) {
-  m.impl("cuda_cross_entropy", TORCH_BOX(&tf::cuda::cross_entropy));
-  m.impl("cuda_cross_entropy_backward", TORCH_BOX(&tf::cuda::cross_entropy_backward));
+  m.impl("cross_entropy.cuda", TORCH_BOX(&tf::cuda::cross_entropy));
+  m.impl("cross_entropy_backward.cuda", TORCH_BOX(&tf::cuda::cross_entropy_backward));
 }

@@ -4,8 +4,8 @@
 //   dx[n, v] = grad[n] (exp(x[n, v] - lse[n]) - (1 - s) [v is target[n]] - s / V)
 //
 // Forward: logits are read once, and each thread rescales its sum of exponentials when its maximum
-// grows. lse is kept in fp64: rounded to fp32, an lse of 100 would cost the probabilities 6 bits. A
-// row whose target is `ignored` is not read.
+// grows. lse is kept as the sum of two fp32: rounded to one, an lse of 100 would cost the
+// probabilities 6 bits. A row whose target is `ignored` is not read.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -19,11 +19,11 @@ struct CrossEntropyArgs {
   int64_t rows, columns, row_stride, column_stride, target_stride, ignored;
   float smoothing;
   float* losses;  // (rows)
-  double* lse;    // (rows)
+  float* known;   // (2, rows): lse, and what is lost of it in fp32
 };
 
 struct CrossEntropyBackwardArgs {
-  CrossEntropyArgs call;  // lse is read, losses are not touched
+  CrossEntropyArgs call;  // known is read, losses are not touched
   const float* grad;      // (rows), grad_stride apart
   int64_t grad_stride;
   void* gradient;  // (rows, columns) contiguous
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
   const int lane = threadIdx.x % kThreads;
   const int64_t target = args.target[row * args.target_stride];
   if (target == args.ignored) {
-    if (lane == 0) args.losses[row] = 0.0f, args.lse[row] = 0.0;
+    if (lane == 0) args.losses[row] = args.known[row] = args.known[args.rows + row] = 0.0f;
     return;
   }
   // A target that is no class makes the loss NaN; there is nobody to raise an exception to.
@@ -84,7 +84,10 @@ __global__ void __launch_bounds__(kThreads == kWarp ? 4 * kWarp : kThreads)
   }
   if (lane == 0) {
     args.losses[row] = loss;
-    args.lse[row] = static_cast<double>(highest) + static_cast<double>(log_sum);
+    const double lse = static_cast<double>(highest) + static_cast<double>(log_sum);
+    const float high = static_cast<float>(lse);
+    args.known[row] = high;
+    args.known[args.rows + row] = static_cast<float>(lse - high);
   }
 }
 
@@ -97,8 +100,7 @@ __global__ void __launch_bounds__(kGradientThreads)
   const int64_t row = blockIdx.x;
   const int64_t target = call.target[row * call.target_stride];
   const bool counted = target != call.ignored;
-  const double lse = counted ? call.lse[row] : 0.0;
-  const float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
+  const float high = call.known[row], low = call.known[call.rows + row];
   const float grad = counted ? args.grad[row * args.grad_stride] : 0.0f;
   const float confidence = 1.0f - call.smoothing, share = call.smoothing / call.columns;
 #pragma unroll

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..autograd.function import differentiates_again, vjp
+from ..autograd import differentiates_again, vjp
 from ..dispatch import Call, select
 from ..functional._check import is_torchs, wants_grad
 from ..functional.layer_norm import BACKWARD, TRAINING

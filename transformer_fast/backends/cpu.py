@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from .. import _native, small
+from ..autograd import needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
 from ..functional._operator import register_fakes
 from ..functional.attention import attention_on, define_attention
+from ..functional.cross_entropy import (
+    BACKWARD,
+    FORWARD,
+    LINEAR_BACKWARD,
+    LINEAR_FORWARD,
+    LINEAR_GRADIENTS,
+    LinearCrossEntropy,
+    cross_entropy_on,
+)
 from ..functional.feed_forward import define_feed_forward, feed_forward_on
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
 from ..functional.linear import CODES, define_linear, linear_on
-from . import cpu_backward as cpu_backward  # its pairs
-from .cpu_cross_entropy import cross_entropy, linear_cross_entropy
+from ..reference import in_parts, register_losses
 from .cpu_packing import packed_weight
 
 _ops = torch.ops.transformer_fast
@@ -26,8 +35,25 @@ layer_norm = layer_norm_on("cpu")
 add_layer_norm = add_layer_norm_on("cpu")
 linear = linear_on("cpu", packed_weight)
 feed_forward = feed_forward_on("cpu", packed_weight)
+cross_entropy = cross_entropy_on("cpu")
 
 
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    summed: bool = False,
+) -> Tensor:
+    """An operator makes a part of the logits at a time."""
+    if input.dtype != torch.float32:
+        return in_parts("cpu", input, weight, bias, target, ignore_index, label_smoothing, summed)
+    arguments = (input, weight, bias, target, ignore_index, label_smoothing)
+    if needs_function(input, weight, bias):
+        return LinearCrossEntropy.apply("cpu", *arguments)
+    return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
 
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
@@ -102,8 +128,11 @@ def _register() -> None:
         define_norms("cpu", inference=True)
         define_linear("cpu", packed=True)
         define_feed_forward("cpu", packed=True)
+        for one in (FORWARD, BACKWARD, LINEAR_FORWARD, LINEAR_BACKWARD, LINEAR_GRADIENTS):
+            one.define("cpu")
         register_fakes("cpu_")
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
+    register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
     for kernel in (
         Kernel("layer_norm", "cpu", layer_norm, gradients=True),

@@ -8,48 +8,23 @@ The operators are in a library of their own that is loaded only with a PyTorch t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from .. import _native, autograd
-from ..autograd import CrossEntropy, needs_function
+from .. import _native
 from ..dispatch import Call, Kernel, register
 from ..functional._operator import register_fakes
 from ..functional.attention import attention_on, define_attention
+from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..functional.feed_forward import define_feed_forward, feed_forward_on
 from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
 from ..functional.linear import CODES, define_linear, linear_on
-from . import native_pairs
 
-_ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: With more keys a kernel takes longer than its launch, and PyTorch's flash and cuDNN are faster.
 MAX_KEYS = 512
 #: Larger heads have no tiles.
 MAX_HEAD = 128
-
-
-def _kernel(op: str, function: Any, results: int = 1, keeps: bool = False, **limits: Any) -> Kernel:
-    """The kernel of an op whose autograd function takes the arguments of its reference.
-
-    ``keeps``: the pair's forward takes, last, whether to keep what only a backward asks for.
-    """
-    pair, more = autograd.pairs[op]["cuda"], (False,) if keeps else ()
-
-    def run(*arguments: Any) -> Any:
-        if needs_function(*(each for each in arguments if isinstance(each, Tensor))):
-            found = function.apply("cuda", *arguments)
-            if isinstance(found, Tensor):
-                return found
-        else:
-            found = pair.forward(*arguments, *more)
-        return found[0] if results == 1 else found[:results]
-
-    return Kernel(op, "cuda", run, **limits)
-
-
 
 
 def define_operators() -> None:
@@ -58,6 +33,8 @@ def define_operators() -> None:
     define_norms("cuda", inference=False)
     define_linear("cuda", packed=False)
     define_feed_forward("cuda", packed=False)
+    for one in (FORWARD, BACKWARD):
+        one.define("cuda")
     register_fakes("cuda_")
 
 
@@ -101,7 +78,7 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
         ),
         Kernel("linear", "cuda", linear_on("cuda"), remark=_remark_on_products),
         Kernel("feed_forward", "cuda", feed_forward_on("cuda"), remark=_remark_on_products),
-        _kernel("cross_entropy", CrossEntropy),
+        Kernel("cross_entropy", "cuda", cross_entropy_on("cuda")),
     )
     return [
         replace(
@@ -118,8 +95,6 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
         for kernel in found
     ]
 
-
-native_pairs.register("cuda")
 
 if _native.cuda_why_not is None:
     define_operators()

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _native, autograd, reference, small
-from ..autograd import CrossEntropy, needs_function
+from .. import _native, reference, small
 from ..dispatch import Call, Kernel, is_exporting, register
+from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 
 #: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
 #: the reference would be slower than PyTorch's ops.
@@ -187,9 +187,7 @@ def cross_entropy(
             return reference.cross_entropy(input, target, ignore_index, label_smoothing)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         return F.cross_entropy(wide, target, ignore_index=ignore_index, reduction="none")
-    if needs_function(input):
-        return CrossEntropy.apply("torch", input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
-    return _cross_entropy_forward(input, target, ignore_index, label_smoothing)[0]
+    return _cross_entropy(input, target, ignore_index, label_smoothing)
 
 
 def _cross_entropy_forward(
@@ -212,8 +210,7 @@ def _cross_entropy_backward(
     log_p: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor]:
+) -> Tensor:
     """``grad * (p - (1 - s) * (v == target) - s / V)``, which reads log p once.
 
     The derivative of ELU is e^x for x <= 0, so its backward gives ``grad * p``. For NaN it gives
@@ -236,18 +233,11 @@ def _cross_entropy_backward(
     # p - 1 as one number: for p near 1 the difference of rounded ones has no digits left.
     at_target = torch.expm1(log_p_target).add_(label_smoothing - share).mul_(grad)
     at_target = at_target.masked_fill(ignored[:, None], 0.0)
-    return (found.scatter_(1, place, at_target.to(found.dtype)),)
+    return found.scatter_(1, place, at_target.to(found.dtype))
 
 
-def _linear_losses(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    return cross_entropy(F.linear(input, weight, bias), target, ignore_index, label_smoothing)
+FORWARD.of["torch"], BACKWARD.of["torch"] = _cross_entropy_forward, _cross_entropy_backward
+_cross_entropy = cross_entropy_on("torch")
 
 
 def linear_cross_entropy(
@@ -260,7 +250,7 @@ def linear_cross_entropy(
     summed: bool = False,
 ) -> Tensor:
     if is_exporting():
-        return _linear_losses(input, weight, bias, target, ignore_index, label_smoothing)
+        return cross_entropy(F.linear(input, weight, bias), target, ignore_index, label_smoothing)
     return reference.in_parts(
         "torch", input, weight, bias, target, ignore_index, label_smoothing, summed
     )
@@ -311,8 +301,7 @@ def _register() -> None:
         torch.library.register_autograd(
             "transformer_fast::cpu_dropout", _dropout_backward, setup_context=_keep_dropout
         )
-    reference.register_losses("torch", _linear_losses)
-    autograd.register("cross_entropy", "torch", _cross_entropy_forward, _cross_entropy_backward)
+    reference.register_losses("torch", reference.linear, cross_entropy)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
         Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm),

@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     and behind those of a result
 
         /x   the order of the dimensions in memory, if it is another
-        :d   its dtype, if it is not that of the first tensor
+        :d   its dtype, if it is not that of the first tensor; ``wide``: that one, or float32 if wider
         ?a   it is there if the argument ``a`` is (or is True), and else empty
     """
 
@@ -52,9 +52,6 @@ class Rule(NamedTuple):
     if_linear: str = ""
 
 
-_LOSS = "input:rc target:r grad:r known:2r lse:r"
-_LINEAR_LOSS = "input:ri weight:ci bias:c target:r grad:r known:2r"
-
 RULES: dict[str, Rule] = {
     "cpu_annotated_layer_norm": Rule(
         "input:...m weight:m bias:m", "...m ...:float32 ...:float32", "."
@@ -64,28 +61,8 @@ RULES: dict[str, Rule] = {
         "...m?want_input m?want_weight m?want_bias", ".",
     ),
     "cpu_dropout": Rule("input:...", "...", "."),
-    "cpu_cross_entropy": Rule(_LOSS, "r:float32 2r:float32", "r"),
-    "cpu_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
-    "cpu_linear_cross_entropy": Rule(_LINEAR_LOSS, "r 2r", "r", "rci"),
-    # Logits are worked out again.
-    "cpu_linear_cross_entropy_backward": Rule(
-        _LINEAR_LOSS, "ri?want_input ci?want_weight c?want_bias", "r",
-        "rci rci?want_input rci?want_weight",
-    ),
-    "cpu_linear_cross_entropy_gradients": Rule(
-        _LINEAR_LOSS, "r:float32 ri?want_input ci:float32?want_weight c:float32?want_bias", "r",
-        "rci rci?want_input rci?want_weight",
-    ),
-    "linear_cross_entropy_gradients": Rule(
-        _LINEAR_LOSS, "r ri?want_input ci?want_weight c?want_bias", "r",
-        "rci rci?want_input rci?want_weight",
-    ),
     "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
     "cpu_argmax": Rule("input:rc", "r:int64", "r"),
-    "cuda_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
-    "cuda_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
-    "triton_cross_entropy": Rule(_LOSS, "r:float32 r:float64", "r"),
-    "triton_cross_entropy_backward": Rule(_LOSS, "rc", "r"),
 }  # fmt: skip
 
 #: Operators that get no DTensors: whole layers and decoding steps ask for plain tensors, and packed
@@ -295,9 +272,10 @@ def fakes(rule: Rule, given: dict[str, Any]) -> list[Tensor]:
     if _is_packed(given):
         sizes["B"], sizes["T"] = given["key_lengths"].shape[0] - 1, given["longest_queries"]
 
+    dtypes = {"": first.dtype, "wide": torch.promote_types(first.dtype, torch.float32)}
     results = []
     for result in map(_result, rule.results.split()):
-        dtype = getattr(torch, result.dtype) if result.dtype else first.dtype
+        dtype = dtypes.get(result.dtype) or getattr(torch, result.dtype)
         if not result.is_there(given):
             found = first.new_empty((0,))
         elif result.like:
@@ -342,6 +320,7 @@ class Operator:
         self.rule = rule
         #: What calls it, by backend.
         self.of: dict[str, Callable[..., Any]] = {}
+        self.overloads: list[Any] = []
         OPERATORS[self.name] = self
 
     def define(self, backend: str) -> Any:
@@ -350,6 +329,7 @@ class Operator:
         overload = getattr(getattr(torch.ops.transformer_fast, self.name), backend)
         register_fake(overload, self.rule)
         self.of[backend] = overload
+        self.overloads.append(overload)
         return overload
 
 
@@ -379,8 +359,7 @@ def _all() -> Iterator[tuple[Any, Rule]]:
         if (operator := _known(name)) is not None:
             yield operator, rule
     for one in OPERATORS.values():
-        packet = getattr(torch.ops.transformer_fast, one.name, None)
-        yield from ((getattr(packet, backend), one.rule) for backend in one.of)
+        yield from ((overload, one.rule) for overload in one.overloads)
 
 
 def _tell_dtensor(module: ModuleType) -> None:

@@ -1,14 +1,24 @@
-"""Public cross_entropy and linear_cross_entropy."""
+"""cross_entropy and linear_cross_entropy: the public functions, the operators behind them, autograd."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import small
+from .. import reference, small
+from ..autograd import (
+    Function,
+    differentiates_again,
+    gradients,
+    needs_function,
+    only,
+    vjp,
+)
 from ..dispatch import Call, select
 from ..reference import values_are_known
 from ._check import (
@@ -22,6 +32,7 @@ from ._check import (
     same_error_as,
     wants_grad,
 )
+from ._operator import Operator, Rule
 from .linear import dtype_problem, weight_problem
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -295,3 +306,131 @@ def linear_cross_entropy(
     losses = select(call, backend).run(*arguments, reduction != "none")
     total = _reduce(losses, flat, ignored, reduction).to(_result_dtype(input))
     return total.view(target.shape) if reduction == "none" else total
+
+
+_OPTIONS = "int ignore_index, float label_smoothing"
+# known: what the backward wants to know of the rows, two numbers of each.
+_TENSORS = "input:rc target:r grad:r known:2r"
+FORWARD = Operator(
+    f"cross_entropy(Tensor input, Tensor target, {_OPTIONS}) -> (Tensor losses, Tensor known)",
+    Rule(_TENSORS, "r:float32 2r:float32", by="r"),
+)
+BACKWARD = Operator(
+    "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known,"
+    f" {_OPTIONS}) -> Tensor",
+    Rule(_TENSORS, "rc", by="r"),
+)
+_LINEAR = "Tensor input, Tensor weight, Tensor? bias, Tensor target"
+_LINEAR_TENSORS = "input:ri weight:ci bias:c target:r grad:r known:2r"
+_WANTS = "bool want_input, bool want_weight, bool want_bias"
+_GRADIENTS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
+# Of those that make gradients: logits are worked out, again or once.
+_PRODUCTS = "rci rci?want_input rci?want_weight"
+LINEAR_FORWARD = Operator(
+    f"linear_cross_entropy({_LINEAR}, {_OPTIONS}) -> (Tensor losses, Tensor known)",
+    Rule(_LINEAR_TENSORS, "r 2r", by="r", products="rci"),
+)
+LINEAR_BACKWARD = Operator(
+    f"linear_cross_entropy_backward(Tensor grad, {_LINEAR}, Tensor known, {_OPTIONS}, {_WANTS})"
+    f" -> ({_GRADIENTS})",
+    Rule(_LINEAR_TENSORS, "ri?want_input ci?want_weight c?want_bias", by="r", products=_PRODUCTS),
+)
+# Losses, and the gradients of sum over rows of grad (1 without it) * loss.
+LINEAR_GRADIENTS = Operator(
+    f"linear_cross_entropy_gradients(Tensor? grad, {_LINEAR}, SymInt part_rows, {_OPTIONS},"
+    f" {_WANTS}) -> (Tensor losses, {_GRADIENTS})",
+    Rule(
+        _LINEAR_TENSORS, "r:wide ri?want_input ci:wide?want_weight c:wide?want_bias", by="r",
+        products=_PRODUCTS,
+    ),
+)  # fmt: skip
+for _backend in ("reference", "torch", "triton"):
+    LINEAR_GRADIENTS.define(_backend)
+    torch.library.impl(
+        f"transformer_fast::linear_cross_entropy_gradients.{_backend}",
+        "default",
+        partial(reference.gradients_in_parts, _backend),
+    )
+
+
+def cross_entropy_on(backend: str) -> Callable[..., Tensor]:
+    """What the dispatcher runs of `cross_entropy` for a backend with operators."""
+
+    def run(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+        if needs_function(input):
+            return CrossEntropy.apply(backend, input, target, ignore_index, label_smoothing)
+        return FORWARD.of[backend](input, target, ignore_index, label_smoothing)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+class CrossEntropy(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        losses, known = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
+        ctx.backend = backend
+        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, target, known)
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 5
+        input, target, known = ctx.saved_tensors
+        options = ctx.ignore_index, ctx.label_smoothing
+        if differentiates_again():
+            (dinput,) = vjp(
+                lambda x: reference.cross_entropy(x, target, *options), (input,), (True,), (grad,)
+            )
+        else:
+            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, known, *options)
+        return None, dinput, None, None, None
+
+
+class LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        backend: str,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        losses, known = LINEAR_FORWARD.of[backend](
+            input, weight, bias, target, ignore_index, label_smoothing
+        )
+        ctx.backend = backend
+        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, weight, bias, target, known)
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 7
+        input, weight, bias, target, known = ctx.saved_tensors
+        wants, options = ctx.needs_input_grad[1:4], (ctx.ignore_index, ctx.label_smoothing)
+        if differentiates_again():
+            found = vjp(
+                lambda x, w, b: reference.recomputed_losses(x, w, b, target, *options),
+                (input, weight, bias), wants, (grad,),
+            )  # fmt: skip
+        else:
+            found = gradients(
+                LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, known,
+                *options, *wants,
+            )  # fmt: skip
+        return None, *only(wants, found), None, None, None

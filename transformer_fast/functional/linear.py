@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import memo, reference, small
-from ..autograd.function import (
+from ..autograd import (
     Function,
     differentiates_again,
     gradients,

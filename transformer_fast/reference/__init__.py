@@ -9,7 +9,7 @@ from .dropout import dropout
 from .feed_forward import feed_forward
 from .layer_norm import add_layer_norm, annotated_layer_norm, layer_norm
 from .linear import ACTIVATIONS, activate, linear
-from .loss_in_parts import in_parts, recomputed_losses, register_losses
+from .loss_in_parts import gradients_in_parts, in_parts, recomputed_losses, register_losses
 
 __all__ = [
     "ACTIVATIONS",
@@ -20,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "feed_forward",
+    "gradients_in_parts",
     "in_parts",
     "layer_norm",
     "linear",

@@ -30,18 +30,6 @@ def cross_entropy(
     return losses.masked_fill(ignored, 0.0)
 
 
-def _linear_losses(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    logits = linear(input, weight, bias, None, None)
-    return cross_entropy(logits, target, ignore_index, label_smoothing)
-
-
 def linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -55,4 +43,4 @@ def linear_cross_entropy(
     return in_parts("reference", input, weight, bias, target, ignore_index, label_smoothing, summed)
 
 
-register_losses("reference", _linear_losses)
+register_losses("reference", linear, cross_entropy)

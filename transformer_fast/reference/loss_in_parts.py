@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autograd.function import only, vjp
+from ..autograd import only, vjp
 from .recomputed import Recomputed
 
 #: So many logits are in memory at a time; of a very large vocabulary those of `_LEAST_ROWS`.
@@ -27,35 +27,35 @@ _LEAST_ROWS = 64
 Losses = Callable[[Tensor, Tensor, "Tensor | None", Tensor, int, float], Tensor]
 
 
-class Gradients(Protocol):
-    """Losses, and gradients of input, weight and bias (those of the latter two in fp32 at least),
-    worked out for so many rows at a time; without ``grad`` those of the losses' sum."""
-
-    def __call__(
-        self,
-        grad: Tensor | None,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        rows: int,
-        ignore_index: int,
-        label_smoothing: float,
-        wants: Sequence[bool],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
-
-
 class _Backend(NamedTuple):
     losses: Losses
-    gradients: Gradients | None
+    #: Whether it has kernels for ``linear_cross_entropy_gradients``.
+    has_gradients: bool
 
 
 _backends: dict[str, _Backend] = {}
 
 
-def register_losses(backend: str, losses: Losses, gradients: Gradients | None = None) -> None:
-    """A backend may have ``gradients`` of its own, an operator; else they are those of ``losses``."""
-    _backends[backend] = _Backend(losses, gradients)
+def register_losses(
+    backend: str,
+    linear: Callable[..., Tensor],
+    cross_entropy: Callable[..., Tensor],
+    has_gradients: bool = False,
+) -> None:
+    """A backend's functions that logits and their losses come from."""
+
+    def losses(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        logits = linear(input, weight, bias, None, None)
+        return cross_entropy(logits, target, ignore_index, label_smoothing)
+
+    _backends[backend] = _Backend(losses, has_gradients)
 
 
 def _part_rows(weight: Tensor) -> int:
@@ -70,19 +70,19 @@ def in_parts(
     target: Tensor,
     ignore_index: int,
     label_smoothing: float,
-    summed: bool,
+    summed: bool = False,
 ) -> Tensor:
     """The backend's losses, for as many rows at a time as `MOST_LOGITS` allow.
 
     ``summed``: the caller will add the losses up, so all have the same gradient (a hint).
     """
-    losses, gradients = _backends[backend]
+    losses, has_gradients = _backends[backend]
     arguments = (input, weight, bias, target, ignore_index, label_smoothing)
     compiling = torch.compiler.is_compiling()
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return losses(*arguments) if compiling else recomputed_losses(*arguments)
     # What is traced otherwise is to be made of PyTorch's operators.
-    if compiling and gradients is None and not torch.compiler.is_dynamo_compiling():
+    if compiling and not has_gradients and not torch.compiler.is_dynamo_compiling():
         return losses(*arguments)
     rows = _part_rows(weight)
     if _are_few(input, rows):
@@ -211,19 +211,14 @@ def _work(
     label_smoothing: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The backend's `Gradients`."""
-    losses, gradients = _backends[backend]
-    if gradients is not None:
-        return gradients(
-            grad, input, weight, bias, target, rows, ignore_index, label_smoothing, wants
-        )
-    if not torch.compiler.is_compiling():
-        return _gradients(
-            losses, grad, input, weight, bias, target, rows, ignore_index, label_smoothing, wants
-        )
-    result, *found = torch.ops.transformer_fast.linear_cross_entropy_gradients(
-        backend, grad, input, weight, bias, target, rows, ignore_index, label_smoothing, *wants
-    )
+    """Losses, and gradients of input, weight and bias (those of the latter two in fp32 at least),
+    worked out for so many rows at a time; without ``grad`` those of the losses' sum."""
+    losses, has_gradients = _backends[backend]
+    arguments = (grad, input, weight, bias, target, rows, ignore_index, label_smoothing)
+    if not has_gradients and not torch.compiler.is_compiling():
+        return _gradients(losses, *arguments, wants)
+    operator = getattr(torch.ops.transformer_fast.linear_cross_entropy_gradients, backend)
+    result, *found = operator(*arguments, *wants)
     return (result, *only(wants, found))  # type: ignore[return-value]
 
 
@@ -250,7 +245,7 @@ def _gradients(
     label_smoothing: float,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`Gradients` of any losses. Sums are in fp32 at least."""
+    """`_work` of any losses."""
     (w, b), shared = _leaves((weight, bias), wants[1:])
     assert w is not None
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -280,8 +275,8 @@ def _gradients(
     )
 
 
-def _operator(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """`_gradients`, whose wants stand one by one here."""
+def gradients_in_parts(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """The operator ``linear_cross_entropy_gradients`` of a backend without kernels for it."""
     given: tuple[Any, ...] = (*arguments[:-3], arguments[-3:])
     # Behind autograd, as operators are called under modes, `_gradients` needs it nevertheless.
     autograd = torch._C.DispatchKey.AutogradFunctionality
@@ -289,30 +284,6 @@ def _operator(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
         results = _gradients(_backends[backend].losses, *given)
     input = given[1]
     return tuple(input.new_empty((0,)) if r is None else r for r in results)
-
-
-def fake_gradients(
-    grad: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    part_rows: int,
-    ignore_index: int,
-    label_smoothing: float,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, inputs = input.shape
-    classes = weight.shape[0]
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return (
-        input.new_empty((rows,), dtype=wide),
-        input.new_empty((rows, inputs) if want_input else (0,)),
-        weight.new_empty((classes, inputs) if want_weight else (0,), dtype=wide),
-        weight.new_empty((classes if want_bias else 0,), dtype=wide),
-    )
 
 
 def _times(
@@ -348,22 +319,3 @@ def _times(
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _define() -> None:
-    name = "linear_cross_entropy_gradients"
-    _library.define(
-        f"{name}(str backend, Tensor? grad, Tensor input, Tensor weight, Tensor? bias, Tensor target,"
-        " SymInt part_rows, int ignore_index, float label_smoothing, bool want_input,"
-        " bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)"
-    )
-    _library.impl(name, _operator, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"transformer_fast::{name}",
-        lambda backend, *arguments: fake_gradients(*arguments),
-        lib=_library,
-    )
-
-
-_library = torch.library.Library("transformer_fast", "FRAGMENT")
-_define()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.function import vjp
+from ..autograd import vjp
 
 _Run = Callable[..., tuple[Tensor, ...]]
 

@@ -102,8 +102,8 @@ def _linear(dtype: torch.dtype) -> None:
 
 def _cross_entropy(classes: int, dtype: torch.dtype, label_smoothing: float) -> None:
     logits, target = _meta(4096, classes, dtype=dtype), _meta(4096, dtype=torch.int64)
-    losses, lse = cross_entropy_forward(logits, target, -100, label_smoothing)
-    cross_entropy_backward(losses, logits, target, lse, -100, label_smoothing)
+    losses, known = cross_entropy_forward(logits, target, -100, label_smoothing)
+    cross_entropy_backward(losses, logits, target, known, -100, label_smoothing)
 
 
 def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Case:

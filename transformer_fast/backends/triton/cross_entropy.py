@@ -3,9 +3,10 @@
     loss[n] = (1 - s) * (lse[n] - x[n, target[n]]) + s * (lse[n] - mean over v of x[n, v])
     dx[n, v] = grad[n] * (exp(x[n, v] - lse[n]) - (1 - s) * (v == target[n]) - s / V)
 
-x, dx: (N, V) with any strides; target: (N,); loss, grad: (N,) fp32; lse: (N,), the logarithm of the
-sum of a row's exponentials, in fp64: rounded to fp32, an lse of 100 would cost the probabilities 6
-bits. Elements are computed with in fp32. A row whose target is ignore_index is not read.
+x, dx: (N, V) with any strides; target: (N,); loss, grad: (N,) fp32; lse, the logarithm of the sum of
+a row's exponentials, is kept as the sum of two fp32: rounded to one, an lse of 100 would cost the
+probabilities 6 bits. Elements are computed with in fp32. A row whose target is ignore_index is not
+read.
 
 Forward: a program walks over its rows once, block by block, and rescales its sums of exponentials
 whenever the maximum grows; long rows have a program each, of short ones it takes several. Backward:
@@ -29,7 +30,7 @@ def cross_entropy_forward_kernel(
     x_ptr,  # (N, V)
     target_ptr,  # (N,), stride_target
     loss_ptr,  # (N,) fp32
-    lse_ptr,  # (N,) fp64
+    known_ptr,  # (2, N) fp32: lse, and what is lost of it in fp32
     stride_row,
     stride_column,
     stride_target,
@@ -75,8 +76,10 @@ def cross_entropy_forward_kernel(
         mean = divide(tl.sum(distances, 1), columns * 1.0)
         loss += smoothing * ((maximum - origin) - mean + log_sum)
     tl.store(loss_ptr + row, tl.where(counted, loss, 0.0), mask=row < rows)
-    lse = maximum.to(tl.float64) + log_sum.to(tl.float64)
-    tl.store(lse_ptr + row, lse, mask=row < rows)
+    lse = tl.where(counted, maximum.to(tl.float64) + log_sum.to(tl.float64), 0.0)
+    high = lse.to(tl.float32)
+    tl.store(known_ptr + row, high, mask=row < rows)
+    tl.store(known_ptr + rows + row, (lse - high.to(tl.float64)).to(tl.float32), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
@@ -84,7 +87,7 @@ def cross_entropy_backward_kernel(
     grad_ptr,  # (N,), stride_grad
     x_ptr,  # (N, V)
     target_ptr,  # (N,), stride_target
-    lse_ptr,  # (N,) fp64
+    known_ptr,  # (2, N) fp32
     dx_ptr,  # (N, V), contiguous
     stride_grad,
     stride_row,
@@ -105,11 +108,10 @@ def cross_entropy_backward_kernel(
     column = column.to(tl.int64)
     target = tl.load(target_ptr + row * stride_target, mask=row < rows, other=0).to(tl.int64)
     counted = (row < rows) & (target != ignore_index)
-    # Of ignored rows grad, lse and logits count as 0: the product is 0 times something finite.
+    # Of ignored rows grad, known and logits count as 0: the product is 0 times something finite.
     grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + row, mask=counted, other=0.0)
-    high = lse.to(tl.float32)
-    low = (lse - high.to(tl.float64)).to(tl.float32)
+    high = tl.load(known_ptr + row, mask=counted, other=0.0)
+    low = tl.load(known_ptr + rows + row, mask=counted, other=0.0)
     in_row = (column < columns)[None, :]
     at = x_ptr + row[:, None] * stride_row + column[None, :] * stride_column
     x = tl.load(at, mask=counted[:, None] & in_row, other=0.0).to(tl.float32)
@@ -123,13 +125,13 @@ def cross_entropy_backward_kernel(
 def cross_entropy_forward(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """(losses, lse): (N,) in fp32, and (N,) in fp64 for the backward.
+    """(losses, known): (N,) and, for the backward, (2, N), both in fp32.
 
     A target that is neither a class nor ``ignore_index`` makes its loss NaN.
     """
     rows, columns = input.shape
     losses = torch.empty(rows, dtype=torch.float32, device=input.device)
-    lse = torch.empty(rows, dtype=torch.float64, device=input.device)
+    known = torch.empty((2, rows), dtype=torch.float32, device=input.device)
     tile = config.cross_entropy(columns)
     launch(
         cross_entropy_forward_kernel,
@@ -137,7 +139,7 @@ def cross_entropy_forward(
         input,
         target,
         losses,
-        lse,
+        known,
         input.stride(0),
         input.stride(1),
         target.stride(0),
@@ -152,14 +154,14 @@ def cross_entropy_forward(
         BLOCK_COLUMNS=tile.columns,
         SMOOTH=label_smoothing != 0.0,
     )
-    return losses, lse
+    return losses, known
 
 
 def cross_entropy_backward(
     grad: Tensor,
     input: Tensor,
     target: Tensor,
-    lse: Tensor,
+    known: Tensor,
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
@@ -173,7 +175,7 @@ def cross_entropy_backward(
         grad,
         input,
         target,
-        lse,
+        known,
         grad_input,
         grad.stride(0),
         input.stride(0),

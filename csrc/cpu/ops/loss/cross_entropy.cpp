@@ -1,4 +1,4 @@
-// The operators cpu_cross_entropy and cpu_cross_entropy_backward.
+// The operators cross_entropy and cross_entropy_backward.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -78,16 +78,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor k
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cpu_cross_entropy(Tensor input, Tensor target, int ignore_index, float label_smoothing) -> "
-      "(Tensor losses, Tensor known)");
-  m.def(
-      "cpu_cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor known, "
-      "int ignore_index, float label_smoothing) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_cross_entropy", TF_BOX(&tf::cross_entropy));
-  m.impl("cpu_cross_entropy_backward", TF_BOX(&tf::cross_entropy_backward));
+  m.impl("cross_entropy.cpu", TF_BOX(&tf::cross_entropy));
+  m.impl("cross_entropy_backward.cpu", TF_BOX(&tf::cross_entropy_backward));
 }

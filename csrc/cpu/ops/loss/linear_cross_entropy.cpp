@@ -1,9 +1,9 @@
 // Cross entropy of x W^T + b. The logits of a vocabulary are far larger than all else in a step of
 // training, and fresh pages for them cost more than their arithmetic. So they are worked out in
 // scratch, a part at a time.
-// cpu_linear_cross_entropy and cpu_linear_cross_entropy_backward, of fp32: some rows and classes at
+// linear_cross_entropy and linear_cross_entropy_backward, of fp32: some rows and classes at
 // a time; the backward works the logits out again.
-// cpu_linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
+// linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
 // gradient in place, so that losses and gradients together take three products.
 #include <torch/csrc/stable/library.h>
 
@@ -173,8 +173,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   bias = as_contiguous(bias);
   Tensor losses = fresh_float(input, {rows});
   Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh_float(weight, {0});
-  Tensor grad_bias = fresh_float(weight, {want_bias ? n : 0});
+  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh(weight, {0});
+  Tensor grad_bias = want_bias ? fresh_float(weight, {n}) : fresh(weight, {0});
   if (rows == 0 || n == 0) {
     for (Tensor* tensor : {&losses, &grad_input, &grad_weight, &grad_bias})
       torch::stable::zero_(*tensor);
@@ -238,24 +238,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cpu_linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, "
-      "int ignore_index, float label_smoothing) -> (Tensor losses, Tensor known)");
-  m.def(
-      "cpu_linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, "
-      "Tensor target, Tensor known, int ignore_index, float label_smoothing, bool want_input, "
-      "bool want_weight, bool want_bias) -> (Tensor grad_input, Tensor grad_weight, "
-      "Tensor grad_bias)");
-  m.def(
-      "cpu_linear_cross_entropy_gradients(Tensor? grad, Tensor input, Tensor weight, Tensor? bias, "
-      "Tensor target, int part_rows, int ignore_index, float label_smoothing, bool want_input, "
-      "bool want_weight, bool want_bias) -> (Tensor losses, Tensor grad_input, "
-      "Tensor grad_weight, Tensor grad_bias)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_linear_cross_entropy", TF_BOX(&tf::linear_cross_entropy));
-  m.impl("cpu_linear_cross_entropy_backward", TF_BOX(&tf::linear_cross_entropy_backward));
-  m.impl("cpu_linear_cross_entropy_gradients", TF_BOX(&tf::linear_cross_entropy_gradients));
+  m.impl("linear_cross_entropy.cpu", TF_BOX(&tf::linear_cross_entropy));
+  m.impl("linear_cross_entropy_backward.cpu", TF_BOX(&tf::linear_cross_entropy_backward));
+  m.impl("linear_cross_entropy_gradients.cpu", TF_BOX(&tf::linear_cross_entropy_gradients));
 }

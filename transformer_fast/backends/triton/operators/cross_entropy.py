@@ -2,106 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from .... import reference
-from ....autograd import CrossEntropy, needs_function, register
-from .define import define
+from ....functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
+from .define import implement
 from .linear import linear
 
 
-def _run(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, ...]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     from ..cross_entropy import cross_entropy_forward
 
-    return cross_entropy_forward(input, target, ignore_index, label_smoothing)
+    return cross_entropy_forward(*arguments)
 
 
-def _run_backward(
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
+def _backward(*arguments: Any) -> Tensor:
     from ..cross_entropy import cross_entropy_backward
 
-    return cross_entropy_backward(grad, input, target, lse, ignore_index, label_smoothing)
+    return cross_entropy_backward(*arguments)
 
 
-_forward = define(
-    "triton_cross_entropy(Tensor input, Tensor target, int ignore_index, float label_smoothing)"
-    " -> (Tensor, Tensor)",
-    _run,
-)
-_backward = define(
-    "triton_cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor lse,"
-    " int ignore_index, float label_smoothing) -> Tensor",
-    _run_backward,
-)
-
-
-def _cross_entropy_forward(
-    input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, ...]:
-    return _forward(input, target, ignore_index, label_smoothing)  # type: ignore[no-any-return]
-
-
-def _cross_entropy_backward(
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    wants: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    return (_backward(grad, input, target, lse, ignore_index, label_smoothing),)
-
-
-register("cross_entropy", "triton", _cross_entropy_forward, _cross_entropy_backward)
+implement(FORWARD, _forward)
+implement(BACKWARD, _backward)
+_cross_entropy = cross_entropy_on("triton")
 
 
 def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    if input.numel() == 0:
-        return reference.cross_entropy(input, target, ignore_index, label_smoothing)
-    if needs_function(input):
-        return CrossEntropy.apply("triton", input, target, ignore_index, label_smoothing)  # type: ignore[no-untyped-call, no-any-return]
-    losses: Tensor = _forward(input, target, ignore_index, label_smoothing)[0]
-    return losses
+    run = _cross_entropy if input.numel() else reference.cross_entropy
+    return run(input, target, ignore_index, label_smoothing)
 
 
-def _linear_losses(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    logits = linear(input, weight, bias, None, None)
-    return cross_entropy(logits, target, ignore_index, label_smoothing)
-
-
-reference.register_losses("triton", _linear_losses)
-
-
-def linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    summed: bool = False,
-) -> Tensor:
-    """`linear`, then `cross_entropy`, of as many rows at a time as `in_parts` says."""
-    return reference.in_parts(
-        "triton", input, weight, bias, target, ignore_index, label_smoothing, summed
-    )
+reference.register_losses("triton", linear, cross_entropy)
+linear_cross_entropy = partial(reference.in_parts, "triton")

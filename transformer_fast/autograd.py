@@ -1,30 +1,18 @@
-"""What the autograd functions of all ops share: the backends' pairs, and second derivatives."""
+"""What the autograd functions of all ops share.
+
+Kernels have first derivatives only. With ``create_graph=True`` a backward differentiates the
+reference's formula instead, which can be differentiated again; tensors with tangents, and calls
+inside torch.func's transforms, never get here (`dispatch.select`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
-
-from ..dispatch import OPS
-
-
-class Pair(NamedTuple):
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
-pairs: dict[str, dict[str, Pair]] = {op: {} for op in OPS}
-
-
-def register(
-    op: str, backend: str, forward: Callable[..., Any], backward: Callable[..., Any]
-) -> None:
-    """Add a backend's pair for an op; a second one replaces the first."""
-    pairs[op][backend] = Pair(forward, backward)
 
 
 def needs_function(*tensors: Tensor | None) -> bool:
