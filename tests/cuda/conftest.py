@@ -9,6 +9,7 @@ import torch
 
 from transformer_fast import _native, dispatch
 from transformer_fast.backends import cuda
+from transformer_fast.functional import _operator
 
 ON_GPU = _native.cuda_why_not is None and torch.cuda.is_available()
 
@@ -24,6 +25,7 @@ def operators() -> str:
         pytest.skip(simt_build.WHY_NOT)
     torch.ops.load_library(str(simt_build.library()))
     cuda.define_operators()
+    _operator.tell()
     return "cpu"
 
 

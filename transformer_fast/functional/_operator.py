@@ -423,16 +423,20 @@ def _tell_flop_counter(module: ModuleType) -> None:
         return lambda *given, out_val=None: flops(rule, _by_name(operator, given))
 
     # Overloads of one packet share their schema.
-    products = {o.overloadpacket: formula(o, rule) for o, rule in _all() if rule.products}
-    for packet, count in products.items():
-        module.register_flop_formula(packet, get_raw=True)(count)
+    counts = {o.overloadpacket: formula(o, rule) for o, rule in _all() if rule.products}
     for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
         if (operator := _known(name)) is not None:
-            module.register_flop_formula(operator.overloadpacket, get_raw=True)(count)
+            counts[operator.overloadpacket] = count
+    for packet, count in counts.items():
+        if packet not in module.flop_registry:
+            module.register_flop_formula(packet, get_raw=True)(count)
 
 
 def tell() -> None:
-    """Tell DTensor and the flop counter, each once it is imported."""
+    """Tell DTensor and the flop counter, each once it is imported.
+
+    To be called again after an overload was added: it changes its packet's hash.
+    """
     if torch.distributed.is_available():
         when_imported("torch.distributed.tensor", _tell_dtensor)
     when_imported("torch.utils.flop_counter", _tell_flop_counter)
