@@ -153,12 +153,7 @@ def serve() -> None:
 def _cases() -> Iterator[tuple[str, Any]]:
     import torch
 
-    from transformer_fast.backends.triton import config
-    from transformer_fast.backends.triton.operators import attention as attentions
-    from transformer_fast.backends.triton.operators import cross_entropy as losses
-    from transformer_fast.backends.triton.operators import feed_forward as networks
-    from transformer_fast.backends.triton.operators import layer_norm as norms
-    from transformer_fast.backends.triton.operators import linear as products
+    from transformer_fast.backends.triton import config, operators
 
     seed = torch.tensor(0x7123456789ABCDEF)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -193,7 +188,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
                 q, k, v, given, lengths, causal, None, p, seed if p else None, groups > 1, weights,
                 query_lengths,
             )  # fmt: skip
-            return "attention", attentions.attention, arguments, gradients, settings
+            return "attention", operators.attention, arguments, gradients, settings
 
         return make
 
@@ -217,9 +212,9 @@ def _cases() -> Iterator[tuple[str, Any]]:
             x = x + far
             if not p:
                 arguments: Any = (x, (columns,), w, w.flip(0), 1e-5)
-                return "layer_norm", norms.layer_norm, arguments, True, {}
+                return "layer_norm", operators.layer_norm, arguments, True, {}
             arguments = (x, x.flip(0), (columns,), w, b, 1e-5, p, seed)
-            return "add_layer_norm", norms.add_layer_norm, arguments, True, {}
+            return "add_layer_norm", operators.add_layer_norm, arguments, True, {}
 
         return make
 
@@ -238,7 +233,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
                 activation,
                 residual,
             )
-            return "linear", products.linear, arguments, True, settings
+            return "linear", operators.linear, arguments, True, settings
 
         return make
 
@@ -251,7 +246,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
                 normal(rows, m, dtype=dtype), w1, normal(f, dtype=dtype), w2, normal(m, dtype=dtype),
                 activation, p, seed if p else None,
             )  # fmt: skip
-            return "feed_forward", networks.feed_forward, arguments, True, settings
+            return "feed_forward", operators.feed_forward, arguments, True, settings
 
         return make
 
@@ -260,7 +255,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
             target = torch.arange(rows) * 7 % classes
             target[3] = -100
             arguments = (normal(rows, classes, dtype=dtype) * 3, target, -100, smoothing)
-            return "cross_entropy", losses.cross_entropy, arguments, True, {}
+            return "cross_entropy", operators.cross_entropy, arguments, True, {}
 
         return make
 

@@ -14,7 +14,7 @@ from transformer_fast import reference
 from transformer_fast.backends.triton import config, mask_tiles, runtime
 from transformer_fast.backends.triton.attention import attention_forward, make_problem
 from transformer_fast.backends.triton.attention_bwd import attention_backward
-from transformer_fast.backends.triton.operators.attention import attention
+from transformer_fast.backends.triton.operators import attention
 from transformer_fast.backends.triton.tiles import power
 from transformer_fast.testing import check, check_gradients
 

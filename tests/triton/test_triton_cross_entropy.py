@@ -16,7 +16,7 @@ from transformer_fast.backends.triton.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
 )
-from transformer_fast.backends.triton.operators.cross_entropy import (
+from transformer_fast.backends.triton.operators import (
     cross_entropy,
     linear_cross_entropy,
 )

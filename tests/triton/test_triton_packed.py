@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import functional, use_backend
 from transformer_fast.backends.triton import config, runtime
-from transformer_fast.backends.triton.operators.attention import attention
+from transformer_fast.backends.triton.operators import attention
 from transformer_fast.testing import check, check_gradients, nan_memory
 
 pytestmark = [

@@ -17,11 +17,7 @@ import torch
 
 from ...dispatch import Call, Kernel, compute_capability, register, rows
 from ...functional.linear import CODES
-from .operators import attention as attention_operators
-from .operators import cross_entropy as cross_entropy_operators
-from .operators import feed_forward as feed_forward_operators
-from .operators import layer_norm as layer_norm_operators
-from .operators import linear as linear_operators
+from . import operators
 from .plans import Replayed
 
 #: Architectures whose tiles, warps and stages `config` has.
@@ -136,28 +132,21 @@ def warm(
 
 def kernels(interpreted: bool) -> list[Kernel]:
     """What is registered; the interpreter takes CPU tensors too."""
-    norms, attention = layer_norm_operators, attention_operators.attention
-    linear, feed_forward = linear_operators.linear, feed_forward_operators.feed_forward
-    losses = cross_entropy_operators
     found = (
-        Kernel("layer_norm", "triton", norms.layer_norm, refuses=_refuse_layer_norm),
-        Kernel("add_layer_norm", "triton", norms.add_layer_norm, refuses=_refuse_layer_norm),
+        Kernel("layer_norm", "triton", operators.layer_norm, refuses=_refuse_layer_norm),
+        Kernel("add_layer_norm", "triton", operators.add_layer_norm, refuses=_refuse_layer_norm),
         Kernel(
             "attention",
             "triton",
-            attention,
+            operators.attention,
             mask_gradient=True,
             query_lengths=True,
             refuses=_refuse_attention,
         ),
-        Kernel("linear", "triton", linear, refuses=_refuse_place, remark=_remark_on_linear),
-        Kernel(
-            "feed_forward", "triton", feed_forward, refuses=_refuse_place, remark=_remark_on_linear
-        ),
-        Kernel("cross_entropy", "triton", losses.cross_entropy, refuses=_refuse_place),
-        Kernel(
-            "linear_cross_entropy", "triton", losses.linear_cross_entropy, refuses=_refuse_place
-        ),
+        Kernel("linear", "triton", operators.linear, remark=_remark_on_linear),
+        Kernel("feed_forward", "triton", operators.feed_forward, remark=_remark_on_linear),
+        Kernel("cross_entropy", "triton", operators.cross_entropy),
+        Kernel("linear_cross_entropy", "triton", operators.linear_cross_entropy),
     )
     return [
         replace(
@@ -167,6 +156,7 @@ def kernels(interpreted: bool) -> list[Kernel]:
             gradients=True,
             dropout=True,
             activations=frozenset(CODES),
+            refuses=kernel.refuses or _refuse_place,
             unavailable=_why_not_installed(),
             proven=frozenset(),
             record=Replayed,

@@ -1,0 +1,188 @@
+"""Triton's overloads of the operators (``torch.ops.transformer_fast.<op>.triton``), and what the
+dispatcher runs. Triton is imported by the first call, not here. But for norms the operators take no
+empty tensors: the functions give those calls to the reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import memo, reference
+from ...functional._operator import OPERATORS, Operator
+from ...functional.attention import attention_on
+from ...functional.cross_entropy import cross_entropy_on
+from ...functional.feed_forward import feed_forward_on
+from ...functional.layer_norm import add_layer_norm_on, layer_norm_on
+from ...functional.linear import linear_on
+from . import plans
+
+_is_compiling = torch.compiler.is_compiling
+_library = torch.library.Library("transformer_fast", "FRAGMENT")
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
+    """Adds this backend's overload of the operator.
+
+    Where the implementation gives None the operator gives `absent` of its first argument; who calls it
+    by ``operator.of["triton"]`` may get either. While launches are recorded (`runtime.record_launches`)
+    the implementation itself is called, for torch would answer meta tensors with the fake.
+    """
+    overload = operator.define("triton")
+    planned = plans.Planned(implementation)
+
+    def run(*arguments: Any) -> Any:
+        results = planned(*arguments)
+        if type(results) is not tuple:
+            return results
+        return tuple([absent(arguments[0]) if one is None else one for one in results])
+
+    for place in ("CUDA", "CPU"):
+        _library.impl(overload.name().partition("::")[2], run, place)
+    required = sum(not one.has_default_value() for one in overload._schema.arguments)
+
+    def call(*arguments: Any) -> Any:
+        if _is_compiling():
+            return overload(*arguments)
+        # PyTorch leaves defaults at the end out, too, and plans are kept by what it hands over.
+        while len(arguments) > required and arguments[-1] is None:
+            arguments = arguments[:-1]
+        if memo.quiet():
+            # PyTorch's way to an operator in Python takes longer than all else.
+            result = planned.replay(arguments)
+            if result is not NotImplemented:
+                return result
+        runtime = sys.modules.get(_PACKAGE + ".runtime")
+        if runtime is not None and (runtime.recording() or plans.recorder() is not None):
+            return implementation(*arguments)
+        return overload(*arguments)
+
+    operator.of["triton"] = call
+
+
+def absent(like: Tensor) -> Tensor:
+    """Stands for a result that was not asked for."""
+    return like.new_empty((0,))
+
+
+def _longest(queries: int, keys: int) -> tuple[int, int] | None:
+    return None if queries < 0 else (queries, keys)
+
+
+def _attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    need_weights: bool,
+    query_lengths: Tensor | None = None,
+    longest_queries: int = -1,
+    longest_keys: int = -1,
+) -> tuple[Tensor | None, ...]:
+    from .attention import attention_forward, make_problem
+    from .attention_weights import attention_weights
+
+    arguments = (
+        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
+        _longest(longest_queries, longest_keys),
+    )  # fmt: skip
+    output, row_max, row_sum = attention_forward(*arguments)
+    weights = (
+        attention_weights(make_problem(*arguments), row_max, row_sum) if need_weights else None
+    )
+    return output, weights, row_max, row_sum
+
+
+def _attention_backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    output: Tensor,
+    weights: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    want_query: bool,
+    want_key: bool,
+    want_value: bool,
+    want_mask: bool,
+    query_lengths: Tensor | None = None,
+    longest_queries: int = -1,
+    longest_keys: int = -1,
+) -> tuple[Tensor | None, ...]:
+    from .attention_bwd import attention_backward
+
+    found = attention_backward(
+        grad, grad_weights, query, key, value, mask, key_lengths, is_causal, scale, dropout_p, seed,
+        output, weights, row_max, row_sum, want_mask, query_lengths,
+        _longest(longest_queries, longest_keys),
+    )  # fmt: skip
+    wants = (want_query, want_key, want_value, want_mask)
+    return tuple([each if want else None for want, each in zip(wants, found, strict=True)])
+
+
+def _later(module: str, function: str) -> Callable[..., Any]:
+    """A function of a module that imports Triton."""
+
+    def run(*arguments: Any) -> Any:
+        return getattr(importlib.import_module("." + module, _PACKAGE), function)(*arguments)
+
+    return run
+
+
+_IMPLEMENTATIONS = {
+    "attention_training": _attention_forward,
+    "attention_backward": _attention_backward,
+    "layer_norm_training": _later("layer_norm", "forward"),
+    "layer_norm_backward": _later("layer_norm", "backward"),
+    "linear_training": _later("linear", "forward"),
+    "linear_backward": _later("linear", "backward"),
+    "feed_forward_training": _later("feed_forward", "forward"),
+    "feed_forward_backward": _later("feed_forward", "backward"),
+    "cross_entropy": _later("cross_entropy", "cross_entropy_forward"),
+    "cross_entropy_backward": _later("cross_entropy", "cross_entropy_backward"),
+}
+for _name, _implementation in _IMPLEMENTATIONS.items():
+    _implement(OPERATORS[_name], _implementation)
+
+attention = attention_on("triton", query_lengths=True)
+layer_norm = layer_norm_on("triton")
+add_layer_norm = add_layer_norm_on("triton")
+
+
+def _unless_empty(
+    run: Callable[..., Tensor], reference: Callable[..., Tensor], *places: int
+) -> Callable[..., Tensor]:
+    """``run``, or the reference where one of the arguments at these places is empty."""
+
+    def either(*arguments: Any) -> Tensor:
+        empty = 0 in [arguments[place].numel() for place in places]
+        return (reference if empty else run)(*arguments)
+
+    return either
+
+
+linear = _unless_empty(linear_on("triton"), reference.linear, 0, 1)
+feed_forward = _unless_empty(feed_forward_on("triton"), reference.feed_forward, 0, 1, 3)
+cross_entropy = _unless_empty(cross_entropy_on("triton"), reference.cross_entropy, 0)
+reference.register_losses("triton", linear, cross_entropy)
+linear_cross_entropy = partial(reference.in_parts, "triton")
