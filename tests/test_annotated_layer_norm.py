@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_fast import _native, use_backend
-from transformer_fast.backends import cpu_annotated
+from transformer_fast.functional.layer_norm import ANNOTATED, ANNOTATED_BIASED, BACKWARD, TRAINING
 from transformer_fast.models import AnnotatedLayerNorm
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
@@ -21,11 +21,17 @@ def drawn(rows: int, columns: int, dtype: torch.dtype) -> tuple[AnnotatedLayerNo
     return norm, (3 * torch.randn(2, rows, columns, generator=generator) + 1).to(dtype)
 
 
-def results(rows: int, columns: int, dtype: torch.dtype, backend: str) -> list[torch.Tensor]:
+def results(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    backend: str,
+    rounded_to: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
     """The output and all gradients."""
-    norm, x = drawn(rows, columns, torch.float32)
+    norm, x = drawn(rows, columns, rounded_to)
     norm, x = norm.to(dtype), x.to(dtype).requires_grad_()
-    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(rounded_to).to(dtype)
     with use_backend(backend):
         y = norm(x)
         y.backward(grad)
@@ -34,12 +40,13 @@ def results(rows: int, columns: int, dtype: torch.dtype, backend: str) -> list[t
 
 @pytest.mark.parametrize("columns", [2, 3, 15, 16, 33, 64, 130, 512])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_it_is_the_plain_one(rows, columns, isa):
-    ours = results(rows, columns, torch.float32, "cpu")
-    plain = results(rows, columns, torch.float32, "reference")
-    true = results(rows, columns, torch.float64, "reference")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_the_plain_one(rows, columns, dtype, isa):
+    ours = results(rows, columns, dtype, "cpu")
+    plain = results(rows, columns, dtype, "reference")
+    true = results(rows, columns, torch.float64, "reference", rounded_to=dtype)
     for a, b, t in zip(ours, plain, true, strict=True):
-        unit = (b - t).abs().max() + 2 * torch.finfo(torch.float32).eps * t.abs().max()
+        unit = (b - t).abs().max() + 2 * torch.finfo(dtype).eps * t.abs().max()
         assert (a - t).abs().max() <= 3 * unit
 
 
@@ -55,12 +62,13 @@ def test_rows_of_equal_values(isa):
 
 def test_what_runs_on_the_kernel():
     norm, x = drawn(3, 8, torch.float32)
-    assert cpu_annotated.fits(x, norm.weight, norm.bias)
+    assert "NormFunction" in type(norm(x).grad_fn).__name__
+    assert "NormFunction" not in type(norm.double()(x.double()).grad_fn).__name__
     with use_backend("reference"):
-        assert not cpu_annotated.fits(x, norm.weight, norm.bias)
-    assert not cpu_annotated.fits(x.double(), norm.weight, norm.bias)
+        assert "NormFunction" not in type(norm.float()(x).grad_fn).__name__
     half = norm.bfloat16()(x.bfloat16())
     assert half.dtype == torch.bfloat16
+    assert "NormFunction" in type(half.grad_fn).__name__
 
 
 def test_strides_and_inference():
@@ -86,12 +94,12 @@ def test_second_derivatives_and_forward_mode():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
 
-def test_opcheck():
+@pytest.mark.parametrize("kind", [ANNOTATED, ANNOTATED_BIASED])
+def test_opcheck(kind):
     norm, x = drawn(2, 6, torch.float32)
     w, b = norm.weight.detach(), norm.bias.detach()
-    ops = torch.ops.transformer_fast
-    torch.library.opcheck(ops.cpu_annotated_layer_norm.default, (x, w, b, 0.1))
-    _, mean, rstd = ops.cpu_annotated_layer_norm(x, w, b, 0.1)
-    torch.library.opcheck(
-        ops.cpu_annotated_layer_norm_backward.default, (x, x, mean, rstd, w, True, True, True)
-    )
+    forward, backward = TRAINING.of["cpu"], BACKWARD.of["cpu"]
+    torch.library.opcheck(forward, (x, None, w, b, 1, 0.1, kind, 0.0, None))
+    _, _, mean, rstd = forward(x, None, w, b, 1, 0.1, kind, 0.0, None)
+    rest = (1, kind, 0.0, None, True, False, True, True)
+    torch.library.opcheck(backward, (x, None, x, w, mean, rstd, *rest))

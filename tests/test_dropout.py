@@ -7,6 +7,7 @@ import torch
 
 from transformer_fast import _native, functional, reference
 from transformer_fast.backends import cpu
+from transformer_fast.functional.layer_norm import add_norm_on
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -30,7 +31,7 @@ def test_add_layer_norm_drops_the_references_elements(p, seed, isa):
     for columns in (*range(1, 36), 63, 64, 65, 257):
         x = torch.rand(5, columns) + 1.0
         zeros = torch.zeros_like(x)
-        _, total = cpu.add_layer_norm(x, zeros, (columns,), None, None, 1e-5, p, seed_of(p, seed))
+        _, total = add_norm_on("cpu")(x, zeros, (columns,), None, None, 1e-5, p, seed_of(p, seed))
         assert torch.equal(total, reference.dropout(x, p, seed_of(p, seed)))
 
 
@@ -38,7 +39,7 @@ def test_columns_are_those_of_the_last_dimension(isa):
     x, seed = torch.rand(3, 5, 7, 9) + 1.0, torch.tensor(3)
     zeros = torch.zeros_like(x)
     for shape in ((9,), (7, 9), (5, 7, 9)):
-        _, total = cpu.add_layer_norm(x, zeros, shape, None, None, 1e-5, 0.4, seed)
+        _, total = add_norm_on("cpu")(x, zeros, shape, None, None, 1e-5, 0.4, seed)
         assert torch.equal(total, reference.dropout(x, 0.4, seed))
 
 
@@ -80,7 +81,7 @@ def test_what_is_dropped_is_gone(values, isa):
     seed = torch.tensor(4)
     dropped = reference.dropout(torch.ones(6, 40), 0.5, seed) == 0
     x = torch.ones(6, 40).masked_fill(dropped, values).requires_grad_()
-    normalized, total = cpu.add_layer_norm(x, torch.ones(6, 40), (40,), None, None, 1e-5, 0.5, seed)
+    normalized, total = add_norm_on("cpu")(x, torch.ones(6, 40), (40,), None, None, 1e-5, 0.5, seed)
     assert bool(total.isfinite().all())
     (grad,) = torch.autograd.grad(normalized.sin().sum() + total.sum(), x)
     assert bool(grad.isfinite().all())
@@ -129,11 +130,11 @@ def test_seed_is_checked():
     x = torch.rand(4, 8)
     ops = torch.ops.transformer_fast
     with pytest.raises(RuntimeError, match="dropout needs a seed"):
-        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0.5, None)
+        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 0.5, None)
     with pytest.raises(RuntimeError, match="int64 scalar"):
-        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0.5, torch.tensor(1.0))
+        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 0.5, torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="between 0 and 1"):
-        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 1.5, torch.tensor(1))
+        ops.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 1.5, torch.tensor(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -71,10 +71,10 @@ def test_a_norm_is_over_dimensions_that_there_are(dtype: torch.dtype) -> None:
     x = torch.randn(4, 6).to(dtype)
     for dims in (0, -1, 3):
         with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
-            OPS.layer_norm.cpu(x, None, None, dims, 1e-5)
+            OPS.layer_norm.cpu(x, None, None, dims, 1e-5, 0)
         with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
-            OPS.add_layer_norm.cpu(x, x, None, None, dims, 1e-5)
-    assert OPS.layer_norm.cpu(x[:0], None, None, 2, 1e-5).shape == (0, 6)
+            OPS.add_layer_norm.cpu(x, x, None, None, dims, 1e-5, 0)
+    assert OPS.layer_norm.cpu(x[:0], None, None, 2, 1e-5, 0).shape == (0, 6)
 
 
 def test_rows_of_no_classes() -> None:

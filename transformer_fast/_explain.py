@@ -9,12 +9,19 @@ from .dispatch import Explanation, explain_call
 from .functional.attention import prepare_scaled_dot_product_attention
 from .functional.cross_entropy import prepare_cross_entropy, prepare_linear_cross_entropy
 from .functional.feed_forward import prepare_feed_forward
-from .functional.layer_norm import prepare_add_layer_norm, prepare_layer_norm
+from .functional.layer_norm import (
+    prepare_add_layer_norm,
+    prepare_add_rms_norm,
+    prepare_layer_norm,
+    prepare_rms_norm,
+)
 from .functional.linear import prepare_linear
 
 _PREPARE: dict[str, Callable[..., Any]] = {
     "layer_norm": prepare_layer_norm,
     "add_layer_norm": prepare_add_layer_norm,
+    "rms_norm": prepare_rms_norm,
+    "add_rms_norm": prepare_add_rms_norm,
     "attention": prepare_scaled_dot_product_attention,
     "scaled_dot_product_attention": prepare_scaled_dot_product_attention,
     "linear": prepare_linear,

@@ -24,6 +24,8 @@ BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
 OPS = (
     "layer_norm",
     "add_layer_norm",
+    "rms_norm",
+    "add_rms_norm",
     "attention",
     "linear",
     "feed_forward",
@@ -49,7 +51,7 @@ class Call(NamedTuple):
     is_causal: bool = False
     key_lengths: Tensor | None = None
     need_weights: bool = False
-    #: Of layer_norm; empty: the last dimension of the first tensor.
+    #: Of a norm; empty: the last dimension of the first tensor.
     normalized_shape: tuple[int, ...] = ()
     query_lengths: Tensor | None = None
     #: Of packed sequences, whose lengths are offsets: the most queries and keys that one has.

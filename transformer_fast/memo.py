@@ -161,7 +161,7 @@ def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
 
 
 #: Where the reference's arguments have the seed.
-_SEED = {"add_layer_norm": 7, "attention": 8, "feed_forward": 7}
+_SEED = {"add_layer_norm": 7, "add_rms_norm": 6, "attention": 8, "feed_forward": 7}
 
 
 def seeded(kernel: Kernel, call: Call, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

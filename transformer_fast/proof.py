@@ -170,8 +170,7 @@ def _loss_class(call: Any) -> list[str]:
 
 
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
-    "layer_norm": _norm_class,
-    "add_layer_norm": _norm_class,
+    **dict.fromkeys(("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"), _norm_class),
     "attention": _attention_class,
     "linear": _linear_class,
     "feed_forward": _rows_class,

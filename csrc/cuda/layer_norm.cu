@@ -39,11 +39,16 @@ void check_same_shape(const char* name, const Tensor& tensor, const Tensor& inpu
                   " must have the shape of input");
 }
 
+void check_kind(int64_t kind) {
+  STD_TORCH_CHECK(kind == 0, kOp, ": there is no other norm on CUDA than LayerNorm, kind 0");
+}
+
 // (output; sum, empty without residual; mean; rstd)
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
     Tensor input, std::optional<Tensor> residual, std::optional<Tensor> weight,
-    std::optional<Tensor> bias, int64_t dims, double eps, double dropout_p,
+    std::optional<Tensor> bias, int64_t dims, double eps, int64_t kind, double dropout_p,
     std::optional<Tensor> seed) {
+  check_kind(kind);
   const Element type = element_of(kOp, input);
   const int64_t normalized = normalized_size(input, dims);
   const int64_t rows = count_rows(input, normalized);
@@ -83,8 +88,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
 // bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
-    Tensor mean, Tensor rstd, int64_t dims, double dropout_p, std::optional<Tensor> seed,
-    bool want_source, bool want_input, bool want_weight, bool want_bias) {
+    Tensor mean, Tensor rstd, int64_t dims, int64_t kind, double dropout_p,
+    std::optional<Tensor> seed, bool want_source, bool want_input, bool want_weight,
+    bool want_bias) {
+  check_kind(kind);
   const Element type = element_of(kOp, source);
   const int64_t normalized = normalized_size(source, dims);
   const int64_t rows = count_rows(source, normalized);

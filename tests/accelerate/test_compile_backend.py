@@ -37,8 +37,11 @@ from hand_written import (
 from torch import Tensor
 
 from transformer_fast import accelerate, compile_backend, compile_reports
-from transformer_fast.accelerate import outside_norm
 from transformer_fast.accelerate.graph import run_time
+from transformer_fast.functional.annotated_layer_norm import (
+    add_annotated_layer_norm,
+    annotated_layer_norm,
+)
 from transformer_fast.functional.layer_norm import TRAINING
 
 
@@ -126,9 +129,9 @@ def test_annotated_norms_run_on_the_kernels(residual: torch.Tensor | None) -> No
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         if residual is None:
-            y = outside_norm.layer_norm(x, weight, bias, 1e-6, True)
+            y = annotated_layer_norm(x, weight, bias, 1e-6, True)
         else:
-            y, _ = outside_norm.add_layer_norm(x, residual, weight, bias, 1e-6, True, 0.0)
+            y, _ = add_annotated_layer_norm(x, residual, weight, bias, 1e-6, True, 0.0)
         y.sum().backward()
     ran = {event.key for event in profile.key_averages()}
     assert {f"transformer_fast::layer_norm_{part}" for part in ("training", "backward")} <= ran

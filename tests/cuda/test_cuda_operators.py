@@ -225,9 +225,9 @@ def norm_calls(device):
     x, w, b = (rows_of(shape, torch.float32, device, 1) for shape in ((2, 5, 24), (24,), (24,)))
     rows, seed = rows_of((10,), torch.float32, device, 1), SEED.to(device)
     forward, backward = ops.layer_norm_training.cuda, ops.layer_norm_backward.cuda
-    yield forward, (x, None, w, b, 1, 1e-5, 0.0, None)
-    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0.3, seed)
-    kept = (x, None, x, w, rows, rows.abs(), 1)
+    yield forward, (x, None, w, b, 1, 1e-5, 0, 0.0, None)
+    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0, 0.3, seed)
+    kept = (x, None, x, w, rows, rows.abs(), 1, 0)
     yield backward, (*kept, 0.0, None, True, False, True, True)
     yield backward, (*kept, 0.3, seed, False, True, False, True)
 
@@ -282,13 +282,13 @@ def test_opcheck(calls, device):
 
 
 WRONG = {
-    "float64": (lambda x: (x.double(), None, None, None, 1, 1e-5, 0.0, None), "dtype"),
+    "float64": (lambda x: (x.double(), None, None, None, 1, 1e-5, 0, 0.0, None), "dtype"),
     "dimensions": (lambda x: (x, None, None, None, 4, 1e-5, 0.0, None), "the last 4 .* of 3"),
-    "weight": (lambda x: (x, None, x[0, 0, :5], None, 1, 1e-5, 0.0, None), "24 elements"),
-    "weight's dtype": (lambda x: (x, None, x[0, 0].half(), None, 1, 1e-5, 0.0, None), "weight"),
-    "residual": (lambda x: (x, x[0], None, None, 1, 1e-5, 0.0, None), "shape of input"),
-    "no seed": (lambda x: (x, x, None, None, 1, 1e-5, 0.5, None), "seed"),
-    "probability": (lambda x: (x, x, None, None, 1, 1e-5, 1.5, None), "dropout_p"),
+    "weight": (lambda x: (x, None, x[0, 0, :5], None, 1, 1e-5, 0, 0.0, None), "24 elements"),
+    "weight's dtype": (lambda x: (x, None, x[0, 0].half(), None, 1, 1e-5, 0, 0.0, None), "weight"),
+    "residual": (lambda x: (x, x[0], None, None, 1, 1e-5, 0, 0.0, None), "shape of input"),
+    "no seed": (lambda x: (x, x, None, None, 1, 1e-5, 0, 0.5, None), "seed"),
+    "probability": (lambda x: (x, x, None, None, 1, 1e-5, 0, 1.5, None), "dropout_p"),
 }
 
 

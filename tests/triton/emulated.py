@@ -154,6 +154,7 @@ def _cases() -> Iterator[tuple[str, Any]]:
     import torch
 
     from transformer_fast.backends.triton import config, operators
+    from transformer_fast.functional.layer_norm import add_norm_on, norm_on
 
     seed = torch.tensor(0x7123456789ABCDEF)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -212,9 +213,9 @@ def _cases() -> Iterator[tuple[str, Any]]:
             x = x + far
             if not p:
                 arguments: Any = (x, (columns,), w, w.flip(0), 1e-5)
-                return "layer_norm", operators.layer_norm, arguments, True, {}
+                return "layer_norm", norm_on("triton"), arguments, True, {}
             arguments = (x, x.flip(0), (columns,), w, b, 1e-5, p, seed)
-            return "add_layer_norm", operators.add_layer_norm, arguments, True, {}
+            return "add_layer_norm", add_norm_on("triton"), arguments, True, {}
 
         return make
 

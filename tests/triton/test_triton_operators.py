@@ -29,9 +29,9 @@ def layer_norm_calls():
     x, w, b = normal(2, 5, 24), normal(24), normal(24)
     rows = normal(10)
     forward, backward = ops.layer_norm_training.triton, ops.layer_norm_backward.triton
-    yield forward, (x, None, w, b, 1, 1e-5, 0.0, None)
-    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0.3, SEED)
-    kept = (x, None, x, w, rows, rows.abs(), 1)
+    yield forward, (x, None, w, b, 1, 1e-5, 0, 0.0, None)
+    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0, 0.3, SEED)
+    kept = (x, None, x, w, rows, rows.abs(), 1, 0)
     yield backward, (*kept, 0.0, None, True, False, True, False)
     yield backward, (*kept, 0.3, SEED, False, True, False, True)
 

@@ -22,7 +22,7 @@ from ..functional.cross_entropy import (
     cross_entropy_on,
 )
 from ..functional.feed_forward import define_feed_forward, feed_forward_on
-from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
+from ..functional.layer_norm import define_norms, norm_kernels
 from ..functional.linear import CODES, define_linear, linear_on
 from ..reference import in_parts, register_losses
 from .cpu_packing import packed_weight
@@ -31,8 +31,6 @@ _ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 attention = attention_on("cpu")
-layer_norm = layer_norm_on("cpu")
-add_layer_norm = add_layer_norm_on("cpu")
 linear = linear_on("cpu", packed_weight)
 feed_forward = feed_forward_on("cpu", packed_weight)
 cross_entropy = cross_entropy_on("cpu")
@@ -135,8 +133,7 @@ def _register() -> None:
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
     for kernel in (
-        Kernel("layer_norm", "cpu", layer_norm, gradients=True),
-        Kernel("add_layer_norm", "cpu", add_layer_norm_on("cpu"), gradients=True, dropout=True),
+        *norm_kernels("cpu"),
         Kernel(
             "attention",
             "cpu",

@@ -17,7 +17,7 @@ from ..functional._operator import register_fakes
 from ..functional.attention import attention_on, define_attention
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..functional.feed_forward import define_feed_forward, feed_forward_on
-from ..functional.layer_norm import add_layer_norm_on, define_norms, layer_norm_on
+from ..functional.layer_norm import LAYER, define_norms, norm_kernels
 from ..functional.linear import CODES, define_linear, linear_on
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -66,8 +66,7 @@ def _remark_on_products(call: Call) -> str:
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     """What is registered, for tensors on this kind of device."""
     found = (
-        Kernel("layer_norm", "cuda", layer_norm_on("cuda")),
-        Kernel("add_layer_norm", "cuda", add_layer_norm_on("cuda")),
+        *norm_kernels("cuda", (LAYER,)),
         Kernel(
             "attention",
             "cuda",

@@ -46,6 +46,25 @@ def add_layer_norm(
     return F.layer_norm(total, normalized_shape, weight, bias, eps), total
 
 
+def rms_norm(
+    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float
+) -> Tensor:
+    return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
+    return rms_norm(total, normalized_shape, weight, eps), total
+
+
 @reference.taking_query_lengths
 def attention(
     query: Tensor,
@@ -313,6 +332,15 @@ def _register() -> None:
             dropout=True,
             drops_as_torch=_drops_as_torch,
             refuses=_refuse_layer_norm,
+        ),
+        Kernel("rms_norm", "torch", rms_norm, gradients=True),
+        Kernel(
+            "add_rms_norm",
+            "torch",
+            add_rms_norm,
+            gradients=True,
+            dropout=True,
+            drops_as_torch=_drops_as_torch,
         ),
         Kernel(
             "attention",

@@ -61,6 +61,14 @@ def _residual(data: _Data) -> Iterator[tuple[Tensor, Arguments]]:
         yield x, (x, *rest, 0.0, None)
 
 
+def _rms_norm(data: _Data) -> list[Arguments]:
+    return [(x, shape, weight, eps) for x, shape, weight, _, eps in _layer_norm(data)]
+
+
+def _add_rms_norm(data: _Data) -> list[Arguments]:
+    return [(x, r, shape, w, *rest) for x, r, shape, w, _, *rest in _add_layer_norm(data)]
+
+
 def _attention(masked: str) -> Build:
     def build(data: _Data) -> list[Arguments]:
         calls: list[Arguments] = []
@@ -121,6 +129,8 @@ def _linear_cross_entropy(data: _Data) -> list[Arguments]:
 CASES: tuple[tuple[str, str, Build], ...] = (
     ("layer_norm", "512", _layer_norm),
     ("add_layer_norm", "512", _add_layer_norm),
+    ("rms_norm", "512", _rms_norm),
+    ("add_rms_norm", "512", _add_rms_norm),
     ("attention", "padding mask", _attention("mask")),
     ("attention", "key lengths", _attention("lengths")),
     ("attention", "causal", _attention("causal")),

@@ -1,8 +1,8 @@
 """`torch.nn.functional` with fused ops.
 
-Ours: `cross_entropy`, `layer_norm`, `linear` and `scaled_dot_product_attention`, with PyTorch's
-arguments and more; `add_layer_norm`, `feed_forward`, `linear_cross_entropy` and `varlen_attn`. Every
-other name is `torch.nn.functional`'s own.
+Ours: `cross_entropy`, `layer_norm`, `linear`, `rms_norm` and `scaled_dot_product_attention`, with
+PyTorch's arguments and more; `add_layer_norm`, `add_rms_norm`, `feed_forward`, `linear_cross_entropy`
+and `varlen_attn`. Every other name is `torch.nn.functional`'s own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as _torch_functional
 from .attention import scaled_dot_product_attention, varlen_attn
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .feed_forward import feed_forward
-from .layer_norm import add_layer_norm, layer_norm
+from .layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .linear import linear
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_layer_norm",
+    "add_rms_norm",
     "cross_entropy",
     "feed_forward",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "rms_norm",
     "scaled_dot_product_attention",
     "varlen_attn",
 ]

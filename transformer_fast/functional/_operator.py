@@ -53,13 +53,6 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    "cpu_annotated_layer_norm": Rule(
-        "input:...m weight:m bias:m", "...m ...:float32 ...:float32", "."
-    ),
-    "cpu_annotated_layer_norm_backward": Rule(
-        "input:...m grad:...m weight:m mean:... rstd:...",
-        "...m?want_input m?want_weight m?want_bias", ".",
-    ),
     "cpu_dropout": Rule("input:...", "...", "."),
     "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
     "cpu_argmax": Rule("input:rc", "r:int64", "r"),

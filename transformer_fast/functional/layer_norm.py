@@ -1,4 +1,5 @@
-"""layer_norm and add_layer_norm: the public functions, the operators behind them, autograd."""
+"""layer_norm, rms_norm, and both behind a residual connection: the public functions, the operators
+behind them, autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from ..autograd import (
     only,
     vjp,
 )
-from ..dispatch import Call
+from ..dispatch import Call, Kernel
 from ..reference.dropout import dropout
 from ._check import (
     casts_itself,
@@ -200,6 +201,33 @@ def dispatched_layer_norm(
     return memo.run(key, tensors, call, arguments, backend)
 
 
+def _prepare_sum(
+    function: str,
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, tuple[int, ...], float, float]:
+    """The checks of a norm behind a residual connection."""
+    require_tensor(function, "residual", 2, residual)
+    shape, eps = _prepare(function, input, normalized_shape, weight, bias, eps, 3)
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"residual must have the shape of input, {list(input.shape)}, not "
+            f"{list(residual.shape)}"
+        )
+    require_same_device("input", input, residual=residual)
+    if input.dtype != residual.dtype and not casts_itself(function, input, backend):
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(dtype), residual.to(dtype)
+    p = require_probability(function, "dropout_p", dropout_p)
+    return input, residual, shape, eps, p
+
+
 def prepare_add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -211,18 +239,9 @@ def prepare_add_layer_norm(
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
-    require_tensor("add_layer_norm", "residual", 2, residual)
-    shape, eps = _prepare("add_layer_norm", input, normalized_shape, weight, bias, eps, 3)
-    if residual.shape != input.shape:
-        raise ValueError(
-            f"residual must have the shape of input, {list(input.shape)}, not "
-            f"{list(residual.shape)}"
-        )
-    require_same_device("input", input, residual=residual)
-    if input.dtype != residual.dtype and not casts_itself("add_layer_norm", input, backend):
-        dtype = torch.promote_types(input.dtype, residual.dtype)
-        input, residual = input.to(dtype), residual.to(dtype)
-    p = require_probability("add_layer_norm", "dropout_p", dropout_p)
+    input, residual, shape, eps, p = _prepare_sum(
+        "add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropout_p, backend
+    )
     tensors = (input, residual, weight, bias)
     grad = wants_grad(input, residual, weight, bias)
     call = Call("add_layer_norm", tensors, grad, p, None, None, False, None, False, shape)
@@ -279,10 +298,119 @@ def add_layer_norm(
     return memo.run(key, tensors, call, arguments, backend)
 
 
-# ``dims``: how many trailing dimensions are normalised together. mean and rstd: float32, of the other
-# dimensions. ``source``: what was normalised; ``want_input``: the gradient behind the dropout, without
-# which it is that of source. What is not wanted comes back empty.
-_PARAMETERS = "Tensor? weight, Tensor? bias, int dims, float eps"
+def _rms_eps(input: Any, eps: float | None) -> float:
+    """PyTorch's default: of the type that statistics have."""
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+
+
+def prepare_rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Call, tuple[Any, ...]]:
+    require_tensor("rms_norm", "input", 1, input)
+    eps = _rms_eps(input, eps)
+    shape, eps = _prepare("rms_norm", input, normalized_shape, weight, None, eps, 2)
+    tensors = (input, weight)
+    grad = wants_grad(input, weight)
+    call = Call("rms_norm", tensors, grad, normalized_shape=shape)
+    return call, (input, shape, weight, eps)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Divide by the root mean square, like `torch.nn.functional.rms_norm`.
+
+    ``y = x / sqrt(mean(x^2) + eps) * weight``, the mean over the trailing dimensions.
+
+    Args:
+        input: (..., *normalized_shape), floating point; half types keep fp32 statistics.
+        normalized_shape: the trailing sizes that are normalised together.
+        weight: normalized_shape; None means ones.
+        eps: added to the mean square; None means the machine epsilon, of float32 for half types.
+        backend: None lets the dispatcher choose; a name never falls back.
+
+    Raises:
+        RuntimeError: shapes or devices that do not fit (torch's wording).
+        NotImplementedError: the named backend cannot take the call.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    tensors = (input, weight)
+    key = memo.key_of("rms_norm", tensors, (normalized_shape, eps, backend))
+    if (again := memo.find(key)) is not None:
+        return again(*tensors)  # type: ignore[no-any-return]
+    if is_torchs(input, weight):
+        require_unnamed("rms_norm", backend)
+        return F.rms_norm(input, list(_as_sizes("rms_norm", 2, normalized_shape)), weight, eps)
+    call, arguments = prepare_rms_norm(input, normalized_shape, weight, eps)
+    return memo.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
+
+
+def prepare_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Call, tuple[Any, ...]]:
+    require_tensor("add_rms_norm", "input", 1, input)
+    input, residual, shape, eps, p = _prepare_sum(
+        "add_rms_norm", input, residual, normalized_shape, weight, None, _rms_eps(input, eps),
+        dropout_p, backend,
+    )  # fmt: skip
+    tensors = (input, residual, weight)
+    call = Call("add_rms_norm", tensors, wants_grad(*tensors), p, normalized_shape=shape)
+    return call, (input, residual, shape, weight, eps, p, None)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual connection and RMS norm in one pass: ``(rms_norm(sum), sum)``.
+
+    ``sum = residual + dropout(input, dropout_p)``; arguments and errors as in `add_layer_norm` and
+    `rms_norm`.
+    """
+    tensors = (input, residual, weight)
+    key = memo.key_of("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))
+    if (again := memo.find(key)) is not None:
+        return again(*tensors)  # type: ignore[no-any-return]
+    if is_torchs(input, residual, weight):
+        require_unnamed("add_rms_norm", backend)
+        total = residual + F.dropout(input, dropout_p)
+        shape = list(_as_sizes("add_rms_norm", 3, normalized_shape))
+        return F.rms_norm(total, shape, weight, eps), total
+    call, arguments = prepare_add_rms_norm(
+        input, residual, normalized_shape, weight, eps, dropout_p=dropout_p, backend=backend
+    )
+    return memo.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
+
+
+# ``dims``: how many trailing dimensions are normalised together. ``kind``: index in `_FORMULAS`.
+# mean and rstd: what is subtracted and multiplied by, float32, of the other dimensions. ``source``: what
+# was normalised; ``want_input``: the gradient behind the dropout, without which it is that of source.
+# What is not wanted comes back empty.
+_PARAMETERS = "Tensor? weight, Tensor? bias, int dims, float eps, int kind"
 _TENSORS = "input:...* residual:...* grad:...* grad_sum:...* source:...* mean:... rstd:..."
 INFERENCE = Operator(
     f"layer_norm(Tensor input, {_PARAMETERS}) -> Tensor", Rule(_TENSORS, "...*", by=".")
@@ -298,10 +426,21 @@ TRAINING = Operator(
 )
 BACKWARD = Operator(
     "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor source, Tensor? weight, Tensor mean,"
-    " Tensor rstd, int dims, float dropout_p, Tensor? seed, bool want_source, bool want_input,"
+    " Tensor rstd, int dims, int kind, float dropout_p, Tensor? seed, bool want_source, bool want_input,"
     " bool want_weight, bool want_bias)"
     " -> (Tensor grad_source, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     Rule(_TENSORS, "...*?want_source ...*?want_input *?want_weight *?want_bias", by="."),
+)
+
+
+#: Kinds of norms, as the schemas have them: the codes of ``NormKind`` in csrc/cpu/ops/norm.
+LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = range(4)
+#: y of (source, normalized_shape, weight, bias, eps), by kind.
+_FORMULAS: tuple[Callable[..., Tensor], ...] = (
+    reference.layer_norm,
+    lambda x, shape, w, b, eps: reference.rms_norm(x, shape, w, eps),
+    lambda x, shape, w, b, eps: reference.annotated_layer_norm(x, w, b, eps),
+    lambda x, shape, w, b, eps: reference.annotated_layer_norm(x, w, b, eps, False),
 )
 
 
@@ -311,8 +450,26 @@ def define_norms(backend: str, inference: bool) -> None:
         operator.define(backend)
 
 
-def layer_norm_on(backend: str) -> Callable[..., Tensor]:
-    """What the dispatcher runs of `layer_norm` for a backend with operators."""
+def norm_kernels(backend: str, kinds: Sequence[int] = (LAYER, RMS), **limits: Any) -> list[Kernel]:
+    """The records of a backend with operators."""
+    ops: list[tuple[str, Callable[..., Any]]] = []
+    if LAYER in kinds:
+        ops += [("layer_norm", norm_on(backend)), ("add_layer_norm", add_norm_on(backend))]
+    if RMS in kinds:
+        norm, add_norm = norm_on(backend, RMS), add_norm_on(backend, RMS)
+        ops += [
+            ("rms_norm", lambda x, shape, w, eps: norm(x, shape, w, None, eps)),
+            ("add_rms_norm",
+             lambda x, r, shape, w, eps, p, seed: add_norm(x, r, shape, w, None, eps, p, seed)),
+        ]  # fmt: skip
+    return [
+        Kernel(op, backend, run, gradients=True, dropout=op.startswith("add_"), **limits)
+        for op, run in ops
+    ]
+
+
+def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:
+    """A norm of this kind by a backend's operators."""
 
     def run(
         input: Tensor,
@@ -322,17 +479,18 @@ def layer_norm_on(backend: str) -> Callable[..., Tensor]:
         eps: float,
     ) -> Tensor:
         if needs_function(input, weight, bias):
-            return LayerNormFunction.apply(backend, input, normalized_shape, weight, bias, eps)
+            return NormFunction.apply(backend, input, normalized_shape, weight, bias, eps, kind)
         dims = len(normalized_shape)
         if backend in INFERENCE.of:
-            return INFERENCE.of[backend](input, weight, bias, dims, eps)  # type: ignore[no-any-return]
-        return TRAINING.of[backend](input, None, weight, bias, dims, eps, 0.0, None)[0]  # type: ignore[no-any-return]
+            return INFERENCE.of[backend](input, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
+        found = TRAINING.of[backend](input, None, weight, bias, dims, eps, kind, 0.0, None)
+        return found[0]  # type: ignore[no-any-return]
 
     return run
 
 
-def add_layer_norm_on(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What the dispatcher runs of `add_layer_norm` for a backend with operators."""
+def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The same of a sum, which is a result, too."""
 
     def run(
         input: Tensor,
@@ -345,19 +503,21 @@ def add_layer_norm_on(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if needs_function(input, residual, weight, bias):
-            return AddLayerNormFunction.apply(
-                backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed
+            return AddNormFunction.apply(
+                backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
             )
         dims = len(normalized_shape)
         if dropout_p == 0.0 and backend in ADD_INFERENCE.of:
-            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps)  # type: ignore[no-any-return]
-        found = TRAINING.of[backend](input, residual, weight, bias, dims, eps, dropout_p, seed)
+            return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
+        found = TRAINING.of[backend](
+            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
+        )
         return found[:2]  # type: ignore[no-any-return]
 
     return run
 
 
-class LayerNormFunction(Function):
+class NormFunction(Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
@@ -367,12 +527,13 @@ class LayerNormFunction(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
+        kind: int,
     ) -> Tensor:
         dims = len(normalized_shape)
         output, _, mean, rstd = TRAINING.of[backend](
-            input, None, weight, bias, dims, eps, 0.0, None
+            input, None, weight, bias, dims, eps, kind, 0.0, None
         )
-        ctx.backend, ctx.dims, ctx.eps = backend, dims, eps
+        ctx.backend, ctx.dims, ctx.eps, ctx.kind = backend, dims, eps, kind
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
@@ -383,7 +544,7 @@ class LayerNormFunction(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         input, weight, mean, rstd = ctx.saved_tensors
         if input is None:
             input = grad.detach()  # the bias has the same gradient whatever the input was
@@ -393,11 +554,11 @@ class LayerNormFunction(Function):
             dinput, dweight, dbias = _by_formula(ctx, grad, input, weight, wants)
         else:
             dinput, _, dweight, dbias = gradients(
-                BACKWARD.of[ctx.backend], grad, None, input, weight, mean, rstd, ctx.dims, 0.0,
-                None, needs[1], False, needs[3], needs[4],
+                BACKWARD.of[ctx.backend], grad, None, input, weight, mean, rstd, ctx.dims,
+                ctx.kind, 0.0, None, needs[1], False, needs[3], needs[4],
             )  # fmt: skip
             dinput, dweight, dbias = only(wants, (dinput, dweight, dbias))
-        return None, dinput, None, dweight, dbias, None
+        return None, dinput, None, dweight, dbias, None, None
 
 
 def _by_formula(
@@ -409,12 +570,12 @@ def _by_formula(
         weight = grad.new_ones(shape)
     bias = grad.new_zeros(shape) if wants[2] else None
     return vjp(
-        lambda x, w, b: reference.layer_norm(x, shape, w, b, ctx.eps),
+        lambda x, w, b: _FORMULAS[ctx.kind](x, shape, w, b, ctx.eps),
         (input, weight, bias), wants, (grad,),
     )  # fmt: skip
 
 
-class AddLayerNormFunction(Function):
+class AddNormFunction(Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
@@ -427,12 +588,14 @@ class AddLayerNormFunction(Function):
         eps: float,
         dropout_p: float,
         seed: Tensor | None,
+        kind: int,
     ) -> tuple[Tensor, Tensor]:
         dims = len(normalized_shape)
         output, sum, mean, rstd = TRAINING.of[backend](
-            input, residual, weight, bias, dims, eps, dropout_p, seed
+            input, residual, weight, bias, dims, eps, kind, dropout_p, seed
         )
-        ctx.backend, ctx.dims, ctx.eps, ctx.dropout_p = backend, dims, eps, dropout_p
+        ctx.backend, ctx.dims, ctx.eps, ctx.kind = backend, dims, eps, kind
+        ctx.dropout_p = dropout_p
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(sum, weight if needs[1] or needs[2] else None, mean, rstd, seed)
@@ -443,7 +606,7 @@ class AddLayerNormFunction(Function):
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
     ) -> tuple[Any, ...]:
         if grad is None and grad_sum is None:
-            return (None,) * 9
+            return (None,) * 10
         sum, weight, mean, rstd, seed = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if grad is None:
@@ -461,7 +624,7 @@ class AddLayerNormFunction(Function):
         else:
             dsum, dinput, dweight, dbias = gradients(
                 BACKWARD.of[ctx.backend], grad, grad_sum, sum, weight, mean, rstd, ctx.dims,
-                ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
+                ctx.kind, ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
                 needs[4], needs[5],
             )  # fmt: skip
             dsum, dweight, dbias = only(wants, (dsum, dweight, dbias))
@@ -469,5 +632,5 @@ class AddLayerNormFunction(Function):
                 dinput = dsum
         return (
             None, dinput if needs[1] else None, dsum if needs[2] else None, None, dweight, dbias,
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip

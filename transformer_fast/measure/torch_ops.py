@@ -42,6 +42,25 @@ def add_layer_norm(
     return F.layer_norm(total, normalized_shape, weight, bias, eps), total
 
 
+def rms_norm(
+    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float
+) -> Tensor:
+    return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
+    return rms_norm(total, normalized_shape, weight, eps), total
+
+
 def _joined_mask(
     query: Tensor,
     key: Tensor,
@@ -153,6 +172,8 @@ def linear_cross_entropy(
 OPS: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm,
     "add_layer_norm": add_layer_norm,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "attention": attention,
     "linear": linear,
     "feed_forward": feed_forward,

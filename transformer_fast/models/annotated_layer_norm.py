@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..backends import cpu_annotated
+from ..functional.annotated_layer_norm import annotated_layer_norm
 
 
 class AnnotatedLayerNorm(torch.nn.Module):
     """``y = weight * (x - mean(x)) / (std(x) + eps) + bias`` with the unbiased std.
 
     `LayerNorm` divides by ``sqrt(var + eps)`` with the biased variance; weights trained with one
-    need the same one later. On the CPU in float32 it has a
-    kernel, forward and backward; elsewhere it is plain PyTorch, with fp32 statistics.
+    need the same one later. It runs on the kernels that `RMSNorm` runs on.
 
     Args:
         d_model: size M of the last dimension, at least 2 (one value has no unbiased std).
@@ -43,9 +41,7 @@ class AnnotatedLayerNorm(torch.nn.Module):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if cpu_annotated.fits(input, self.weight, self.bias):
-            return cpu_annotated.annotated_layer_norm(input, self.weight, self.bias, self.eps)
-        return reference.annotated_layer_norm(input, self.weight, self.bias, self.eps)
+        return annotated_layer_norm(input, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,8 +1,9 @@
 """`torch.nn` with our classes in place of torch's where we have kernels.
 
 Ours: `CrossEntropyLoss`, `Embedding`, `LayerNorm`, `Linear`, `MultiheadAttention`,
-`TransformerEncoderLayer`, `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`,
-`Transformer`, all subclasses of torch's, and `functional`, which is `transformer_fast.functional`.
+`RMSNorm`, `TransformerEncoderLayer`, `TransformerDecoderLayer`, `TransformerEncoder`,
+`TransformerDecoder`, `Transformer`, all subclasses of torch's, and `functional`, which is
+`transformer_fast.functional`.
 Every other name, submodules included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
 
 Where the native kernels are missing, on macOS, Windows and ARM for example, the classes run
@@ -19,6 +20,7 @@ from .. import functional as functional
 from . import alias as _alias
 from .embedding import Embedding as Embedding
 from .layer_norm import LayerNorm as LayerNorm
+from .layer_norm import RMSNorm as RMSNorm
 from .linear import Linear as Linear
 from .loss import CrossEntropyLoss as CrossEntropyLoss
 from .multihead_attention import MultiheadAttention as MultiheadAttention
@@ -37,6 +39,7 @@ _OURS = (
     "LayerNorm",
     "Linear",
     "MultiheadAttention",
+    "RMSNorm",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",

@@ -1,4 +1,4 @@
-"""Drop-in `torch.nn.LayerNorm`."""
+"""Drop-in `torch.nn.LayerNorm` and `torch.nn.RMSNorm`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import small
-from ..functional.layer_norm import dispatched_layer_norm
+from ..functional.layer_norm import dispatched_layer_norm, rms_norm
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 
@@ -36,3 +36,18 @@ class LayerNorm(Swapped, torch.nn.LayerNorm):
         if is_torchs(input):
             return by_torch(self, super().forward, input)
         return dispatched_layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNorm(Swapped, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, run by `transformer_fast.functional.rms_norm`.
+
+    ``y = x / sqrt(mean(x^2) + eps) * weight`` over the trailing ``normalized_shape``, with fp32
+    statistics for half types. Arguments, attributes and state_dict are torch's.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_torchs(x):
+            return by_torch(self, super().forward, x)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)

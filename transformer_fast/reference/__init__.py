@@ -7,7 +7,13 @@ from .attention import attention, taking_query_lengths, values_are_known, visibl
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
-from .layer_norm import add_layer_norm, annotated_layer_norm, layer_norm
+from .layer_norm import (
+    add_layer_norm,
+    add_rms_norm,
+    annotated_layer_norm,
+    layer_norm,
+    rms_norm,
+)
 from .linear import ACTIVATIONS, activate, linear
 from .loss_in_parts import gradients_in_parts, in_parts, recomputed_losses, register_losses
 
@@ -15,6 +21,7 @@ __all__ = [
     "ACTIVATIONS",
     "activate",
     "add_layer_norm",
+    "add_rms_norm",
     "annotated_layer_norm",
     "attention",
     "cross_entropy",
@@ -27,6 +34,7 @@ __all__ = [
     "linear_cross_entropy",
     "recomputed_losses",
     "register_losses",
+    "rms_norm",
     "taking_query_lengths",
     "values_are_known",
     "visible_places",

@@ -3,7 +3,7 @@
     y = (x - mean) / sqrt(variance + eps) * weight + bias
 
 with the biased variance over the trailing ``normalized_shape``, in two passes (never
-E[x^2] - E[x]^2, which cancels), with fp32 statistics for half types.
+E[x^2] - E[x]^2, which cancels), with fp32 statistics for half types; and its kin.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ def layer_norm(
         y = y * weight
     if bias is not None:
         y = y + bias
+    return y.to(input.dtype)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float
+) -> Tensor:
+    """``input / sqrt(mean(input^2) + eps) * weight`` (Zhang and Sennrich 2019)."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    y = x * torch.rsqrt((x * x).mean(dim=dims, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
     return y.to(input.dtype)
 
 
@@ -62,3 +74,16 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     total = residual + dropout(input, dropout_p, seed)
     return layer_norm(total, normalized_shape, weight, bias, eps), total
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = residual + dropout(input, dropout_p, seed)
+    return rms_norm(total, normalized_shape, weight, eps), total

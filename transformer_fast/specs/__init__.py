@@ -3,7 +3,7 @@
 from .attention import ATTENTION
 from .cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from .feed_forward import FEED_FORWARD
-from .layer_norm import ADD_LAYER_NORM, LAYER_NORM
+from .layer_norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from .linear import LINEAR
 from .spec import Case, OpSpec
 
@@ -12,6 +12,8 @@ OPS: dict[str, OpSpec] = {
     for spec in (
         LAYER_NORM,
         ADD_LAYER_NORM,
+        RMS_NORM,
+        ADD_RMS_NORM,
         ATTENTION,
         LINEAR,
         FEED_FORWARD,

@@ -17,7 +17,7 @@ from torch import Tensor
 from .attention_cases import _attention, _in_sequence
 from .cross_entropy import _linear_loss, _loss
 from .feed_forward import _feed_forward
-from .layer_norm import _add_bench, _bench
+from .layer_norm import _add_bench, _bench, _rms_with_residual, _without_bias
 from .linear import _linear
 from .spec import Case, Draw, case
 
@@ -36,9 +36,13 @@ class GpuCase(NamedTuple):
 def _norms() -> Iterator[GpuCase]:
     for rows in (32, 1000, 4096, 16384):
         for columns in (512, 1024, 4096):
-            yield GpuCase("layer_norm", _bench(rows, columns))
+            plain = _bench(rows, columns)
+            yield GpuCase("layer_norm", plain)
+            yield GpuCase("rms_norm", case(plain.name, _without_bias(plain)))
             for dropout_p in (0.0, 0.1):
-                yield GpuCase("add_layer_norm", _add_bench(rows, columns, dropout_p))
+                added = _add_bench(rows, columns, dropout_p)
+                yield GpuCase("add_layer_norm", added)
+                yield GpuCase("add_rms_norm", case(added.name, _rms_with_residual(added)))
 
 
 def _padding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
@@ -151,8 +155,10 @@ GPU_CASES: tuple[GpuCase, ...] = (*_norms(), *_attentions(), *_maps(), *_losses(
 
 #: Of each op the classes of `proof.shape_class` that `compare` measures: those of ordinary batches.
 COMMON: dict[str, tuple[str, ...]] = {
-    "layer_norm": ("up to 8192 rows, up to 1024 columns",),
-    "add_layer_norm": ("up to 8192 rows, up to 1024 columns",),
+    **dict.fromkeys(
+        ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"),
+        ("up to 8192 rows, up to 1024 columns",),
+    ),
     "attention": tuple(
         f"up to 64 values a head, {lengths}, more than 64 heads in the batch, {seen}"
         for lengths, visible in (

@@ -1,4 +1,4 @@
-"""Op table: layer_norm and add_layer_norm."""
+"""Op table: the norms, alone and behind a residual connection."""
 
 from __future__ import annotations
 
@@ -118,6 +118,30 @@ _ADD_CASES = (
 )
 
 
+def _without_bias(built: Case) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, shape, weight, _, eps = built.build(draw.dtype, draw.device, draw.generator)
+        return x, shape, weight, eps
+
+    return build
+
+
+def _rms_with_residual(built: Case) -> Any:
+    """Of a case of add_layer_norm."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, residual, shape, weight, _, *rest = built.build(draw.dtype, draw.device, draw.generator)
+        return x, residual, shape, weight, *rest
+
+    return build
+
+
+_RMS_CASES = tuple(case(c.name, _without_bias(c)) for c in _CASES if c.name != "bias only")
+_ADD_RMS_CASES = tuple(
+    case(c.name, _rms_with_residual(c)) for c in _ADD_CASES if c.name != "bias only"
+)
+
+
 def _bench(rows: int, columns: int) -> Case:
     return case(f"{rows}x{columns}", _plain(rows, columns))
 
@@ -136,14 +160,28 @@ def _flops(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> float:
     return float(x.numel()) * (5 + (weight is not None) + (bias is not None))
 
 
+def _rms_norm_flops(arguments: tuple[Any, ...]) -> float:
+    x, _, weight, _ = arguments
+    return float(x.numel()) * (3 + (weight is not None))  # square and add 2, scale 1, weight 1
+
+
+def _add_rms_norm_flops(arguments: tuple[Any, ...]) -> float:
+    x, _, _, weight, *_ = arguments
+    return float(x.numel()) * (4 + (weight is not None))
+
+
 def _layer_norm_flops(arguments: tuple[Any, ...]) -> float:
     x, _, weight, bias, _ = arguments
     return _flops(x, weight, bias)
 
 
-def _layer_norm_bytes(arguments: tuple[Any, ...]) -> float:
-    x, _, weight, bias, _ = arguments
-    return bytes_of(x, weight, bias) + x.numel() * x.element_size()
+def _bytes(arguments: tuple[Any, ...]) -> float:
+    """Every tensor once, and one result."""
+    return bytes_of(*_tensors(arguments)) + arguments[0].numel() * arguments[0].element_size()
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
+    return [each for each in arguments if isinstance(each, Tensor) and each.dim() > 0]
 
 
 def _add_layer_norm_flops(arguments: tuple[Any, ...]) -> float:
@@ -151,9 +189,9 @@ def _add_layer_norm_flops(arguments: tuple[Any, ...]) -> float:
     return _flops(x, weight, bias) + x.numel()
 
 
-def _add_layer_norm_bytes(arguments: tuple[Any, ...]) -> float:
-    x, residual, _, weight, bias, *_ = arguments
-    return bytes_of(x, residual, weight, bias) + 2 * x.numel() * x.element_size()
+def _add_bytes(arguments: tuple[Any, ...]) -> float:
+    """The same, and the sum, another result."""
+    return _bytes(arguments) + arguments[0].numel() * arguments[0].element_size()
 
 
 LAYER_NORM = OpSpec(
@@ -166,7 +204,7 @@ LAYER_NORM = OpSpec(
     cases=_CASES,
     bench_cases=(_bench(4096, 512), _bench(65536, 512), _bench(4096, 2048), _bench(32, 512)),
     flops=_layer_norm_flops,
-    bytes=_layer_norm_bytes,
+    bytes=_bytes,
 )
 
 ADD_LAYER_NORM = OpSpec(
@@ -186,5 +224,31 @@ ADD_LAYER_NORM = OpSpec(
         _add_bench(4096, 512, 0.1),
     ),
     flops=_add_layer_norm_flops,
-    bytes=_add_layer_norm_bytes,
+    bytes=_add_bytes,
 )  # fmt: skip
+
+RMS_NORM = OpSpec(
+    name="rms_norm",
+    summary="Division by the root mean square over the trailing dimensions.",
+    paper='Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"',
+    arguments=("input", "normalized_shape", "weight", "eps"),
+    results=("output",),
+    gradients_of=("input", "weight"),
+    cases=_RMS_CASES,
+    bench_cases=tuple(case(c.name, _without_bias(c)) for c in LAYER_NORM.bench_cases),
+    flops=_rms_norm_flops,
+    bytes=_bytes,
+)
+
+ADD_RMS_NORM = OpSpec(
+    name="add_rms_norm",
+    summary="Residual connection with dropout, and RMS norm of the sum, in one pass.",
+    paper='Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4',
+    arguments=("input", "residual", "normalized_shape", "weight", "eps", "dropout_p", "seed"),
+    results=("normalized", "sum"),
+    gradients_of=("input", "residual", "weight"),
+    cases=_ADD_RMS_CASES,
+    bench_cases=tuple(case(c.name, _rms_with_residual(c)) for c in ADD_LAYER_NORM.bench_cases),
+    flops=_add_rms_norm_flops,
+    bytes=_add_bytes,
+)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ... import functional
-from .. import outside_norm
+from ...functional.annotated_layer_norm import add_annotated_layer_norm, annotated_layer_norm
 from .editor import Editor
 from .feed_forward import dropout_of
 from .nodes import dtype, only_user, shape
 from .ops import mutates, read
 
-_NORMS = (functional.layer_norm, outside_norm.layer_norm)
+_NORMS = (functional.layer_norm, annotated_layer_norm)
 
 
 def rewrite_add_norm(editor: Editor) -> None:
@@ -53,7 +53,7 @@ def _rewrite(
         )  # fmt: skip
     else:
         _, *rest = norm.args
-        both = editor.call(total, outside_norm.add_layer_norm, input, residual, *rest, p, like=norm)
+        both = editor.call(total, add_annotated_layer_norm, input, residual, *rest, p, like=norm)
     terms = total.all_input_nodes
     norm.replace_all_uses_with(editor.item(both, 0, norm))
     total.replace_all_uses_with(editor.item(both, 1, total))

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ... import functional
-from .. import outside_norm
+from ...functional.annotated_layer_norm import annotated_layer_norm
 from .editor import Editor
 from .factors import plus
 from .nodes import dtype, is_number, only_user, rank, shape, value
@@ -82,7 +82,7 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
         )
     else:
         arguments = (norm.weight, norm.bias, norm.eps, norm.unbiased)
-        new = editor.call(last, outside_norm.layer_norm, norm.input, *arguments, like=last)
+        new = editor.call(last, annotated_layer_norm, norm.input, *arguments, like=last)
     last.replace_all_uses_with(new)
     editor.remove([last])
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from ...dispatch import Call, Kernel, compute_capability, register, rows
+from ...functional.layer_norm import norm_kernels
 from ...functional.linear import CODES
 from . import operators
 from .plans import Replayed
@@ -65,7 +66,7 @@ def _refuse_place(call: Call) -> str | None:
     return None
 
 
-def _refuse_layer_norm(call: Call) -> str | None:
+def _refuse_norm(call: Call) -> str | None:
     first = call.tensors[0]
     assert first is not None
     columns = math.prod(call.normalized_shape or first.shape[-1:])
@@ -133,8 +134,7 @@ def warm(
 def kernels(interpreted: bool) -> list[Kernel]:
     """What is registered; the interpreter takes CPU tensors too."""
     found = (
-        Kernel("layer_norm", "triton", operators.layer_norm, refuses=_refuse_layer_norm),
-        Kernel("add_layer_norm", "triton", operators.add_layer_norm, refuses=_refuse_layer_norm),
+        *norm_kernels("triton", refuses=_refuse_norm),
         Kernel(
             "attention",
             "triton",

@@ -73,13 +73,15 @@ def _attention(
         attention_backward(output, None, *arguments, *kept, learned, ends, longest)
 
 
-def _layer_norm(columns: int, dtype: torch.dtype, dropout_p: float) -> None:
+def _norm(columns: int, dtype: torch.dtype, dropout_p: float, kind: int = 0) -> None:
     x, weight = _meta(8192, columns, dtype=dtype), _meta(columns, dtype=dtype)
     seed = _meta(dtype=torch.int64) if dropout_p else None
-    y, total, mean, rstd = norms.forward(x, x, weight, weight, 1, 1e-5, dropout_p, seed)
+    y, total, mean, rstd = norms.forward(x, x, weight, weight, 1, 1e-5, kind, dropout_p, seed)
     assert total is not None
     drops = dropout_p > 0.0
-    norms.backward(y, total, total, weight, mean, rstd, 1, dropout_p, seed, True, drops, True, True)
+    norms.backward(
+        y, total, total, weight, mean, rstd, 1, kind, dropout_p, seed, True, drops, True, True
+    )
 
 
 def _feed_forward(dtype: torch.dtype, activation: str, dropout_p: float, rows: int = 4096) -> None:
@@ -149,8 +151,9 @@ def cases(
             )
         for width in columns:
             at = f"layer_norm {kind} columns {width}"
-            yield _named(at, _layer_norm, width, dtype, 0.0)
-            yield _named(f"{at} dropout", _layer_norm, width, dtype, 0.1)
+            yield _named(at, _norm, width, dtype, 0.0)
+            yield _named(f"{at} dropout", _norm, width, dtype, 0.1)
+            yield _named(f"{at} rms", _norm, width, dtype, 0.0, 1)
         at = f"feed_forward {kind}"
         yield _named(f"{at} relu, dropout", _feed_forward, dtype, "relu", 0.1)
         yield _named(f"{at} gelu, dropout", _feed_forward, dtype, "gelu", 0.1)

@@ -1,6 +1,6 @@
-"""LayerNorm, and residual + dropout + LayerNorm in one pass.
+"""LayerNorm, RMSNorm and The Annotated Transformer's norm, and residual + dropout + norm in one pass.
 
-    sum = residual + dropout(input),   y = (sum - mean) / sqrt(variance + eps) * weight + bias
+    sum = residual + dropout(input),   y = (sum - mean) * rstd * weight + bias
 
 x, residual, y, sum: (N, C), C the size of ``normalized_shape``; weight, bias: (C,); mean, rstd:
 (N,) fp32, saved for the backward. Everything between load and store is fp32; statistics take two
@@ -68,6 +68,7 @@ def forward(
     bias: Tensor | None,
     dims: int,
     eps: float,
+    kind: int,
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -106,6 +107,7 @@ def forward(
         warps=tile.warps,
         stages=1,
         COLUMNS=columns,
+        KIND=kind,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         DROPOUT_COLUMNS=input.shape[-1] if drop.active else 0,
@@ -121,6 +123,7 @@ def backward(
     mean: Tensor,
     rstd: Tensor,
     dims: int,
+    kind: int,
     dropout_p: float,
     seed: Tensor | None,
     want_source: bool,
@@ -171,6 +174,7 @@ def backward(
         warps=tile.warps,
         stages=tile.stages,
         COLUMNS=columns,
+        KIND=kind,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         DROPOUT_COLUMNS=shape[-1] if drop.active else 0,

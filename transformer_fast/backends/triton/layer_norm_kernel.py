@@ -1,4 +1,4 @@
-"""The kernels of LayerNorm; see layer_norm.py."""
+"""The kernels of the norms; see layer_norm.py. ``KIND`` as in ``functional/layer_norm.py``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import triton.language as tl
 
 from .arithmetic import divide, narrow, store
 from .philox import keep_elements, keep_tile
+
+RMS = tl.constexpr(1)
+ANNOTATED = tl.constexpr(2)
 
 
 @triton.jit
@@ -43,6 +46,7 @@ def layer_norm_forward_kernel(
     limit,
     keep_scale,
     COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     DROPOUT_COLUMNS: tl.constexpr,  # 0: no dropout
@@ -65,10 +69,18 @@ def layer_norm_forward_kernel(
         rounded = narrow(x, residual)
         tl.store(sum_ptr + place, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    mean = divide(tl.sum(x, 1), COLUMNS * 1.0)
-    centred = tl.where((column < COLUMNS)[None, :], x - mean[:, None], 0.0)
-    variance = divide(tl.sum(centred * centred, 1), COLUMNS * 1.0)
-    rstd = divide(1.0, tl.sqrt_rn(variance + eps))
+    if KIND == RMS:
+        mean = tl.zeros([BLOCK_ROWS], tl.float32)
+        centred = x
+    else:
+        mean = divide(tl.sum(x, 1), COLUMNS * 1.0)
+        centred = tl.where((column < COLUMNS)[None, :], x - mean[:, None], 0.0)
+    square = tl.sum(centred * centred, 1)
+    if KIND < ANNOTATED:
+        rstd = divide(1.0, tl.sqrt_rn(divide(square, COLUMNS * 1.0) + eps))
+    else:
+        terms = COLUMNS - 1.0 if KIND == ANNOTATED else COLUMNS * 1.0
+        rstd = divide(1.0, tl.sqrt_rn(divide(square, terms)) + eps)
     y = centred * rstd[:, None]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0)
@@ -100,6 +112,7 @@ def layer_norm_backward_kernel(
     limit,
     keep_scale,
     COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     DROPOUT_COLUMNS: tl.constexpr,
@@ -133,9 +146,19 @@ def layer_norm_backward_kernel(
         dxhat = dy
         if weight_ptr is not None:
             dxhat = dy * weight[None, :]
-        slope = divide(tl.sum(dxhat * xhat, 1), COLUMNS * 1.0)
-        offset = divide(tl.sum(dxhat, 1), COLUMNS * 1.0)
-        dx = (dxhat - (xhat * slope[:, None] + offset[:, None])) * rstd[:, None]
+        slope = tl.sum(dxhat * xhat, 1)
+        if KIND < ANNOTATED:
+            slope = divide(slope, COLUMNS * 1.0)
+        else:  # 0 where all of a row are equal, as PyTorch's std has it
+            terms = COLUMNS - 1.0 if KIND == ANNOTATED else COLUMNS * 1.0
+            square = tl.sum(tl.where(inside, xhat * xhat, 0.0), 1)
+            root = tl.sqrt_rn(square * terms)
+            slope = tl.where(square == 0.0, 0.0, divide(slope, tl.where(square == 0.0, 1.0, root)))
+        if KIND == RMS:
+            dx = (dxhat - xhat * slope[:, None]) * rstd[:, None]
+        else:
+            offset = divide(tl.sum(dxhat, 1), COLUMNS * 1.0)
+            dx = (dxhat - (xhat * slope[:, None] + offset[:, None])) * rstd[:, None]
         if dsum_ptr is not None:
             at = row[:, None] * stride_dsum + column[None, :]
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)

@@ -19,7 +19,6 @@ from ...functional._operator import OPERATORS, Operator
 from ...functional.attention import attention_on
 from ...functional.cross_entropy import cross_entropy_on
 from ...functional.feed_forward import feed_forward_on
-from ...functional.layer_norm import add_layer_norm_on, layer_norm_on
 from ...functional.linear import linear_on
 from . import plans
 
@@ -165,8 +164,6 @@ for _name, _implementation in _IMPLEMENTATIONS.items():
     _implement(OPERATORS[_name], _implementation)
 
 attention = attention_on("triton", query_lengths=True)
-layer_norm = layer_norm_on("triton")
-add_layer_norm = add_layer_norm_on("triton")
 
 
 def _unless_empty(

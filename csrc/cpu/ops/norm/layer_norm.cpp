@@ -1,5 +1,5 @@
-// The operators layer_norm, add_layer_norm, layer_norm_training and layer_norm_backward, and those
-// of The Annotated Transformer's layer norm: (x - mean) / (std + eps), std the unbiased one.
+// The operators layer_norm, add_layer_norm, layer_norm_training and layer_norm_backward, for all
+// kinds of norms.
 #include "cpu/ops/norm/layer_norm.h"
 
 #include <torch/csrc/stable/library.h>
@@ -55,6 +55,12 @@ NormRows norm_rows(const Tensor& tensor, int64_t n) {
   return {flat, flat.const_data_ptr(), n};
 }
 
+NormKind checked_kind(const char* op, int64_t kind) {
+  STD_TORCH_CHECK(kind >= 0 && kind <= static_cast<int64_t>(NormKind::annotated_biased), op,
+                  ": there is no kind of norm ", kind);
+  return static_cast<NormKind>(kind);
+}
+
 // Sum where there is a residual, statistics where they are kept for the backward.
 struct Normalized {
   Tensor output;
@@ -64,8 +70,8 @@ struct Normalized {
 Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                      int64_t dims, double eps, double dropout_p, const std::optional<Tensor>& seed,
-                     bool keep, bool annotated = false) {
-  const char* op = annotated ? "annotated_layer_norm" : "layer_norm";
+                     bool keep, int64_t kind) {
+  const char* op = "layer_norm";
   const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
   check_type(op, "input", input, type, "input");
   const int64_t n = normalized_size(op, input, dims);
@@ -110,40 +116,32 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
        .eps = static_cast<float>(eps),
        .dropout_columns = input.size(input.dim() - 1),
        .dropout = make_dropout(op, dropout_p, seed),
-       .annotated = annotated},
+       .kind = checked_kind(op, kind)},
       input.numel() / n);
   return result;
 }
 
 // Without what a backward needs: small inputs take no longer than the tensors for it would.
 Tensor layer_norm(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias,
-                  int64_t dims, double eps) {
-  return normalize(input, {}, weight, bias, dims, eps, 0.0, {}, false).output;
+                  int64_t dims, double eps, int64_t kind) {
+  return normalize(input, {}, weight, bias, dims, eps, 0.0, {}, false, kind).output;
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(Tensor input, Tensor residual,
                                           std::optional<Tensor> weight, std::optional<Tensor> bias,
-                                          int64_t dims, double eps) {
-  const Normalized result = normalize(input, residual, weight, bias, dims, eps, 0.0, {}, false);
+                                          int64_t dims, double eps, int64_t kind) {
+  const Normalized result =
+      normalize(input, residual, weight, bias, dims, eps, 0.0, {}, false, kind);
   return {result.output, *result.sum};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
     Tensor input, std::optional<Tensor> residual, std::optional<Tensor> weight,
-    std::optional<Tensor> bias, int64_t dims, double eps, double dropout_p,
+    std::optional<Tensor> bias, int64_t dims, double eps, int64_t kind, double dropout_p,
     std::optional<Tensor> seed) {
   const Normalized result =
-      normalize(input, residual, weight, bias, dims, eps, dropout_p, seed, true);
+      normalize(input, residual, weight, bias, dims, eps, dropout_p, seed, true, kind);
   return {result.output, result.sum ? *result.sum : fresh(input, {0}), *result.mean, *result.rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm(Tensor input, Tensor weight, Tensor bias,
-                                                        double eps) {
-  check_float("annotated_layer_norm", "input", input);
-  STD_TORCH_CHECK(weight.numel() > 1,
-                  "annotated_layer_norm: rows need at least 2 elements for an unbiased std");
-  const Normalized result = normalize(input, {}, weight, bias, 1, eps, 0.0, {}, true, true);
-  return {result.output, *result.mean, *result.rstd};
 }
 
 Tensor wanted_like(const Tensor& like, bool wanted) {
@@ -159,11 +157,11 @@ Tensor as_type(const Tensor& sums, const Tensor& like) {
 // source, grad, grad_sum and what becomes of them are of one type; weight is of the same or
 // float32. What is not wanted comes back empty. grad_input: behind the dropout, else it is
 // grad_source.
-std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
-    const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& source,
-    const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, int64_t dims,
-    double dropout_p, const std::optional<Tensor>& seed, bool want_source, bool want_input,
-    bool want_weight, bool want_bias, bool annotated) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
+    Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
+    Tensor mean, Tensor rstd, int64_t dims, int64_t kind, double dropout_p,
+    std::optional<Tensor> seed, bool want_source, bool want_input, bool want_weight,
+    bool want_bias) {
   const char* op = "layer_norm_backward";
   const ScalarType type = is_half(source) ? source.scalar_type() : ScalarType::Float;
   check_type(op, "source", source, type, "source");
@@ -221,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
       .source_stride = s.stride,
       .dropout_columns = source.size(source.dim() - 1),
       .dropout = make_dropout(op, dropout_p, seed),
-      .annotated = annotated};
+      .kind = checked_kind(op, kind)};
   const int64_t scratch = TF_DISPATCH(layer_norm_backward_scratch, args);
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
@@ -239,43 +237,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   return {grad_source, grad_input, as_type(grad_weight, source), as_type(grad_bias, source)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
-    Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,
-    Tensor mean, Tensor rstd, int64_t dims, double dropout_p, std::optional<Tensor> seed,
-    bool want_source, bool want_input, bool want_weight, bool want_bias) {
-  return gradients(grad, grad_sum, source, weight, mean, rstd, dims, dropout_p, seed, want_source,
-                   want_input, want_weight, want_bias, false);
-}
-
-std::tuple<Tensor, Tensor, Tensor> annotated_layer_norm_backward(Tensor grad, Tensor input,
-                                                                 Tensor mean, Tensor rstd,
-                                                                 Tensor weight, bool want_input,
-                                                                 bool want_weight, bool want_bias) {
-  check_float("annotated_layer_norm_backward", "input", input);
-  auto [grad_input, none, grad_weight, grad_bias] =
-      gradients(grad, std::nullopt, input, weight, mean, rstd, 1, 0.0, std::nullopt, want_input,
-                false, want_weight, want_bias, true);
-  return {grad_input, grad_weight, grad_bias};
-}
-
 }  // namespace
 }  // namespace tf
-
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(
-      "cpu_annotated_layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> "
-      "(Tensor output, Tensor mean, Tensor rstd)");
-  m.def(
-      "cpu_annotated_layer_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, "
-      "Tensor weight, bool want_input, bool want_weight, bool want_bias) -> "
-      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-}
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("layer_norm.cpu", TF_BOX(&tf::layer_norm));
   m.impl("add_layer_norm.cpu", TF_BOX(&tf::add_layer_norm));
   m.impl("layer_norm_training.cpu", TF_BOX(&tf::layer_norm_training));
   m.impl("layer_norm_backward.cpu", TF_BOX(&tf::layer_norm_backward));
-  m.impl("cpu_annotated_layer_norm", TF_BOX(&tf::annotated_layer_norm));
-  m.impl("cpu_annotated_layer_norm_backward", TF_BOX(&tf::annotated_layer_norm_backward));
 }

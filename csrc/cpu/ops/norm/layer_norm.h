@@ -1,4 +1,5 @@
-// LayerNorm with the residual connection and the dropout before it, forward and backward.
+// LayerNorm and its kin with the residual connection and the dropout before them, forward and
+// backward.
 #pragma once
 
 #include "cpu/core/element.h"
@@ -7,8 +8,17 @@
 
 namespace tf {
 
-// y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, s = residual + dropout(x) rounded to the
-// type: mean and rstd are those of the rounded sums, which the backward sees.
+// Which norm: what is subtracted, c, and what is divided by, 1 / r. The codes are part of the
+// operators' schemas.
+enum class NormKind : long {
+  layer = 0,             // c = mean(s), 1 / r = sqrt(var(s) + eps); Ba et al. 2016
+  rms = 1,               // c = 0, 1 / r = sqrt(mean(s^2) + eps); Zhang and Sennrich 2019
+  annotated = 2,         // c = mean(s), 1 / r = std(s) + eps, unbiased; The Annotated Transformer
+  annotated_biased = 3,  // the same with the biased std
+};
+
+// y = (s - c) r * weight + bias, s = residual + dropout(x) rounded to the type: c and r are those
+// of the rounded sums, which the backward sees.
 struct LayerNormArgs {
   Element type;                    // of x, residual, y and sum
   Element weight_type;             // of weight and bias: the same, or float32
@@ -18,16 +28,31 @@ struct LayerNormArgs {
   const void* bias;                // (n) or nullptr: zeros
   void* y;                         // (rows, n), contiguous
   void* sum = nullptr;             // (rows, n), contiguous, or nullptr without residual
-  float* mean = nullptr;           // (rows) or nullptr
-  float* rstd = nullptr;           // (rows) or nullptr
+  float* mean = nullptr;           // (rows) or nullptr: c
+  float* rstd = nullptr;           // (rows) or nullptr: r
   long n, x_stride, residual_stride = 0;
   float eps;
   // Size of the last dimension, whose rows are dropped apart; n is a multiple of it.
   long dropout_columns;
   Dropout dropout = {};
-  // Divide by std + eps, std the unbiased one, as The Annotated Transformer does; float32 only.
-  bool annotated = false;
+  NormKind kind = NormKind::layer;
 };
+
+// c and r of a row of n, whose sum is `total`; `squares(c)` gives the sum of (s - c)^2.
+template <class Squares>
+__attribute__((always_inline)) inline void row_statistics(const LayerNormArgs& args, float total,
+                                                          Squares squares, float& centre,
+                                                          float& scale) {
+  const float n = static_cast<float>(args.n);
+  centre = args.kind == NormKind::rms ? 0.0f : total / n;
+  const float square = squares(centre);
+  if (args.kind == NormKind::layer || args.kind == NormKind::rms) {
+    scale = 1.0f / __builtin_sqrtf(square / n + args.eps);
+  } else {
+    const float terms = args.kind == NormKind::annotated ? n - 1.0f : n;
+    scale = 1.0f / (__builtin_sqrtf(square / terms) + args.eps);
+  }
+}
 
 // Rows [0, rows) on torch's threads.
 void run_layer_norm(const LayerNormArgs& args, long rows);
@@ -40,15 +65,15 @@ TF_KERNEL(void layer_norm_rows(const LayerNormArgs& args, long begin, long end, 
 TF_KERNEL_AMX(void half_layer_norm_rows(const LayerNormArgs& args, long begin, long end,
                                         void* scratch))
 
-// y = (s - mean) * rstd * weight + bias, s = residual + dropout(input).
+// Of the same y.
 struct LayerNormBackwardArgs {
   Element type;          // of grad, grad_sum, source, grad_source and grad_input
   const void* grad;      // (rows, n): of y, rows grad_stride apart
   const void* grad_sum;  // (rows, n): of s where it is a result too, or nullptr
   const void* source;    // (rows, n): s
   const float* weight;   // (n) or nullptr: ones
-  const float* mean;     // (rows)
-  const float* rstd;     // (rows)
+  const float* mean;     // (rows): c
+  const float* rstd;     // (rows): r
   void* grad_source;     // (rows, n), contiguous, or nullptr: not wanted
   void* grad_input;      // (rows, n), contiguous, behind the dropout, or nullptr
   float* partial;        // (blocks, 2, n): each block's share of dweight and dbias, or nullptr
@@ -56,7 +81,7 @@ struct LayerNormBackwardArgs {
   // Rows of the tensor whose elements are dropped; n is a multiple of it.
   long dropout_columns;
   Dropout dropout;
-  bool annotated = false;  // rstd is 1 / (unbiased std + eps)
+  NormKind kind = NormKind::layer;
 };
 
 // Floats of scratch layer_norm_backward_block needs.

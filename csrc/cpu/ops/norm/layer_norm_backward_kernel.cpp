@@ -1,9 +1,8 @@
-// LayerNorm backward. With h = (s - mean) rstd and g = dy weight, the mean taken over a row:
+// Backward of the norms. With h = (s - c) r and g = dy weight, the mean taken over a row:
 //
-//   ds = rstd (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
-//
-// Where rstd is 1 / (std + eps) with the unbiased std, sum(g h) / sqrt((n - 1) sum(h h)) stands in
-// place of mean(g h): h and ds are then scaled otherwise.
+//   layer:  ds = r (g - mean(g) - h mean(g h)),  dweight = sum over rows of dy h,  dbias = that of
+//   dy rms:    without mean(g) annotated:  with sum(g h) / sqrt(m sum(h h)) in place of mean(g h),
+//   m = n - 1, or n if biased
 //
 // A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
 // second pass adds the shares; blocks do not depend on the number of threads, so neither does the
@@ -43,10 +42,10 @@ struct Row {
   }
 };
 
-// 1 / sqrt((n - 1) sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
+// 1 / sqrt(terms sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
 template <class T>
-float annotated_share(const Row<T>& in, long n) {
-  const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(n - 1);
+float annotated_share(const Row<T>& in, long n, long terms) {
+  const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(terms);
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
@@ -73,8 +72,11 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
     to[1] = fma(g, in.normal(j, count), to[1]);  // g is 0 in the lanes beyond the row
   });
   const float inverse = 1.0f / static_cast<float>(n);
-  const float share = args.annotated ? annotated_share(in, n) : inverse;
-  float mean_g = sums[0] * inverse, mean_gh = sums[1] * share;
+  const bool is_rms = args.kind == NormKind::rms;
+  const float share = args.kind == NormKind::layer || is_rms ? inverse
+                      : args.kind == NormKind::annotated     ? annotated_share(in, n, n - 1)
+                                                             : annotated_share(in, n, n);
+  float mean_g = is_rms ? 0.0f : sums[0] * inverse, mean_gh = sums[1] * share;
   // All of h are off by the rounding of a mean far from 0, and ds with them.
   if (__builtin_fabsf(in.mean) * in.rstd > kFar) {
     const float off = mean_of_normal(in, n);

@@ -1,4 +1,4 @@
-// LayerNorm for half types: each row is widened into scratch once, and is in the first-level cache
+// The norms for half types: each row is widened into scratch once, and is in the first-level cache
 // for the passes after it; the variance is taken around the mean, never as E[x^2] - E[x]^2.
 #include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
@@ -68,9 +68,10 @@ template <class T>
 void rows(const LayerNormArgs& args, long begin, long end, const Workspace& work) {
   const long n = args.n;
   for (long row = begin; row < end; ++row) {
-    const float mean = begin_row<T>(args, row, work) / static_cast<float>(n);
-    const float variance = sum_of_squares(work.row, n, mean) / static_cast<float>(n);
-    const float rstd = 1.0f / __builtin_sqrtf(variance + args.eps);
+    float mean, rstd;
+    row_statistics(
+        args, begin_row<T>(args, row, work),
+        [&](float c) { return sum_of_squares(work.row, n, c); }, mean, rstd);
     T* y = static_cast<T*>(args.y) + row * n;
     const auto normal = [&](long j) __attribute__((always_inline)) {
       return fma((load(work.row + j) - set1(mean)) * set1(rstd), load(work.weight + j),

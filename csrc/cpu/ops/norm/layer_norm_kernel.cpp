@@ -1,4 +1,4 @@
-// LayerNorm (Ba et al. 2016). The row is in cache after the first pass, so memory is read once; the
+// The norms in float32. The row is in cache after the first pass, so memory is read once; the
 // variance is taken around the mean, never as E[x^2] - E[x]^2.
 #include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
@@ -33,12 +33,8 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
       to[0] = to[0] + load_some(x + j, count);
     });
   }
-  const float mean = total[0] / static_cast<float>(n);
-  const float variance = sum_of_squares(source, n, mean) / static_cast<float>(n);
-  const float terms = static_cast<float>(n);
-  const float rstd = args.annotated
-                         ? 1.0f / (__builtin_sqrtf(variance * (terms / (terms - 1.0f))) + args.eps)
-                         : 1.0f / __builtin_sqrtf(variance + args.eps);
+  float mean, rstd;
+  row_statistics(args, total[0], [&](float c) { return sum_of_squares(source, n, c); }, mean, rstd);
 
   const Vec centre = set1(mean), scale = set1(rstd);
   each_vector(n, [&](long i, long count) {
