@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import M, TextModel, assert_same_numbers, encoder, encoder_layer, tokens
+from accelerate_ruler import M, TextModel, encoder, encoder_layer, tokens
+from module_ruler import assert_same_numbers
 
 from transformer_fast import accelerate, nn, restore
 from transformer_fast.nn.swapped import RECORD

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import B, F, H, M, T, assert_same_numbers, decoder_layer, encoder_layer
+from accelerate_ruler import B, F, H, M, T, decoder_layer, encoder_layer
+from module_ruler import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import accelerate, nn

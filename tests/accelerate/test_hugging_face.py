@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import assert_same_numbers
+from module_ruler import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import accelerate, nn, restore

@@ -7,7 +7,6 @@ import torch
 from models_ruler import (
     PAD,
     PlainAnnotatedNorm,
-    assert_within_budget,
     plain_embedding,
     plain_output,
     plain_positions,
@@ -16,6 +15,7 @@ from models_ruler import (
     small_language_model,
     tokens,
 )
+from module_ruler import check_budget
 
 from transformer_fast import models, nn
 
@@ -50,7 +50,7 @@ def test_annotated_layer_norm(dtype: torch.dtype) -> None:
     exact.load_state_dict(norm.state_dict())
     exact = exact.double()
     x = torch.randn(50, 11, dtype=dtype) * 3 + 1
-    assert_within_budget(norm(x), plain(x), exact(x.double()))
+    check_budget(norm(x), plain(x), exact(x.double()))
     constant = torch.ones(2, 11, dtype=dtype, requires_grad=True)
     result = norm(constant)
     assert torch.equal(result, norm.bias.expand(2, 11))
@@ -88,7 +88,7 @@ def test_encoder_alone() -> None:
         x = plain_embedding(encoder.embedding, source, dtype)
         results.append(stack(x, src_key_padding_mask=source == PAD))
     real = source != PAD
-    assert_within_budget(hidden[real], results[0][real], results[1][real])
+    check_budget(hidden[real], results[0][real], results[1][real])
 
 
 def test_decoder_only() -> None:
@@ -100,7 +100,7 @@ def test_decoder_only() -> None:
         x = plain_embedding(model.encoder.embedding, ids, dtype)
         causal = torch.ones(9, 9, dtype=torch.bool).triu(1)
         results.append(plain_output(model.output, stack(x, mask=causal)))
-    assert_within_budget(model(ids), *results)
+    check_budget(model(ids), *results)
     assert torch.equal(model.log_probabilities(ids), torch.log_softmax(model(ids), -1))
     again = models.LanguageModel(**model.config).eval()
     again.load_state_dict(model.state_dict())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn_ruler import Recorder, assert_close, attention_pair
+from module_ruler import Recorder, assert_close, attention_pair
 
 B, H, T, S, M = 2, 3, 4, 5, 6
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from nn_ruler import assert_close, to_ours
+from module_ruler import assert_close, to_ours
 from torch import Tensor
 
 from transformer_fast import functional, nn

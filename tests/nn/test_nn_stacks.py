@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn_ruler import assert_close, fast_path, to_ours
+from module_ruler import assert_close, fast_path, to_ours
 from torch import Tensor
 
 from transformer_fast import nn
