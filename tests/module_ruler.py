@@ -120,15 +120,15 @@ class Differentiated(torch.nn.Module):
             return gradients(self.function(*args, **kwargs), wanted, create_graph=True)
 
 
-def run(
-    module: torch.nn.Module, args: Any, kwargs: Any, grad: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of inputs and parameters (if wanted)."""
+def run(module: Any, args: Any, kwargs: Any, grad: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of a module or function, and gradients of inputs and parameters (if wanted)."""
     if not grad:
         with torch.no_grad():
             return tensors(module(*args, **kwargs)), []
     output = module(*args, **kwargs)
-    wanted = [t for t in (*tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
+    parameters = module.parameters() if isinstance(module, torch.nn.Module) else ()
+    wanted = [t for t in (*tensors((args, kwargs)), *parameters) if t.requires_grad]
+    assert wanted
     return [t.detach() for t in tensors(output)], gradients(output, wanted)
 
 
@@ -182,12 +182,11 @@ def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **k
     check_budget(got, None, oracle[0], unit=allowed)
 
 
-def assert_same_numbers(
-    ours: torch.nn.Module, theirs: torch.nn.Module, args: Any, kwargs: Any, grad: bool
-) -> None:
-    """The same as theirs, gradients (if wanted) included."""
+def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bool) -> None:
+    """The same as their module or function, gradients (if wanted) included."""
     exact = cast(args, torch.float64), cast(kwargs, torch.float64)
-    oracle = run(copied(theirs).double(), *exact, grad)
+    in_double = copied(theirs).double() if isinstance(theirs, torch.nn.Module) else theirs
+    oracle = run(in_double, *exact, grad)
     expected, got = run(theirs, args, kwargs, grad), run(ours, args, kwargs, grad)
     check_budget(got, expected, oracle, GRADIENT_FACTOR)
 

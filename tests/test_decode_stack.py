@@ -167,7 +167,7 @@ def check_step(step: DecodeStack, parameters: list[list[Any]]) -> None:
     x, cache = torch.randn(8, WIDTH), torch.zeros(1, 2, 8, HEADS, PLACES, SIZE)
     found = step(x, cache.clone(), 0)
     true = step_of_parts(x, cache.clone(), 0, parameters, [], False, "relu", None, None)
-    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, true)
 
 
 def packed_of(step: DecodeStack) -> list[Tensor | None]:
