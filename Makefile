@@ -68,7 +68,7 @@ test-all: $(STAMPS)/cuda
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx
 SANITIZE_TESTS ?= tests/test_kernels_parity.py tests/test_kernels_lengths.py \
-	tests/test_kernels_masks.py tests/test_kernels_few_queries.py tests/test_kernels_pieces.py \
+	tests/test_attention.py tests/test_kernels_pieces.py \
 	tests/test_kernels_pieces_attention.py tests/test_gradients_half.py \
 	tests/test_gradients_tiles_attention.py tests/test_gradients_few_rows.py \
 	tests/test_decode_stack.py tests/fuzz
