@@ -27,6 +27,7 @@ from transformer_fast import _native, dispatch, small
 # imports it too.
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
 import interpreted  # noqa: F401
+from harness import in_use
 
 # A shell starts background jobs with the keyboard's interrupt ignored, and so would the tests be.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -75,8 +76,7 @@ SHARES = {
             "test_benchmarks_report",
             "test_build",
             "test_compare",
-            "test_compare_clock",
-            "test_compare_contest",
+            "test_measure",
             "test_prove",
             "test_training_example",
             "test_training_processes",
@@ -196,10 +196,8 @@ def two_threads(threads: None) -> None:
 def _in_use(isa: str) -> Iterator[str]:
     if _native.module is None:
         pytest.skip(str(_native.why_not))
-    before = _native.module.isa()
-    _native.module.set_isa(isa)
-    yield isa
-    _native.module.set_isa(before)
+    with in_use(isa):
+        yield isa
 
 
 @pytest.fixture(params=_ISAS or ["none"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -113,21 +115,25 @@ def on(target: Target, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.to(target.device) if isinstance(x, torch.Tensor) else x for x in arguments)
 
 
-def use(isa: str | None) -> None:
-    if isa is not None:
-        assert _native.module is not None
-        _native.module.set_isa(isa)
+@contextmanager
+def in_use(isa: str | None) -> Iterator[None]:
+    """Within the block kernels run on this instruction set, if it names one."""
+    if isa is None:
+        yield
+        return
+    assert _native.module is not None
+    before = _native.module.isa()
+    _native.module.set_isa(isa)
+    try:
+        yield
+    finally:
+        _native.module.set_isa(before)
 
 
 def run(target: Target, arguments: tuple[Any, ...]) -> Any:
     """The kernel's result, on its instruction set, in memory that started as NaN."""
-    before = _native.module.isa() if _native.module else None
-    use(target.isa)
-    try:
-        with torch.no_grad(), nan_memory():
-            return target.kernel.run(*arguments)
-    finally:
-        use(before if target.isa else None)
+    with in_use(target.isa), torch.no_grad(), nan_memory():
+        return target.kernel.run(*arguments)
 
 
 def check_target(

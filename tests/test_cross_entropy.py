@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
+from module_ruler import assert_same_numbers, check_budget
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +21,13 @@ from transformer_fast import nn, reference, strict, use_backend
 from transformer_fast.dispatch import kernels
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
-from transformer_fast.testing import check, check_gradients, gradients, nan_memory, promote
+from transformer_fast.testing import (
+    check,
+    check_gradients,
+    gradients,
+    nan_memory,
+    promote,
+)
 from transformer_fast.testing.gradients import GradientTruth
 
 loss_in_parts = importlib.import_module("transformer_fast.reference.loss_in_parts")
@@ -178,16 +185,12 @@ def test_long_rows():
         weight = torch.randn(classes, 16, generator=generator)
         x[0] *= 30
         target = torch.tensor([0, classes - 1, classes // 2])
-        logits = (x.double() @ weight.double().t()).requires_grad_()
-        true = TF.cross_entropy(logits, target, reduction="none", label_smoothing=0.3)
-        true.sum().backward()
-        ours = logits.detach().float().requires_grad_()
-        loss = F.cross_entropy(ours, target, reduction="none", label_smoothing=0.3)
-        loss.sum().backward()
-        fused = F.linear_cross_entropy(x, weight, target, reduction="none", label_smoothing=0.3)
-        for result in (loss, fused):
-            torch.testing.assert_close(result.double(), true, rtol=3e-6, atol=3e-6)
-        torch.testing.assert_close(ours.grad.double(), logits.grad, rtol=2e-5, atol=1e-8)
+        options = {"reduction": "none", "label_smoothing": 0.3}
+        plain = TF.linear(x, weight).requires_grad_()
+        assert_same_numbers(F.cross_entropy, TF.cross_entropy, (plain, target), options, grad=True)
+        true = TF.cross_entropy(TF.linear(x.double(), weight.double()), target, **options)
+        fused = F.linear_cross_entropy(x, weight, target, **options)
+        check_budget(fused, TF.cross_entropy(plain, target, **options), true)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -196,16 +199,15 @@ def test_linear_cross_entropy(reduction, bias):
     x, w, b = torch.randn(9, 16), torch.randn(4100, 16) / 4, torch.randn(4100) if bias else None
     target = torch.randint(0, 4100, (9,))
     target[4] = -100
-    ours = [t.clone().requires_grad_() for t in (x, w, b) if t is not None]
-    theirs = [t.clone().requires_grad_() for t in (x, w, b) if t is not None]
-    options = {"linear_bias": ours[2]} if bias else {}
-    loss = F.linear_cross_entropy(*ours[:2], target, reduction=reduction, **options)
-    true = TF.cross_entropy(TF.linear(*theirs), target, reduction=reduction)
-    torch.testing.assert_close(loss, true, rtol=1e-5, atol=1e-5)
-    loss.sum().backward()
-    true.sum().backward()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    given = tuple(t.requires_grad_() for t in (x, w, b) if t is not None)
+
+    def ours(x, w, b=None):
+        return F.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
+
+    def theirs(*given):
+        return TF.cross_entropy(TF.linear(*given), target, reduction=reduction)
+
+    assert_same_numbers(ours, theirs, given, {}, grad=True)
 
 
 def test_linear_cross_entropy_of_one_row():

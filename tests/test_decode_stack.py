@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, use
+from harness import ISAS, in_use
+from module_ruler import check_budget
 from torch import Tensor
 
-from transformer_fast import _native, models
+from transformer_fast import models
 from transformer_fast.backends import cpu_packing
 from transformer_fast.backends.cpu_blocks import DecodeStack
 from transformer_fast.measure.calls import record
@@ -147,18 +148,12 @@ def test_a_step_is_its_parts(
         )
         return step(x, cache, start)
 
-    before = _native.module.isa()
-    use(isa)
-    try:
-        with torch.no_grad():
-            true, reference = run(step_of_parts, torch.float64), run(step_of_parts, dtype)
-            found, again = run(ours, dtype), run(ours, dtype)
-    finally:
-        use(before)
+    with in_use(isa), torch.no_grad():
+        true, reference = run(step_of_parts, torch.float64), run(step_of_parts, dtype)
+        found, again = run(ours, dtype), run(ours, dtype)
     for a, b, t, same in zip(found, reference, true, again, strict=True):
         assert torch.equal(a, same)
-        limit = 2 * (b - t).abs().max() + 2 * torch.finfo(dtype).eps * t.abs().max()
-        assert (a - t).abs().max() <= limit
+        check_budget(a, b, t)
 
 
 @pytest.fixture
@@ -172,7 +167,7 @@ def check_step(step: DecodeStack, parameters: list[list[Any]]) -> None:
     x, cache = torch.randn(8, WIDTH), torch.zeros(1, 2, 8, HEADS, PLACES, SIZE)
     found = step(x, cache.clone(), 0)
     true = step_of_parts(x, cache.clone(), 0, parameters, [], False, "relu", None, None)
-    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, true)
 
 
 def packed_of(step: DecodeStack) -> list[Tensor | None]:

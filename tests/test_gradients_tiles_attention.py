@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import draw, options, tensors
-from harness import ISAS, use
+from harness import ISAS, in_use
 
 from transformer_fast import _native
 from transformer_fast.backends import cpu
@@ -37,10 +37,8 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     isa, found = WAYS[request.param]
     if _native.module is None or isa not in ISAS:
         pytest.skip(_native.why_not or f"this CPU has no {isa}")
-    before = _native.module.isa()
-    use(isa)
-    yield found
-    use(before)
+    with in_use(isa):
+        yield found
 
 
 def checked(arguments: tuple[Any, ...]) -> None:
@@ -130,9 +128,8 @@ def units_and_fma() -> Iterator[str]:
     assert _native.module is not None
     units = _native.module.isa()
     yield units
-    use("avx512")
-    yield "avx512"
-    use(units)
+    with in_use("avx512"):
+        yield "avx512"
 
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, 1e-36, 1e-42]
@@ -195,8 +192,7 @@ def test_hidden_garbage_changes_nothing_else(value, dtype):
         )
     )
     eps = torch.finfo(dtype).eps
-    for one, two in zip(clean, dirty, strict=True):
-        torch.testing.assert_close(one, two, rtol=10 * eps, atol=10 * eps)
+    torch.testing.assert_close(clean, dirty, rtol=10 * eps, atol=10 * eps)
 
 
 @on_amx

@@ -8,15 +8,15 @@ from harness import (
     SATURATED,
     check_target,
     drawn,
+    in_use,
     on,
     run,
     targets,
     targets_and_cases,
-    use,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_fast import _native, dispatch
+from transformer_fast import dispatch
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, check_gradients, gradients, require_grad
 
@@ -121,9 +121,7 @@ def test_the_cpu_never_multiplies_by_pytorch(target):
         (case.name, drawn(target.op, case.name, target.dtype)) for case in OPS[target.op].cases
     ]
     cases += [("few rows", more) for op, more in _few_rows(target.dtype) if op == target.op]
-    before = _native.module.isa()
-    use(target.isa)
-    try:
+    with in_use(target.isa):
         for name, arguments in cases:
             if target.refusal(arguments):
                 continue
@@ -133,8 +131,6 @@ def test_the_cpu_never_multiplies_by_pytorch(target):
                 continue
             with NoProducts():
                 assert gradients(target.op, target.kernel.run, arguments), name
-    finally:
-        use(before)
 
 
 @pytest.mark.parametrize("op", OPS)

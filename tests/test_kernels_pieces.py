@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, Target, check_target, kernels, run, use
+from harness import ISAS, Target, check_target, in_use, kernels, run
 
 from transformer_fast import _native
 from transformer_fast.backends import cpu_packing
@@ -88,10 +88,10 @@ def test_rows_decide_the_way(op, build):
         arguments = packed(op, build(rows, 65, 40))
         ours, plain = result_of(op, arguments), result_of(op, arguments, "avx512")
         assert torch.equal(ours, plain) is (not any(way))
-    use("avx512")
-    assert not any(
-        native.splits_panels(rows) or native.packs_pieces(rows) for rows in (20, 1 << 20)
-    )
+    with in_use("avx512"):
+        assert not any(
+            native.splits_panels(rows) or native.packs_pieces(rows) for rows in (20, 1 << 20)
+        )
 
 
 # From 1025 on rows are cut into slabs; 256 rows and 512 columns of a result are a block of theirs.
@@ -322,11 +322,9 @@ def test_a_copy_of_the_other_kind_serves(rows):
 def test_a_copy_that_cannot_be_read_is_not():
     x, weight, bias, *_ = arguments = linear(75, 70, 50)
     pieces, _ = packed_both_ways(weight)
-    use("avx512")
-    assert torch.equal(
-        OPS.linear.cpu(x, weight, pieces, bias, None, 0), result_of("linear", arguments, "avx512")
-    )
-    use("amx")
+    with in_use("avx512"):
+        result = OPS.linear.cpu(x, weight, pieces, bias, None, 0)
+    assert torch.equal(result, result_of("linear", arguments, "avx512"))
     # Of 65 to 96 inputs a copy takes as much room as of 70.
     for wrong in (packed_both_ways(weight[:, 6:])[0], pieces[1:]):
         result = OPS.linear.cpu(x, weight, wrong, bias, None, 0)

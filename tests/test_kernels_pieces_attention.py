@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import draw, options, tensors
-from harness import ISAS, Target, check_target, kernels, run, use
+from harness import ISAS, Target, check_target, in_use, kernels, run
 
 from transformer_fast import _native
 from transformer_fast.specs.attention_cases import arrange
@@ -61,13 +61,12 @@ def test_queries_decide_the_way():
         assert torch.equal(ours, plain) is alike
         gradients = []
         for isa in ("amx", "avx512"):
-            use(isa)
-            called = require_grad("attention", arguments)
-            trained = target().kernel.run(*called)[0]
-            gradients.append(torch.autograd.grad(trained.sum(), called[:3]))
+            with in_use(isa):
+                called = require_grad("attention", arguments)
+                trained = target().kernel.run(*called)[0]
+                gradients.append(torch.autograd.grad(trained.sum(), called[:3]))
         for one, two in zip(*gradients, strict=True):
             assert torch.equal(one, two) is alike
-        use("amx")
 
 
 SIZES = [

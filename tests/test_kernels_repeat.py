@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Target, drawn, on, run, targets, targets_and_cases, use
+from harness import Target, drawn, in_use, on, run, targets, targets_and_cases
 
-from transformer_fast import _native, nn
+from transformer_fast import nn
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.specs.spec import Draw
@@ -132,27 +132,22 @@ def test_a_result_is_not_overwritten_by_the_next_call(target):
 @pytest.mark.parametrize("target", [p for p in NATIVE if p.values[0].isa in (None, "avx2")])
 def test_python_threads_do_not_disturb_each_other(target):
     calls = large(target.op, target.dtype)
-    before = _native.module.isa()
-    use(target.isa)
-    try:
-        with torch.no_grad():
-            expected = [target.kernel.run(*call) for call in calls]
-            wrong: list[int] = []
+    with in_use(target.isa), torch.no_grad():
+        expected = [target.kernel.run(*call) for call in calls]
+        wrong: list[int] = []
 
-            def work(offset: int) -> None:
-                for turn in range(12):
-                    place = (turn + offset) % len(calls)
-                    with torch.no_grad():
-                        if not equal(target.kernel.run(*calls[place]), expected[place]):
-                            wrong.append(place)
+        def work(offset: int) -> None:
+            for turn in range(12):
+                place = (turn + offset) % len(calls)
+                with torch.no_grad():
+                    if not equal(target.kernel.run(*calls[place]), expected[place]):
+                        wrong.append(place)
 
-            workers = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-    finally:
-        use(before)
+        workers = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     assert wrong == []
 
 

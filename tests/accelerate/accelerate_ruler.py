@@ -1,14 +1,12 @@
-"""What the tests of `accelerate` share: models, inputs, and the error budget of two runs."""
+"""What the tests of `accelerate` share: models and inputs."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 B, T, S, M, H, F = 3, 7, 5, 16, 4, 24
 
@@ -104,39 +102,3 @@ MODELS: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str,
     ),
     "text model": lambda: (TextModel(dropout=0.0), tokens(), {}),
 }
-
-
-def _run(model: torch.nn.Module, args: Any, kwargs: Any, grad: bool) -> list[Tensor]:
-    """Outputs, and behind them (if wanted) the gradients of all parameters."""
-    with torch.set_grad_enabled(grad):
-        outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor)]
-    if not grad:
-        return outputs
-    weights = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape) for x in outputs]
-    total = sum(((x * w).sum() for x, w in zip(outputs, weights, strict=True)), torch.zeros(()))
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(total, wanted, allow_unused=True)
-    return [x.detach() for x in outputs] + [
-        torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)
-    ]
-
-
-def _error(got: list[Tensor], oracle: list[Tensor]) -> float:
-    assert [x.shape for x in got] == [x.shape for x in oracle]
-    largest = max(x.abs().max().item() for x in oracle)
-    return max((x - y).abs().max().item() for x, y in zip(got, oracle, strict=True)) / largest
-
-
-def assert_same_numbers(
-    ours: torch.nn.Module, theirs: torch.nn.Module, args: Any, kwargs: Any, grad: bool
-) -> None:
-    """Ours is at most three times as far from fp64 as theirs, plus one rounding."""
-
-    def double(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    oracle = _run(copy.deepcopy(theirs).double(), *tree_map(double, (args, kwargs)), grad)
-    got, expected = _run(ours, args, kwargs, grad), _run(theirs, args, kwargs, grad)
-    assert all(torch.isfinite(x).all() for x in got)
-    allowed = 3 * _error(expected, oracle) + torch.finfo(torch.float32).eps
-    assert _error(got, oracle) <= allowed

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from accelerate_ruler import assert_same_numbers
+from module_ruler import assert_same_numbers
 
 from transformer_fast import compile_backend
 from transformer_fast.accelerate.graph.report import GraphReport

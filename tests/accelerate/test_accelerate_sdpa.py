@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_ruler import cast, check_budget
 from torch import Tensor
 from torch.nn import attention as registry
 
 import transformer_fast
 from transformer_fast import _native, _sdpa_operators, disable_sdpa, enable_sdpa, use_backend
+from transformer_fast.testing import GRADIENT_FACTOR
 
 pytestmark = pytest.mark.skipif(_native.why_not is not None, reason=str(_native.why_not))
 
@@ -87,12 +89,6 @@ def _run(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad((output * weight).sum(), leaves)]
 
 
-def _double(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.double() if tree.is_floating_point() else tree
-    return tree
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers_and_gradients(name: str, calls: list[Any]) -> None:
     args, kwargs = CASES[name]()
@@ -100,14 +96,10 @@ def test_the_same_numbers_and_gradients(name: str, calls: list[Any]) -> None:
     assert len(calls) == 1
     disable_sdpa()
     theirs = _run(args, kwargs)
-    oracle = _run(
-        tuple(_double(x) for x in args), {key: _double(value) for key, value in kwargs.items()}
-    )
+    oracle = _run(cast(args, torch.float64), cast(kwargs, torch.float64))
     assert len(calls) == 1
     for got, expected, true in zip(ours, theirs, oracle, strict=True):
-        size = true.abs().max()
-        allowed = 3 * (expected - true).abs().max() + size * torch.finfo(torch.float32).eps
-        assert (got - true).abs().max() <= allowed
+        check_budget(got, expected, true, GRADIENT_FACTOR)
     with torch.no_grad():
         enable_sdpa()
         torch.testing.assert_close(F.scaled_dot_product_attention(*args, **kwargs), ours[0])

@@ -11,11 +11,11 @@ from accelerate_ruler import (
     MODELS,
     M,
     TextModel,
-    assert_same_numbers,
     encoder,
     encoder_layer,
     tokens,
 )
+from module_ruler import assert_same_numbers
 
 import transformer_fast
 from transformer_fast import accelerate, accelerated, nn, restore

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_ruler import assert_same_numbers
 from torch import Tensor, nn
 
 from transformer_fast import compile_backend
@@ -214,20 +215,12 @@ def test_the_same_numbers(code: Any, counts: dict[str, int]) -> None:
     ours = torch.compile(
         theirs, backend=compile_backend, options={"report": reports.append}, fullgraph=True
     )
-    x = torch.randn(2, T, M)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
-    grads = []
-    for run in (theirs, ours):
-        leaf = x.clone().requires_grad_()
-        try:
-            run(leaf).square().sum().backward()
-        except RuntimeError as error:  # what was written was needed in backward
-            assert "modified by an inplace operation" in str(error)  # noqa: PT017
-            break
-        grads.append(leaf.grad)
-    if len(grads) == 2:
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    x = torch.randn(2, T, M).requires_grad_()
+    assert_same_numbers(ours, theirs, (x,), {}, grad=False)
+    try:
+        assert_same_numbers(ours, theirs, (x,), {}, grad=True)
+    except RuntimeError as error:  # what was written was needed in backward
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
     assert reports[0].counts == counts
     told = "written in place between its parts" in str(reports[0])
     assert told == (code in LEFT)

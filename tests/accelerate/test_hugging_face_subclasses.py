@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import assert_same_numbers
+from module_ruler import assert_same_numbers
 from test_hugging_face import MODELS, Logits, _inputs, transformers
 from torch import Tensor
 

@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 import os
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import definitions
@@ -15,15 +13,14 @@ import pytest
 import torch
 from calls import DTYPES, Numbers
 from fuzz_ruler import ISAS, Wrong, exact
+from harness import in_use
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from module_ruler import _jitter, copied, fast_path, relative_error, to_ours
 from torch import Tensor
 
-from transformer_fast import _native, models
+from transformer_fast import models
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, nan_memory
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))
-from nn_ruler import _jitter, copied, fast_path, relative_error, to_ours
 
 MORE = int(os.environ.get("TRANSFORMER_FAST_FUZZ", "0"))
 CALLS = MORE // 20 or 20
@@ -202,22 +199,6 @@ def check(drawn: Drawn, grad: bool) -> None:
             raise Wrong(f"{type(ours).__name__} on {isa}: {told}")
     for before, after in zip(kept, (drawn.x, *ours.parameters()), strict=True):
         assert torch.equal(before, after.detach())
-
-
-class in_use:  # noqa: N801 - reads as a function
-    """Within the block kernels run on this instruction set."""
-
-    def __init__(self, isa: str | None) -> None:
-        self.isa = isa
-
-    def __enter__(self) -> None:
-        if _native.module is not None:
-            self.before = _native.module.isa()
-            _native.module.set_isa(self.isa)
-
-    def __exit__(self, *_: Any) -> None:
-        if _native.module is not None:
-            _native.module.set_isa(self.before)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])

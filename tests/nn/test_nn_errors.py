@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn_ruler import to_ours
+from module_ruler import to_ours
 
 from transformer_fast import nn
 

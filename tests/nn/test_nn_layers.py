@@ -1,8 +1,10 @@
-"""Encoder and decoder layers: torch's numbers, and every way to look into them or change them."""
+"""Layers and stacks of them: torch.nn's numbers, options and refusals."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from nn_ruler import assert_close, to_ours
+from module_ruler import assert_close, fast_path, to_ours
 from torch import Tensor
 
 from transformer_fast import functional, nn
 from transformer_fast.backends import cpu_blocks
+from transformer_fast.nn import masks
 
 B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -282,3 +285,347 @@ def test_an_overridden_block_gets_float_masks() -> None:
     padding = torch.zeros(B, T, dtype=torch.bool)
     layer(torch.randn(B, T, M), torch.zeros(T, T, dtype=torch.bool), padding)
     assert [m.dtype for m in seen] == [torch.float32, torch.float32]
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask
+
+
+def models(**options: Any) -> tuple[torch.nn.Transformer, nn.Transformer]:
+    """The same seed gives the same model, ours built by our own constructor."""
+    options = {"batch_first": True, **options}
+    made = []
+    for namespace in (torch.nn, nn):
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
+            made.append(namespace.Transformer(M, H, 2, 2, HIDDEN, 0.0, **options))
+    theirs, ours = made
+    expected, found = theirs.state_dict(), ours.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    return theirs, ours
+
+
+def padding(length: int) -> Tensor:
+    hidden = torch.zeros(B, length, dtype=torch.bool)
+    hidden[1, 2:] = True
+    return hidden
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer(norm_first: bool, batch_first: bool, training: bool) -> None:
+    theirs, ours = models(norm_first=norm_first, batch_first=batch_first)
+    theirs.train(training)
+    ours.train(training)
+    source, target = torch.randn(B, S, M), torch.randn(B, T, M)
+    if not batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    for kwargs in (
+        {},
+        {"tgt_mask": CAUSAL(T)},
+        {"tgt_mask": CAUSAL(T), "tgt_is_causal": True, "tgt_key_padding_mask": padding(T).float()},
+        {"tgt_mask": CAUSAL(T).isinf(), "tgt_key_padding_mask": padding(T)},
+        {"src_key_padding_mask": padding(S), "memory_key_padding_mask": padding(S)},
+        {"src_mask": torch.randn(S, S), "memory_mask": torch.randn(T, S)},
+    ):
+        # Torch's inference path takes every float mask for a bool one, and so gives NaN here.
+        with fast_path("src_mask" not in kwargs):
+            assert_close(ours, theirs, source, target, **kwargs)
+
+
+def test_no_warning_about_nested_tensors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = nn.Transformer(M, H, 1, 1, HIDDEN)
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, 1), 1)
+    assert encoder.enable_nested_tensor
+    assert not encoder.use_nested_tensor
+    assert model.encoder.layers[0].self_attn.batch_first is False
+
+
+def test_all_parts_are_ours() -> None:
+    model = nn.Transformer(M, H, 1, 1, HIDDEN)
+    names = {"LayerNorm", "MultiheadAttention", "Transformer"}
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ in names or kind.__name__.startswith("Transformer"):
+            assert kind is getattr(nn, kind.__name__)
+            assert isinstance(module, getattr(torch.nn, kind.__name__))
+
+
+def test_custom_parts_are_left_alone() -> None:
+    encoder, decoder = torch.nn.Identity(), torch.nn.Identity()
+    model = nn.Transformer(M, H, custom_encoder=encoder, custom_decoder=decoder)
+    assert model.encoder is encoder
+    assert model.decoder is decoder
+    half = nn.Transformer(M, H, 1, 1, custom_encoder=encoder)
+    assert type(half.decoder) is nn.TransformerDecoder
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_skipping_padding_changes_nothing_at_real_places(
+    batch_first: bool, norm_first: bool
+) -> None:
+    torch.manual_seed(3)
+    ours = nn.Transformer(
+        M, H, 2, 2, HIDDEN, 0.0, norm_first=norm_first, batch_first=batch_first
+    ).eval()
+    src, tgt = torch.randn(B, S, M), torch.randn(B, T, M)
+    hidden = torch.zeros(B, S, dtype=torch.bool)
+    hidden[0, 1], hidden[0, -2:], hidden[1, 0] = True, True, True  # also where no suffix is
+    late = torch.zeros(B, T, dtype=torch.bool)
+    late[-1, -1] = True
+    causal = torch.ones(T, T).triu(1).bool()
+    if not batch_first:
+        src, tgt = src.transpose(0, 1), tgt.transpose(0, 1)
+    masks = {
+        "tgt_mask": causal,
+        "src_key_padding_mask": hidden,
+        "memory_key_padding_mask": hidden,
+        "tgt_key_padding_mask": late,
+        "tgt_is_causal": True,
+    }
+    outputs = []
+    for skips in (False, True):
+        ours.encoder.skips_padding = ours.decoder.skips_padding = skips
+        with torch.no_grad():
+            output = ours(src, tgt, **masks)
+        outputs.append(output if batch_first else output.transpose(0, 1))
+    torch.testing.assert_close(outputs[1][~late], outputs[0][~late])
+    # The decoder's norm turns the zeros into its bias, which is 0.
+    assert not outputs[1][late].any()
+    assert outputs[0][late].any()
+
+
+@pytest.mark.parametrize("suffix", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_training_on_real_tokens_gives_the_same_gradients(
+    batch_first: bool, norm_first: bool, suffix: bool
+) -> None:
+    torch.manual_seed(4)
+    layer = nn.TransformerEncoderLayer(
+        M, H, HIDDEN, 0.0, batch_first=batch_first, norm_first=norm_first
+    )
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(M)).train()
+    hidden = torch.zeros(B, S, dtype=torch.bool)
+    hidden[0, -2:] = True
+    if not suffix:
+        hidden[1, 0] = True
+    src = torch.randn(B, S, M)
+    found = []
+    for skips in (False, True):
+        encoder.skips_padding = skips
+        encoder.zero_grad()
+        x = (src if batch_first else src.transpose(0, 1)).clone().requires_grad_()
+        output = encoder(x, src_key_padding_mask=hidden)
+        output = output if batch_first else output.transpose(0, 1)
+        output[~hidden].square().sum().backward()
+        found.append([output[~hidden].detach(), x.grad, *(p.grad for p in encoder.parameters())])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_padded_places_are_computed_if_zeros_are_not_wanted() -> None:
+    """Where zeros are not wanted, inference has there what training has."""
+    theirs = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2
+    )
+    ours = to_ours(theirs)
+    ours.skips_padding = False
+    x, hidden = torch.randn(B, S, M), padding(S)
+    trained = theirs.train()(x, src_key_padding_mask=hidden)
+    theirs.eval()
+    for training in (True, False):
+        ours.train(training)
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(ours(x, src_key_padding_mask=hidden), trained)
+
+
+class Custom(torch.nn.Module):
+    """A layer that shares nothing with torch's but its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = torch.nn.Identity()
+        self.self_attn.batch_first = True
+        self.seen: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.append(kwargs)
+        return x + 1
+
+
+def test_custom_layers_get_what_torch_gives_them() -> None:
+    x, hidden = torch.randn(B, S, M), padding(S)
+    mask = CAUSAL(S).isinf()
+    seen = []
+    for namespace in (torch.nn, nn):
+        encoder = namespace.TransformerEncoder(Custom(), 2, enable_nested_tensor=False)
+        decoder = namespace.TransformerDecoder(Custom(), 2)
+        encoder(x, mask, hidden)
+        decoder(x, x, tgt_mask=mask, tgt_key_padding_mask=hidden)
+        seen.append([*encoder.layers[1].seen, *decoder.layers[1].seen])
+    theirs, ours = seen
+    assert len(theirs) == len(ours) == 2
+    for expected, found in zip(theirs, ours, strict=True):
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            if isinstance(value, Tensor):
+                assert value.dtype == found[key].dtype
+                assert torch.equal(value, found[key])
+            else:
+                assert value is found[key]
+
+
+def test_bool_masks_stay_bool_for_our_layers() -> None:
+    seen: list[Any] = []
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True), 1)
+    encoder.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    encoder(torch.randn(B, S, M), CAUSAL(S).isinf(), padding(S))
+    assert seen[0]["attn_mask"].dtype == seen[0]["key_padding_mask"].dtype == torch.bool
+    assert seen[0]["is_causal"] is True
+
+
+def test_mismatched_masks_warn_once() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN), 3)
+    x = torch.randn(S, B, M)
+    with pytest.warns(UserWarning, match="mismatched src_key_padding_mask and mask ") as told:
+        encoder(x, CAUSAL(S), padding(S))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 17])
+def test_what_is_causal(dtype: torch.dtype, size: int) -> None:
+    hidden = torch.ones(size, size).triu(1).bool()
+    causal = hidden if dtype == torch.bool else CAUSAL(size, dtype=dtype)
+    theirs = torch.nn.modules.transformer._detect_is_causal_mask
+    candidates = [causal, causal.T.contiguous().T, causal[None], causal.expand(2, size, size)]
+    for row in range(size):
+        for column in range(size):
+            changed = causal.clone()
+            changed[row, column] = not changed[row, column]
+            candidates.append(changed)
+    for mask in candidates:
+        assert masks.is_causal_mask(mask, None, size) is theirs(mask, None, size)
+        assert masks.is_causal_mask(mask, None, size + 1) is theirs(mask, None, size + 1)
+        assert masks.is_causal_mask(mask, True, size) is True
+        assert masks.is_causal_mask(mask, False, size) is False
+    assert masks.is_causal_mask(causal, None, size) is True
+    assert masks.is_causal_mask(None, None, size) is False
+    assert masks.is_causal_mask(causal.to("meta"), None, size) is False
+
+
+def test_masks_on_a_device_are_looked_at_once_for_each_version(monkeypatch) -> None:
+    """As the host waits for that. Never while a CUDA graph is captured, and kept no longer than they."""
+    looks: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "equal", lambda a, b: (looks.append(a), bool((a == b).all()))[1])
+    of = masks._is_causal_on_gpu
+    kept = len(masks._looked_at)
+    mask = torch.ones(5, 5).triu(1).bool()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not of(mask)
+        assert not looks
+    for _ in range(3):
+        assert of(mask)
+    assert len(looks) == 1
+    mask[0, 1] = False
+    assert not of(mask)
+    assert not of(mask)
+    mask.data = torch.ones(5, 5).triu(1).bool()
+    assert of(mask)
+    assert len(looks) == 3
+    looks.clear()
+    with torch.inference_mode():
+        other = mask.clone()
+    assert of(other)
+    del mask, other
+    looks.clear()
+    assert len(masks._looked_at) == kept
+
+
+def test_generate_square_subsequent_mask() -> None:
+    theirs = torch.nn.Transformer.generate_square_subsequent_mask
+    for kwargs in ({}, {"dtype": torch.float64}, {"device": "meta"}):
+        expected, found = theirs(4, **kwargs), CAUSAL(4, **kwargs)
+        assert (found.dtype, found.device) == (expected.dtype, expected.device)
+        assert found.is_meta or torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_input_goes_to_torch() -> None:
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, M), torch.randn(2, M)])
+    with torch.no_grad():
+        output = encoder(x)
+        torch.testing.assert_close(output[0], encoder(x[0]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LayerNorm",
+        "Linear",
+        "MultiheadAttention",
+        "TransformerEncoderLayer",
+        "TransformerDecoderLayer",
+        "TransformerEncoder",
+        "TransformerDecoder",
+        "Transformer",
+    ],
+)
+def test_signatures(name: str) -> None:
+    for method in ("__init__", "forward"):
+        ours, theirs = (
+            [
+                (p.name, p.default, p.kind)
+                for p in inspect.signature(
+                    getattr(getattr(space, name), method)
+                ).parameters.values()
+            ]
+            for space in (nn, torch.nn)
+        )
+        assert ours == theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_padded_places_hold_what_torch_has_there(training, fast, nested, late):
+    """Zeros in inference on nested tensors, else values."""
+    make = {"num_layers": 2, "enable_nested_tensor": nested, "mask_check": True}
+    theirs = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
+    )
+    ours = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
+    )
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 7, 32)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 4:], padding[2, 2:] = True, True
+    if not late:
+        padding = padding.flip(1)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.no_grad():
+            one, other = (
+                e.train(training)(x, src_key_padding_mask=padding) for e in (ours, theirs)
+            )
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert bool((other[padding] == 0).all()) is (fast and nested and late and not training)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

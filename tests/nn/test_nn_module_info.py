@@ -9,14 +9,14 @@ import pytest
 import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from nn_ruler import (
+from module_ruler import (
     OURS,
     Differentiated,
     cast,
+    check_budget,
     copied,
     fast_path,
     reference_error,
-    relative_error,
     run,
     tensors,
     to_ours,
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from transformer_fast import _native, strict
 from transformer_fast.nn import masks
+from transformer_fast.testing import GRADIENT_FACTOR
 
 #: Losses take no dtype and embeddings no floats: test_cross_entropy.py and test_nn_embedding.py
 #: have them.
@@ -75,28 +76,21 @@ def cases(cls: type, dtype: torch.dtype, training: bool, grad: bool) -> list[Cas
     return [Case(cls, sample, dtype, training) for sample in samples]
 
 
-def errors(found: list[Case], grad: bool, derive: Any) -> list[tuple[float, float, float, float]]:
-    """For each case the errors of torch in fp32 and of ours, in outputs and then in gradients."""
+def results(found: list[Case], grad: bool, derive: Any) -> list[Any]:
+    """For each case the errors of torch in fp32, our results and the oracle's."""
     rows = []
     for case in found:
         exact = cast(case.args, torch.float64), cast(case.kwargs, torch.float64)
         oracle = run(derive(case.oracle), *exact, grad)
-        theirs, their_grads = reference_error(
+        errors = reference_error(
             derive(case.theirs if case.dtype == torch.float32 else copied(case.theirs).float()),
             cast(case.args, torch.float32),
             cast(case.kwargs, torch.float32),
             oracle,
         )
-        ours, our_grads = run(derive(case.ours), case.args, case.kwargs, grad)
-        assert all(t.dtype == case.dtype for t in ours)
-        rows.append(
-            (
-                theirs,
-                relative_error(ours, oracle[0]),
-                their_grads,
-                relative_error(our_grads, oracle[1]),
-            )
-        )
+        ours = run(derive(case.ours), case.args, case.kwargs, grad)
+        assert all(t.dtype == case.dtype for t in ours[0])
+        rows.append((errors, ours, oracle))
     return rows
 
 
@@ -115,17 +109,18 @@ def check(
     # a Transformer whose decoder may look at them then computes something else.
     padded_inference = cls is torch.nn.Transformer and not training and not grad
     with fast_path(not padded_inference):
-        rows = errors(cases(cls, dtype, training, grad), grad, derive)
-    if derive is Tangents:  # derivatives have the budget of gradients
-        rows = [(0.0, 0.0, *row[:2]) for row in rows]
+        rows = results(cases(cls, dtype, training, grad), grad, derive)
     assert len(rows) >= (3 if cls is torch.nn.Linear else 7)
     scale = EPS[dtype] / EPS[torch.float32]
     # Where a softmax saturates, a gradient's rounding in fp32 tells nothing of that in fp64, so
     # gradients are held to the worst sample.
-    worst = max(row[2] for row in rows)
-    for theirs, ours, _, our_grads in rows:
-        assert ours <= 2 * scale * theirs + EPS[dtype]
-        assert our_grads <= 3 * scale * worst + EPS[dtype]
+    worst, worst_of_grads = (max(row[0][column] for row in rows) for column in (0, 1))
+    for errors, ours, oracle in rows:
+        if derive is Tangents:  # derivatives have the budget of gradients
+            check_budget(ours[0], None, oracle[0], GRADIENT_FACTOR, scale * worst)
+        else:
+            check_budget(ours[0], None, oracle[0], unit=scale * errors[0])
+        check_budget(ours[1], None, oracle[1], GRADIENT_FACTOR, scale * worst_of_grads)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from nn_ruler import OURS
+from module_ruler import OURS
 
 from transformer_fast import functional, nn
 

@@ -13,13 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal import composite_compliance
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from nn_ruler import Differentiated, cast, gradients, relative_error, tensors
+from module_ruler import Differentiated, cast, check_budget, relative_error, run, tensors
 from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map
 
 from transformer_fast import _native, nn, strict
 from transformer_fast import functional as F
+from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 MHA = "multi_head_attention_forward"
@@ -81,18 +82,6 @@ def samples(name: str, dtype: torch.dtype, grad: bool) -> list[Arguments]:
     return found
 
 
-def run(function: Callable[..., Any], sample: Arguments, grad: bool) -> Any:
-    """Outputs, and gradients (if wanted) of all that the sample wants them of."""
-    args, kwargs = sample
-    if not grad:
-        with torch.no_grad():
-            return tensors(function(*args, **kwargs)), []
-    output = function(*args, **kwargs)
-    wanted = [x for x in tensors(sample) if x.requires_grad]
-    assert wanted
-    return [x.detach() for x in tensors(output)], gradients(output, wanted)
-
-
 def nudged(sample: Arguments) -> Any:
     """In fp64, every value off by half of fp32's eps, up or down."""
     generator = torch.Generator().manual_seed(0)
@@ -140,23 +129,22 @@ def check(
     theirs, ours = derive(getattr(torch.nn.functional, name)), derive(ours)
     rows = []
     for sample in samples(name, dtype, grad):
-        oracle = run(theirs, cast(sample, torch.float64), grad)
-        found = run(theirs, cast(sample, torch.float32), grad)
-        moved = run(theirs, nudged(sample), grad)
-        got = run(ours, sample, grad)
+        oracle = run(theirs, *cast(sample, torch.float64), grad)
+        found = run(theirs, *cast(sample, torch.float32), grad)
+        moved = run(theirs, *nudged(sample), grad)
+        got = run(ours, *sample, grad)
         assert all(x.dtype == dtype for x in got[0])
         errors = [
             max(relative_error(x, true), relative_error(y, true))
             for x, y, true in zip(found, moved, oracle, strict=True)
         ]
-        errors += [relative_error(x, true) for x, true in zip(got, oracle, strict=True)]
-        rows.append(errors)
+        rows.append((errors, got, oracle))
     assert len(rows) >= (1 if grad and name == MHA else OURS[name][1])
     scale = EPS[dtype] / EPS[torch.float32]
-    worst, worst_of_grads = (max(row[column] for row in rows) for column in (0, 1))
-    for *_, error, error_of_grads in rows:
-        assert error <= 2 * scale * worst + EPS[dtype]
-        assert error_of_grads <= 3 * scale * worst_of_grads + EPS[dtype]
+    for column, factor in enumerate((OUTPUT_FACTOR, GRADIENT_FACTOR)):
+        unit = scale * max(errors[column] for errors, *_ in rows)
+        for _, got, oracle in rows:
+            check_budget(got[column], None, oracle[column], factor, unit)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "inference"])
@@ -190,7 +178,7 @@ def test_fakes(name: str) -> None:
     """Every operator's fake has the shape, dtype and strides of what the operator makes."""
     for args, kwargs in samples(name, torch.float32, False)[:: 8 if name == MHA else 1]:
         with CrossRefFakeMode():
-            run(OURS[name][0], (args, kwargs), False)
+            run(OURS[name][0], args, kwargs, False)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -199,7 +187,7 @@ def test_fakes_with_gradients(name: str) -> None:
     """The same of every operator of the backward."""
     for sample in samples(name, torch.float32, True)[:: 16 if name == MHA else 3]:
         with CrossRefFakeMode():
-            run(OURS[name][0], sample, True)
+            run(OURS[name][0], *sample, True)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "linear"])

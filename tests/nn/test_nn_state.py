@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nn_ruler import OURS
+from module_ruler import OURS
 
 from transformer_fast import nn
 

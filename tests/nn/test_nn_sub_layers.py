@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES, ISAS, use
+from harness import DTYPES, ISAS, in_use
+from module_ruler import cast, check_budget
 from torch import Tensor
 
-from transformer_fast import _native, nn
+from transformer_fast import nn
 from transformer_fast.backends import cpu_blocks, cpu_packing
 from transformer_fast.dispatch import use_backend
 from transformer_fast.measure.calls import record
@@ -59,22 +60,15 @@ def check(
     Places that ``masks`` calls padding are not looked at.
     """
     dtype = inputs[0].dtype
-    in_double = {
-        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in masks.items()
-    }
-    before = _native.module.isa()
-    use(isa)
-    try:
-        with torch.no_grad():
-            with record() as found:
-                ours = module(*inputs, **masks)
-            again = module(*inputs, **masks)
-            with use_backend("reference"):
-                close = module(*inputs, **masks)
-                true = copy.deepcopy(module).double()(*(x.double() for x in inputs), **in_double)
-    finally:
-        use(before)
+    with in_use(isa), torch.no_grad():
+        with record() as found:
+            ours = module(*inputs, **masks)
+        again = module(*inputs, **masks)
+        with use_backend("reference"):
+            close = module(*inputs, **masks)
+            true = copy.deepcopy(module).double()(
+                *cast(inputs, torch.float64), **cast(masks, torch.float64)
+            )
     assert ours.dtype == dtype
     assert torch.equal(ours, again)
     seen = next((~v for k, v in masks.items() if k in _OWN_PADDING), None)
@@ -82,8 +76,7 @@ def check(
         if not batch_first:
             seen = seen.t()
         ours, close, true = ours[seen], close[seen], true[seen]
-    limit = 2 * (close - true).abs().max() + 2 * torch.finfo(dtype).eps * true.abs().max()
-    assert (ours - true).abs().max() <= limit
+    check_budget(ours, close, true)
     return sum(n for (name, _), n in found.calls.items() if name.endswith("sub-layer"))
 
 
@@ -290,13 +283,13 @@ def test_what_only_modules_can_do() -> None:
     x = torch.randn(4, B, T, M)
     with torch.no_grad():
         true = torch.stack([layer(part) for part in x])
-        torch.testing.assert_close(torch.func.vmap(layer)(x), true, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.func.vmap(layer)(x), true)
         names = dict(layer.named_parameters())
         stacked = {name: torch.stack([p, 2 * p]) for name, p in names.items()}
         both = torch.func.vmap(
             lambda parameters: torch.func.functional_call(layer, parameters, (x[0],))
         )(stacked)
-        torch.testing.assert_close(both[0], true[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(both[0], true[0])
 
     mask = torch.zeros(T, T, requires_grad=True)
     stack = nn.TransformerEncoder(layer, 2).requires_grad_(False)

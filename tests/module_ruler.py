@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_fast import nn
 from transformer_fast.nn import multihead_attention
+from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, parity
 
 OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(nn, name)
@@ -66,18 +67,34 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def relative_error(got: list[Tensor], oracle: list[Tensor]) -> float:
+def _flat(tree: Any) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors(tree)])
+
+
+def relative_error(got: Any, oracle: Any) -> float:
     """The largest error of any tensor, against the largest value of all oracles."""
-    assert len(got) == len(oracle)
-    error = size = 0.0
-    for one, true in zip(got, oracle, strict=True):
-        assert one.shape == true.shape, f"{list(one.shape)} instead of {list(true.shape)}"
-        assert torch.isfinite(true).all()
-        assert torch.isfinite(one).all()
-        if true.numel():
-            error = max(error, (one.double() - true).abs().max().item())
-            size = max(size, true.abs().max().item())
-    return error / size if error else 0.0
+    assert [x.shape for x in tensors(got)] == [x.shape for x in tensors(oracle)]
+    return parity.relative_error(_flat(got), _flat(oracle)) if tensors(oracle) else 0.0
+
+
+def check_budget(
+    got: Any, expected: Any, oracle: Any, factor: float = OUTPUT_FACTOR, unit: float = 0.0
+) -> None:
+    """Holds tensors to the error budget, all together: a size is the largest of any.
+
+    ``expected``: what the reference gives in the same dtype. If None, ``unit`` tells its error.
+    """
+    if not tensors(oracle):
+        assert not tensors(got)
+        return
+    if expected is None:
+        expected = [x.to(y.dtype) for x, y in zip(tensors(oracle), tensors(got), strict=True)]
+    for one in (got, expected):
+        assert [x.shape for x in tensors(one)] == [x.shape for x in tensors(oracle)]
+        assert [x.dtype for x in tensors(one)] == [x.dtype for x in tensors(got)]
+    results = (_flat(tree) for tree in (got, expected, oracle))
+    found = parity.compare("result", *results, factor, unit)
+    assert found.ok, str(found)
 
 
 def gradients(output: Any, inputs: list[Tensor], create_graph: bool = False) -> list[Tensor]:
@@ -103,15 +120,15 @@ class Differentiated(torch.nn.Module):
             return gradients(self.function(*args, **kwargs), wanted, create_graph=True)
 
 
-def run(
-    module: torch.nn.Module, args: Any, kwargs: Any, grad: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of inputs and parameters (if wanted)."""
+def run(module: Any, args: Any, kwargs: Any, grad: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of a module or function, and gradients of inputs and parameters (if wanted)."""
     if not grad:
         with torch.no_grad():
             return tensors(module(*args, **kwargs)), []
     output = module(*args, **kwargs)
-    wanted = [t for t in (*tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
+    parameters = module.parameters() if isinstance(module, torch.nn.Module) else ()
+    wanted = [t for t in (*tensors((args, kwargs)), *parameters) if t.requires_grad]
+    assert wanted
     return [t.detach() for t in tensors(output)], gradients(output, wanted)
 
 
@@ -156,13 +173,22 @@ def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Same numbers as torch's module: at most twice its error against fp64, plus one rounding."""
+    """Same numbers as torch's module, in inference."""
     exact = cast(args, torch.float64), cast(kwargs, torch.float64)
     oracle = run(copied(theirs).double(), *exact, grad=False)
     allowed, _ = reference_error(theirs, args, kwargs, oracle)
     got, _ = run(ours, args, kwargs, grad=False)
     assert all(x.dtype == args[0].dtype for x in got)
-    assert relative_error(got, oracle[0]) <= 2 * allowed + torch.finfo(args[0].dtype).eps
+    check_budget(got, None, oracle[0], unit=allowed)
+
+
+def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bool) -> None:
+    """The same as their module or function, gradients (if wanted) included."""
+    exact = cast(args, torch.float64), cast(kwargs, torch.float64)
+    in_double = copied(theirs).double() if isinstance(theirs, torch.nn.Module) else theirs
+    oracle = run(in_double, *exact, grad)
+    expected, got = run(theirs, args, kwargs, grad), run(ours, args, kwargs, grad)
+    check_budget(got, expected, oracle, GRADIENT_FACTOR)
 
 
 def attention_pair(

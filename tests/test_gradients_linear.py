@@ -1,5 +1,7 @@
-"""Gradients of linear maps and feed-forward networks of half types: odd numbers of rows (panels
-hold them by twos), and so many that they are worked on in parts.
+"""Gradients of linear maps and feed-forward networks, of every dtype.
+
+Up to 48 rows of fp32 are read where they lie, more are packed first. Panels of half types hold rows
+by twos, and so many rows that they do not fit are worked on in parts.
 """
 
 from __future__ import annotations
@@ -11,13 +13,27 @@ import torch
 from harness import kernels
 
 from transformer_fast import _native
+from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check_gradients, nan_memory
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+HALF_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES = {torch.float32: "fp32", **HALF_TYPES}
+#: What decides a kernel's way: few rows, odd ones, and more than a block has.
+ROWS = {
+    torch.float32: (1, 2, 5, 6, 7, 47, 48, 49, 64, 257),
+    **dict.fromkeys(HALF_TYPES, (1, 23, 24, 31, 32, 33, 45, 256, 257)),
+}
+DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=TYPES.values())
+HALVES = pytest.mark.parametrize("dtype", HALF_TYPES, ids=HALF_TYPES.values())
+DTYPES_AND_ROWS = pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [pytest.param(d, n, id=f"{TYPES[d]}-{n}") for d, numbers in ROWS.items() for n in numbers],
+)
 
 pytestmark = pytest.mark.usefixtures("two_threads")
+needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 
 def kernel_of(op: str) -> Any:
@@ -34,9 +50,14 @@ def draw(dtype: torch.dtype) -> Draw:
     return Draw(dtype, "cpu", torch.Generator().manual_seed(0))
 
 
-@DTYPES
+def network(d: Draw, rows: int) -> list[torch.Tensor]:
+    """An input, and weights and biases of sizes that no panel has."""
+    first = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
+    return [*first, d.weight(33, 130), d.normal(33)]
+
+
+@DTYPES_AND_ROWS
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
-@pytest.mark.parametrize("rows", [1, 23, 24, 33, 256, 257])
 def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)
     x, weight, bias = d.normal(rows, inputs), d.weight(outputs, inputs), d.normal(outputs)
@@ -46,15 +67,13 @@ def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, isa: s
     check("linear", wide, transposed, None, None, d.normal(rows, outputs))
 
 
-@DTYPES
-@pytest.mark.parametrize("rows", [1, 31, 32, 45, 257])
+@DTYPES_AND_ROWS
 def test_feed_forward(rows: int, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)
-    x, weight1, bias1 = d.normal(rows, 70), d.weight(130, 70), d.normal(130)
-    weight2, bias2 = d.weight(33, 130), d.normal(33)
-    for p, activation in ((0.0, "relu"), (0.0, "gelu"), (0.3, "silu"), (0.3, "gelu_tanh")):
-        seed = d.seed() if p else None
-        check("feed_forward", x, weight1, bias1, weight2, bias2, activation, p, seed)
+    tensors = network(d, rows)
+    for activation in ACTIVATIONS:
+        for p in (0.0, 0.3):
+            check("feed_forward", *tensors, activation, p, d.seed() if p else None)
 
 
 def test_linear_in_parts(isa: str) -> None:
@@ -77,8 +96,6 @@ def test_many_outputs() -> None:
 
 def alone(op: str, tensors: list[torch.Tensor], rest: tuple[Any, ...], wanted: int) -> None:
     """Asking for one gradient only gives the same one."""
-    if _native.module is None:
-        pytest.skip(_native.why_not or "needs the native module")
     kernel = kernel_of(op)
 
     def found(*which: int) -> list[torch.Tensor]:
@@ -90,24 +107,26 @@ def alone(op: str, tensors: list[torch.Tensor], rest: tuple[Any, ...], wanted: i
     assert torch.equal(found(wanted)[0], found(*range(len(tensors)))[wanted])
 
 
+@needs_native
 @DTYPES
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [7, 77, 300])
 @pytest.mark.parametrize("wanted", range(5))
-def test_each_gradient_of_feed_forward_alone(wanted: int, p: float, dtype: torch.dtype) -> None:
+def test_each_gradient_of_feed_forward_alone(wanted: int, rows: int, dtype: torch.dtype) -> None:
     d = draw(dtype)
-    tensors = [d.normal(77, 70), d.weight(130, 70), d.normal(130), d.weight(33, 130), d.normal(33)]
-    alone("feed_forward", tensors, ("gelu", p, d.seed() if p else None), wanted)
+    tensors = network(d, rows)
+    for activation in ACTIVATIONS:
+        for p in (0.0, 0.3):
+            alone("feed_forward", tensors, (activation, p, d.seed() if p else None), wanted)
 
 
+@needs_native
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("wanted", range(3))
 def test_each_gradient_of_linear_alone(
     wanted: int, activation: str | None, dtype: torch.dtype
 ) -> None:
-    d = draw(dtype)
-    tensors = [d.normal(300, 70), d.weight(130, 70), d.normal(130)]
-    alone("linear", tensors, (activation, None), wanted)
+    alone("linear", network(draw(dtype), 300)[:3], (activation, None), wanted)
 
 
 @DTYPES
@@ -175,24 +194,20 @@ def test_what_is_not_finite_comes_through(value: float, dtype: torch.dtype, isa:
     grad = d.normal(50, 40)
     ours = kernel_of("feed_forward").run(x, weight1, None, weight2, None, "relu", 0.0, None)
     plain = torch.relu(x @ weight1.t()) @ weight2.t()
-    for got, expected in zip(
-        torch.autograd.grad(ours, tensors, grad), torch.autograd.grad(plain, tensors, grad),
-        strict=True,
-    ):  # fmt: skip
+    found = (torch.autograd.grad(result, tensors, grad) for result in (ours, plain))
+    for got, expected in zip(*found, strict=True):
         assert torch.equal(got.isfinite(), expected.isfinite())
 
 
+@needs_native
 @DTYPES
 def test_same_bits_with_one_thread(dtype: torch.dtype) -> None:
-    if _native.module is None:
-        pytest.skip(_native.why_not or "needs the native module")
     d = draw(dtype)
     tensors = [d.normal(1000, 70), d.weight(700, 70), d.normal(700), d.weight(333, 700)]
     tensors = [t.requires_grad_() for t in tensors]
-    kernel = kernel_of("feed_forward")
 
     def found() -> list[torch.Tensor]:
-        result = kernel.run(*tensors, None, "silu", 0.2, torch.tensor(7))
+        result = kernel_of("feed_forward").run(*tensors, None, "silu", 0.2, torch.tensor(7))
         return [result, *torch.autograd.grad(result.float().sum(), tensors)]
 
     first, second = found(), found()
@@ -202,7 +217,7 @@ def test_same_bits_with_one_thread(dtype: torch.dtype) -> None:
         assert torch.equal(a, c)
 
 
-@DTYPES
+@HALVES
 @pytest.mark.parametrize("rows", [9, 15, 64, 256, 257])
 def test_panels_packed_as_they_are_multiplied(rows: int, dtype: torch.dtype, isa: str) -> None:
     """As by panels that were packed before, bit by bit: outputs and the input's gradient."""
@@ -223,3 +238,18 @@ def test_panels_packed_as_they_are_multiplied(rows: int, dtype: torch.dtype, isa
                 assert torch.equal(ops.linear.cpu(x, w, None, bias, None, 2), expected)
                 found = ops.linear_backward.cpu(grad, x, w, None, 0, True, False, False)[0]
             assert torch.equal(found, by_columns)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_far_out(activation: str, float_isa: str) -> None:
+    """1 to the right and 0 to the left, however far, and in between torch's in fp64."""
+    far = torch.tensor([100.0, 1e4, 1e10, 7e12, 1e20, 1e38])
+    x = torch.cat([far, -far, torch.linspace(-14, 14, 2001)])[:, None].requires_grad_()
+    y = kernel_of("linear").run(x, torch.ones(1, 1), None, activation, None)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(slope[:6], torch.ones(6, 1))
+    assert torch.equal(slope[6:12], torch.zeros(6, 1))
+    true = x.detach().double().requires_grad_()
+    exact = OPS["linear"].reference(true, torch.ones(1, 1).double(), None, activation, None)
+    (wanted,) = torch.autograd.grad(exact.sum(), true)
+    torch.testing.assert_close(slope[12:], wanted[12:].float(), rtol=0.0, atol=3e-7)

@@ -1,0 +1,520 @@
+"""models.Transformer and its parts against plain PyTorch, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_ruler import (
+    PAD,
+    PlainAnnotatedNorm,
+    plain_embedding,
+    plain_forward,
+    plain_output,
+    plain_positions,
+    plain_stack,
+    small,
+    small_language_model,
+    tokens,
+)
+from module_ruler import check_budget
+
+from transformer_fast import models, nn
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "pre-norm": {"norm_first": True},
+    "gelu": {"activation": "gelu"},
+    "final norm": {"final_norm": True},
+    "pre-norm without final norm": {"norm_first": True, "final_norm": False},
+    "shared": {"target_vocab_size": None},
+    "tied": {"tie_output": True},
+    "shared and tied": {"target_vocab_size": None, "tie_output": True, "output_bias": False},
+    "projected": {"embedding_size": 10},
+    "projected and tied": {"embedding_size": 10, "tie_output": True},
+    "annotated": {"norm": "annotated", "norm_first": True, "layer_norm_eps": 1e-6},
+    "annotated post-norm": {"norm": "annotated", "layer_norm_eps": 0.5},
+    "no biases": {"bias": False, "output_bias": False},
+    "odd width": {"d_model": 15, "nhead": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("example", [[7, 7, 7], [7, 3, 5]], ids=str)
+def test_traced_models_look_for_padding(example: list[int]) -> None:
+    """Though the example has none."""
+    model, target = small().eval(), tokens(19, [6, 6, 6])
+    traced = torch.jit.trace(model, (tokens(19, example), target), check_trace=False)
+    for lengths in ([7, 3, 5], [7, 7, 7]):
+        source = tokens(19, lengths)
+        torch.testing.assert_close(traced(source, target), model(source, target))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("padded", [False, True])
+def test_forward_is_that_of_plain_pytorch(options: dict[str, Any], padded: bool) -> None:
+    model = small(**options)
+    source = tokens(19, [7, 3, 5] if padded else [7, 7, 7])
+    target = tokens(19, [2, 6, 4] if padded else [6, 6, 6])
+    got = model(source, target)
+    plain = plain_forward(model, source, target, torch.float32)
+    exact = plain_forward(model, source, target, torch.float64)
+    real = target != PAD
+    check_budget(got[real], plain[real], exact[real])
+    with torch.no_grad():  # where other kernels may run
+        check_budget(model(source, target)[real], plain[real], exact[real])
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"norm": "annotated"}])
+def test_gradients_are_those_of_plain_pytorch(options: dict[str, Any]) -> None:
+    model = small(target_vocab_size=None, tie_output=True, **options)
+    source, target = tokens(23, [7, 3]), tokens(23, [4, 6])
+    real = target != PAD
+
+    def gradient(logits: torch.Tensor) -> torch.Tensor:
+        logits[real].double().square().sum().backward()
+        found = model.encoder.embedding.table.weight.grad
+        assert found is not None
+        model.zero_grad()
+        return found
+
+    got = gradient(model(source, target))
+    plain = gradient(plain_forward(model, source, target, torch.float32))
+    exact_model = small(target_vocab_size=None, tie_output=True, **options).double()
+    exact_model.load_state_dict(model.state_dict())
+    plain_forward(exact_model, source, target, torch.float64)[real].square().sum().backward()
+    exact = exact_model.encoder.embedding.table.weight.grad
+    assert exact is not None
+    # Look-ups of the pad token give the table no gradient; plain indexing above does.
+    check_budget(got[1:], plain[1:], exact[1:])
+
+
+def test_the_parts_make_up_forward() -> None:
+    model = small()
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    memory = model.encode(source)
+    hidden = model.decode(target, memory, model.encoder.padding_mask(source))
+    assert torch.equal(model.output(hidden), model(source, target))
+
+
+def test_log_probabilities() -> None:
+    model = small()
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    found = model.log_probabilities(source, target)
+    assert torch.equal(found, torch.log_softmax(model(source, target), -1))
+    assert torch.allclose(found.exp().sum(-1), torch.ones(2, 6))
+    half = small().bfloat16()
+    assert half.log_probabilities(source, target).dtype == torch.float32
+
+
+def test_no_token_sees_a_later_one_or_padding() -> None:
+    model = small()
+    source, target = tokens(23, [7, 4], 9), tokens(19, [6, 6])
+    before = model(source, target)
+    changed = target.clone()
+    changed[:, 4:] = 3
+    assert torch.equal(model(source, changed)[:, :4], before[:, :4])
+    # What stands at padding is nothing to the rest, nor is how much there is of it.
+    longer = torch.cat((source, torch.zeros(2, 5, dtype=torch.int64)), 1)
+    torch.testing.assert_close(model(longer, target), before)
+    padding = source == PAD
+    other = source.masked_fill(padding, 5)
+    torch.testing.assert_close(model(other, target, source_padding=padding), before)
+
+
+def test_padding_may_stand_anywhere() -> None:
+    model = small(positions=None)
+    source, target = tokens(23, [4, 4]), tokens(19, [3, 3])
+    apart = torch.zeros(2, 8, dtype=torch.int64)
+    apart[:, [0, 3, 4, 7]] = source
+    torch.testing.assert_close(model(apart, target), model(source, target))
+
+
+def test_shared_and_tied_weights_are_one_parameter() -> None:
+    model = small(target_vocab_size=None, tie_output=True)
+    assert model.output.weight is model.encoder.embedding.table.weight
+    assert model.output.weight is model.decoder.embedding.table.weight
+    assert len([p for p in model.parameters() if p.shape == (23, 16)]) == 1
+    model.load_state_dict(small(target_vocab_size=None, tie_output=True).state_dict())
+    assert model.output.weight is model.encoder.embedding.table.weight
+
+
+def test_config_and_weights_are_all_there_is_to_save(tmp_path: Path) -> None:
+    model = small(norm_first=True, embedding_size=10, tie_output=True, norm="annotated")
+    torch.save({"config": model.config, "weights": model.state_dict()}, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    again = models.Transformer(**saved["config"]).eval()
+    again.load_state_dict(saved["weights"])
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    assert torch.equal(again(source, target), model(source, target))
+
+
+def test_the_layers_are_ours() -> None:
+    model = small()
+    kinds = {type(layer) for half in (model.encoder, model.decoder) for layer in half.stack.layers}
+    assert kinds == {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = small(dropout=0.5)
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    assert torch.equal(model(source, target), model(source, target))
+    model.train()
+    assert not torch.equal(model(source, target), model(source, target))
+
+
+def test_int32_tokens() -> None:
+    model = small()
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    assert torch.equal(model(source.int(), target.int()), model(source, target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = small(dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    logits = model(tokens(23, [7, 3]), tokens(19, [4, 6]))
+    assert logits.dtype == dtype
+    assert torch.isfinite(logits).all()
+
+
+def test_built_on_meta_and_made_real_it_has_its_positions() -> None:
+    model = small(device="meta").to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, models.SinusoidalPositions):
+            module.reset_parameters()
+    like = small()
+    model.load_state_dict(like.state_dict())
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    assert torch.equal(model(source, target), like(source, target))
+
+
+# What Dynamo does with an autograd.Function, it warns about itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_without_a_break() -> None:
+    model = small(num_encoder_layers=1, num_decoder_layers=1)
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(source, target), model(source, target))
+    compiled(source, target).sum().backward()
+    assert model.output.weight.grad is not None
+
+
+def test_training_learns_to_copy() -> None:
+    model = small(
+        target_vocab_size=None,
+        tie_output=True,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        dropout=0.0,
+    ).train()
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    source = tokens(8, [4] * 4)
+    target = torch.cat((torch.full((4, 1), 1), source, torch.full((4, 1), 2)), 1)
+    for _ in range(70):
+        logits = model(source, target[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert loss.item() < 0.1
+    assert torch.equal(model.generate(source).tokens, target[:, 1:])
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 8), (50, 5), (300, 64)])
+def test_sinusoidal_positions(length: int, width: int) -> None:
+    positions = models.SinusoidalPositions(length, width)
+    exact = plain_positions(length, width)
+    assert (positions(length) - exact).abs().max() <= torch.finfo(torch.float32).eps
+    assert torch.equal(positions(length - 1, 1), positions(length)[1:])
+    assert positions.state_dict() == {}
+
+
+def test_learned_positions_are_trained() -> None:
+    model = small(positions="learned")
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    model(source, target).sum().backward()
+    table = model.encoder.embedding.positions.table
+    assert table.grad[:7].abs().sum() > 0
+    assert table.grad[7:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_annotated_layer_norm(dtype: torch.dtype) -> None:
+    norm = models.AnnotatedLayerNorm(11, 0.1, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+        norm.bias.normal_()
+    plain = PlainAnnotatedNorm(11, 0.1).to(dtype)
+    plain.load_state_dict(norm.state_dict())
+    exact = PlainAnnotatedNorm(11, 0.1)
+    exact.load_state_dict(norm.state_dict())
+    exact = exact.double()
+    x = torch.randn(50, 11, dtype=dtype) * 3 + 1
+    check_budget(norm(x), plain(x), exact(x.double()))
+    constant = torch.ones(2, 11, dtype=dtype, requires_grad=True)
+    result = norm(constant)
+    assert torch.equal(result, norm.bias.expand(2, 11))
+    result.sum().backward()
+    assert constant.grad is not None
+    assert torch.isfinite(constant.grad).all()
+
+
+def test_annotated_layer_norm_is_not_the_usual_one() -> None:
+    x = torch.randn(5, 6)
+    usual, annotated = nn.LayerNorm(6), models.AnnotatedLayerNorm(6)
+    assert (usual(x) - annotated(x)).abs().max() > 0.05
+    with pytest.raises(ValueError, match="d_model must be at least 2"):
+        models.AnnotatedLayerNorm(1)
+
+
+def test_encoder_alone() -> None:
+    """Encoder-only: a classifier that takes the mean over real tokens."""
+    encoder = models.Encoder(23, 16, 2, 2, 24, 0.0, "gelu", norm_first=True, pad_token=PAD)
+    source = tokens(23, [7, 3, 5])
+    hidden = encoder(source)
+    options = {
+        "d_model": 16,
+        "nhead": 2,
+        "dim_feedforward": 24,
+        "activation": "gelu",
+        "layer_norm_eps": 1e-5,
+        "norm_first": True,
+        "norm": "layer_norm",
+        "bias": True,
+    }
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        stack = plain_stack(encoder, options, 2, False).to(dtype).train()
+        x = plain_embedding(encoder.embedding, source, dtype)
+        results.append(stack(x, src_key_padding_mask=source == PAD))
+    real = source != PAD
+    check_budget(hidden[real], results[0][real], results[1][real])
+
+
+def test_decoder_only() -> None:
+    model = small_language_model(norm_first=True, activation="gelu", tie_output=True)
+    ids = tokens(19, [9, 9])
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        stack = plain_stack(model.encoder, model.config, 2, False).to(dtype)
+        x = plain_embedding(model.encoder.embedding, ids, dtype)
+        causal = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        results.append(plain_output(model.output, stack(x, mask=causal)))
+    check_budget(model(ids), *results)
+    assert torch.equal(model.log_probabilities(ids), torch.log_softmax(model(ids), -1))
+    again = models.LanguageModel(**model.config).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(ids), model(ids))
+
+
+def test_attention_weights_of_chosen_layers_only() -> None:
+    model = small()
+    source, target = tokens(23, [7, 3]), tokens(19, [4, 6])
+    before = model(source, target)
+    with models.attention_weights(model, "decoder.*.multihead_attn", "encoder.*.0.*") as weights:
+        inside = model(source, target)
+    torch.testing.assert_close(inside, before)
+    assert set(weights) == {
+        "decoder.stack.layers.0.multihead_attn",
+        "decoder.stack.layers.1.multihead_attn",
+        "encoder.stack.layers.0.self_attn",
+    }
+    cross = weights["decoder.stack.layers.1.multihead_attn"]
+    assert cross.shape == (2, 2, 6, 7)
+    torch.testing.assert_close(cross.sum(-1), torch.ones(2, 2, 6))
+    assert cross[1, :, :, 3:].abs().max() == 0
+    assert not cross.requires_grad
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(source, target), before)
+
+
+def test_attention_weights_by_hand() -> None:
+    model = small()
+    target, memory = tokens(19, [6, 6]), torch.randn(2, 5, 16)
+    with models.attention_weights(model, "decoder.stack.layers.0.self_attn") as weights:
+        model.decode(target, memory)
+    attention = model.decoder.stack.layers[0].self_attn
+    x = model.decoder.embedding(target)
+    projected = torch.nn.functional.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+    q, k, _ = (part.view(2, 6, 2, 8).transpose(1, 2) for part in projected.chunk(3, -1))
+    scores = q @ k.transpose(-2, -1) / 8**0.5
+    scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
+    found = weights["decoder.stack.layers.0.self_attn"]
+    torch.testing.assert_close(found, scores.softmax(-1).detach())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_attention_weights_of_torchs_own_modules(grad: bool) -> None:
+    theirs = torch.nn.Transformer(16, 2, 1, 1, 24, batch_first=True).eval()
+    source, target = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    with torch.set_grad_enabled(grad), models.attention_weights(theirs) as weights:
+        theirs(source, target)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == {
+        "encoder.layers.0.self_attn": (2, 2, 5, 5),
+        "decoder.layers.0.self_attn": (2, 2, 3, 3),
+        "decoder.layers.0.multihead_attn": (2, 2, 3, 5),
+    }
+
+
+def test_attention_weights_give_the_caller_what_it_asked_for() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    with models.attention_weights(attention) as weights:
+        assert attention(x, x, x, need_weights=False)[1] is None
+        averaged = attention(x, x, x)[1]
+        each = attention(x, x, x, None, True, None, False)[1]
+    assert torch.equal(averaged, attention(x, x, x)[1])
+    assert torch.equal(each, weights[""])
+    assert each.shape == (2, 2, 5, 5)
+
+
+def test_attention_weights_of_no_such_layer() -> None:
+    with (
+        pytest.raises(ValueError, match=r"no attention of the model fits 'layer9\.\*'; it has enc"),
+        models.attention_weights(small(), "layer9.*"),
+    ):
+        pass
+
+
+SOURCE, TARGET = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 6]])
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "error", "words"),
+    [
+        ([[3]], TARGET, TypeError, "source must be a Tensor of token ids, not list"),
+        (SOURCE.float(), TARGET, TypeError, r"source .* int64 or int32, not torch\.float32"),
+        (SOURCE.bool(), TARGET, TypeError, r"source .* int64 or int32, not torch\.bool"),
+        (SOURCE[0], TARGET, ValueError, r"source must have shape \(batch, length\), not \[3\]"),
+        (SOURCE[:, :0], TARGET, ValueError, "source is empty"),
+        (SOURCE, TARGET[:, :0], ValueError, "target is empty"),
+        (SOURCE + 18, TARGET, IndexError, r"source must hold token ids in \[0, 23\), .* holds 23"),
+        (-SOURCE, TARGET, IndexError, r"source must hold token ids in \[0, 23\), but holds -5"),
+        (SOURCE, TARGET + 13, IndexError, r"target must hold token ids in \[0, 19\), .* holds 19"),
+        (SOURCE.repeat(1, 22), TARGET, ValueError, "source has 66 tokens, more than max_len=64"),
+        (SOURCE, TARGET.repeat(1, 33), ValueError, "target has 66 tokens, more than max_len=64"),
+        (SOURCE, TARGET.repeat(2, 1), ValueError, r"memory must have shape .* batch 2, as target"),
+    ],
+)
+def test_tokens(source: Any, target: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        small()(source, target)
+
+
+def test_masks() -> None:
+    model = small()
+    with pytest.raises(TypeError, match=r"padding must be a bool Tensor, .* not torch\.float32"):
+        model(SOURCE, TARGET, source_padding=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"padding must have the shape of source, \[1, 3\], not"):
+        model(SOURCE, TARGET, source_padding=torch.zeros(1, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"memory_padding must have the shape of memory, \[1, 3\]"):
+        model.decode(TARGET, model.encode(SOURCE), torch.zeros(1, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"norm": "batch"}, "norm must be one of layer_norm, annotated, not 'batch'"),
+        ({"nhead": 3}, "d_model must be a positive multiple of nhead, not 16 for nhead=3"),
+        ({"positions": "rotary"}, "positions must be one of sinusoidal, learned, or None"),
+        ({"max_len": 0}, "max_len must be at least 1, not 0"),
+        ({"pad_token": 19}, r"pad_token must be a token id in \[0, 19\), not 19"),
+        ({"end_token": -1}, r"end_token must be a token id in \[0, 19\), not -1"),
+        ({"start_token": 40}, r"start_token must be a token id in \[0, 19\), not 40"),
+    ],
+)
+def test_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        small(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "words"),
+    [
+        ({"end_token": None}, {}, ValueError, "the end token is missing"),
+        ({"start_token": None}, {}, ValueError, "the start token is missing"),
+        ({}, {"end_token": 19}, ValueError, r"end_token must be a token id in \[0, 19\), or -1"),
+        ({}, {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, not 0"),
+        ({}, {"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an int, not float"),
+        ({}, {"max_new_tokens": 65}, ValueError, "65 behind 1 tokens is longer than max_len=64"),
+        ({}, {"method": models.BeamSearch(20)}, ValueError, "beams must be at most .* 19, not 20"),
+        ({}, {"method": "beam"}, TypeError, r"method must be Greedy\(\).* not str"),
+        ({}, {"prefix": TARGET[:, :0]}, ValueError, "prefix is empty"),
+        ({}, {"prefix": TARGET.repeat(2, 1)}, ValueError, "a row for each of the 1 sources, not 2"),
+        ({}, {"prefix": TARGET + 13}, IndexError, "prefix must hold token ids"),
+    ],
+)
+def test_generate(
+    options: dict[str, Any], arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        small(**options).generate(SOURCE, **arguments)
+
+
+def test_sources_of_padding_only() -> None:
+    source = tokens(23, [3, 0, 2])
+    with pytest.raises(ValueError, match="source is empty: row 1 has nothing but padding"):
+        small().generate(source)
+    with pytest.raises(ValueError, match="source is empty: each sequence must have at least one"):
+        small().generate(source[:, :0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: models.Sampling(0.0), "temperature must be above 0, not 0.0"),
+        (lambda: models.Sampling(float("nan")), "temperature must be above 0"),
+        (lambda: models.Sampling(top_k=0), "top_k must be at least 1, or None, not 0"),
+        (lambda: models.Sampling(top_p=0.0), r"top_p must lie in \(0, 1\]"),
+        (lambda: models.Sampling(top_p=1.5), r"top_p must lie in \(0, 1\]"),
+        (lambda: models.BeamSearch(0), "beams must be at least 1, not 0"),
+        (lambda: models.BeamSearch(3, n_best=4), "n_best must lie between 1 and beams=3"),
+    ],
+)
+def test_methods(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"prompt_lengths": torch.tensor([0])}, ValueError, r"must lie in \[1, 3\], .* 0 to 0"),
+        ({"prompt_lengths": torch.tensor([4])}, ValueError, r"must lie in \[1, 3\], .* 4 to 4"),
+        ({"prompt_lengths": torch.tensor([1, 1])}, ValueError, r"must have shape \[1\]"),
+        ({"prompt_lengths": torch.tensor([1.0])}, TypeError, "must be an integer Tensor"),
+        ({"max_new_tokens": 63}, ValueError, "63 behind 3 tokens is longer than max_len=64"),
+    ],
+)
+def test_prompts(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    arguments = {"max_new_tokens": 4} | arguments
+    with pytest.raises(error, match=words):
+        small_language_model().generate(SOURCE, **arguments)
+
+
+def test_beam_search_refuses_what_it_cannot_do() -> None:
+    model = small_language_model()
+    prompt = torch.tensor([[3, 4], [5, 6]])
+    with pytest.raises(ValueError, match="beam search needs prompts of one length"):
+        model.generate(
+            prompt, models.BeamSearch(2), max_new_tokens=2, prompt_lengths=torch.tensor([1, 2])
+        )
+    with pytest.raises(ValueError, match="beam search cannot stream"):
+        model.stream(prompt, models.BeamSearch(2), max_new_tokens=2)
+
+
+def test_streams_check_at_once() -> None:
+    with pytest.raises(ValueError, match="source is empty"):
+        small().stream(SOURCE[:, :0])
+
+
+def test_nothing_is_changed_by_an_error() -> None:
+    model = small().train()
+    source = SOURCE.clone()
+    with pytest.raises(ValueError, match="beams must be at most"):
+        model.generate(source, models.BeamSearch(20))
+    assert all(part.training for part in model.modules())
+    assert torch.equal(source, SOURCE)

@@ -1,0 +1,622 @@
+"""Attention by masks, few queries, large scores and gradients, and its memory."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Target, check_target, on, run, targets
+from torch import Tensor
+
+from transformer_fast import _native
+from transformer_fast import functional as F
+from transformer_fast.backends import cpu
+from transformer_fast.measure.memory import peak
+from transformer_fast.specs import OPS
+from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.testing import check, check_gradients, nan_memory, truth_of
+from transformer_fast.testing.oracle import promote
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+
+#: The kernels that have masks.
+TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend != "torch"]
+SHAPES = list(itertools.product((1, 2), (1, 3), (1, 19), (1, 37)))  # all of (B, H, T, S)
+
+
+def draw(dtype, *, batch=2, heads=3, queries=19, keys=37, size=8):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(length):
+        return torch.randn(batch, heads, length, size, generator=generator).to(dtype)
+
+    return normal(queries), normal(keys), normal(keys)
+
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+@functools.cache
+def known(build: Callable[[torch.dtype], list[Call]], dtype: torch.dtype) -> list[Any]:
+    """(name, arguments, truth) of every call, computed once for all instruction sets."""
+    return [(name, arguments, truth_of("attention", arguments)) for name, arguments in build(dtype)]
+
+
+def check_all(
+    target: Target, build: Callable[[torch.dtype], list[Call]], offsets: tuple[int, ...] = (1,)
+) -> None:
+    """Holds each call to the budget; skips if the kernel refuses all of them."""
+    refusals = [target.refusal(arguments) for _, arguments in build(target.dtype)]
+    if all(refusals):
+        pytest.skip(refusals[0])
+    for (name, arguments, truth), refused in zip(known(build, target.dtype), refusals, strict=True):
+        for offset in () if refused else offsets:
+            try:
+                check_target(target, arguments, offset, truth)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {offset} off alignment: {error}") from None
+
+
+def bool_masks(dtype: torch.dtype) -> list[Call]:
+    return of_every_shape(dtype, lambda noise: noise < 0.4)
+
+
+def float_masks(dtype: torch.dtype) -> list[Call]:
+    return of_every_shape(dtype, lambda noise: noise.masked_fill(noise > 1.0, -math.inf))
+
+
+def masks_of_the_dtype(dtype: torch.dtype) -> list[Call]:
+    return of_every_shape(dtype, lambda noise: noise.masked_fill(noise > 1.0, -math.inf).to(dtype))
+
+
+def of_every_shape(
+    dtype: torch.dtype, to_mask: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Call]:
+    qkv, calls = draw(dtype), []
+    for shape in SHAPES:
+        mask = to_mask(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        calls.append((f"mask {shape}", arrange(*qkv, mask=mask)))
+        if shape in ((1, 1, 1, 1), (2, 1, 1, 37), (1, 1, 19, 37)):
+            expanded = mask.expand(2, 3, 19, 37)
+            calls.append((f"mask {shape}, expanded", arrange(*qkv, mask=expanded)))
+    return calls
+
+
+def strided_masks(dtype: torch.dtype) -> list[Call]:
+    qkv = draw(dtype)
+    full = torch.rand(2, 3, 19, 37, generator=torch.Generator().manual_seed(2)) < 0.6
+    gaps = torch.zeros(4, 3, 40, 112, dtype=torch.bool)[::2, :, 1:39:2, ::3][..., :37]
+    gaps.copy_(full)
+    calls = [("gaps", arrange(*qkv, mask=gaps))]
+    for order in itertools.permutations(range(4)):
+        for mask in (full, torch.where(full, 0.25, -math.inf)):
+            laid = in_memory_order(mask, order)
+            calls.append((f"{mask.dtype} in order {order}", arrange(*qkv, mask=laid)))
+    return calls
+
+
+def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same tensor, whose dimensions lie in memory in that order."""
+    back = [order.index(d) for d in range(4)]
+    return tensor.permute(order).contiguous().permute(back)
+
+
+def everything_together(dtype: torch.dtype) -> list[Call]:
+    """Mask, causality and lengths at once, over several tiles of keys."""
+    qkv = draw(dtype, heads=2, queries=70, keys=600)
+    generator, calls = torch.Generator().manual_seed(3), []
+    for shape in ((1, 1, 1, 600), (2, 1, 70, 1), (1, 2, 70, 600)):
+        mask = torch.rand(shape, generator=generator) < 0.5
+        for lengths in ([0, 600], [255, 257], [1, 512]):
+            options = {"mask": mask, "lengths": torch.tensor(lengths)}
+            calls.append((f"{shape} {lengths}", arrange(*qkv, **options)))
+            calls.append((f"{shape} {lengths} causal", arrange(*qkv, **options, causal=True)))
+    return calls
+
+
+def hidden_tiles(dtype: torch.dtype) -> list[Call]:
+    """First, middle and last tiles of keys that nobody, or only one query, may see."""
+    qkv, calls = draw(dtype, batch=1, heads=1, queries=60, keys=1030), []
+    for hidden in ((0, 300), (256, 512), (200, 900), (512, 1030), (0, 1030)):
+        mask = torch.ones(1, 1, 60, 1030, dtype=torch.bool)
+        mask[..., slice(*hidden)] = False
+        calls.append((f"hidden {hidden}", arrange(*qkv, mask=mask)))
+        calls.append((f"hidden {hidden}, of keys", arrange(*qkv, mask=mask[:, :, :1])))
+        one = mask.clone()
+        one[..., 31, hidden[0] + 7] = True
+        calls.append((f"hidden {hidden} but once", arrange(*qkv, mask=one)))
+        added = torch.where(one, 0.5, -math.inf)
+        calls.append((f"hidden {hidden} but once, float", arrange(*qkv, mask=added)))
+    return calls
+
+
+GARBAGE = [math.nan, math.inf, -math.inf]
+
+
+def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
+    """The oracle keeps it from every query that does not see it."""
+    calls, generator = [], torch.Generator().manual_seed(4)
+    for queries, keys, garbage, wild in itertools.product(
+        (1, 19), (37, 530), GARBAGE, ("key", "value", "both")
+    ):
+        mask = torch.rand(1, 1, queries, keys, generator=generator) < 0.5
+        for place in (3, keys - 1):
+            query, key, value = draw(dtype, queries=queries, keys=keys, batch=1, heads=2)
+            if wild != "value":
+                key[:, :, place] = garbage
+            if wild != "key":
+                value[:, 1:, place, 2] = garbage
+            name = f"{garbage} in {wild} at {place}"
+            calls.append((f"{name}, mask", arrange(query, key, value, mask=mask)))
+            calls.append((f"{name}, causal", arrange(query, key, value, causal=True)))
+    return calls
+
+
+def few_queries(dtype: torch.dtype) -> list[Call]:
+    """Around the border between the kernels for few queries, as in decoding, and the others."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    calls = []
+    for queries in (1, 2, 3, 4, 5):
+        for keys, size, value_size in ((1, 1, 1), (37, 8, 5), (140, 64, 64), (300, 72, 136)):
+            q, k = normal(2, 3, queries, size), normal(2, 3, keys, size)
+            v = normal(2, 3, keys, value_size)
+            noise = torch.rand(2, 1, queries, keys, generator=generator)
+            # Whole tiles, single keys, and for one batch element everything.
+            seen = (noise > 0.3) & (torch.arange(keys) % 256 < 130)
+            seen[1] &= queries > 1
+            added = torch.where(seen, noise - 0.5, -math.inf)
+            lengths = torch.tensor([keys, keys // 2])
+            for name, options in {
+                "plain": {"scale": 0.3},
+                "bool": {"scale": 0.3, "mask": seen},
+                "added": {"scale": 0.3, "mask": added, "causal": True},
+                "lengths": {"scale": -0.3, "mask": seen[:, :, :1], "lengths": lengths},
+            }.items():
+                arguments = arrange(q, k, v, weights=queries % 2 == 0, **options)
+                calls.append((f"{queries} of {keys}, {size}, {value_size}, {name}", arguments))
+    grouped = normal(2, 4, 2, 24), normal(2, 2, 50, 24), normal(2, 2, 50, 24)
+    calls.append(("grouped", arrange(*grouped, causal=True, scale=0.3, gqa=True, weights=True)))
+    return calls
+
+
+MASKS = (
+    bool_masks,
+    float_masks,
+    masks_of_the_dtype,
+    strided_masks,
+    everything_together,
+    hidden_tiles,
+    garbage_seen_by_some,
+    few_queries,
+)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("calls", MASKS)
+def test_masks(target, calls):
+    check_all(target, calls, offsets=(0, 3) if calls is strided_masks else (1,))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_garbage_hidden_from_all_changes_no_bit(target):
+    """Beyond a length, under a mask, in the future: the same result as with zeros there."""
+    refused = None
+    for queries, keys in ((19, 37), (19, 300), (1, 300), (19, 530)):
+        hidden = torch.zeros(keys, dtype=torch.bool)
+        hidden[19:] = True
+        for options in (
+            {"lengths": torch.tensor([19, 19])},
+            {"mask": ~hidden[None, None, None]},
+            {"mask": torch.where(hidden, -math.inf, 0.0)[None, None, None]},
+            {"causal": True},
+        ):
+            results = []
+            for garbage in (0.0, *GARBAGE, 3e4):
+                query, key, value = draw(target.dtype, queries=queries, keys=keys)
+                key, value = (x.masked_fill(hidden[:, None], garbage) for x in (key, value))
+                arguments = arrange(query, key, value, **options)
+                refused = target.refusal(arguments)
+                if not refused:
+                    results.append(run(target, on(target, arguments))[0])
+            for result in results[1:]:
+                assert torch.equal(result, results[0]), (queries, keys, options)
+    if refused:
+        pytest.skip(refused)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_garbage_queries_stay_in_their_rows(target):
+    query, key, value = draw(target.dtype, queries=130)
+    query[:, :, ::7] = math.nan
+    query[0, 1, 5] = math.inf
+    arguments = arrange(query, key, value)
+    reason = target.refusal(arguments)
+    if reason:
+        pytest.skip(reason)
+    output, _ = run(target, on(target, arguments))
+    rows = query.isfinite().all(dim=-1)
+    assert torch.equal(output.cpu().isfinite().all(dim=-1), rows)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_that_see_nothing_are_exactly_zero(target):
+    query, key, value = draw(target.dtype)
+    visible = torch.rand(2, 3, 19, 37, generator=torch.Generator().manual_seed(5)) < 0.5
+    visible[:, :, ::3] = False
+    query[:, :, 6] = math.nan  # even then
+    for mask in (visible, torch.where(visible, 0.0, -math.inf)):
+        arguments = arrange(query, key, value, mask=mask, weights=True)
+        reason = target.refusal(arguments)
+        if reason:
+            pytest.skip(reason)
+        output, weights = run(target, on(target, arguments))
+        check("attention", (output, weights), on(target, arguments))
+        assert torch.equal(output[:, :, ::3], torch.zeros_like(output[:, :, ::3]))
+        assert torch.equal(weights[:, :, ::3], torch.zeros_like(weights[:, :, ::3]))
+
+
+CPU_TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend == "cpu"]
+FLOAT32 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float32]
+FLOAT16 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float16]
+HALF = [p for p in CPU_TARGETS if p.values[0].dtype != torch.float32]
+
+
+def accepted(target, arguments):
+    if target.refusal(arguments):
+        pytest.skip(target.refusal(arguments))
+    return arguments
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("target", CPU_TARGETS)
+def test_every_distance_between_the_first_keys_and_the_largest(target, weights):
+    """The sum of a row, referred to its first keys, takes every size around the type's end."""
+    distance = torch.linspace(85.0, 92.0, 120)[:, None]
+    below = torch.where(torch.arange(70) < 40, -distance, 0.0)[None, None]
+    query, key, value = torch.zeros(1, 1, 120, 16), torch.zeros(1, 1, 70, 16), torch.randn(70, 16)
+    tensors = [x.to(target.dtype) for x in (query, key, value[None, None])]
+    check_target(target, accepted(target, arrange(*tensors, mask=below, weights=weights)))
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": torch.tensor(7)}], ids=len)
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("target", HALF)
+def test_a_key_that_has_all_of_a_row_gives_its_value(target, queries, options, generator):
+    """Whatever power of e it is, referred to the first keys of the row: weights are rounded to
+    multiply the values, and sum up to 1 all the same."""
+    mask = torch.zeros(1, 1, queries, 75)
+    mask[..., 60] = torch.linspace(30.0, 50.0, queries)
+    query = torch.zeros(1, 2, queries, 16)
+    key, value = torch.zeros(1, 2, 75, 16), torch.zeros(1, 2, 75, 16)
+    value[:, :, 60] = torch.randn(1, 2, 16, generator=generator)
+    tensors = [x.to(target.dtype) for x in (query, key, value, mask)]
+    arguments = arrange(*tensors[:3], mask=tensors[3], **options)
+    (output, _) = run(target, accepted(target, arguments))
+    kept, _ = OPS["attention"].reference(*promote(arguments))
+    torch.testing.assert_close(output, kept.to(target.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+@pytest.mark.parametrize("power", [28, 34, 60])
+@pytest.mark.parametrize("target", FLOAT32)
+def test_scores_beyond_the_precision_of_their_exponents(target, queries, power, generator):
+    """Integers times a power of two: every product and sum is exact, so are the probabilities."""
+    query, key = (torch.randint(-9, 10, (1, 2, n, 16), generator=generator) for n in (queries, 75))
+    key = key * 2.0 ** (power // 2)
+    value = torch.randn(1, 2, 75, 16, generator=generator)
+    # 0.3 is rounded, and so are the products with it.
+    for scale in (0.25, 0.3):
+        query_times = query * 2.0 ** (power - power // 2)
+        check_target(target, accepted(target, arrange(query_times, key, value, scale=scale)))
+
+
+@pytest.mark.parametrize("power", [20, 28, 34])
+def test_gradients_of_scores_beyond_the_precision_of_their_exponents(power, float_isa, generator):
+    query, key = (torch.randint(-9, 10, (1, 2, n, 16), generator=generator) for n in (20, 75))
+    value = torch.randn(1, 2, 75, 16, generator=generator)
+    check_gradients_of(query.float(), key * 2.0**power, value)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("target", FLOAT32)
+def test_huge_values_behind_the_lowest_number(target, queries, generator):
+    """finfo.min is no -inf, but e to it is 0: neither as a weight nor as a factor is it more."""
+    value = torch.randn(1, 1, 300, 16, generator=generator)
+    value[:, :, :270] = 8.5e37
+    mask = torch.zeros(1, 1, 1, 300)
+    mask[..., :270] = torch.finfo(torch.float32).min
+    query, key = (torch.randn(1, 1, n, 16, generator=generator) for n in (queries, 300))
+    for weights in (False, True):
+        arguments = arrange(query, key, value, mask=mask, weights=weights)
+        # Measured without the huge values, beside which the budget would be huge.
+        seen = arrange(query, key[:, :, 270:], value[:, :, 270:], weights=weights)
+        result = run(target, accepted(target, arguments))
+        output, found = result if isinstance(result, tuple) else (result, None)
+        if weights:
+            assert torch.count_nonzero(found[..., :270]) == 0
+            found = found[..., 270:]
+        check("attention", (output, found), seen)
+
+
+@pytest.mark.parametrize("target", FLOAT16)
+def test_denormal_queries(target, generator):
+    """All of a query below 2^-14, and keys so large that its scores are not."""
+    query = torch.randn(1, 2, 20, 16, generator=generator).half() * 2.0**-15
+    assert query.abs().max() < 2.0**-13
+    key, value = (torch.randn(1, 2, 75, 16, generator=generator) for _ in range(2))
+    arguments = arrange(query, (key * 2.0**13).half(), value.half(), scale=4.0)
+    check_target(target, accepted(target, arguments))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize("keys", [40, 300])
+def test_gradients_where_one_key_has_almost_all(keys, options, float_isa, generator):
+    """Queries meet their own keys at scores around 200: dP - delta is a difference of equal terms."""
+    key, value = (torch.randn(1, 2, keys, 16, generator=generator) for _ in range(2))
+    if "dropout_p" in options:
+        options = {**options, "seed": torch.tensor(7)}
+    for score in (8.0, 12.0, 200.0):
+        query = key / key.norm(dim=-1, keepdim=True) ** 2 * (score * math.sqrt(16))
+        check_gradients_of(query, key, value, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("queries", [17, 256])
+def test_equal_values_far_from_zero_leave_scores_no_slope(queries, dtype, isa, generator):
+    """dP is dO V, as exact as the sums of fp32: only they are left where it is the same for all keys.
+
+    Integers, so that O is V; scores so large that the forward keeps their maximum and sum apart.
+    """
+
+    def integers(least, most, *size):
+        return torch.randint(least, most + 1, size, generator=generator).to(dtype)
+
+    query, key = 64 * integers(-3, 3, 1, 2, queries, 16), integers(-3, 3, 1, 2, 256, 16)
+    value = integers(60, 120, 1, 2, 1, 16).expand(1, 2, 256, 16).contiguous()
+    grad = integers(-9, 9, 1, 2, queries, 16)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    output, _ = cpu.attention(*arrange(*inputs))
+    torch.testing.assert_close(output, value[:, :, :1].expand_as(output), rtol=0, atol=0)
+    dquery, dkey = torch.autograd.grad(output, (query, key), grad)
+    # The largest sum of |dO V|, times a unit of rounding for dP and one for delta.
+    rounding = (grad.abs().double() @ value.double().mT).max() * 2 * torch.finfo(torch.float32).eps
+    assert dquery.abs().max() <= rounding * key.abs().max() / math.sqrt(16)
+    assert dkey.abs().max() <= rounding * query.abs().max() / math.sqrt(16) * queries
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+def test_gradients_of_few_queries_with_large_scores(queries, float_isa, generator):
+    """The backward's scores are those of the forward, though inference has a shorter way there."""
+    query = 1e4 * torch.randn(4, 1, queries, 16, generator=generator)
+    key, value = (torch.randn(4, 1, 90, 16, generator=generator) for _ in range(2))
+    check_gradients_of(query, key, value)
+
+
+def test_gradients_of_returned_weights_where_one_key_has_almost_all(float_isa, generator):
+    key, value = (torch.randn(1, 2, 60, 16, generator=generator) for _ in range(2))
+    for score in (10.0, 200.0):
+        query = key / key.norm(dim=-1, keepdim=True) ** 2 * (score * math.sqrt(16))
+        check_gradients_of(query, key, value, weights=True)
+
+
+def inputs(*sizes: int, key_heads: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
+    batch, heads, length, keys, size = sizes
+    generator = torch.Generator().manual_seed(seed)
+    h = heads if key_heads is None else key_heads
+    shapes = (heads, length), (h, keys), (h, keys)
+    return tuple(torch.randn(batch, n, m, size, generator=generator) for n, m in shapes)
+
+
+def check_gradients_of(*qkv: Tensor, **options: Any) -> None:
+    with nan_memory():
+        check_gradients("attention", cpu.attention, arrange(*qkv, **options))
+
+
+def every_broadcast() -> list[tuple[bool, ...]]:
+    return [tuple(bool(bits >> d & 1) for d in range(4)) for bits in range(16)]
+
+
+def broadcast_name(full: tuple[bool, ...]) -> str:
+    return "".join(letter if f else "1" for letter, f in zip("BHTS", full, strict=True))
+
+
+@pytest.mark.parametrize("full", every_broadcast(), ids=broadcast_name)
+def test_mask_gradient_of_every_broadcast(full, isa):
+    """Tiles of keys and blocks of queries on every side of the sums."""
+    sizes = (2, 2, 131, 270)
+    q, k, v = inputs(*sizes, 8)
+    shape = tuple(n if f else 1 for n, f in zip(sizes, full, strict=True))
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    check_gradients_of(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mask_gradient_with_everything(causal, isa):
+    q, k, v = inputs(3, 4, 70, 90, 16, key_heads=2)
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.randn(1, 4, 70, 90, generator=generator)
+    mask[torch.rand(mask.shape, generator=generator) < 0.3] = -math.inf
+    check_gradients_of(
+        q, k, v, mask=mask, lengths=torch.tensor([90, 0, 37]), causal=causal, dropout_p=0.2,
+        seed=torch.tensor(99), gqa=True, weights=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 64, 80, 128, 136])
+@pytest.mark.parametrize("length", [1, 15, 113, 225])
+def test_head_sizes_and_lengths(size, length, isa):
+    # Few values would make the reference's own error, the unit, a matter of luck.
+    batch = 4 if length == 1 else 1
+    q, k, v = inputs(batch, 2, length, 300 if length > 100 else 47, size)
+    check_gradients_of(q, k, v, causal=length > 100)
+
+
+def test_keys_shared_out_in_parts(isa):
+    """Few heads and many keys: each part of the keys has its own sum for the queries."""
+    q, k, v = inputs(1, 2, 40, 1100, 16, key_heads=1)
+    check_gradients_of(q, k, v, lengths=torch.tensor([900]), gqa=True)
+
+
+def finite(*tensors: Tensor) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("how", ["mask", "float mask", "lengths", "causal"])
+def test_garbage_at_hidden_places_and_gradients(garbage, how, isa):
+    """Keys and values hidden from a query reach neither its gradient nor, through it, others'."""
+    q, k, v = inputs(2, 2, 30, 60, 16)
+    visible = torch.ones(1, 1, 30, 60, dtype=torch.bool)
+    mask = lengths = None
+    if how == "lengths":
+        visible[..., 41:] = False
+        lengths = torch.tensor([41, 41])
+    elif how == "causal":
+        visible = visible.tril()
+    else:
+        visible[..., 5::7] = False
+        mask = (
+            visible if how == "mask" else torch.zeros(1, 1, 30, 60).masked_fill(~visible, -math.inf)
+        )
+    hidden = ~visible.any(dim=-2)[0, 0]
+    dirty = k.clone(), v.clone()
+    for x in dirty:
+        x[:, :, hidden] = garbage
+    found = []
+    for key, value in (dirty, (k, v)):
+        leaves = [x.clone().requires_grad_() for x in (q, key, value)]
+        output, _ = cpu.attention(
+            *arrange(*leaves, mask=mask, lengths=lengths, causal=how == "causal")
+        )
+        found.append(torch.autograd.grad(output.sin().sum(), leaves))
+    assert finite(*found[0])
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+    assert not found[0][1][:, :, hidden].any()
+    assert not found[0][2][:, :, hidden].any()
+
+
+def test_garbage_that_some_may_see(isa):
+    """NaN in a key that only late queries see spoils those and nothing before them."""
+    q, k, v = inputs(1, 1, 40, 40, 16)
+    k[:, :, 30], v[:, :, 30] = math.nan, math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output, _ = cpu.attention(*arrange(*leaves, causal=True))
+    (dq,) = torch.autograd.grad(output[:, :, :30].sum(), leaves[:1], retain_graph=True)
+    assert finite(output[:, :, :30], dq[:, :, :30])
+    dq, dk, dv = torch.autograd.grad(output.sum(), leaves)
+    assert finite(dq[:, :, :30])
+    assert not finite(dq[:, :, 30:])
+    assert finite(dk[:, :, 31:]) is False
+    assert finite(dv[:, :, 31:]) is False
+
+
+def test_garbage_in_queries_that_see_nothing(isa):
+    q, k, v = inputs(1, 2, 30, 20, 16)
+    mask = torch.ones(1, 1, 30, 20, dtype=torch.bool)
+    mask[:, :, 7:9] = False
+    grad = torch.ones_like(q)
+    q[:, :, 7], grad[:, :, 8] = math.nan, math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output, _ = cpu.attention(*arrange(*leaves, mask=mask))
+    found = torch.autograd.grad(output, leaves, grad)
+    assert finite(output, *found)
+    assert not found[0][:, :, 7:9].any()
+
+
+def test_saturated_rows_are_exact(isa):
+    """Rows where one weight is 1 and the others underflow: no NaN, no denormal results."""
+    q, k, v = inputs(1, 1, 20, 50, 16)
+    check_gradients_of(q * 40, k * 10, v)
+
+
+@needs_native
+def test_gradients_lie_as_their_tensors_do():
+    packed = torch.randn(2, 9, 3, 4, 8)
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in packed.unbind(2))
+    output, _ = cpu.attention(*arrange(q, k, v))
+    for grad in torch.autograd.grad(output.sum(), (q, k, v)):
+        assert grad.transpose(1, 2).is_contiguous()
+    q, k, v = (x.requires_grad_() for x in inputs(2, 4, 9, 9, 8))
+    output, _ = cpu.attention(*arrange(q, k, v))
+    for grad in torch.autograd.grad(output.sum(), (q, k, v)):
+        assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("leading", [(2, 4), (2,), (3, 2, 4)], ids=str)
+def test_the_output_may_be_changed_in_place(leading, p):
+    """Where nothing else is to be known of it: the backward reads the output that was returned."""
+    q, k, v = (torch.randn(*leading, 40, 16, requires_grad=True) for _ in range(3))
+    for change in (lambda y: y.mul_(2), lambda y: y[..., 0].zero_()):
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
+        change(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_mask_made_in_inference_mode():
+    q, k, v = (x.requires_grad_() for x in inputs(2, 2, 40, 40, 16))
+    with torch.inference_mode():
+        mask = torch.rand(40, 40) < 0.5
+    for given in (mask, mask.clone()):
+        F.scaled_dot_product_attention(q, k, v, given).square().sum().backward()
+    once = q.grad
+    q.grad = None
+    F.scaled_dot_product_attention(q, k, v, mask.clone()).square().sum().backward()
+    torch.testing.assert_close(once, 2 * q.grad)
+
+
+def grown(call: Callable[[], Any]) -> float:
+    """MiB of memory that the call takes at its highest."""
+    found = peak(call)
+    if found is None:
+        pytest.skip("this system does not tell the peak of a call's memory")
+    return found / 2**20
+
+
+@needs_native
+def test_no_memory_for_the_scores() -> None:
+    """(1, 8, 4096, 4096) scores take 512 MiB; training may not take a third of that."""
+    q, k, v = (x.requires_grad_() for x in inputs(1, 8, 4096, 4096, 8))
+
+    def train() -> None:
+        output, _ = cpu.attention(*arrange(q, k, v, causal=True))
+        torch.autograd.grad(output.sum(), (q, k, v))
+
+    assert grown(train) < 160
+
+
+KEYS = 8192
+NEEDS_NO_SQUARE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "key lengths": {"lengths": torch.tensor([KEYS - 5])},
+    "key mask": {"mask": torch.ones(1, 1, 1, KEYS, dtype=torch.bool)},
+    "expanded mask": {"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, KEYS, KEYS)},
+    "float mask": {"mask": torch.zeros(1, 1, 1, KEYS)},
+    "dropout": {"dropout_p": 0.1, "seed": torch.tensor(3)},
+}
+
+
+@needs_native
+@pytest.mark.parametrize("kind", NEEDS_NO_SQUARE)
+def test_attention_needs_no_square(kind: str) -> None:
+    """A matrix of scores would be 256 MiB. The output is a quarter of one; huge pages round up."""
+    arguments = arrange(*inputs(1, 1, KEYS, KEYS, 8), **NEEDS_NO_SQUARE[kind])
+
+    def attend() -> None:
+        output, _ = cpu.attention(*arguments)
+        assert output.isfinite().all()
+
+    assert grown(attend) < 48

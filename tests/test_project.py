@@ -1,0 +1,334 @@
+"""What the repository says of itself: public names, pins, workflows, README."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import transformer_fast
+from transformer_fast import _native, functional, memory, models, nn, training
+from transformer_fast.specs import OPS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_dir():
+    shown = set(dir(transformer_fast))
+    assert {*transformer_fast.__all__, "viz"} <= shown
+    assert not any(name.startswith("_") and not name.endswith("__") for name in shown)
+    assert not shown & {"Any", "TYPE_CHECKING", "memo", "small"}
+    for name in transformer_fast.__all__:
+        assert getattr(transformer_fast, name) is not None
+    assert {*functional.__all__, "softmax"} <= set(dir(functional))
+    assert {"Linear", "Dropout", "utils"} <= set(dir(nn))
+
+
+@pytest.mark.parametrize("module", [transformer_fast, functional, nn], ids=lambda m: m.__name__)
+def test_unknown_name(module):
+    message = f"module {module.__name__!r} has no attribute 'NoSuchThing'"
+    with pytest.raises(AttributeError, match=message):
+        module.NoSuchThing  # noqa: B018
+
+
+def _documented():
+    for module in (transformer_fast, functional, memory, models, training):
+        for name in module.__all__:
+            if name != "__version__":
+                yield pytest.param(getattr(module, name), id=f"{module.__name__}.{name}")
+    for name in nn._OURS:
+        yield pytest.param(getattr(nn, name), id=f"nn.{name}")
+
+
+@pytest.mark.parametrize("item", list(_documented()))
+def test_help(item):
+    """A summary sentence of the item's own; a function's arguments are explained or need not be."""
+    text = item.__doc__
+    assert text is not None
+    summary = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+    assert summary.endswith((".", ":")) or "->" in summary, summary
+    if inspect.isfunction(item):
+        needed = [name for name in inspect.signature(item).parameters if name != "kwargs"]
+        missing = [name for name in needed if name not in text]
+        assert len(missing) <= 1 or re.search("rguments.*: as in `", text), missing
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+def test_type_checkers_know_the_names(tmp_path):
+    code = [
+        "import transformer_fast",
+        "from transformer_fast import functional as F, nn",
+        "nn.Linear(1, 2); nn.Dropout(0.1); nn.utils.clip_grad_norm_([], 1.0); F.softmax",
+        "transformer_fast.training.adamw; transformer_fast.compile_backend",
+        "nn.NoSuchThing",
+        "F.no_such_thing",
+        "transformer_fast.no_such_thing",
+    ]
+    (tmp_path / "user.py").write_text("\n".join(code) + "\n", encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "user.py"]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(ROOT / ".mypy_cache")],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    wrong = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert [int(line.split(":")[1]) for line in wrong] == [5, 6, 7], done.stdout
+
+
+def _pins() -> dict[str, Requirement]:
+    """Those for this interpreter."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    pins: dict[str, Requirement] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            if pin.marker is None or pin.marker.evaluate():
+                name = canonicalize_name(pin.name)
+                assert name not in pins, f"{name} is pinned twice"
+                pins[name] = pin
+    return pins
+
+
+def _extra(name: str) -> list[Requirement]:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf"^{name} = \[(.*)\]$", text, re.MULTILINE)
+    assert found is not None
+    return [Requirement(one) for one in re.findall(r'"([^"]+)"', found[1])]
+
+
+@pytest.mark.parametrize("extra", ["test", "bench", "viz", "example", "peers", "docs", "dev"])
+def test_what_make_installs_is_pinned(extra):
+    pins = _pins()
+    for wanted in _extra(extra):
+        pin = pins[canonicalize_name(wanted.name)]
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert wanted.specifier.contains(exact.version), f"{pin} is not {wanted}"
+
+
+def test_make_peers_is_the_extra():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(r"^peers:.*\n\t\$\(PIP\) (.*)$", text, re.MULTILINE)
+    assert found is not None
+    listed = {str(Requirement(one.strip("'"))) for one in found[1].split()}
+    assert listed == {str(one) for one in _extra("peers")}
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def load(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found["on"] = found.pop(True)  # YAML 1.1's `on`
+    return found
+
+
+def commands(workflow: dict[str, Any]) -> str:
+    steps = [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
+    return "\n".join(step.get("run", "") for step in steps)
+
+
+def targets(text: str) -> set[str]:
+    """The targets that the commands make, and those that these make in turn."""
+    made: set[str] = set()
+    found = set(re.findall(r"(?m)^\s*make ([a-z-]+)", text))
+    while found:
+        target = found.pop()
+        rule = re.search(rf"(?m)^{target}:(.*)\n((?:\t.*\n)*)", text_of("Makefile"))
+        assert rule is not None, f"the Makefile has no target {target}"
+        made.add(target)
+        found |= {*re.findall(r"(?<!\S)[a-z-]+(?!\S)", rule[1])} - made
+        found |= {*re.findall(r"\$\(MAKE\) ([a-z-]+)", rule[2])} - made
+    return made
+
+
+def test_workflows_make_what_ci_makes():
+    assert targets(text_of(".ci/run")) <= targets("\n".join(commands(load(p)) for p in WORKFLOWS))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_documents_start_no_job_that_compiles(path):
+    workflow = load(path)
+    compiles = workflow.get("env", {}).get("TRANSFORMER_FAST_BUILD") == "require"
+    for event in ("pull_request", "push") if compiles else ():
+        assert {"**.md", "docs/**"} <= set(workflow["on"][event]["paths-ignore"])
+    without = path.stem in ("docs", "lint", "release")  # the last on tags only
+    # wheels.yml names the paths that start it, gpu.yml the label.
+    assert compiles or without or {"paths", "types"} & set(workflow["on"]["pull_request"])
+
+
+def test_the_matrix_is_what_is_supported():
+    project = text_of("pyproject.toml")
+    matrix = load(ROOT / ".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert f'requires-python = ">={matrix["python"][0]}"' in project
+    oldest = Version(matrix["torch"][0]["torch"])
+    assert f'"torch>={oldest.major}.{oldest.minor}"' in project
+    assert matrix["torch"][1] == {}  # the pinned one
+
+
+def test_gpu_figures_are_kept():
+    workflow = load(ROOT / ".github/workflows/gpu.yml")
+    (file,) = re.findall(r'make gpu-check ARGS="--json (\S+)"', commands(workflow))
+    kept = workflow["jobs"]["gpu-check"]["steps"][-1]
+    assert (kept["if"], kept["with"]["path"]) == ("always()", file)
+
+
+def test_pre_commit_runs_the_pinned_versions():
+    pins = dict(re.findall(r"(?m)^(ruff|clang-format)==(\S+)$", text_of("requirements.txt")))
+    config = yaml.safe_load(text_of(".pre-commit-config.yaml"))
+    found = {repo["hooks"][0]["id"].removesuffix("-check"): repo["rev"] for repo in config["repos"]}
+    assert found == {name: f"v{version}" for name, version in pins.items()}
+
+
+SITE = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *SITE)
+
+
+def sections() -> dict[str, list[str]]:
+    """The Python of README and the site by the heading above it, on the site by page and heading.
+
+    On the site the snippets below a heading of the third level continue those before them.
+    """
+    found: dict[str, list[str]] = {}
+    for name in ("README.md", *SITE):
+        of_readme = name == "README.md"
+        for part in re.split(r"(?m)^(?=###? )" if of_readme else r"(?m)^(?=## )", text_of(name)):
+            blocks = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
+            if blocks:
+                heading = part.partition("\n")[0].strip("# ")
+                found[heading if of_readme else f"{name}: {heading}"] = blocks
+    return found
+
+
+#: What a section's code prints, each way in with something that shows it went in.
+SHOWN = {
+    "transformer_fast": "torch.Size([2, 10, 512])",
+    "Accelerate a model that exists": "modules swapped, 0 left as they were",
+    "Code that somebody wrote by hand": "rewritten: 1 attention.",
+    "Whole models, and decoding": "torch.Size([2, ",
+    "The ops themselves": "attention runs on '",
+    "docs/guides/accelerate.md: Accelerate a model": "modules swapped, 0 left as they were",
+    "docs/guides/accelerate.md: Hugging Face": "attention of transformer_fast",
+    "docs/guides/accelerate.md: Compile hand-written code": "rewritten: 1 attention.",
+    "docs/guides/backends.md: Ask why": "attention runs on '",
+    "docs/guides/masks.md: Packed sequences": "torch.Size([17, 8, 64])",
+    "docs/guides/training.md: A run": " steps, loss ",
+    "docs/index.md: transformer_fast": "torch.Size([2, 10, 512])",
+}
+
+
+def test_no_way_in_is_missing():
+    assert set(SHOWN) <= set(sections())
+
+
+def test_what_the_build_needs_is_told():
+    """The versions where pip may not bring them: an older setuptools cannot read pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib")
+    requires = tomllib.loads(text_of("pyproject.toml"))["build-system"]["requires"]
+    (paragraph,) = [p for p in text_of("README.md").split("\n\n") if "--no-build-isolation" in p]
+    assert "`pip install .`" in paragraph
+    for requirement in requires:
+        name, _, version = requirement.partition(">=")
+        assert name == "wheel" or f"`{name}`" in paragraph  # setuptools has wheel's part since 70.1
+        assert name != "setuptools" or f"`setuptools` {version} or later" in " ".join(
+            paragraph.split()
+        )
+
+
+# Libraries other than ours have warnings of their own.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("section", sections())
+def test_snippets_run(section, capsys, tmp_path, monkeypatch):
+    """Each section by itself, as somebody would copy it."""
+    monkeypatch.chdir(tmp_path)
+    code = sections()[section]
+    for extra, word in (("transformers", "from transformers "), ("matplotlib", "viz")):
+        if any(word in block for block in code):
+            pytest.importorskip(extra, reason=f"{extra} is not installed")
+    wants_kernels = re.search(r"enable_sdpa|strict\(|batch_invariant\(", "".join(code))
+    if wants_kernels and _native.why_not is not None:
+        pytest.skip(f"there is no CPU kernel: {_native.why_not}")
+    torch.compiler.reset()
+    names: dict[str, object] = {}
+    for block in code:
+        exec(compile(block, section, "exec"), names)
+    assert SHOWN.get(section, "") in capsys.readouterr().out
+
+
+def test_generated_parts_are_up_to_date():
+    pytest.importorskip("matplotlib", reason="the report needs matplotlib")
+    from benchmarks import readme
+
+    assert readme.main(["--check"]) == 0
+
+
+def test_the_table_has_every_op():
+    text = text_of("README.md")
+    for op in OPS:
+        assert re.search(rf"(?m)^\| `{op}` \|", text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page):
+    makefile = text_of("Makefile")
+    for target in set(re.findall(r"`?make ([a-z][a-z-]*)", text_of(page))):
+        assert re.search(rf"(?m)^{target}:", makefile), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page):
+    named = re.findall(r"`((?:transformer_fast|csrc|benchmarks|tests)/[\w/.<>-]*)`", text_of(page))
+    for path in named:
+        for op in OPS if "<op>" in path else ("",):
+            # What a command writes may not have been written yet.
+            if "<" in path.replace("<op>", "") or path.startswith("benchmarks/results/"):
+                continue
+            assert list(ROOT.glob(path.replace("<op>", op).rstrip("/"))) or _shared(path, op), path
+
+
+def _shared(path: str, op: str) -> bool:
+    """Ops that stand in another's files."""
+    other = {"add_layer_norm": "layer_norm", "linear_cross_entropy": "cross_entropy"}.get(op)
+    return other is not None and (ROOT / path.replace("<op>", other)).exists()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])  # MkDocs looks at the site's
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", text_of(page)):
+        if not target.startswith("http") and "report.md" not in target:
+            assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "module", ["", ".accelerate", ".functional", ".models", ".nn", ".training", ".viz"]
+)
+def test_the_site_describes_every_public_name(module):
+    if module == ".viz":
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    found = importlib.import_module(f"transformer_fast{module}")
+    # Neither submodules nor what is torch's.
+    public = {
+        name
+        for name in found.__all__
+        if getattr(getattr(found, name), "__module__", "").startswith("transformer_fast")
+    }
+    text = "".join(text_of(page) for page in SITE if page.startswith("docs/api/"))
+    assert public <= set(re.findall(r"(?m)^::: transformer_fast\.(?:\w+\.)*(\w+)$", text))
