@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_fast.measure.contest import Arguments, Contest
-from transformer_fast.measure.gradients import gradient_contest
+from transformer_fast.measure.ops import op_contest
 from transformer_fast.specs import OPS, Case
 
 from ..scope import Maker, Scope
@@ -42,7 +42,7 @@ def _contest(scope: Scope, op: str, case: Case) -> Contest:
     inputs = [
         [away_from_the_kink(op, arguments) for arguments in calls] for calls in scope.draw(op, case)
     ]
-    return gradient_contest(op, case.name, inputs, scope.backends)
+    return op_contest(op, case.name, inputs, scope.backends, gradients=True)
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
