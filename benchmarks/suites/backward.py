@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_fast.measure.contest import Arguments, Contest
 from transformer_fast.measure.ops import op_contest
@@ -26,6 +26,14 @@ def spread(bias: Tensor) -> Tensor:
     millions of arguments around 0 some always are. These are five deviations away from it.
     """
     return torch.full_like(bias, 5.0).where(torch.arange(len(bias)) % 2 == 0, -5.0)
+
+
+def spread_biases(model: nn.Module) -> nn.Module:
+    """The model, with `spread` biases under its relus."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear1.bias"):
+            parameter.data = spread(parameter.data)
+    return model
 
 
 def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:

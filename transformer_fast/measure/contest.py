@@ -58,10 +58,10 @@ class Contest:
     inputs: Sequence[Sequence[Arguments]]
     contenders: Sequence[Contender]
     judge: Judge
-    #: Of one piece of work; useful_flops leaves out what masks hide.
-    flops: float
-    bytes: float
-    useful_flops: float
+    #: Of one piece of work; useful_flops leaves out what masks hide. Zero: there is no roof.
+    flops: float = 0.0
+    bytes: float = 0.0
+    useful_flops: float = 0.0
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     #: The contender that the dispatcher would choose.
