@@ -238,10 +238,6 @@ def tune_items() -> list[Item]:
     return items
 
 
-def _env(session: Session) -> None:
-    session.do("env", [[{}]], 1)
-
-
 def _warm(session: Session) -> None:
     items: list[Item] = [{"library": "_C_cuda"}]
     if importlib.util.find_spec("triton") is not None:
@@ -250,18 +246,6 @@ def _warm(session: Session) -> None:
         items += [{"compiled": case.name} for case in compile_cases.cases()]
     jobs = session.processes(on_device.CONTEXT_BYTES)
     session.do("warm", _dealt(items, jobs), jobs)
-
-
-def _smoke(session: Session) -> None:
-    session.do("smoke", _checks(first_and_last=True), session.processes())
-
-
-def _parity(session: Session) -> None:
-    session.do("parity", _checks(first_and_last=False), session.processes())
-
-
-def _bench(session: Session) -> None:
-    session.do("bench", [bench_items()], 1)
 
 
 def _tune(session: Session) -> None:
@@ -281,9 +265,14 @@ def _tune(session: Session) -> None:
     session.do("tune", [[item for item in timed.values() if len(item["tiles"]) > 1]], 1)
 
 
-_PLANS: dict[str, Callable[[Session], None]] = dict(
-    zip(STAGES, (_env, _warm, _smoke, _parity, _bench, _tune), strict=True)
-)
+_PLANS: dict[str, Callable[[Session], object]] = {
+    "env": lambda session: session.do("env", [[{}]], 1),
+    "warm": _warm,
+    "smoke": lambda session: session.do("smoke", _checks(True), session.processes()),
+    "parity": lambda session: session.do("parity", _checks(False), session.processes()),
+    "bench": lambda session: session.do("bench", [bench_items()], 1),
+    "tune": _tune,
+}
 
 
 # What a process does with its share.
