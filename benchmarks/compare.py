@@ -1,8 +1,12 @@
 """``python -m benchmarks compare BASE``: is anything slower than it was?
 
 BASE is a result file of this machine, or a git revision, which is then built in a worktree of its
-own and timed in turn with this tree. What counts as slower: `regression`. As long as something
-looks slower or faster another pass is timed, up to ``--passes``, and every pass must agree.
+own and timed in turn with this tree. As long as something looks slower or faster another pass is
+timed, up to ``--passes``, and every pass must agree.
+
+What is compared is not a time but a time relative to PyTorch's in the same rounds of the same
+process, because the machine is never twice as fast or as slow as it was. A slow-down counts if its
+95 % interval lies above the tolerance, in every pass.
 """
 
 from __future__ import annotations
@@ -14,19 +18,143 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from transformer_fast.cli import form
 from transformer_fast.cli.console import bullets, output
 from transformer_fast.measure import machine
+from transformer_fast.measure.contest import Row
+from transformer_fast.measure.summary import interval, medians
 
 from . import store
-from .regression import Change, Key, Pass, Suites, changes, faster, lost, other_machines, slower
 
 ROOT = Path(__file__).resolve().parents[1]
 _SUITES = ("ops", "layers")
+
+
+#: PyTorch's contenders, any of which is the same code before and after.
+_CONTROLS = ("torch", "torch eager", "torch fast path")
+
+#: The suites of a run, by name, as `store.read` gives them.
+Suites = dict[str, Any]
+#: Before and after.
+Pass = tuple[Suites, Suites]
+
+
+class Key(NamedTuple):
+    """Whose time it is."""
+
+    suite: str
+    op: str
+    case: str
+    contender: str
+
+
+class Change(NamedTuple):
+    """New time / old time, both relative to PyTorch's, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    #: Without PyTorch to compare with: times as they are, of two processes.
+    raw: bool
+
+
+def _relative(row: Row, control: Row | None, seed: int) -> tuple[float, torch.Tensor]:
+    """The row's time over the control's (or 1): median, and bootstrap draws."""
+    series = [row.samples] if control is None else [row.samples, control.samples]
+    exact, draws = medians(series, seed)
+    if control is None:
+        return exact[0].item(), draws[0]
+    return (exact[0] / exact[1]).item(), draws[0] / draws[1]
+
+
+def _timed(rows: Sequence[Row], contender: str | None) -> Row | None:
+    return next((row for row in rows if row.contender == contender and row.samples), None)
+
+
+def _control(rows: Sequence[Row], other: Sequence[Row]) -> str | None:
+    return next((name for name in _CONTROLS if _timed(rows, name) and _timed(other, name)), None)
+
+
+def _before(rows: Sequence[Row], after: Row) -> Row | None:
+    """What ``after`` is to be compared with: the same contender, or what was chosen in its place.
+
+    The dispatcher may come to choose other backends for a module, as 'cpu' for 'cpu+torch'.
+    """
+    same = _timed(rows, after.contender)
+    if same is None and after.chosen:
+        same = next((row for row in rows if row.chosen and row.samples), None)
+    return same
+
+
+def change(old: Sequence[Row], new: Sequence[Row], contender: str) -> Change | None:
+    """How ``contender`` changed between the rows of one case, then and now; None: not timed."""
+    after = _timed(new, contender)
+    before = None if after is None else _before(old, after)
+    if before is None or after is None:
+        return None
+    name = _control(old, new)
+    was, was_draws = _relative(before, _timed(old, name), 1)
+    now, now_draws = _relative(after, _timed(new, name), 2)
+    return Change(now / was, *interval(now_draws / was_draws), name is None)
+
+
+def _keys(suites: Suites) -> Iterator[Key]:
+    """Every row of ours."""
+    for name, suite in suites.items():
+        for row in suite["rows"]:
+            if row.ours and row.contender != "reference":
+                yield Key(name, row.op, row.case, row.contender)
+
+
+def _rows(suites: Suites, key: Key) -> list[Row]:
+    rows = suites[key.suite]["rows"] if key.suite in suites else []
+    return [row for row in rows if (row.op, row.case) == (key.op, key.case)]
+
+
+def changes(passes: Sequence[Pass]) -> dict[Key, list[Change]]:
+    """The change of every row of ours that both sides have, pass by pass."""
+    found: dict[Key, list[Change]] = {}
+    for old, new in passes:
+        for key in dict.fromkeys(_keys(new)):
+            seen = change(_rows(old, key), _rows(new, key), key.contender)
+            if seen is not None:
+                found.setdefault(key, []).append(seen)
+    return found
+
+
+def lost(passes: Sequence[Pass]) -> dict[Key, str]:
+    """Rows of ours that had a speed and have none any more, in any pass, with the reason."""
+    found: dict[Key, str] = {}
+    for old, new in passes:
+        for key in dict.fromkeys(_keys(new)):
+            after = next(r for r in _rows(new, key) if r.contender == key.contender)
+            if not after.samples and _timed(_rows(old, key), key.contender):
+                found[key] = after.reason or "it was not timed"
+    return found
+
+
+def slower(seen: Sequence[Change], tolerance: float) -> bool:
+    """Whether every pass shows a slow-down beyond the tolerance."""
+    return all(one.low > 1.0 + tolerance for one in seen)
+
+
+def faster(seen: Sequence[Change], tolerance: float) -> bool:
+    return all(one.high < 1.0 - tolerance for one in seen)
+
+
+def other_machines(old: Suites, new: Suites) -> list[str]:
+    """Why the two may not be compared, in sentences; empty: they are of the same machine."""
+    found: list[str] = []
+    for name in new:
+        if name in old:
+            found += machine.differences(old[name]["machine"], new[name]["machine"])
+    return list(dict.fromkeys(found))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

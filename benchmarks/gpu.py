@@ -46,7 +46,8 @@ from transformer_fast.dispatch import Kernel
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure import machine, torch_ops
 from transformer_fast.measure.apart import OUT_OF_TIME, lines_of
-from transformer_fast.measure.contest import PEER_FACTOR
+from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
+from transformer_fast.measure.contest import PEER_FACTOR, problem_of
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
 from transformer_fast.testing import call_of
@@ -237,10 +238,6 @@ def tune_items() -> list[Item]:
     return items
 
 
-def _env(session: Session) -> None:
-    session.do("env", [[{}]], 1)
-
-
 def _warm(session: Session) -> None:
     items: list[Item] = [{"library": "_C_cuda"}]
     if importlib.util.find_spec("triton") is not None:
@@ -249,18 +246,6 @@ def _warm(session: Session) -> None:
         items += [{"compiled": case.name} for case in compile_cases.cases()]
     jobs = session.processes(on_device.CONTEXT_BYTES)
     session.do("warm", _dealt(items, jobs), jobs)
-
-
-def _smoke(session: Session) -> None:
-    session.do("smoke", _checks(first_and_last=True), session.processes())
-
-
-def _parity(session: Session) -> None:
-    session.do("parity", _checks(first_and_last=False), session.processes())
-
-
-def _bench(session: Session) -> None:
-    session.do("bench", [bench_items()], 1)
 
 
 def _tune(session: Session) -> None:
@@ -280,9 +265,14 @@ def _tune(session: Session) -> None:
     session.do("tune", [[item for item in timed.values() if len(item["tiles"]) > 1]], 1)
 
 
-_PLANS: dict[str, Callable[[Session], None]] = dict(
-    zip(STAGES, (_env, _warm, _smoke, _parity, _bench, _tune), strict=True)
-)
+_PLANS: dict[str, Callable[[Session], object]] = {
+    "env": lambda session: session.do("env", [[{}]], 1),
+    "warm": _warm,
+    "smoke": lambda session: session.do("smoke", _checks(True), session.processes()),
+    "parity": lambda session: session.do("parity", _checks(False), session.processes()),
+    "bench": lambda session: session.do("bench", [bench_items()], 1),
+    "tune": _tune,
+}
 
 
 # What a process does with its share.
@@ -296,7 +286,7 @@ def _asked(*command: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def environment(item: Item, device: torch.device, clock: on_device.Clock) -> Item:
+def environment(item: Item, device: torch.device, clock: Clock) -> Item:
     found: Item = machine.describe(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -312,7 +302,7 @@ def environment(item: Item, device: torch.device, clock: on_device.Clock) -> Ite
     return found
 
 
-def compile_share(item: Item, device: torch.device, clock: on_device.Clock) -> Any:
+def compile_share(item: Item, device: torch.device, clock: Clock) -> Any:
     if "library" in item:
         return _native.cuda_why_not or "loaded"
     from transformer_fast.backends.triton import compile_cases, config
@@ -332,7 +322,7 @@ def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
     return "; ".join(dispatch.why_not(kernel, call)) or None
 
 
-def check(item: Item, device: torch.device, clock: on_device.Clock) -> dict[str, str]:
+def check(item: Item, device: torch.device, clock: Clock) -> dict[str, str]:
     """Of the forward pass and of the gradients: "right", "refused: ..." or "wrong: ..."."""
     op, dtype = item["op"], getattr(torch, item["dtype"])
     case, kernel = _CASES[op, item["case"]], _kernel(op, item["backend"])
@@ -385,7 +375,7 @@ def contenders(trial: on_device.Trial) -> Item:
     return found
 
 
-def bench(item: Item, device: torch.device, clock: on_device.Clock) -> Item:
+def bench(item: Item, device: torch.device, clock: Clock) -> Item:
     """Samples of each contender in seconds, the device's and its host's, or why it has none."""
     op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
     torch.compiler.reset()  # each case is compiled for itself, and there is a limit
@@ -393,7 +383,7 @@ def bench(item: Item, device: torch.device, clock: on_device.Clock) -> Item:
     with torch.set_grad_enabled(gradients):
         rivals = contenders(trial)
     found: Item = {}
-    calls: dict[str, on_device.Call] = {}
+    calls: dict[str, Call] = {}
     for name, run in rivals.items():
         if isinstance(run, str):
             found[name] = {"why_not": run}
@@ -409,17 +399,17 @@ def bench(item: Item, device: torch.device, clock: on_device.Clock) -> Item:
                     found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}
                     continue
         except Exception as error:
-            found[name] = {"why_not": on_device.problem_of(error)}
+            found[name] = {"why_not": problem_of(error)}
             continue
         calls[name] = work
     with torch.no_grad():
-        for name, samples in on_device.in_turn(calls, len(trial.inputs), clock).items():
-            columns = zip(on_device.Times._fields, zip(*samples, strict=True), strict=True)
+        for name, samples in in_turn(calls, len(trial.inputs), clock).items():
+            columns = zip(Times._fields, zip(*samples, strict=True), strict=True)
             found[name] = {field: [float(f"{x:.5g}") for x in column] for field, column in columns}
     return found
 
 
-def tune(item: Item, device: torch.device, clock: on_device.Clock) -> Any:
+def tune(item: Item, device: torch.device, clock: Clock) -> Any:
     """Of one tile whether it is right; of several the seconds of each on the device."""
     from transformer_fast.backends.triton import config
 
@@ -427,7 +417,7 @@ def tune(item: Item, device: torch.device, clock: on_device.Clock) -> Any:
     trial = on_device.Trial(_CASES[op, item["case"]], dtype, gradients, device)
     work = trial.work(_kernel(op, "triton").run)
 
-    def using(tile: Sequence[int] | None) -> on_device.Call:
+    def using(tile: Sequence[int] | None) -> Call:
         def call(number: int) -> Any:
             inside = config.use_tile(item["function"], tile) if tile else nullcontext()
             with inside:
@@ -440,12 +430,12 @@ def tune(item: Item, device: torch.device, clock: on_device.Clock) -> Any:
         return "right" if wrong is None else f"wrong: {wrong}"
     calls = {json.dumps(tile): using(tile) for tile in item["tiles"]}
     with torch.no_grad():
-        samples = on_device.in_turn(calls, len(trial.inputs), clock)
-    times = {tile: on_device.medians(taken).device for tile, taken in samples.items()}
+        samples = in_turn(calls, len(trial.inputs), clock)
+    times = {tile: medians(taken).device for tile, taken in samples.items()}
     return dict(sorted(times.items(), key=lambda entry: entry[1]))
 
 
-WORK: dict[str, Callable[[Item, torch.device, on_device.Clock], Any]] = dict(
+WORK: dict[str, Callable[[Item, torch.device, Clock], Any]] = dict(
     zip(STAGES, (environment, compile_share, check, check, bench, tune), strict=True)
 )
 
@@ -454,19 +444,19 @@ def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
     """A line of JSON for each; nothing else gets to standard output."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    clock = on_device.DeviceClock(device)
+    clock = DeviceClock(device)
     warnings.simplefilter("ignore")
     for item in items:
         broken = False
         try:
             line = {"result": WORK[stage](item, device, clock)}
         except Exception as error:
-            line = {"problem": on_device.problem_of(error)}
+            line = {"problem": problem_of(error)}
         try:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:  # After an illegal access nothing else runs in this process.
-            line, broken = {"problem": on_device.problem_of(error)}, True
+            line, broken = {"problem": problem_of(error)}, True
         print(json.dumps(line), file=lines, flush=True)
         if broken:
             return 1

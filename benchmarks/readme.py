@@ -21,9 +21,9 @@ from transformer_fast.measure.contest import Row
 from transformer_fast.specs import OPS
 
 from . import store
-from .findings import Finding, findings, mean_speed_up
+from .findings import mean_speed_up
 from .pages import Grid, interval, roof
-from .report import Machine, headline, hurried, is_scaling, machines
+from .report import Machine, all_findings, headline, hurried, is_scaling, machines
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -93,18 +93,8 @@ def _work(suite: str, chosen: Row) -> str:
     return ", ".join([*parts, dtype] if dtype else parts)
 
 
-def _cases(one: Machine) -> list[Finding]:
-    """All but those of small calls and of growth with size."""
-    return [
-        finding
-        for name, suite in one.suites.items()
-        if not is_scaling(name) and name != "overhead"
-        for finding in findings(suite["rows"], name)
-    ]
-
-
 def _figures_of(one: Machine) -> str:
-    found = {_work(finding.suite, finding.chosen): finding for finding in _cases(one)}
+    found = {_work(finding.suite, finding.chosen): finding for finding in all_findings(one)}
     rows, split = [], False
     for work in [work for work in _SHOWN if work in found] or list(found)[: len(_SHOWN)]:
         chosen, rival, against, _ = found[work]
@@ -132,7 +122,7 @@ def _machines(folder: Path) -> list[Machine]:
 
     def rank(one: Machine) -> tuple[bool, bool, str]:
         own = machine.forced_isa(one.about) is None
-        return own, len(_cases(one)) >= 100, one.line.rpartition(" · ")[2]
+        return own, len(all_findings(one)) >= 100, one.line.rpartition(" · ")[2]
 
     return sorted(found, key=rank, reverse=True)
 
@@ -142,7 +132,7 @@ def headline_part(folder: Path = store.FOLDER) -> str:
     first = _machines(folder)[0]
     others = [
         (f, f.rival, f.against)
-        for f in _cases(first)
+        for f in all_findings(first)
         if f.rival is not None and f.against is not None and not _is_ours(f.rival.contender)
     ]
     mean = mean_speed_up([ratio for _, _, ratio in others])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import html
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformer_fast.cli import form
+from transformer_fast.cli import form, notes
 from transformer_fast.cli.console import output
 from transformer_fast.measure import machine
 
@@ -77,13 +78,14 @@ def is_scaling(suite: str) -> bool:
     return suite.startswith("scaling: ")
 
 
-def _all_findings(one: Machine) -> list[Finding]:
+def all_findings(one: Machine) -> list[Finding]:
+    """All but those of small calls and of growth with size."""
     return [finding for name, _, found in one.ordinary if name != "overhead" for finding in found]
 
 
 def headline(one: Machine) -> str:
     """How the machine's cases went, in a sentence."""
-    found = _all_findings(one)
+    found = all_findings(one)
     if not found:
         return "Only how time grows with size was measured."
     lost = losses(found)
@@ -128,58 +130,16 @@ def _beside(one: Machine) -> str:
 
 def _wrong(one: Machine) -> list[str]:
     return [
-        f"{name}: {row.op} {row.case} on {row.contender}: {row.reason}"
+        f"{name}: {line}"
         for name, suite in one.suites.items()
-        for row in suite["rows"]
-        if row.failed
+        for line in notes.failures(suite["rows"])
     ]
 
 
-def markdown(found: list[Machine], pictures: Path) -> str:
-    """The whole report; pictures are written beside it."""
-    parts = ["# Benchmarks", LEGEND]
-    for one in found:
-        parts += [f"## {one.line}", f"{headline(one)} {_beside(one)}".strip()]
-        if wrong := _wrong(one):
-            parts += ["### Wrong results", "\n".join(f"- {line}" for line in wrong)]
-        lost = losses(_all_findings(one))
-        parts.append("### Losses: cases in which another is faster")
-        parts.append(pages.lost(lost).markdown() if lost else "None.")
-        for name, suite, cases in one.ordinary:
-            parts.append(f"### {name}")
-            if stale := _other_line(one, suite):
-                parts.append(stale)
-            picture = plots.speed_ups(cases, f"{name}: {one.slug}")
-            if picture:
-                file = pictures / f"{one.slug}-{_file(name)}.svg"
-                file.write_text(picture, encoding="utf-8")
-                parts.append(f"![speed-ups]({pictures.name}/{file.name})")
-            parts.append(pages.summary(cases).markdown())
-        parts += _scaling_markdown(one, pictures)
-    return "\n\n".join(parts) + "\n"
-
-
-def _scaling_markdown(one: Machine, pictures: Path) -> list[str]:
-    parts = []
-    for name, suite in one.suites.items():
-        picture = plots.scaling(suite["rows"], name) if is_scaling(name) else ""
-        if picture:
-            file = pictures / f"{one.slug}-{_file(name)}.svg"
-            file.write_text(picture, encoding="utf-8")
-            parts += [f"### {name}", f"![{name}]({pictures.name}/{file.name})"]
-    return parts
-
-
-def _other_line(one: Machine, suite: dict[str, Any]) -> str:
-    line = machine.line(suite["machine"])
-    return "" if line == one.line else f"Taken at another time: {line}"
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name.lower())
-
-
-_CSS = """
+_HEAD = """\
+<!doctype html><html lang='en'><head><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width'>
+<title>transformer_fast benchmarks</title><style>
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; margin-top: 2em; }
@@ -190,43 +150,78 @@ thead th { position: sticky; top: 0; background: Canvas; }
 figure { background: #fff; padding: .6rem; margin: 1rem 0; border-radius: 6px; overflow-x: auto; }
 .bad { color: #c00; font-weight: 600; }
 summary { cursor: pointer; margin: .6rem 0; }
-"""
+</style></head><body>"""
 
 
-def page(found: list[Machine]) -> str:
-    """One HTML page with everything in it."""
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width'>",
-        f"<title>transformer_fast benchmarks</title><style>{_CSS}</style></head><body>",
-        f"<h1>transformer_fast benchmarks</h1><p>{html.escape(LEGEND.replace('*', ''))}</p>",
-    ]
+#: A part of the report in Markdown and in HTML; '' where it has none.
+Part = tuple[str, str]
+
+
+def _heading(level: int, text: str) -> Part:
+    return f"{'#' * level} {text}", f"<h{level}>{html.escape(text)}</h{level}>"
+
+
+def _paragraph(text: str) -> Part:
+    return text, f"<p>{html.escape(text.replace('*', ''))}</p>" if text else ""
+
+
+def _table(grid: pages.Grid) -> Part:
+    return grid.markdown(), grid.html()
+
+
+def _details(name: str, suite: dict[str, Any]) -> Part:
+    table = pages.details(suite["rows"]).html()
+    return "", f"<details><summary>{name}</summary>{table}</details>"
+
+
+def _picture(text: str, svg: str, file: Path | None = None) -> Part:
+    """Written to the file, to which Markdown has a link; None: only in HTML."""
+    shown = f"<figure>{svg}</figure>" if svg else ""
+    if not svg or file is None:
+        return "", shown
+    file.write_text(svg, encoding="utf-8")
+    return f"![{text}]({file.parent.name}/{file.name})", shown
+
+
+def _parts(found: list[Machine], pictures: Path) -> Iterator[Part]:
+    """The whole report; details are in HTML only."""
+    yield _heading(1, "Benchmarks")
+    yield _paragraph(LEGEND)
     for one in found:
-        about = f"{headline(one)} {_beside(one)}"
-        parts.append(f"<h2>{html.escape(one.line)}</h2><p>{html.escape(about)}</p>")
-        parts += [f"<p class='bad'>Wrong: {html.escape(line)}</p>" for line in _wrong(one)]
-        lost = losses(_all_findings(one))
-        parts.append("<h3>Losses: cases in which another is faster</h3>")
-        parts.append(pages.lost(lost).html() if lost else "<p>None.</p>")
-        for name, suite, cases in one.ordinary:
-            parts.append(
-                f"<h3>{html.escape(name)}</h3><p>{html.escape(_other_line(one, suite))}</p>"
+        yield _heading(2, one.line)
+        yield _paragraph(f"{headline(one)} {_beside(one)}".strip())
+        if wrong := _wrong(one):
+            yield _heading(3, "Wrong results")
+            items = "".join(f"<li>{html.escape(line)}" for line in wrong)
+            yield "\n".join(f"- {line}" for line in wrong), f"<ul class='bad'>{items}</ul>"
+        yield _heading(3, "Losses: cases in which another is faster")
+        lost = losses(all_findings(one))
+        yield _table(pages.lost(lost)) if lost else _paragraph("None.")
+
+        def file(name: str, slug: str = one.slug) -> Path:
+            return (
+                pictures / f"{slug}-{''.join(c if c.isalnum() else '-' for c in name.lower())}.svg"
             )
-            for picture in (
-                plots.speed_ups(cases, "what the dispatcher chooses, against PyTorch's best"),
-                plots.contenders(suite["rows"], "all contenders") if name != "overhead" else "",
-            ):
-                parts.append(f"<figure>{picture}</figure>" if picture else "")
-            parts.append(pages.summary(cases).html())
-            rows = pages.details(suite["rows"]).html()
-            parts.append(f"<details><summary>All contenders</summary>{rows}</details>")
+
+        for name, suite, cases in one.ordinary:
+            yield _heading(3, name)
+            yield _paragraph(_other_line(one, suite))
+            title = f"{name}: {one.slug}"
+            yield _picture("speed-ups", plots.speed_ups(cases, title), file(name))
+            if name != "overhead":
+                yield _picture("", plots.contenders(suite["rows"], "all contenders"))
+            yield _table(pages.summary(cases))
+            yield _details("All contenders", suite)
         for name, suite in one.suites.items():
-            if is_scaling(name):
-                picture = plots.scaling(suite["rows"], name)
-                parts.append(f"<h3>{html.escape(name)}</h3><figure>{picture}</figure>")
-                rows = pages.details(suite["rows"]).html()
-                parts.append(f"<details><summary>All figures</summary>{rows}</details>")
-    return "\n".join(parts) + "\n</body></html>\n"
+            if is_scaling(name) and (picture := plots.scaling(suite["rows"], name)):
+                yield _heading(3, name)
+                yield _picture(name, picture, file(name))
+                yield _details("All figures", suite)
+
+
+def _other_line(one: Machine, suite: dict[str, Any]) -> str:
+    line = machine.line(suite["machine"])
+    return "" if line == one.line else f"Taken at another time: {line}"
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -241,8 +236,10 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     out = options.out or options.results
     pictures = out / "plots"
     pictures.mkdir(parents=True, exist_ok=True)
-    (out / "report.md").write_text(markdown(found, pictures), encoding="utf-8")
-    (out / "report.html").write_text(page(found), encoding="utf-8")
+    text, body = zip(*_parts(found, pictures), strict=True)
+    (out / "report.md").write_text("\n\n".join(filter(None, text)) + "\n", encoding="utf-8")
+    page = "\n".join([_HEAD, *filter(None, body), "</body></html>\n"])
+    (out / "report.html").write_text(page, encoding="utf-8")
     for one in found:
         console.print(f"{one.line}\n  {headline(one)}", highlight=False)
     console.print(f"written: {out / 'report.md'}, {out / 'report.html'}", highlight=False)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from transformer_fast import _native
-from transformer_fast.cli import notes, table
-from transformer_fast.cli.compare import DTYPES
-from transformer_fast.cli.console import bullets, output, progress
+from transformer_fast.cli import notes
+from transformer_fast.cli.compare import DTYPES, device_of, show
+from transformer_fast.cli.console import output, progress
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
@@ -59,15 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Iterable[str]) -> Non
 def scope_of(
     parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan = ORDINARY
 ) -> Scope:
-    names = options.peer
+    device, names = device_of(parser, options), options.peer
     if names is None and options.quick:
         names = _QUICK_PEERS
     try:
-        device = torch.device(options.device)
-        torch.empty(1, device=device).item()
         found = peers.load(names)
-    except Exception as error:
-        parser.error(str(error).splitlines()[0])
+    except ValueError as error:
+        parser.error(str(error))
     return Scope(
         plan=QUICK if options.quick else THOROUGH if options.thorough else plan,
         dtype=DTYPES[options.dtype],
@@ -79,34 +76,22 @@ def scope_of(
     )
 
 
-def run_suite(
-    name: str, suite: Suite, scope: Scope, report: Callable[[str, int, int], None]
-) -> list[Row]:
-    """The rows of a suite; ``report(label, done, total)`` before each contest."""
+def run_suite(name: str, suite: Suite, scope: Scope) -> list[Row]:
+    """The rows of a suite."""
     work = list(suite(scope))
     rows: list[Row] = []
     threads = torch.get_num_threads()
-    for number, (label, make) in enumerate(work):
-        report(f"{name}: {label}", number, len(work))
-        contest = make()
-        rows += run_contest(
-            contest, scope.plan, probe_before=not scope.quick, memory=not scope.quick
-        )
-        torch.set_num_threads(threads)
+    with progress() as bar:
+        task = bar.add_task(name, total=len(work))
+        for label, make in work:
+            bar.update(task, description=f"{name}: {label}")
+            contest = make()
+            rows += run_contest(
+                contest, scope.plan, probe_before=not scope.quick, memory=not scope.quick
+            )
+            torch.set_num_threads(threads)
+            bar.advance(task)
     return rows
-
-
-def _show(console: Console, name: str, rows: list[Row]) -> None:
-    console.rule(name)
-    console.print(table.build(rows, console.width))
-    for title, lines in (
-        ("Failed", notes.failures(rows)),
-        ("Not run by a kernel of ours", notes.fallbacks(rows)),
-        ("Not measured", notes.absent(rows)),
-    ):
-        if lines:
-            console.print(f"[bold]{title}[/]")
-            bullets(console, lines)
 
 
 def _run(
@@ -116,10 +101,6 @@ def _run(
     kind: str = "",
     plan: Plan = ORDINARY,
 ) -> int:
-    if options.threads is not None:
-        if options.threads < 1:
-            parser.error(f"argument --threads: must be at least 1, not {options.threads}")
-        torch.set_num_threads(options.threads)
     scope = scope_of(parser, options, plan)
     console = output()
     about = machine.describe(scope.device)
@@ -136,16 +117,19 @@ def _run(
     failed = 0
     suffix = "" if options.dtype == "float32" else f", {options.dtype}"
     for name in options.suite:
-        with progress() as bar:
-            task = bar.add_task(name)
-
-            def report(label: str, done: int, total: int, bar: Any = bar, task: Any = task) -> None:
-                bar.update(task, description=label, completed=done, total=total)
-
-            rows = run_suite(name, suites[name], scope, report)
+        rows = run_suite(name, suites[name], scope)
         if not rows:
             continue
-        _show(console, name, rows)
+        console.rule(name)
+        show(
+            console,
+            rows,
+            {
+                "Failed": notes.failures(rows),
+                "Not run by a kernel of ours": notes.fallbacks(rows),
+                "Not measured": notes.absent(rows),
+            },
+        )
         failed += sum(row.failed for row in rows)
         if path is not None:
             plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}

@@ -9,7 +9,6 @@ that it ran and leaves the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,3 @@ def write(path: Path, suites: dict[str, Any]) -> None:
 def files(folder: Path = FOLDER) -> list[Path]:
     """All result files, by name: a machine's before those that are held to an instruction set."""
     return sorted(folder.glob("*.json"), key=lambda path: path.stem)
-
-
-def find(rows: Iterable[Row], op: str, case: str) -> list[Row]:
-    return [row for row in rows if (row.op, row.case) == (op, case)]

@@ -160,7 +160,7 @@ def test_threads_are_put_back_after_each_point(two_threads):
         build = scaling._layer_norm(2)
         yield "one thread", lambda: scaling._contest(scope, "layer_norm", "1", build, 1)
 
-    run.run_suite("x", one, Scope(plan=FAST, quick=True), lambda *about: None)
+    run.run_suite("x", one, Scope(plan=FAST, quick=True))
     assert torch.get_num_threads() == 2
 
 
@@ -195,7 +195,7 @@ def test_no_relu_is_near_its_kink_when_gradients_are_compared():
 
 
 def test_a_training_step_can_be_checked_again_and_again(monkeypatch):
-    monkeypatch.setattr(training, "_QUICK", ((2, 6, 50, 1),))
+    monkeypatch.setattr(training, "_QUICK", (models.Case(2, 6, 50, 1),))
     for _, make in training.suite(Scope(quick=True)):
         rows = {one.contender: one for one in run_contest(make(), FAST)}
         assert rows[training.EAGER].ok
@@ -228,8 +228,7 @@ def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
 
 
 def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypatch):
-    case = (2, 6, 50, 1, 1.0)
-    contest = hand_written._training(Scope(), *case)
+    contest = hand_written._training(Scope(), models.Case(2, 6, 50, 1))
     rows = {one.contender: one for one in run_contest(contest, FAST)}
     assert all(one.ok for one in rows.values()), rows
     by_hand = next(c for c in contest.contenders if c.name == hand_written.AS_WRITTEN)

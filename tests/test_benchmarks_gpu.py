@@ -276,7 +276,7 @@ class Clock:
         for i in range(repeats):
             call(i % inputs)
         device = self.seconds[self.known.setdefault(call, len(self.known))]
-        return gpu.on_device.Times(device, 2 * device)
+        return gpu.Times(device, 2 * device)
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -11,7 +11,7 @@ import torch
 from bench_rows import noisy, row, suites
 
 from benchmarks import compare as comparing
-from benchmarks import findings, readme, regression, report, store
+from benchmarks import findings, readme, report, store
 from benchmarks.__main__ import main
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
@@ -278,7 +278,7 @@ def test_another_choice_of_the_dispatcher_is_compared_with_the_one_before():
     old = [row("cpu+torch", *noisy(10.0)), row("torch", *noisy(20.0))]
     new = [row("cpu", *noisy(20.0)), row("torch", *noisy(20.0))]
     old[0].ours = old[0].chosen = True
-    seen = regression.change(old, new, "cpu")
+    seen = comparing.change(old, new, "cpu")
     assert seen is not None
     assert seen.value == pytest.approx(2.0)
 
@@ -309,10 +309,10 @@ def test_nothing_in_common(tmp_path, capsys):
 
 
 def test_every_pass_must_show_it():
-    slow, same = (regression.Change(v, v - 0.01, v + 0.01, False) for v in (1.2, 1.0))
-    assert regression.slower([slow, slow], 0.05)
-    assert not regression.slower([slow, same], 0.05)
-    assert not regression.slower([slow], 0.25)
+    slow, same = (comparing.Change(v, v - 0.01, v + 0.01, False) for v in (1.2, 1.0))
+    assert comparing.slower([slow, slow], 0.05)
+    assert not comparing.slower([slow, same], 0.05)
+    assert not comparing.slower([slow], 0.25)
 
 
 def test_an_unknown_revision(capsys):

@@ -19,7 +19,7 @@ from rich.console import Console
 import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
-from transformer_fast.cli import compare, form, notes, table, text_models, text_ops
+from transformer_fast.cli import compare, form, notes, table, text_cases
 from transformer_fast.measure import machine
 from transformer_fast.measure.contest import Row
 from transformer_fast.measure.summary import Ratio, Summary
@@ -37,9 +37,7 @@ def _short(monkeypatch, threads):
     torch.set_num_threads(1)
     monkeypatch.setattr(compare, "_LONGEST", 96)
     monkeypatch.setattr(compare, "_MODEL_LONGEST", 40)
-    for name, size in (("MODEL", 48), ("HEADS", 4), ("HIDDEN", 96)):
-        monkeypatch.setattr(text_ops, name, size)
-    monkeypatch.setattr(text_models, "_SIZE", Size(48, 4, 96, layers=2, vocabulary=VOCABULARY))
+    monkeypatch.setattr(text_cases, "_SIZE", Size(48, 4, 96, layers=2, vocabulary=VOCABULARY))
 
 
 def run(*options: str) -> int:
@@ -105,8 +103,8 @@ def test_a_named_backend_is_the_only_one_beside_what_it_is_measured_against(tmp_
 
 
 def test_every_op_has_a_case():
-    assert {op for op, _, _ in text_ops.CASES} == set(dispatch.OPS)
-    assert set(compare.CASES) == {*dispatch.OPS, *text_models.NAMES}
+    assert {op for op, _, _ in text_cases.CASES} == set(dispatch.OPS)
+    assert set(compare.CASES) == {*dispatch.OPS, *text_cases.MODELS}
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
@@ -122,8 +120,8 @@ def test_every_op_is_checked(tmp_path, op):
 
 @pytest.mark.parametrize("op", dispatch.OPS)
 def test_an_op_that_was_not_checked_fails_the_run(capsys, monkeypatch, op):
-    cases = [case for case in text_ops.CASES if case[0] != op]
-    monkeypatch.setattr(text_ops, "CASES", cases)
+    cases = [case for case in text_cases.CASES if case[0] != op]
+    monkeypatch.setattr(text_cases, "CASES", cases)
     assert run("--op", op) == 1
     assert f"no result was checked for {op}" in capsys.readouterr().out
 

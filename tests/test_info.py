@@ -12,7 +12,7 @@ import torch
 
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
-from transformer_fast.cli import compiled, info
+from transformer_fast.cli import info
 from transformer_fast.cli.limits import activation_names, dtype_names, kernel_row, reasons
 
 
@@ -108,7 +108,7 @@ def test_triton_kernels_are_compiled_ahead():
 
 
 def test_without_triton_there_is_nothing_to_compile(capsys, monkeypatch):
-    monkeypatch.setattr(compiled, "_PACKAGE", "transformer_fast.backends.no_such_thing")
+    monkeypatch.setattr(info, "_TRITON", "transformer_fast.backends.no_such_thing")
     assert "none: No module named" in shown(capsys, "--kernels")
 
 

@@ -373,7 +373,7 @@ def test_a_peer_that_is_wrong_or_breaks_fails_nothing():
 
     row = _layer_norm(broken, "peer", ours=False)[0]
     assert row.ok is None
-    assert row.reason == "OSError: no licence found (broken)"
+    assert row.reason == "OSError in broken: no licence found"
     assert _layer_norm(broken)[0].failed
 
 

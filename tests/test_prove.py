@@ -19,8 +19,9 @@ from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, gpu, info, prove
 from transformer_fast.cli.limits import state
 from transformer_fast.dispatch import Call, select
+from transformer_fast.measure import clock, judge, torch_ops
 from transformer_fast.measure import device as on_device
-from transformer_fast.measure import torch_ops
+from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase, _attention_case, _packed_case
@@ -31,7 +32,7 @@ from transformer_fast.testing import call_of
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = Machine("NVIDIA Test", 90, "13000", "2.13.0", "3.7.1", "0.1")
 ROWS = "up to 64 rows"
-TIMES = on_device.Times
+TIMES = Times
 
 
 def verdict(**changes):
@@ -397,10 +398,10 @@ def test_attention_by_heads_has_the_same_truth(gradients, seen, monkeypatch):
         torch.float32, CPU, torch.Generator().manual_seed(0)
     )
     for arguments in (drawn, packed):
-        whole = on_device._truth("attention", arguments, gradients)
+        whole = judge.truth("attention", arguments, gradients)
         with monkeypatch.context() as patch:
-            patch.setattr(on_device, "MOST_SCORES", 1)
-            parts = on_device._truth("attention", arguments, gradients)
+            patch.setattr(judge, "SCORES_AT_ONCE", 1)
+            parts = judge.truth("attention", arguments, gradients)
         for one, other in zip(whole, parts, strict=True):
             assert len(one) == len(other)
             for a, b in zip(one, other, strict=True):
@@ -463,7 +464,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / 2e9))
-        monkeypatch.setattr(on_device.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
 
     def launch(self, seconds, host=0.0):
         self.now += host
@@ -506,7 +507,7 @@ def test_the_device_never_waits_for_the_host(host, launches, repeats, monkeypatc
         for _ in range(launches):
             device.launch(2e-6 / launches, host / launches)
 
-    found = on_device.DeviceClock(torch.device("cuda"))(call, 2, repeats)
+    found = DeviceClock(torch.device("cuda"))(call, 2, repeats)
     assert found.device == pytest.approx(2e-6)
     assert found.host == pytest.approx(host)
 
@@ -518,7 +519,7 @@ def test_a_call_that_waits_for_the_device_has_the_time_of_both(monkeypatch):
         device.launch(2e-6, 1e-5)
         device.now = max(device.now, device.ends[-1])
 
-    assert on_device.DeviceClock(torch.device("cuda"))(call, 2, 20).device >= 2e-6
+    assert DeviceClock(torch.device("cuda"))(call, 2, 20).device >= 2e-6
 
 
 def test_inputs_are_drawn_on_the_device(small_cache, monkeypatch):

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_fast.measure.contest import Arguments, Contest
-from transformer_fast.measure.gradients import gradient_contest
+from transformer_fast.measure.ops import op_contest
 from transformer_fast.specs import OPS, Case
 
 from ..scope import Maker, Scope
@@ -28,6 +28,14 @@ def spread(bias: Tensor) -> Tensor:
     return torch.full_like(bias, 5.0).where(torch.arange(len(bias)) % 2 == 0, -5.0)
 
 
+def spread_biases(model: nn.Module) -> nn.Module:
+    """The model, with `spread` biases under its relus."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear1.bias"):
+            parameter.data = spread(parameter.data)
+    return model
+
+
 def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
     """The same call, with `spread` biases under a relu."""
     named = OPS[op].named(arguments)
@@ -42,7 +50,7 @@ def _contest(scope: Scope, op: str, case: Case) -> Contest:
     inputs = [
         [away_from_the_kink(op, arguments) for arguments in calls] for calls in scope.draw(op, case)
     ]
-    return gradient_contest(op, case.name, inputs, scope.backends)
+    return op_contest(op, case.name, inputs, scope.backends, gradients=True)
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:

@@ -163,7 +163,7 @@ def _contest(
         inputs.append([(tokens.to(scope.device),)])
     with torch.no_grad(), record() as found:
         cached(ours, 2)(*inputs[0][0])
-    chosen = "+".join(sorted({backend for _, backend in found.calls}))
+    chosen = found.backends
     judge = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
     flops, moved = _work(size, theirs, batch, source, new)
     return Contest(

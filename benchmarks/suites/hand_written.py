@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,14 @@ from transformer_fast.measure.transformers import (
 from .. import hand_written, peers
 from ..scope import Maker, Scope
 from . import layers
-from .backward import spread
-from .models import batches
+from .backward import spread_biases
+from .models import Case
 from .training import TIMES_FORWARD, Step
 
 #: (B, T), and the share of places that hold text.
 _LAYERS = ((8, 128, 1.0), (8, 128, 0.65))
-#: (B, S = T, vocabulary, layers, share)
-_MODELS = ((8, 128, 8000, 2, 1.0), (8, 128, 8000, 2, 0.65))
-_TRAINING = (8, 128, 8000, 2, 1.0)
-_QUICK = (4, 32, 1000, 2)
+_MODELS = (Case(8, 128, 8000, 2), Case(8, 128, 8000, 2, 0.65))
+_QUICK = Case(4, 32, 1000, 2)
 
 CHOSEN, NN, AS_WRITTEN = "rewritten", "transformer_fast.nn", "torch eager"
 
@@ -63,28 +61,43 @@ class _OnBatches(nn.Module):
 
 def _contest(
     scope: Scope,
+    name: str,
+    case: object,
     contenders: list[Contender],
     inputs: list[list[Arguments]],
     judge: Any,
-    work: tuple[float, float, float],
-    op: str,
-    case: str,
+    work: Sequence[float],
 ) -> Contest:
     dense, useful, moved = work
     return Contest(
-        op=op,
-        case=case,
-        inputs=inputs,
-        contenders=contenders,
-        judge=judge,
-        flops=dense,
-        useful_flops=useful,
-        bytes=moved,
-        dtype=scope.dtype,
-        device=scope.device,
-        chosen=CHOSEN,
-        torch=(AS_WRITTEN, "torch.compile"),
-    )
+        f"hand-written {name}", str(case), inputs, contenders, judge, dense, moved, useful,
+        scope.dtype, scope.device, chosen=CHOSEN, torch=(AS_WRITTEN, "torch.compile"),
+    )  # fmt: skip
+
+
+def _forward(
+    scope: Scope,
+    name: str,
+    case: object,
+    models: tuple[nn.Module, nn.Module, nn.Module],
+    inputs: list[list[Arguments]],
+    adapt: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+    real: Callable[..., Tensor],
+    work: Callable[..., Sequence[float]],
+) -> Contest:
+    """Of one forward pass; ``adapt``: makes of what is written by hand what takes the inputs."""
+    ours, theirs, written = models
+    oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
+    reference = forced(ours, "reference")
+    contenders = [
+        Contender(CHOSEN, adapt(rewritten(written))),
+        Contender(NN, ours),
+        Contender("reference", reference),
+        Contender(AS_WRITTEN, adapt(written), ours=False),
+        *peers.contenders(scope.peers, "hand_written", written, adapt),
+    ]
+    judge = ModuleJudge(oracle, reference, real)
+    return _contest(scope, name, case, contenders, inputs, judge, work(*inputs[0][0]))
 
 
 def _layer(scope: Scope, batch: int, length: int, share: float) -> Contest:
@@ -105,102 +118,55 @@ def _layer(scope: Scope, batch: int, length: int, share: float) -> Contest:
 
         return forward
 
-    inputs = layers.calls(scope, batch, length, share)
-    oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
-    reference = forced(ours, "reference")
-    contenders = [
-        Contender(CHOSEN, visible(rewritten(written))),
-        Contender(NN, ours),
-        Contender("reference", reference),
-        Contender(AS_WRITTEN, visible(written), ours=False),
-        *peers.contenders(scope.peers, "hand_written", written, visible),
-    ]
     case = f"({batch},{length})" + (f", {share:.0%} real" if share < 1.0 else "")
-    work = encoder_work(size, parameter_bytes(theirs))(*inputs[0][0])
-    return _contest(
-        scope, contenders, inputs, ModuleJudge(oracle, reference, real_places), work,
-        op="hand-written encoder_layer", case=case,
-    )  # fmt: skip
+    work = encoder_work(size, parameter_bytes(theirs))
+    inputs = layers.calls(scope, batch, length, share)
+    return _forward(
+        scope, "encoder_layer", case, (ours, theirs, written), inputs, visible, real_places, work
+    )
 
 
 def _models(scope: Scope, size: Size, dropout: float) -> tuple[nn.Module, nn.Module, nn.Module]:
     """(of our nn, of torch's, by hand), with the same weights."""
 
-    def make(namespace: Any) -> nn.Module:
-        model = Seq2Seq(namespace, size, dropout)
-        for name, parameter in model.named_parameters():
-            if name.endswith("linear1.bias"):
-                parameter.data = spread(parameter.data)
-        return model
-
-    ours, theirs = twins(make, scope.dtype, scope.device)
+    ours, theirs = twins(
+        lambda namespace: spread_biases(Seq2Seq(namespace, size, dropout)),
+        scope.dtype,
+        scope.device,
+    )
     positions: Any = theirs.positions
     written = hand_written.Transformer(size, positions).eval().to(scope.device, scope.dtype)
     written.load_state_dict(hand_written.renamed(theirs.state_dict()))
     return ours, theirs, written
 
 
-def _about(layers: int, batch: int, length: int, vocabulary: int, share: float) -> str:
-    case = f"{layers}+{layers}, ({batch},{length}), V = {vocabulary}"
-    return case + (f", {share:.0%} real" if share < 1.0 else "")
-
-
-def _model(
-    scope: Scope, batch: int, length: int, vocabulary: int, layers: int, share: float
-) -> Contest:
-    size = Size(layers=layers, vocabulary=vocabulary)
-    ours, theirs, written = _models(scope, size, 0.1)
-    inputs: list[list[Arguments]] = [
-        [batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)
-    ]
-
-    def tokens(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda source, target: run(source.tokens, target.tokens)
-
-    oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
-    reference = forced(ours, "reference")
-    contenders = [
-        Contender(CHOSEN, tokens(rewritten(written))),
-        Contender(NN, ours),
-        Contender("reference", reference),
-        Contender(AS_WRITTEN, tokens(written), ours=False),
-        *peers.contenders(scope.peers, "hand_written", written, tokens),
-    ]
-    work = transformer_work(size, parameter_bytes(theirs), scope.dtype.itemsize)(*inputs[0][0])
-    return _contest(
-        scope, contenders, inputs,
-        ModuleJudge(oracle, reference, lambda source, target: target.real), work,
-        op="hand-written transformer", case=_about(layers, batch, length, vocabulary, share),
+def _model(scope: Scope, case: Case) -> Contest:
+    models = _models(scope, case.size, 0.1)
+    return _forward(
+        scope, "transformer", case, models, case.inputs(scope),
+        lambda run: lambda source, target: run(source.tokens, target.tokens),
+        lambda source, target: target.real,
+        transformer_work(case.size, parameter_bytes(models[1]), scope.dtype.itemsize),
     )  # fmt: skip
 
 
-def _training(
-    scope: Scope, batch: int, length: int, vocabulary: int, layers: int, share: float
-) -> Contest:
-    size = Size(layers=layers, vocabulary=vocabulary)
-    ours, theirs, written = _models(scope, size, 0.0)
-    step = Step(_OnBatches(copy.deepcopy(written)))
+def _training(scope: Scope, case: Case) -> Contest:
+    ours, theirs, written = _models(scope, case.size, 0.0)
     model = copy.deepcopy(written)
-    rewritten_step = Step(_OnBatches(model, rewritten(model)))
-    inputs: list[list[Arguments]] = [
-        [batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)
-    ]
     reference = forced(Step(copy.deepcopy(ours)), "reference")
     contenders = [
-        Contender(CHOSEN, rewritten_step),
+        Contender(CHOSEN, Step(_OnBatches(model, rewritten(model)))),
         Contender(NN, Step(ours)),
         Contender("reference", reference),
-        Contender(AS_WRITTEN, step, ours=False),
+        Contender(AS_WRITTEN, Step(_OnBatches(copy.deepcopy(written))), ours=False),
     ]
-    work = transformer_work(size, parameter_bytes(theirs), scope.dtype.itemsize)
-    dense, useful, moved = (TIMES_FORWARD * part for part in work(*inputs[0][0]))
+    work = transformer_work(case.size, parameter_bytes(theirs), scope.dtype.itemsize)
+    inputs = case.inputs(scope)
+    times = [TIMES_FORWARD * part for part in work(*inputs[0][0])]
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     names = tuple(name for name, _ in written.named_parameters())
     judge = _Judge(oracle, reference, tuple(name for name, _ in theirs.named_parameters()), names)
-    return _contest(
-        scope, contenders, inputs, judge, (dense, useful, moved),
-        op="hand-written training step", case=_about(layers, batch, length, vocabulary, share),
-    )  # fmt: skip
+    return _contest(scope, "training step", case, contenders, inputs, judge, times)
 
 
 class _Judge(StepJudge):
@@ -228,11 +194,9 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for layer in _LAYERS[-1:] if scope.quick else _LAYERS:
         label = f"hand-written encoder_layer ({layer[0]},{layer[1]}), {layer[2]:.0%} real"
         yield label, functools.partial(_layer, scope, *layer)
-    models = ((*_QUICK, 0.65),) if scope.quick else _MODELS
+    models = (_QUICK._replace(share=0.65),) if scope.quick else _MODELS
+    for case in models:
+        yield f"hand-written transformer {case}", functools.partial(_model, scope, case)
     # Without padding: what is computed at padded places differs, and it is part of the loss.
-    training = (*_QUICK, 1.0) if scope.quick else _TRAINING
-    works = [("transformer", _model, case) for case in models]
-    for kind, make, case in (*works, ("training step", _training, training)):
-        batch, length, vocabulary, count, share = case
-        label = f"hand-written {kind} {_about(count, batch, length, vocabulary, share)}"
-        yield label, functools.partial(make, scope, *case)
+    case = _QUICK if scope.quick else _MODELS[0]
+    yield f"hand-written training step {case}", functools.partial(_training, scope, case)

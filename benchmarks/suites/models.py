@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +15,6 @@ from transformer_fast.measure.transformers import Size, transformer_contest
 from .. import peers
 from ..scope import Maker, Scope
 from .layers import lengths
-
-#: (B, S = T, vocabulary, layers, share of real places)
-_CASES = ((8, 128, 32000, 6, 1.0), (8, 128, 32000, 6, 0.65))
-_QUICK = ((4, 32, 1000, 2, 1.0),)
 
 
 def batches(
@@ -35,25 +32,42 @@ def batches(
     return pair[0], pair[1]
 
 
-def _contest(
-    scope: Scope, batch: int, length: int, vocabulary: int, layers: int, share: float
-) -> Contest:
-    size = Size(layers=layers, vocabulary=vocabulary)
-    case = f"{layers}+{layers}, ({batch},{length}), V = {vocabulary}"
-    case += f", {share:.0%} real" if share < 1.0 else ""
-    inputs: list[list[Arguments]] = [
-        [batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)
-    ]
+class Case(NamedTuple):
+    """A batch of pairs of sentences, and the model that is given it."""
+
+    batch: int
+    length: int
+    vocabulary: int
+    layers: int
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        real = f", {self.share:.0%} real" if self.share < 1.0 else ""
+        shape = f"({self.batch},{self.length})"
+        return f"{self.layers}+{self.layers}, {shape}, V = {self.vocabulary}{real}"
+
+    @property
+    def size(self) -> Size:
+        return Size(layers=self.layers, vocabulary=self.vocabulary)
+
+    def inputs(self, scope: Scope) -> list[list[Arguments]]:
+        batch, length, vocabulary, _, share = self
+        return [[batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)]
+
+
+def _contest(scope: Scope, case: Case) -> Contest:
     return transformer_contest(
-        case, inputs, size, scope.dtype, scope.device,
+        str(case), case.inputs(scope), case.size, scope.dtype, scope.device,
         peers=lambda model, arguments: peers.contenders(
             scope.peers, "transformer", model, arguments
         ),
     )  # fmt: skip
 
 
+_CASES = (Case(8, 128, 32000, 6), Case(8, 128, 32000, 6, 0.65))
+_QUICK = (Case(4, 32, 1000, 2),)
+
+
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for case in _QUICK if scope.quick else _CASES:
-        batch, length, _, layers, _ = case
-        label = f"transformer {layers}+{layers} ({batch},{length}), {case[-1]:.0%} real"
-        yield label, functools.partial(_contest, scope, *case)
+        yield f"transformer {case}", functools.partial(_contest, scope, case)

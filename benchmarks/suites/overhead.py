@@ -21,87 +21,58 @@ import torch.nn.functional as F
 from transformer_fast import functional, memo
 from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.ops import op_contest
-from transformer_fast.specs import OPS, Case
+from transformer_fast.specs import OPS
+from transformer_fast.specs.spec import Draw, case
 from transformer_fast.testing.launcher import stubbed
 
 from ..scope import Maker, Scope
 from . import tutorials
 
-
-def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    return functional.layer_norm(x, shape, weight, bias, eps)
-
-
-def _add_layer_norm(
-    x: Any, residual: Any, shape: Any, weight: Any, bias: Any, eps: float, *_: Any
-) -> Any:
-    return functional.add_layer_norm(x, residual, shape, weight, bias, eps)
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any) -> Any:
-    return functional.scaled_dot_product_attention(query, key, value), None
-
-
-def _linear(x: Any, weight: Any, bias: Any, *_: Any) -> Any:
-    return functional.linear(x, weight, bias)
-
-
-def _feed_forward(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, *_: Any) -> Any:
-    return functional.feed_forward(x, w1, b1, w2, b2)
-
-
-def _cross_entropy(x: Any, target: Any, ignored: Any, smoothing: Any) -> Any:
-    return functional.cross_entropy(
-        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-    )
-
-
-def _linear_cross_entropy(
-    x: Any, weight: Any, bias: Any, target: Any, ignored: Any, smoothing: Any
-) -> Any:
-    return functional.linear_cross_entropy(
-        x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
-        label_smoothing=smoothing,
-    )  # fmt: skip
-
-
+#: The public functions, called with the reference's arguments.
 _PUBLIC: dict[str, Callable[..., Any]] = {
-    "layer_norm": _layer_norm,
-    "add_layer_norm": _add_layer_norm,
-    "attention": _attention,
-    "linear": _linear,
-    "feed_forward": _feed_forward,
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
-}
+    "layer_norm": functional.layer_norm,
+    "add_layer_norm": lambda *given: functional.add_layer_norm(*given[:6]),
+    "attention": lambda q, k, v, *_: (functional.scaled_dot_product_attention(q, k, v), None),
+    "linear": lambda x, weight, bias, *_: functional.linear(x, weight, bias),
+    "feed_forward": lambda x, w1, b1, w2, b2, *_: functional.feed_forward(x, w1, b1, w2, b2),
+    "cross_entropy": lambda x, target, ignored, smoothing: functional.cross_entropy(
+        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+    ),
+    "linear_cross_entropy": lambda x, weight, bias, target, ignored, smoothing: (
+        functional.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
+            label_smoothing=smoothing,
+        )
+    ),
+}  # fmt: skip
 
 
-def _arguments(op: str) -> Callable[..., tuple[Any, ...]]:
-    def build(dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> Any:
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+def _norm(draw: Draw) -> Arguments:
+    return (8,), draw.normal(8), draw.normal(8), 1e-5
 
-        if op == "layer_norm":
-            return normal(1, 8), (8,), normal(8), normal(8), 1e-5
-        if op == "add_layer_norm":
-            return normal(1, 8), normal(1, 8), (8,), normal(8), normal(8), 1e-5, 0.0, None
-        if op == "attention":
-            qkv = (normal(1, 1, 1, 8) for _ in range(3))
-            return (*qkv, None, None, False, None, 0.0, None, False, False, None)
-        target = torch.tensor([3], device=device)
-        if op == "cross_entropy":
-            return normal(1, 8), target, -100, 0.0
-        if op == "linear_cross_entropy":
-            return normal(1, 8), normal(8, 8), normal(8), target, -100, 0.0
-        if op == "linear":
-            return normal(1, 8), normal(8, 8), normal(8), None, None
-        return normal(1, 8), normal(8, 8), normal(8), normal(8, 8), normal(8), "relu", 0.0, None
 
-    return build
+def _linear(draw: Draw) -> Arguments:
+    return draw.normal(1, 8), draw.normal(8, 8), draw.normal(8)
+
+
+_ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {
+    "layer_norm": lambda draw: (draw.normal(1, 8), *_norm(draw)),
+    "add_layer_norm": lambda draw: (
+        draw.normal(1, 8), draw.normal(1, 8), *_norm(draw), 0.0, None
+    ),
+    "attention": lambda draw: (
+        *(draw.normal(1, 1, 1, 8) for _ in range(3)),
+        *(None, None, False, None, 0.0, None, False, False, None),
+    ),
+    "linear": lambda draw: (*_linear(draw), None, None),
+    "feed_forward": lambda draw: (*_linear(draw), *_linear(draw)[1:], "relu", 0.0, None),
+    "cross_entropy": lambda draw: (draw.normal(1, 8), draw.integers(1, end=8), -100, 0.0),
+    "linear_cross_entropy": lambda draw: (*_linear(draw), draw.integers(1, end=8), -100, 0.0),
+}  # fmt: skip
 
 
 def _contest(scope: Scope, op: str) -> Contest:
-    inputs = scope.draw(op, Case("call", _arguments(op)))
+    inputs = scope.draw(op, case("call", _ARGUMENTS[op]))
     contest = op_contest(op, "call", inputs, ("reference",))
     public = Contender(f"{contest.chosen}, public function", _PUBLIC[op])
     return replace(
@@ -179,7 +150,7 @@ def _host_contest(op: str, what: str) -> Contest:
         [[_host_arguments(op)] for _ in range(2)],
         [Contender(name, stubbed_calls), Contender("torch", functools.partial(calls, theirs))],
         judge,
-        flops=0.0, bytes=0.0, useful_flops=0.0, dtype=torch.bfloat16, chosen=name, reference="torch",
+        dtype=torch.bfloat16, chosen=name, reference="torch",
     )  # fmt: skip
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_fast.measure.clock import Plan
 from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.judge import scores_of
 from transformer_fast.measure.ops import op_contest
-from transformer_fast.specs import Case
+from transformer_fast.specs.spec import Draw, case
 
 from .. import peers
 from ..scope import Maker, Scope
@@ -23,6 +21,9 @@ from .layers import lengths
 
 #: Lines of many points need fewer rounds than a figure in a table: some ten minutes on two cores.
 PLAN = Plan(rounds=15, seconds=1.0, least=3, sample=0.002)
+
+
+Build = Callable[[Draw], Arguments]
 
 
 def _attention(
@@ -33,42 +34,29 @@ def _attention(
     causal: bool = False,
     real: float = 1.0,
     density: float = 1.0,
-) -> Callable[..., tuple[Any, ...]]:
-    def build(dtype: torch.dtype, device: Any, generator: Any) -> tuple[Any, ...]:
-        shape = batch, heads, length, size
-        qkv = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
-        mask = None
-        if density < 1.0:
-            chance = torch.rand(1, 1, length, length, generator=generator).to(device)
-            mask = chance < density
-        own = None if real == 1.0 else lengths(batch, length, real).to(device)
+) -> Build:
+    def build(draw: Draw) -> Arguments:
+        qkv = (draw.normal(batch, heads, length, size) for _ in range(3))
+        mask = draw.bools(1, 1, length, length, true=density) if density < 1.0 else None
+        own = None if real == 1.0 else lengths(batch, length, real).to(draw.device)
         return (*qkv, mask, own, causal, None, 0.0, None, False, False, None)
 
     return build
 
 
-def _feed_forward(rows: int, model: int = 512, hidden: int = 2048) -> Callable[..., Any]:
-    def build(dtype: torch.dtype, device: Any, generator: Any) -> tuple[Any, ...]:
-        def normal(*shape: int) -> Tensor:
-            scale = 1.0 / math.sqrt(shape[-1])
-            return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
-
-        x = torch.randn(rows, model, generator=generator).to(device, dtype)
-        weights = normal(hidden, model), normal(hidden), normal(model, hidden), normal(model)
-        return (x, *weights, "relu", 0.0, None)
+def _feed_forward(rows: int, model: int = 512, hidden: int = 2048) -> Build:
+    def build(draw: Draw) -> Arguments:
+        first = draw.weight(hidden, model), draw.normal(hidden, scale=hidden**-0.5)
+        second = draw.weight(model, hidden), draw.normal(model, scale=model**-0.5)
+        return (draw.normal(rows, model), *first, *second, "relu", 0.0, None)
 
     return build
 
 
-def _layer_norm(rows: int, model: int = 512) -> Callable[..., Any]:
-    def build(dtype: torch.dtype, device: Any, generator: Any) -> tuple[Any, ...]:
-        x, weight, bias = (
-            torch.randn(shape, generator=generator).to(device, dtype)
-            for shape in ((rows, model), (model,), (model,))
-        )
-        return x, (model,), weight, bias, 1e-5
-
-    return build
+def _layer_norm(rows: int, model: int = 512) -> Build:
+    return lambda draw: (
+        draw.normal(rows, model), (model,), draw.normal(model), draw.normal(model), 1e-5
+    )  # fmt: skip
 
 
 #: Beyond so many scores what computes them all takes too long, and says nothing new.
@@ -84,11 +72,11 @@ def _in_time(contender: Contender, op: str, arguments: Arguments) -> Contender:
     return replace(contender, run=None, reason=f"it computes {scores:.1e} scores one by one")
 
 
-def _contest(scope: Scope, op: str, name: str, build: Any, threads: int | None) -> Contest:
+def _contest(scope: Scope, op: str, name: str, build: Build, threads: int | None) -> Contest:
     if threads is not None:
         # Of everything, the probes of the roof too; `run_suite` puts it back.
         torch.set_num_threads(threads)
-    inputs = scope.draw(op, Case(name, build))
+    inputs = scope.draw(op, case(name, build))
     arguments = inputs[0][0]
     # Compiling for every size would take longer than all the rest.
     others = [peer for peer in scope.peers if not peer.__name__.endswith(".torch_compile")]

@@ -16,18 +16,16 @@ from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.judge import StepJudge
 from transformer_fast.measure.modules import parameter_bytes, twins
 from transformer_fast.measure.text import Batch
-from transformer_fast.measure.transformers import Seq2Seq, Size, transformer_work
+from transformer_fast.measure.transformers import Seq2Seq, transformer_work
 
 from ..scope import Maker, Scope
-from .backward import spread
-from .models import batches
+from .backward import spread_biases
+from .models import Case
 
 EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
 #: (model, source, target, the tokens that are right) -> loss
 Loss = Callable[[Any, Batch, Batch, Tensor], Tensor]
-#: (B, S = T, vocabulary, layers)
-_CASES = ((8, 128, 32000, 6),)
-_QUICK = ((4, 32, 1000, 2),)
+_CASES, _QUICK = (Case(8, 128, 32000, 6),), (Case(4, 32, 1000, 2),)
 #: Forward once, and backward does each product twice.
 TIMES_FORWARD = 3.0
 
@@ -92,7 +90,7 @@ def _contenders(
     step = Step(copy.deepcopy(ours), loss)
     with record() as found:
         step(*arguments)
-    chosen = "+".join(sorted({backend for _, backend in found.calls}))
+    chosen = found.backends
     contenders = [Contender(chosen, step)] if chosen != "reference" else []
     contenders.append(Contender("reference", reference))
     if fuses:
@@ -110,33 +108,23 @@ def _torch_fused(theirs: nn.Module) -> Contender:
     return Contender(FUSED, step, ours=False)
 
 
-def _contest(
-    scope: Scope, batch: int, length: int, vocabulary: int, layers: int, fuses: bool
-) -> Contest:
-    size = Size(layers=layers, vocabulary=vocabulary)
-
-    def make(namespace: Any) -> nn.Module:
-        # No dropout: other random numbers would be other results.
-        model = Seq2Seq(namespace, size, dropout=0.0)
-        for name, parameter in model.named_parameters():
-            if name.endswith("linear1.bias"):
-                parameter.data = spread(parameter.data)
-        return model
-
-    ours, theirs = twins(make, scope.dtype, scope.device)
+def _contest(scope: Scope, case: Case, fuses: bool) -> Contest:
+    # No dropout: other random numbers would be other results.
+    ours, theirs = twins(
+        lambda namespace: spread_biases(Seq2Seq(namespace, case.size, dropout=0.0)),
+        scope.dtype,
+        scope.device,
+    )
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     reference = forced(Step(copy.deepcopy(ours), by_logits(functional.cross_entropy)), "reference")
-    inputs: list[list[Arguments]] = [
-        [batches(scope, batch, length, vocabulary, 1.0, seed)] for seed in range(2)
-    ]
+    inputs = case.inputs(scope)
     contenders, chosen = _contenders(ours, theirs, reference, inputs[0][0], fuses)
-    work = transformer_work(size, parameter_bytes(theirs), scope.dtype.itemsize)
+    work = transformer_work(case.size, parameter_bytes(theirs), scope.dtype.itemsize)
     dense, useful, moved = work(*inputs[0][0])
     names = ("loss", *(f"grad of {name}" for name, _ in theirs.named_parameters()))
     return Contest(
         op="training step",
-        case=f"{layers}+{layers}, ({batch},{length}), V = {vocabulary}"
-        + (", fused loss" if fuses else ""),
+        case=f"{case}{', fused loss' if fuses else ''}",
         inputs=inputs,
         contenders=contenders,
         judge=StepJudge(oracle, reference, names),
@@ -152,8 +140,6 @@ def _contest(
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for case in _QUICK if scope.quick else _CASES:
-        batch, length, _, layers = case
         for fuses in (False, True):
-            label = f"training step {layers}+{layers} ({batch},{length})"
-            label += ", fused loss" if fuses else ""
-            yield label, functools.partial(_contest, scope, *case, fuses)
+            label = f"training step {case}{', fused loss' if fuses else ''}"
+            yield label, functools.partial(_contest, scope, case, fuses)

@@ -25,7 +25,7 @@ from transformer_fast.measure.transformers import Seq2Seq, Size
 
 from .. import hand_written
 from ..scope import Maker, Scope
-from .backward import spread
+from .backward import spread_biases
 
 IMPORTED, ACCELERATED, AS_WRITTEN = "import of our nn", "accelerate", "torch eager"
 #: (width, B, T, threads)
@@ -120,10 +120,7 @@ def _contest(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs = _MODELS[name](nn, size)
-    for parameter_name, parameter in theirs.named_parameters():
-        if parameter_name.endswith("linear1.bias"):
-            parameter.data = spread(parameter.data)
-    theirs = theirs.eval().to(scope.device, scope.dtype)
+    theirs = spread_biases(theirs).eval().to(scope.device, scope.dtype)
     ours = _MODELS[name](transformer_fast.nn, size).eval().to(scope.device, scope.dtype)
     ours.load_state_dict(theirs.state_dict())
     accelerated = copy.deepcopy(theirs)
@@ -153,10 +150,6 @@ def _contest(
             Contender(AS_WRITTEN, run(theirs), ours=False),
         ],
         judge=judge,
-        # Arithmetic has little part in it, so there is no roof to come near to.
-        flops=0.0,
-        useful_flops=0.0,
-        bytes=0.0,
         dtype=scope.dtype,
         device=scope.device,
         chosen=IMPORTED,

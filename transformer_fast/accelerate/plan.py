@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from . import torch_nn
-from .change import Change, class_of_ours
-from .find import Finder, recorded
-from .in_parts import in_parts
-from .others import others
+from ..nn.swapped import RECORD
+from . import converters, torch_nn
+from .change import Change, ClassChange, class_of_ours
+from .hugging_face import models
+from .hugging_face.own_attention import Own, find_own
+from .parts import in_parts, who_runs
 from .report import Entry, Report
-from .who_runs import who_runs
+
+
+def recorded(name: str, module: torch.nn.Module) -> list[Change]:
+    """The changes that the module remembers."""
+    found: list[Change] = []
+    attention = models.recorded(name, module)
+    if attention is not None:
+        found.append(attention)
+    classes = module.__dict__.get(RECORD)
+    if classes is not None:
+        found.append(ClassChange(name, module, *classes))
+    return found
+
+
+def _find(name: str, module: torch.nn.Module, own: Sequence[Own]) -> Change | str | None:
+    """The change, a sentence why the module stays as it is, or None: its class is unknown."""
+    target = converters.convert(module)
+    if target is None and models.is_loaded():
+        found = models.find(name, module, own)
+        if found is not None:
+            return torch_nn.replaced_forward(module) or found
+    target = target or torch_nn.convert(module) or converters.why_not_converted(module)
+    if target is None or isinstance(target, str):
+        return target
+    reason = torch_nn.replaced_forward(module)
+    return reason or ClassChange(name, module, type(module), target)
 
 
 def make_plan(
@@ -23,17 +49,19 @@ def make_plan(
 ) -> list[Change]:
     """The changes for all modules of the model; every module that is known gets an entry."""
     changes: list[Change] = []
-    find = Finder(model)
+    own_attention = find_own(model) if models.is_loaded() else ()
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if recorded(name, module) or torch_nn.is_ours(module):
-            own = None if recorded(name, module) else torch_nn.overrides_ours(module)
+        known = recorded(name, module)
+        if known or torch_nn.is_ours(module):
+            own = None if known else torch_nn.overrides_ours(module)
             if own is not None:
                 report.entries.append(Entry(name, kind, "left", reason=own))
             else:
-                report.entries.append(Entry(name, kind, "already", _now(name, module)))
+                now = known[0].now if known else class_of_ours(type(module))
+                report.entries.append(Entry(name, kind, "already", now))
             continue
-        found = find(name, module)
+        found = _find(name, module, own_attention)
         if found is None:
             continue
         if not isinstance(found, str) and filter_fn is not None and not filter_fn(module, name):
@@ -44,11 +72,6 @@ def make_plan(
             changes.append(found)
             report.entries.append(Entry(name, kind, "swapped", found.now))
     return changes
-
-
-def _now(name: str, module: torch.nn.Module) -> str:
-    changes = recorded(name, module)
-    return changes[0].now if changes else class_of_ours(type(module))
 
 
 def tell(model: torch.nn.Module, report: Report) -> None:
@@ -77,7 +100,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
             f"A TorchScript module{which} cannot be changed; accelerate it before scripting."
         )
     if scripted[:1] != [""]:
-        remarks += _about_others(others(model, report), bool(report.entries))
+        remarks += _about_others(_others(model, report), bool(report.entries))
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")
         layer = model.get_submodule(parent) if entry.name else None
@@ -90,6 +113,32 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
                 f"{entry.name}, which therefore runs on transformer_fast in training only."
             )
     return remarks
+
+
+#: Packages whose classes get entries of their own, or wrap what does.
+_SILENT = ("peft", "torch", "transformer_fast", "transformers")
+
+
+def _others(model: torch.nn.Module, report: Report) -> dict[str, int]:
+    """How many modules there are of each class that accelerate does not know, by name.
+
+    Counted are modules with parameters or linear maps of their own, for that is what layers and
+    attention written by hand are made of; the model as a whole only if there is nothing else.
+    """
+    told = {entry.name for entry in report.entries}
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        silent = name in told or kind.__module__.split(".")[0] in _SILENT
+        if not silent and (name or not told) and _does_work(module):
+            found[kind.__name__] = found.get(kind.__name__, 0) + 1
+    return found
+
+
+def _does_work(module: torch.nn.Module) -> bool:
+    if next(module.parameters(recurse=False), None) is not None:
+        return True
+    return any(isinstance(child, torch.nn.Linear) for child in module.children())
 
 
 def _about_others(unknown: dict[str, int], is_known: bool) -> list[str]:

@@ -122,7 +122,7 @@ def accelerated(
 
 def _changes_of(model: torch.nn.Module) -> list[Change]:
     """What `accelerate` changed in the model and has not been taken back."""
-    from .find import recorded
+    from .plan import recorded
 
     return [c for name, module in model.named_modules() for c in recorded(name, module)]
 

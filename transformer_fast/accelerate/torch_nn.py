@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from .. import nn
 from ..nn import bypass
+from ..nn.transformer_layers import may_have_shortcut
 
 #: Torch's class, ours, and the methods of torch's that ours does not call.
 _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ...]]] = {
@@ -161,7 +162,7 @@ def a_kind(module: torch.nn.Module) -> str:
 
 def _skipped_in_inference(layer: Any) -> str | None:
     """What torch's inference path for encoder layers never calls, and ours would."""
-    if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not _has_fast_path(layer):
+    if not isinstance(layer, torch.nn.TransformerEncoderLayer) or not may_have_shortcut(layer):
         return None
     for name, plain in (
         ("self_attn", (torch.nn.MultiheadAttention, nn.MultiheadAttention)),
@@ -181,17 +182,3 @@ def _skipped_in_inference(layer: Any) -> str | None:
 
 
 _WOULD = "and ours would: the numbers would change"
-
-
-def _has_fast_path(layer: Any) -> bool:
-    """Whether torch may run the whole layer as one operator, given inputs that fit."""
-    attention = layer.self_attn
-    return bool(
-        layer.activation_relu_or_gelu
-        and getattr(attention, "batch_first", False)
-        and getattr(attention, "_qkv_same_embed_dim", False)
-        and getattr(attention, "in_proj_bias", None) is not None
-        and getattr(attention, "num_heads", 1) % 2 == 0
-        and getattr(layer.norm1, "eps", None) == getattr(layer.norm2, "eps", None)
-        and all(hasattr(m, "weight") for m in (layer.linear1, layer.linear2, layer.norm1))
-    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ..measure.contest import Contest, Row, run_contest
 from ..measure.roof import why_no_roof
 from ..measure.text import Batch, batches, pairs
 from ..proof import SHORT_DURATION
-from . import form, gpu, notes, prove, table, text_models, text_ops
+from . import form, gpu, notes, prove, table, text_cases
 from .console import bullets, output, progress
 
 DTYPES = {
@@ -30,7 +29,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-CASES = (*OPS, *text_models.NAMES)
+CASES = (*OPS, *text_cases.MODELS)
 
 _PLAN = Plan(rounds=25, seconds=1.0, least=5, sample=0.003)
 #: The text: paragraphs per batch, and where a paragraph is cut.
@@ -72,24 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
 
 
-def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    """``--device``, and sets ``--threads``; a wrong one ends the program."""
+    if options.threads is not None:
+        if options.threads < 1:
+            parser.error(f"argument --threads: must be at least 1, not {options.threads}")
+        torch.set_num_threads(options.threads)
     try:
-        device = torch.device(name)
+        device = torch.device(options.device)
         torch.empty(1, device=device).item()
     except Exception as error:
         # torch has no common class for "no such device here"; the first line says which it is.
-        parser.error(
-            f"argument --device: {name!r} cannot be used here: {str(error).splitlines()[0]}"
-        )
+        why = str(error).splitlines()[0]
+        parser.error(f"argument --device: {options.device!r} cannot be used here: {why}")
     return device
-
-
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    if options.threads is not None and options.threads < 1:
-        parser.error(f"argument --threads: must be at least 1, not {options.threads}")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
-    return _device(parser, options.device)
 
 
 def _makers(
@@ -99,55 +94,33 @@ def _makers(
     wanted = options.backend or BACKENDS
     inside: list[str | None] = [None] if options.backend is None else list(options.backend)
     pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
-    return [
-        *text_ops.contests(options.op, wanted, text, dtype, device),
-        *text_models.contests(options.op, inside, text, pair, dtype, device, options.compile),
-    ]
+    given = text, pair, dtype, device, options.compile
+    return list(text_cases.contests(options.op, wanted, inside, *given))
 
 
-@contextmanager
-def _reporting(total: int) -> Iterator[Callable[[str | None], None]]:
-    """``report(name)`` when a contest starts, ``report(None)`` when it ends."""
-    with progress() as bar:
-        task = bar.add_task("", total=total)
-
-        def report(name: str | None) -> None:
-            if name is None:
-                bar.advance(task)
-            else:
-                bar.update(task, description=name)
-
-        yield report
-
-
-def run(
-    makers: Sequence[Callable[[], Contest]],
-    plan: Plan,
-    report: Callable[[str | None], None],
-) -> tuple[list[Row], list[str]]:
+def run(makers: Sequence[Callable[[], Contest]], plan: Plan) -> tuple[list[Row], list[str]]:
     """All contests: their rows, and notes on what ran inside modules."""
     rows: list[Row] = []
     remarks: list[str] = []
-    for make in makers:
-        report("preparing")
-        contest = make()
-        report(f"{contest.op} {contest.case}")
-        # One measurement of the roof for each case: they take as long as the timing.
-        rows += run_contest(contest, plan, probe_before=False)
-        remarks += notes.inside(contest.op, contest.inside)
-        report(None)
+    with progress() as bar:
+        task = bar.add_task("", total=len(makers))
+        for make in makers:
+            bar.update(task, description="preparing")
+            contest = make()
+            bar.update(task, description=f"{contest.op} {contest.case}")
+            # One measurement of the roof for each case: they take as long as the timing.
+            rows += run_contest(contest, plan, probe_before=False)
+            remarks += notes.inside(contest.op, contest.inside)
+            bar.advance(task)
     return rows, remarks
 
 
-def _print(
-    console: Console, rows: list[Row], sections: dict[str, list[str]], head: Sequence[str]
+def show(
+    console: Console, rows: list[Row], sections: dict[str, list[str]], legend: Sequence[str] = ()
 ) -> None:
-    for line in head:
-        console.print(line, style="dim", highlight=False, soft_wrap=False)
-    console.print()
+    """The table, its legend, and the sections that are not empty."""
     console.print(table.build(rows, console.width))
-    console.print()
-    for line in table.LEGEND:
+    for line in legend:
         console.print(line, style="dim", highlight=False)
     for title, lines in sections.items():
         if lines:
@@ -161,14 +134,12 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     kernel crashed; else 0."""
     on_gpu = gpu.ops(options)
     options.device = options.device or "cpu"
-    device = _check(parser, options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
+    device = device_of(parser, options)
     text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
     makers = _makers(options, device, text)
-    with _reporting(len(makers)) as report:
-        plan = QUICK if options.quick else _PLAN
-        rows, remarks = run(makers, plan, report)
+    rows, remarks = run(makers, QUICK if options.quick else _PLAN)
     measured = prove.measure(on_gpu, short=True) if on_gpu else prove.Measured()
     kept = None if options.no_proof else prove.keep(measured, short=True)
     about = machine.describe(device)
@@ -198,7 +169,10 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if _native.why_not is not None:
         sections["No native kernels"] = [_native.why_not]
     console = output()
-    _print(console, rows, sections, head)
+    for line in head:
+        console.print(line, style="dim", highlight=False, soft_wrap=False)
+    console.print()
+    show(console, rows, sections, ["", *table.LEGEND])
     if options.json is not None:
         _write(options, about, rows, sections)
     if measured.interrupted:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,9 +19,8 @@ from .. import _native, _switches, proof
 from ..backends.triton import ARCHITECTURES, table_for
 from ..dispatch import BACKENDS, OPS, compute_capability, kernels
 from ..measure import machine
-from . import form, probes
-from .compiled import show
-from .console import bullets, output
+from . import form
+from .console import bullets, output, progress
 from .limits import kernel_row, reasons
 
 
@@ -145,6 +146,82 @@ def _kernel_table() -> Table:
     return table
 
 
+#: Bytes of a buffer, per thread.
+_SIZES = ((1 << 15, "32 KiB"), (1 << 19, "512 KiB"), (1 << 22, "4 MiB"), (1 << 26, "64 MiB"))
+
+
+def _peaks() -> Table:
+    """fp32 and bf16 arithmetic by instruction set, bandwidth by size of the buffer."""
+    module = _native.module
+    assert module is not None
+    threads = torch.get_num_threads()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(justify="right")
+    grid.add_column()
+    for isa in module.supported_isas():
+        rate = module.probe_fma(threads, isa)
+        grid.add_row(f"fp32 multiply-add, {isa}", form.three_digits(rate), "Gflop/s")
+    for isa in module.supported_isas():
+        if isa in ("avx512_bf16", "amx"):
+            rate = module.probe_bf16_dot(threads, isa)
+            grid.add_row(f"bf16 dot product, {isa}", form.three_digits(rate), "Gflop/s")
+    for size, name in _SIZES:
+        share = size * threads
+        read = module.probe_read_bandwidth(share, threads)
+        copy = module.probe_copy_bandwidth(share, threads)
+        grid.add_row(f"read, {name} per thread", form.three_digits(read), "GB/s")
+        grid.add_row(f"copy, {name} per thread", form.three_digits(copy), "GB/s read and written")
+    return grid
+
+
+_TRITON = "transformer_fast.backends.triton"
+
+
+def _compiled_row(case: str, compiled: Any) -> tuple[str, ...]:
+    return (
+        f"sm_{compiled.architecture}",
+        case,
+        compiled.kernel,
+        str(compiled.registers),
+        str(compiled.spilled) if compiled.spilled == 0 else f"[yellow]{compiled.spilled}",
+        f"{compiled.shared / 1024:.1f}",
+        str(compiled.warps),
+        str(compiled.stages),
+        "yes" if compiled.fits else "[red]no",
+    )
+
+
+def show_compiled(console: Console, architectures: Sequence[int]) -> None:
+    """Compile and print; says why where that cannot be done."""
+    try:
+        ahead = importlib.import_module(f"{_TRITON}.compile_ahead")
+        calls = importlib.import_module(f"{_TRITON}.compile_cases")
+    except ImportError as error:
+        bullets(console, [f"none: {error}"])
+        return
+    if ahead.INTERPRETED:
+        bullets(console, ["none: with TRITON_INTERPRET set, kernels are interpreted"])
+        return
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for heading in ("on", "call", "kernel"):
+        table.add_column(heading, no_wrap=heading == "on")
+    for heading in ("registers", "spilled bytes", "shared KiB", "warps", "stages", "fits"):
+        table.add_column(heading, justify="right")
+    work = [
+        (architecture, case.name, launch)
+        for architecture in architectures
+        for case in calls.cases()
+        for launch in calls.launches(case, architecture)
+    ]
+    with progress() as bar:
+        task = bar.add_task("compiling", total=len(work))
+        for architecture, name, launch in work:
+            table.add_row(*_compiled_row(name, ahead.compile_launch(launch, architecture)))
+            bar.advance(task)
+    console.print(table, highlight=False)
+
+
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 0: a missing part is no error."""
     console: Console = output()
@@ -163,8 +240,8 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         if _native.module is None:
             bullets(console, [f"no probes: {_native.why_not}"])
         else:
-            console.print(probes.table(), highlight=False)
+            console.print(_peaks(), highlight=False)
     if options.kernels is not None:
         console.print("\n[bold]Triton kernels, compiled ahead of time[/]")
-        show(console, options.kernels or (90,))
+        show_compiled(console, options.kernels or (90,))
     return 0

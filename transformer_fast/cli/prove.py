@@ -22,6 +22,7 @@ from .. import proof
 from ..dispatch import OPS
 from ..measure import device as on_device
 from ..measure.apart import OUT_OF_TIME, lines_of
+from ..measure.clock import DeviceClock
 from ..measure.device import Finding
 from ..proof import Proof, Verdict
 from .console import bullets, output, progress
@@ -53,7 +54,7 @@ def _forget(console: Console) -> int:
 
 def _alone(op: str, short: bool) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
-    clock = on_device.DeviceClock(device)
+    clock = DeviceClock(device)
     for trial in on_device.trials(op, short):
         try:
             findings = on_device.judge(*trial, device, clock)

@@ -28,6 +28,11 @@ class Record:
     #: For the first call of each (op, backend): what stood against the other backends.
     reasons: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
+    @property
+    def backends(self) -> str:
+        """As 'cpu+torch'."""
+        return "+".join(sorted({backend for _, backend in self.calls}))
+
 
 def _sublayer_name(sublayer: cpu_blocks.Sublayer) -> str:
     network = sublayer.kind == cpu_blocks.Kind.FEED_FORWARD

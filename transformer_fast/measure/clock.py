@@ -11,10 +11,14 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -81,29 +85,12 @@ def _sample(call: Call, inputs: int, first: int, repeats: int, device: torch.dev
     return (time.perf_counter_ns() - start) / repeats / 1e9
 
 
-def alternate(
-    calls: Mapping[str, Call],
-    inputs: int,
-    plan: Plan = ORDINARY,
-    device: torch.device | str = "cpu",
-    tick: Callable[[], None] | None = None,
-) -> dict[str, list[float]]:
-    """Seconds per call of each contender, one sample per round; sample i of all is from round i.
-
-    Within a round the order is shuffled anew, and all contenders get the same inputs, which change
-    from call to call. Each waits until the threads of the one before have come to rest. ``tick`` is
-    called after each round. Contenders must have run before (they have: parity comes first).
-    """
-    device = torch.device(device)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    if not calls:
-        return samples
-    repeats, settling = {}, {}
-    for name, call in calls.items():
-        once = max(1e-7, min(_sample(call, inputs, i, 1, device) for i in range(2)))
-        repeats[name] = max(1, round(plan.sample / once))
-        settling[name] = math.ceil(plan.settle / once) if once < 4 * plan.settle else 0
-    order = list(calls)
+def in_rounds(
+    names: Iterable[str], plan: Plan, sample: Callable[[str, int], _T]
+) -> dict[str, list[_T]]:
+    """``sample(name, round)`` of each name in each round, in an order shuffled anew every time."""
+    order = list(names)
+    samples: dict[str, list[_T]] = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
     collecting = gc.isenabled()
     gc.collect()
@@ -115,13 +102,102 @@ def alternate(
                 break
             shuffle(order)
             for name in order:
-                _wait_for_threads(plan.rest)
-                if settling[name]:
-                    _sample(calls[name], inputs, done, settling[name], device)
-                samples[name].append(_sample(calls[name], inputs, done, repeats[name], device))
-            if tick is not None:
-                tick()
+                samples[name].append(sample(name, done))
     finally:
         if collecting:
             gc.enable()
     return samples
+
+
+def alternate(
+    calls: Mapping[str, Call],
+    inputs: int,
+    plan: Plan = ORDINARY,
+    device: torch.device | str = "cpu",
+) -> dict[str, list[float]]:
+    """Seconds per call of each contender, one sample per round; sample i of all is from round i.
+
+    In a round all contenders get the same inputs, which change from call to call. Each waits until
+    the threads of the one before have come to rest. Contenders must have run before (they have:
+    parity comes first).
+    """
+    device = torch.device(device)
+    repeats, settling = {}, {}
+    for name, call in calls.items():
+        once = max(1e-7, min(_sample(call, inputs, i, 1, device) for i in range(2)))
+        repeats[name] = max(1, round(plan.sample / once))
+        settling[name] = math.ceil(plan.settle / once) if once < 4 * plan.settle else 0
+
+    def sample(name: str, done: int) -> float:
+        _wait_for_threads(plan.rest)
+        if settling[name]:
+            _sample(calls[name], inputs, done, settling[name], device)
+        return _sample(calls[name], inputs, done, repeats[name], device)
+
+    return in_rounds(calls, plan, sample)
+
+
+class Times(NamedTuple):
+    """Seconds of one call."""
+
+    device: float
+    #: What the host takes to launch it, while the device is busy with something else.
+    host: float
+
+
+class Clock(Protocol):
+    """Takes the time of calls in a row."""
+
+    def __call__(self, call: Call, inputs: int, repeats: int, host: float = ...) -> Times:
+        """Of one call, on average, each on the next input; ``host``: about what its host takes."""
+
+
+class DeviceClock:
+    """Events on the stream; the device sleeps while the host prepares, so that it never waits for it."""
+
+    #: Cycles of sleep for each second that the host is expected to take: more than any GPU has.
+    CYCLES = 4e9
+    #: How often the device sleeps longer if the host came too late.
+    TRIES = 8
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Call, inputs: int, repeats: int, host: float = 2e-4) -> Times:
+        for _ in range(self.TRIES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.device(self.device):
+                torch.cuda._sleep(int(self.CYCLES * host * repeats))  # type: ignore[no-untyped-call]
+                start.record()
+                begun = time.perf_counter()
+                for i in range(repeats):
+                    call(i % inputs)
+                taken = time.perf_counter() - begun
+                end.record()
+                late = start.query()
+                end.synchronize()
+            times = Times(float(start.elapsed_time(end)) / repeats / 1e3, taken / repeats)
+            if not late:
+                break
+            # It took longer than expected, or its launches filled the queue of some thousand that
+            # a stream has, so that it had to wait for the device.
+            host, repeats = 4 * host, max(1, repeats // 2)
+        return times  # too late each time: the call itself waits for the device
+
+
+#: Seven rounds, however long they take.
+_ON_DEVICE = Plan(rounds=7, seconds=math.inf, sample=2e-3)
+
+
+def in_turn(calls: Mapping[str, Call], inputs: int, clock: Clock) -> dict[str, list[Times]]:
+    """`alternate` by a clock that tells the device's time from the host's."""
+    plans = {}
+    for name, call in calls.items():
+        clock(call, inputs, 2)
+        once = clock(call, inputs, 2)
+        plans[name] = max(2, min(200, round(_ON_DEVICE.sample / max(1e-7, *once)))), once.host
+    return in_rounds(calls, _ON_DEVICE, lambda name, _: clock(calls[name], inputs, *plans[name]))
+
+
+def medians(samples: Sequence[Times]) -> Times:
+    return Times(*map(median, zip(*samples, strict=True)))

@@ -58,10 +58,10 @@ class Contest:
     inputs: Sequence[Sequence[Arguments]]
     contenders: Sequence[Contender]
     judge: Judge
-    #: Of one piece of work; useful_flops leaves out what masks hide.
-    flops: float
-    bytes: float
-    useful_flops: float
+    #: Of one piece of work; useful_flops leaves out what masks hide. Zero: there is no roof.
+    flops: float = 0.0
+    bytes: float = 0.0
+    useful_flops: float = 0.0
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     #: The contender that the dispatcher would choose.
@@ -118,11 +118,11 @@ def _tensors(values: Any) -> list[Tensor]:
     return []
 
 
-def _told(error: Exception) -> str:
-    last = str(error).strip().splitlines()
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    message = last[0] if last else "no message"
-    return f"{type(error).__name__}: {message} ({where.name})"
+def problem_of(error: Exception) -> str:
+    """The first line of an error, with the function that raised it."""
+    lines = str(error).strip().splitlines()
+    where = traceback.extract_tb(error.__traceback__)[-1].name
+    return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
 
 def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
@@ -137,7 +137,7 @@ def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
             verdict = contest.judge(result, arguments)
         except Exception as error:
             # A peer that breaks is a row with its reason; a kernel of ours that breaks is red.
-            row.ok, row.reason = (False if contender.ours else None), _told(error)
+            row.ok, row.reason = (False if contender.ours else None), problem_of(error)
             return None
         for tensor, copy in zip(_tensors(arguments), before, strict=True):
             if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
@@ -203,7 +203,6 @@ def _compare(contest: Contest, rows: list[Row]) -> None:
 def run_contest(
     contest: Contest,
     plan: Plan = ORDINARY,
-    tick: Callable[[], None] | None = None,
     probe_before: bool = True,
     memory: bool = False,
 ) -> list[Row]:
@@ -242,7 +241,6 @@ def run_contest(
         len(contest.inputs),
         plan,
         contest.device,
-        tick,
     )
     after = roof.probe(*work) if has_roof else None
     for name, taken in samples.items():

@@ -1,92 +1,26 @@
-"""Time on a GPU and on its host, apart, and what `prove` and `compare` make of it."""
+"""Kernels of a GPU, checked and timed: what `prove`, `compare` and `benchmarks.gpu` share."""
 
 from __future__ import annotations
 
 import os
-import random
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .. import dispatch
 from ..dispatch import Kernel
 from ..proof import Verdict, shape_class
 from ..specs import OPS
 from ..specs.gpu import COMMON, GPU_CASES, GpuCase
-from ..testing import (
-    GRADIENT_FACTOR,
-    OUTPUT_FACTOR,
-    Parity,
-    call_of,
-    nan_memory,
-    promote,
-    require_grad,
-    upstream,
-)
-from ..testing.oracle import FACTORS, as_results, scaled, tries_for
-from ..testing.parity import compare, relative_error, worst_of
+from ..testing import Parity, call_of, nan_memory, require_grad
 from . import torch_ops
-from .gradients import BothWays
-from .judge import Results, scores_of
+from .clock import Call, Clock, Times, in_turn, medians
+from .contest import problem_of
+from .judge import BothWays, OpJudge, leaves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-#: ``call(i)`` does the work on the i-th of several equal inputs.
-Call = Callable[[int], object]
-
-
-class Times(NamedTuple):
-    """Seconds of one call."""
-
-    device: float
-    #: What the host takes to launch it, while the device is busy with something else.
-    host: float
-
-
-class Clock(Protocol):
-    """Takes the time of calls in a row."""
-
-    def __call__(self, call: Call, inputs: int, repeats: int, host: float = ...) -> Times:
-        """Of one call, on average, each on the next input; ``host``: about what its host takes."""
-
-
-class DeviceClock:
-    """Events on the stream; the device sleeps while the host prepares, so that it never waits for it."""
-
-    #: Cycles of sleep for each second that the host is expected to take: more than any GPU has.
-    CYCLES = 4e9
-    #: How often the device sleeps longer if the host came too late.
-    TRIES = 8
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, call: Call, inputs: int, repeats: int, host: float = 2e-4) -> Times:
-        for _ in range(self.TRIES):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.device(self.device):
-                torch.cuda._sleep(int(self.CYCLES * host * repeats))  # type: ignore[no-untyped-call]
-                start.record()
-                begun = time.perf_counter()
-                for i in range(repeats):
-                    call(i % inputs)
-                taken = time.perf_counter() - begun
-                end.record()
-                late = start.query()
-                end.synchronize()
-            times = Times(float(start.elapsed_time(end)) / repeats / 1e3, taken / repeats)
-            if not late:
-                break
-            # It took longer than expected, or its launches filled the queue of some thousand that
-            # a stream has, so that it had to wait for the device.
-            host, repeats = 4 * host, max(1, repeats // 2)
-        return times  # too late each time: the call itself waits for the device
 
 
 def why_no_gpu(command: str) -> str | None:
@@ -119,70 +53,6 @@ def most_processes(memory: int) -> int:
     return max(1, min(os.cpu_count() or 1, free // memory))
 
 
-def in_turn(
-    calls: Mapping[str, Call], inputs: int, clock: Clock, rounds: int = 7, sample: float = 2e-3
-) -> dict[str, list[Times]]:
-    """The times of each call, a pair a round; the order is shuffled anew in each round."""
-    plans = {}
-    for name, call in calls.items():
-        clock(call, inputs, 2)
-        once = clock(call, inputs, 2)
-        plans[name] = max(2, min(200, round(sample / max(1e-7, *once)))), once.host
-    samples: dict[str, list[Times]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            samples[name].append(clock(calls[name], inputs, *plans[name]))
-    return samples
-
-
-def medians(samples: Sequence[Times]) -> Times:
-    return Times(*map(median, zip(*samples, strict=True)))
-
-
-def problem_of(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    where = traceback.extract_tb(error.__traceback__)[-1].name
-    return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
-
-
-#: Scores of attention of which the reference holds several copies in fp64 at once.
-MOST_SCORES = 1 << 26
-
-
-def _truth(op: str, arguments: tuple[Any, ...], gradients: bool) -> tuple[Results, Results]:
-    """The results of a call, or its gradients, by the reference in their dtype and in fp64."""
-    reference = OPS[op].reference
-
-    def both(arguments: tuple[Any, ...], starts: list[Tensor] | None) -> tuple[Results, Results]:
-        if not gradients:
-            return as_results(reference(*arguments)), as_results(reference(*promote(arguments)))
-        run = BothWays(op, reference, starts)
-        expected = run(*require_grad(op, arguments))
-        exact = BothWays(op, reference, [start.double() for start in run.starts or ()])
-        return expected, exact(*require_grad(op, promote(arguments)))
-
-    # What is dropped depends on the head's number.
-    if op != "attention" or arguments[7] or scores_of(arguments) <= MOST_SCORES:
-        return both(arguments, None)
-    query, value = arguments[0], arguments[2]
-    start = upstream(query.new_empty(*query.shape[:-1], value.shape[-1]), 0)
-
-    def of_heads(x: Any, heads: slice) -> Any:
-        return x[:, heads] if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 else x
-
-    step = max(1, query.shape[1] * MOST_SCORES // scores_of(arguments))
-    parts = [
-        both(tuple(of_heads(x, heads) for x in arguments), [start[:, heads]])
-        for heads in (slice(h, h + step) for h in range(0, query.shape[1], step))
-    ]
-    return tuple(  # type: ignore[return-value]
-        tuple(None if x[0] is None else torch.cat(x, 1) for x in zip(*found, strict=True))
-        for found in zip(*parts, strict=True)
-    )
-
-
 class Trial:
     """A case in a dtype, with gradients or without: what is timed, and what is right of exactly that."""
 
@@ -199,7 +69,7 @@ class Trial:
             self.inputs.append(require_grad(self.op, drawn) if gradients else drawn)
         with torch.set_grad_enabled(gradients):
             self.call = call_of(self.op, self.inputs[0])
-        self._known: dict[int, tuple[Results, Results, list[float]]] = {}
+        self.judge = OpJudge(self.op, list(leaves(self.op, self.inputs[0])))
 
     def work(self, run: Callable[..., Any]) -> Call:
         """What is timed of something with the reference's signature."""
@@ -210,26 +80,8 @@ class Trial:
     def parity(self, work: Call, number: int = 0) -> Parity:
         """How far the results of `work` on an input, or its gradients, are off."""
         with nan_memory():
-            got = as_results(work(number))
-        names: Sequence[str] = OPS[self.op].results
-        if self.gradients:
-            named = OPS[self.op].named(self.inputs[number])
-            names = [n for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad]
-        factor = GRADIENT_FACTOR if self.gradients else OUTPUT_FACTOR
-        rows = zip(names, got, *self._truth_of(number), strict=True)
-        return worst_of([compare(name, x, a, b, factor, unit) for name, x, a, b, unit in rows])
-
-    def _truth_of(self, number: int) -> tuple[Results, Results, list[float]]:
-        if number not in self._known:
-            arguments = self.inputs[number]
-            truth = _truth(self.op, arguments, self.gradients)
-            units = list(map(relative_error, *truth))
-            least = min(x.numel() for x in truth[1] if x is not None)
-            for factor in FACTORS[: tries_for(least) - 1]:
-                other = _truth(self.op, scaled(self.op, arguments, factor), self.gradients)
-                units = list(map(max, units, map(relative_error, *other)))
-            self._known[number] = *truth, units
-        return self._known[number]
+            got = work(number)
+        return self.judge(got, self.inputs[number])
 
     def check(self, work: Call, number: int = 0) -> tuple[Parity | None, str | None]:
         """`parity`, unless `work` raises, and what is wrong with its results, if anything."""

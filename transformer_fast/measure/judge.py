@@ -10,12 +10,87 @@ import torch
 from torch import Tensor
 
 from ..specs import OPS
-from ..testing import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, gradients, oracle, promote
-from ..testing.oracle import FACTORS, as_results
-from ..testing.parity import compare, truth_of, worst_of
+from ..testing import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, oracle, promote, require_grad
+from ..testing.gradients import upstream
+from ..testing.oracle import FACTORS, as_results, scaled
+from ..testing.parity import compare, relative_error, worst_of
 from .contest import Arguments
 
 Results = tuple["Tensor | None", ...]
+
+
+def leaves(op: str, arguments: Arguments) -> dict[str, Tensor]:
+    """The arguments that require gradients, by name."""
+    named = OPS[op].named(arguments)
+    return {n: x for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad}
+
+
+class BothWays:
+    """Runs the op, then the gradients of a fixed linear function of its results."""
+
+    def __init__(
+        self, op: str, run: Callable[..., Any], starts: Sequence[Tensor] | None = None
+    ) -> None:
+        self.op, self.run, self.starts = op, run, starts
+
+    @torch.enable_grad()
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        results = [
+            (number, result)
+            for number, result in enumerate(as_results(self.run(*arguments)))
+            if result is not None and result.requires_grad
+        ]
+        if self.starts is None:
+            self.starts = [upstream(result, number) for number, result in results]
+        wanted = list(leaves(self.op, arguments).values())
+        found = torch.autograd.grad([r for _, r in results], wanted, self.starts, allow_unused=True)
+        return tuple(
+            torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
+        )
+
+
+def scores_of(arguments: Arguments) -> int:
+    """Elements of the (B, H, T, S) scores of an attention call."""
+    return math.prod(arguments[0].shape[:-1]) * int(arguments[1].shape[-2])
+
+
+#: The reference computes at most this many scores of attention at once: it holds several copies.
+SCORES_AT_ONCE = 1 << 26
+
+
+def truth(op: str, arguments: Arguments, gradients: bool) -> tuple[Results, Results]:
+    """The reference's results, or gradients, in the call's dtype and in fp64.
+
+    Large attention is computed a few heads at a time.
+    """
+    reference = OPS[op].reference
+
+    def both(arguments: Arguments, starts: list[Tensor] | None) -> tuple[Results, Results]:
+        if not gradients:
+            return as_results(reference(*arguments)), oracle(op, arguments)
+        run = BothWays(op, reference, starts)
+        expected = run(*require_grad(op, arguments))
+        exact = BothWays(op, reference, [start.double() for start in run.starts or ()])
+        return expected, exact(*require_grad(op, promote(arguments)))
+
+    # Dropout depends on the index of the head.
+    if op != "attention" or arguments[7] or scores_of(arguments) <= SCORES_AT_ONCE:
+        return both(arguments, None)
+    query, value = arguments[0], arguments[2]
+    start = upstream(query.new_empty(*query.shape[:-1], value.shape[-1]), 0)
+
+    def of_heads(x: Any, heads: slice) -> Any:
+        return x[:, heads] if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 else x
+
+    step = max(1, query.shape[1] * SCORES_AT_ONCE // scores_of(arguments))
+    parts = [
+        both(tuple(of_heads(x, heads) for x in arguments), [start[:, heads]])
+        for heads in (slice(h, h + step) for h in range(0, query.shape[1], step))
+    ]
+    return tuple(  # type: ignore[return-value]
+        tuple(None if x[0] is None else torch.cat(x, 1) for x in zip(*found, strict=True))
+        for found in zip(*parts, strict=True)
+    )
 
 
 class _Judge:
@@ -65,26 +140,28 @@ class _Judge:
 
 
 class OpJudge(_Judge):
-    """For ``judge(result, arguments)`` of one op, arguments being those of ``reference.<op>``."""
+    """For ``judge(result, arguments)`` of one op, arguments being those of ``reference.<op>``.
 
-    def __init__(self, op: str) -> None:
+    ``gradients_of``: the arguments whose gradients, as `BothWays` returns them, are the result.
+    """
+
+    def __init__(self, op: str, gradients_of: Sequence[str] = ()) -> None:
         super().__init__()
-        self.op, self.names = op, OPS[op].results
+        self.op, self.gradients = op, bool(gradients_of)
+        self.names = gradients_of or OPS[op].results
+        self.factor = GRADIENT_FACTOR if gradients_of else OUTPUT_FACTOR
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
-        return as_results(OPS[self.op].reference(*arguments)), oracle(self.op, arguments)
+        return truth(self.op, arguments, self.gradients)
 
     def _units(self, arguments: Arguments) -> Sequence[float]:
-        return truth_of(self.op, arguments, tries=len(FACTORS) + 1).units
+        calls = [scaled(self.op, arguments, factor) for factor in FACTORS]
+        errors = (map(relative_error, *self._truth(call)) for call in calls)
+        return list(map(max, *errors))
 
 
-#: More fp64 scores than this are not held in memory at once.
+#: With more scores than this a sample of the queries is judged.
 MOST_SCORES = 1 << 27
-
-
-def scores_of(arguments: Arguments) -> int:
-    """Elements of the (B, H, T, S) scores of an attention call."""
-    return math.prod(arguments[0].shape[:-1]) * int(arguments[1].shape[-2])
 
 
 class SampledAttentionJudge(_Judge):
@@ -134,24 +211,6 @@ def judge_of(op: str, arguments: Arguments) -> _Judge:
     if op == "attention" and scores_of(arguments) > MOST_SCORES and arguments[7] == 0.0:
         return SampledAttentionJudge()
     return OpJudge(op)
-
-
-class GradientJudge(_Judge):
-    """For gradients of all differentiable arguments, as `testing.gradients` takes them."""
-
-    factor = GRADIENT_FACTOR
-
-    def __init__(self, op: str, arguments: Arguments) -> None:
-        super().__init__()
-        reference = OPS[op].reference
-        self.op = op
-        self.names = tuple(gradients(op, reference, arguments))
-
-    def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
-        reference, dtype = OPS[self.op].reference, arguments[0].dtype
-        expected = gradients(self.op, reference, arguments)
-        true = gradients(self.op, reference, promote(arguments), rounded_to=dtype)
-        return tuple(expected.values()), tuple(true.values())
 
 
 class ModuleJudge(_Judge):

@@ -80,7 +80,7 @@ def _automatic(ours: nn.Module, arguments: Arguments) -> tuple[Contender, Record
     """What the dispatcher makes of it, named after the backends it chooses, as 'cpu+torch'."""
     with record() as found:
         ours(*arguments)
-    return Contender("+".join(sorted({backend for _, backend in found.calls})), ours), found
+    return Contender(found.backends, ours), found
 
 
 def _of_backend(ours: nn.Module, backend: str, arguments: Arguments) -> Contender:

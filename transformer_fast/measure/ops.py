@@ -1,19 +1,20 @@
-"""The contest of one op: every backend that takes the call, and PyTorch's own op."""
+"""The contest of one op, forward or with gradients: all backends that take it, and PyTorch's op."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
 from .. import dispatch
 from ..dispatch import BACKENDS
 from ..specs import OPS
-from ..testing import call_of
+from ..testing import call_of, require_grad
 from . import torch_ops
 from .calls import chosen
 from .contest import Arguments, Contender, Contest
-from .judge import judge_of, scores_of
+from .judge import BothWays, OpJudge, judge_of, leaves, scores_of
 
 
 def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list[Contender]:
@@ -55,17 +56,27 @@ def _of_torch(op: str, arguments: Arguments) -> Contender:
     return Contender("torch", None if reason else torch_ops.OPS[op], reason, ours=False)
 
 
+#: With gradients: backward does each matrix product of the forward twice, once for either factor,
+#: reads the inputs and the upstream gradient once more and writes as many gradients.
+TIMES_FORWARD = 3.0
+
+
+@torch.enable_grad()
 def op_contest(
     op: str,
     case: str,
     inputs: Sequence[Sequence[Arguments]],
     backends: Collection[str] = BACKENDS,
     peers: Sequence[Contender] = (),
+    gradients: bool = False,
 ) -> Contest:
     """A contest on these inputs (see `Contest.inputs`); the reference and torch always take part.
 
     ``backends`` names those that are to have a row; one that refuses has its reason as the row.
+    ``gradients``: forward and backward; all inputs are then of one shape.
     """
+    if gradients:
+        inputs = [[require_grad(op, arguments) for arguments in calls] for calls in inputs]
     first = inputs[0][0]
     spec = OPS[op]
     wanted = {*backends, "reference"} - {"torch"}
@@ -74,16 +85,21 @@ def op_contest(
     # The same op either way; as the dispatcher's choice it is held to our own error budget.
     as_choice = choice == "torch"
     contenders.append(_of_backends(op, first, ("torch",))[0] if as_choice else _of_torch(op, first))
+    if gradients:
+        contenders = [
+            c if c.run is None else replace(c, run=BothWays(op, c.run)) for c in contenders
+        ]
     leading = next(x for x in first if isinstance(x, torch.Tensor))
+    times = TIMES_FORWARD if gradients else 1.0
     return Contest(
         op=op,
         case=case,
         inputs=inputs,
         contenders=[*contenders, *peers],
-        judge=judge_of(op, first),
-        flops=sum(spec.flops(arguments) for arguments in inputs[0]),
-        useful_flops=sum(spec.useful_flops(arguments) for arguments in inputs[0]),
-        bytes=sum(spec.bytes(arguments) for arguments in inputs[0]),
+        judge=OpJudge(op, list(leaves(op, first))) if gradients else judge_of(op, first),
+        flops=times * sum(spec.flops(arguments) for arguments in inputs[0]),
+        useful_flops=times * sum(spec.useful_flops(arguments) for arguments in inputs[0]),
+        bytes=times * sum(spec.bytes(arguments) for arguments in inputs[0]),
         dtype=leading.dtype,
         device=leading.device,
         chosen=choice,

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import _native
+from .clock import DeviceClock
 
 #: probe_copy_bandwidth takes no less per thread.
 _LEAST_BYTES = 4096
@@ -124,18 +125,11 @@ def peaks() -> dict[str, float]:
     return found
 
 
-def _rate(work: Callable[[], object], amount: float) -> float:
-    """Best of five, on the current GPU."""
-    best = 0.0
+def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """Best of five."""
+    clock = DeviceClock(device)
     work()
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        best = max(best, amount / (start.elapsed_time(end) / 1e3))
-    return best
+    return max(amount / clock(lambda _: work(), 1, 1).device for _ in range(5))
 
 
 def _gpu_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -143,10 +137,10 @@ def _gpu_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     with torch.cuda.device(device):
         a = torch.randn(size, size, device=device, dtype=dtype)
         b, c = torch.randn_like(a), torch.empty_like(a)
-        peak = _rate(lambda: torch.mm(a, b, out=c), 2.0 * size**3)
+        peak = _rate(lambda: torch.mm(a, b, out=c), 2.0 * size**3, device)
         source = torch.empty(1 << 28, device=device, dtype=torch.uint8)
         target = torch.empty_like(source)
-        return peak, _rate(lambda: target.copy_(source), 2.0 * source.numel())
+        return peak, _rate(lambda: target.copy_(source), 2.0 * source.numel(), device)
 
 
 def probe(

@@ -42,21 +42,29 @@ def summarise(samples: Sequence[float]) -> Summary:
     return Summary(median, low, high, len(samples))
 
 
+def medians(series: Sequence[Sequence[float]], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The median of each series, and (series, 2000) medians of draws of whole rounds (bootstrap)."""
+    paired = torch.tensor([list(one) for one in series], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    rounds = torch.randint(paired.shape[1], (_RESAMPLES, paired.shape[1]), generator=generator)
+    return torch.quantile(paired, 0.5, dim=-1), torch.quantile(paired[:, rounds], 0.5, dim=-1)
+
+
+def interval(draws: torch.Tensor) -> tuple[float, float]:
+    """Percentiles 2.5 and 97.5."""
+    low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
 def speed_up(base: Sequence[float], ours: Sequence[float]) -> Ratio:
     """``median(base) / median(ours)``: above 1, ours is the faster.
 
-    The samples are pairs, taken in the same rounds. The interval is the bootstrap's (2000 draws of
-    whole rounds, percentiles 2.5 and 97.5), so drift that hits both contenders cancels.
+    The samples are pairs, taken in the same rounds. The interval is the bootstrap's over whole
+    rounds, so drift that hits both contenders cancels.
     """
     if len(base) != len(ours) or not base:
         raise ValueError(
             f"base and ours must be pairs from the same rounds, not {len(base)} and {len(ours)}"
         )
-    pairs = torch.tensor([list(base), list(ours)], dtype=torch.float64)
-    middle = torch.quantile(pairs, 0.5, dim=-1)
-    generator = torch.Generator().manual_seed(0)
-    rounds = torch.randint(len(base), (_RESAMPLES, len(base)), generator=generator)
-    medians = torch.quantile(pairs[:, rounds], 0.5, dim=-1)
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.quantile(medians[0] / medians[1], ends).tolist()
-    return Ratio((middle[0] / middle[1]).item(), low, high)
+    middle, draws = medians([base, ours])
+    return Ratio((middle[0] / middle[1]).item(), *interval(draws[0] / draws[1]))

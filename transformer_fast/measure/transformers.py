@@ -31,7 +31,7 @@ class Size(NamedTuple):
         return f"{self.model}/{self.heads}/{self.hidden}"
 
 
-def _no_peers(module: nn.Module, arguments: Arguments) -> Sequence[Contender]:
+def no_peers(module: nn.Module, arguments: Arguments) -> Sequence[Contender]:
     return ()
 
 
@@ -75,7 +75,7 @@ def encoder_contest(
     inputs: Sequence[Sequence[Arguments]],
     size: Size,
     backends: Sequence[str | None] = (None,),
-    peers: Peers = _no_peers,
+    peers: Peers = no_peers,
     layers: int | None = None,
 ) -> Contest:
     """One layer, or a `TransformerEncoder` of ``layers``.
@@ -171,7 +171,7 @@ def transformer_contest(
     dtype: torch.dtype,
     device: torch.device | str,
     backends: Sequence[str | None] = (None,),
-    peers: Peers = _no_peers,
+    peers: Peers = no_peers,
 ) -> Contest:
     """Calls are (source, target), both `Batch`."""
     ours, theirs = twins(lambda nn: Seq2Seq(nn, size), dtype, device)

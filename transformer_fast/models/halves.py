@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +74,17 @@ class _Half(torch.nn.Module):
             raise ValueError(
                 f"{self.tokens_name} has {tokens.shape[1]} tokens, more than max_len={self.max_len}"
             )
+
+
+def config_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The ``locals()`` with which a model's ``__init__`` starts, without what is no option."""
+    return {k: v for k, v in given.items() if k not in ("self", "__class__", "device", "dtype")}
+
+
+def options_of_half(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of a model's ``locals()`` that `Encoder` and `Decoder` take."""
+    names = set(inspect.signature(_Half.__init__).parameters) - {"self"}
+    return {name: value for name, value in given.items() if name in names}
 
 
 class Encoder(_Half):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor
 from .embedding import OutputProjection
 from .generation import Generated, Method, generate, stream
 from .generation.from_model import decoder_only_arguments
-from .halves import Encoder
+from .halves import Encoder, config_of, options_of_half
 from .tokens import check_token
 
 
@@ -60,36 +59,13 @@ class LanguageModel(torch.nn.Module):
         device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        given = dict(locals())
         super().__init__()
+        self.config = config_of(given)
         check_token("pad_token", pad_token, vocab_size)
         check_token("end_token", end_token, vocab_size)
-        body: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "d_model": d_model,
-            "nhead": nhead,
-            "num_layers": num_layers,
-            "dim_feedforward": dim_feedforward,
-            "dropout": dropout,
-            "activation": activation,
-            "layer_norm_eps": layer_norm_eps,
-            "norm_first": norm_first,
-            "norm": norm,
-            "final_norm": final_norm,
-            "bias": bias,
-            "embedding_size": embedding_size,
-            "embedding_scale": embedding_scale,
-            "positions": positions,
-            "max_len": max_len,
-            "pad_token": pad_token,
-        }
-        head: dict[str, Any] = {
-            "tie_output": tie_output,
-            "output_bias": output_bias,
-            "end_token": end_token,
-        }
-        self.config: dict[str, Any] = body | head
         self.max_len, self.pad_token, self.end_token = max_len, pad_token, end_token
-        self.encoder = Encoder(**body, device=device, dtype=dtype)
+        self.encoder = Encoder(**options_of_half(given))
         self.output = OutputProjection(
             d_model,
             vocab_size,

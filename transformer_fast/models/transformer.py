@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor
 from .embedding import OutputProjection
 from .generation import Generated, Method, generate, stream
 from .generation.from_model import encoder_decoder_arguments
-from .halves import Decoder, Encoder
+from .halves import Decoder, Encoder, config_of, options_of_half
 from .tokens import check_token
 
 
@@ -73,41 +72,15 @@ class Transformer(torch.nn.Module):
         device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        given = dict(locals())
         super().__init__()
+        self.config = config_of(given)
         shared = target_vocab_size is None
         vocab_size = source_vocab_size if target_vocab_size is None else target_vocab_size
         check_token("pad_token", pad_token, min(source_vocab_size, vocab_size))
         check_token("start_token", start_token, vocab_size)
         check_token("end_token", end_token, vocab_size)
-        self.config: dict[str, Any] = {
-            "source_vocab_size": source_vocab_size,
-            "target_vocab_size": target_vocab_size,
-            "num_encoder_layers": num_encoder_layers,
-            "num_decoder_layers": num_decoder_layers,
-            "tie_output": tie_output,
-            "output_bias": output_bias,
-            "start_token": start_token,
-            "end_token": end_token,
-        }
-        half: dict[str, Any] = {
-            "d_model": d_model,
-            "nhead": nhead,
-            "dim_feedforward": dim_feedforward,
-            "dropout": dropout,
-            "activation": activation,
-            "layer_norm_eps": layer_norm_eps,
-            "norm_first": norm_first,
-            "norm": norm,
-            "final_norm": final_norm,
-            "bias": bias,
-            "embedding_size": embedding_size,
-            "embedding_scale": embedding_scale,
-            "positions": positions,
-            "max_len": max_len,
-            "pad_token": pad_token,
-        }
-        self.config |= half
-        half |= {"device": device, "dtype": dtype}
+        half = options_of_half(given)
         self.max_len, self.pad_token = max_len, pad_token
         self.start_token, self.end_token = start_token, end_token
         self.encoder = Encoder(source_vocab_size, num_layers=num_encoder_layers, **half)

@@ -56,6 +56,23 @@ def _attends_by_torch(attention: Any, x: Tensor) -> bool:
     return dispatch.select(call).backend in ("torch", "reference")
 
 
+def may_have_shortcut(layer: Any) -> bool:
+    """Whether torch.nn may run the encoder layer as one operator, given inputs that fit.
+
+    As torch.nn decides it: by attributes, whatever the classes of the layer's modules.
+    """
+    attention = layer.self_attn
+    return bool(
+        layer.activation_relu_or_gelu
+        and getattr(attention, "batch_first", False)
+        and getattr(attention, "_qkv_same_embed_dim", False)
+        and getattr(attention, "in_proj_bias", None) is not None
+        and getattr(attention, "num_heads", 1) % 2 == 0
+        and getattr(layer.norm1, "eps", None) == getattr(layer.norm2, "eps", None)
+        and all(hasattr(m, "weight") for m in (layer.linear1, layer.linear2, layer.norm1))
+    )
+
+
 def has_torchs_shortcut(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> bool:
     """Whether torch.nn runs an encoder layer like this one as one operator without gradients."""
     attention, norms = layer.self_attn, (layer.norm1, layer.norm2)
@@ -64,13 +81,8 @@ def has_torchs_shortcut(layer: torch.nn.TransformerEncoderLayer, x: Tensor) -> b
         and x.dim() == 3
         and not layer.training
         and isinstance(attention, torch.nn.MultiheadAttention)
-        and attention.batch_first
-        and attention._qkv_same_embed_dim
-        and attention.in_proj_bias is not None
-        and attention.num_heads % 2 == 0
-        and bool(layer.activation_relu_or_gelu)
         and all(isinstance(norm, torch.nn.LayerNorm) for norm in norms)
-        and norms[0].eps == norms[1].eps
+        and may_have_shortcut(layer)
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -14,39 +15,32 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+#: Advances the bar by a step of this loss, learning rate and speed in tokens per second.
+Advance = Callable[[float, float, float], None]
 
-class StepProgress:
+
+@contextmanager
+def step_progress(total: int | None, done: int, shown: bool) -> Iterator[Advance]:
     """Steps, loss, learning rate, speed and the time that is left; silent if not ``shown``."""
+    # On something that is no terminal a bar would only leave garbage.
+    console = Console(stderr=True)
+    smooth: float | None = None
 
-    def __init__(self, total: int | None, done: int, shown: bool) -> None:
-        # On something that is no terminal a bar would only leave garbage.
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("[bold]training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (shown and console.is_terminal),
-        )
-        self._task = self._bar.add_task("training", total=total, completed=done, text="")
-        self._loss: float | None = None
+    def advance(loss: float, learning_rate: float, speed: float) -> None:
+        nonlocal smooth
+        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
+        text = f"loss {smooth:.3f}  lr {learning_rate:.1e}  {speed:,.0f} tokens/s"
+        bar.update(task, advance=1, text=text)
 
-    def __enter__(self) -> StepProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-
-    def advance(self, loss: float, learning_rate: float, tokens_per_second: float) -> None:
-        self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
-        text = f"loss {self._loss:.3f}  lr {learning_rate:.1e}  {tokens_per_second:,.0f} tokens/s"
-        self._bar.update(self._task, advance=1, text=text)
+    with Progress(
+        TextColumn("[bold]training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    ) as bar:
+        task = bar.add_task("training", total=total, completed=done, text="")
+        yield advance

@@ -27,7 +27,7 @@ from .interrupts import Interrupts
 from .optimizer import clip_gradients, scale_gradients
 from .position import Position
 from .processes import without_sync
-from .progress import StepProgress
+from .progress import Advance, step_progress
 
 #: A loader of batches, or ``validation(model)`` giving {name: value}.
 Validation = Iterable[Any] | Callable[[torch.nn.Module], dict[str, float]]
@@ -136,10 +136,10 @@ class Trainer:
         validated = self.step  # nothing is new to validate yet
         signals: list[int] = []
         self.model.train()
-        with Interrupts() as interrupts, StepProgress(steps, self.step, shown) as bar:
+        with Interrupts() as interrupts, step_progress(steps, self.step, shown) as advance:
             while not signals and not limits.reached(self.step, self.position.epoch):
                 for group in self.position.groups(batches, self.accumulate):
-                    late, signals = self._step(group, limits, interrupts, bar)
+                    late, signals = self._step(group, limits, interrupts, advance)
                     done = late or bool(signals) or limits.reached(self.step, self.position.epoch)
                     if validate_every is not None and self.step % validate_every == 0:
                         validated = self._validate(validation)
@@ -163,7 +163,7 @@ class Trainer:
         return self.history
 
     def _step(
-        self, group: list[Any], limits: _Limits, interrupts: Interrupts, bar: StepProgress
+        self, group: list[Any], limits: _Limits, interrupts: Interrupts, advance: Advance
     ) -> tuple[bool, list[int]]:
         """One step; and whether any process is out of time, and the signals any has received."""
         began = time.perf_counter()
@@ -198,7 +198,7 @@ class Trainer:
         history.gradient_norm.append(norm)
         history.tokens.append(int(count))
         history.seconds.append(time.perf_counter() - began)
-        bar.advance(history.loss[-1], float(rate), count / max(history.seconds[-1], 1e-9))
+        advance(history.loss[-1], float(rate), count / max(history.seconds[-1], 1e-9))
         signals = [int(n) for n, told in zip(_STOPS[1:], stops[1:], strict=True) if told]
         return bool(stops[0]), signals
 

@@ -209,14 +209,9 @@ def _draw(
         for j, (head, weights) in enumerate(row.items()):
             panel = panels[i, j]
             style.hatched(panel)
-            image = panel.imshow(
-                numpy.ma.array(weights.numpy(), mask=hidden.numpy()),
-                cmap=style.colours(style.SEQUENTIAL),
-                vmin=0.0,
-                vmax=highest or 1.0,
-                aspect="auto",
-                interpolation="nearest",
-            )
+            values = numpy.ma.array(weights.numpy(), mask=hidden.numpy())
+            colours = style.colours(style.SEQUENTIAL)
+            image = style.image(panel, values, colours, 0.0, highest or 1.0)
             if i == 0:
                 panel.set_title(head, fontsize=style.LABEL_SIZE)
             if j == 0:
@@ -228,12 +223,8 @@ def _draw(
             panel.tick_params(labelleft=j == 0, labelbottom=i == len(maps) - 1)
         for panel in panels[i, len(row) :]:
             panel.set_visible(False)
-    assert image is not None
-    bar = figure.colorbar(image, ax=panels, fraction=0.05, aspect=25)
-    bar.set_label("attention weight", fontsize=style.LABEL_SIZE)
-    bar.ax.tick_params(labelsize=style.TICK_SIZE)
-    if title:
-        figure.suptitle(title, fontsize=style.TITLE_SIZE, parse_math=False)
+    style.colour_bar(figure, image, panels, "attention weight", fraction=0.05, aspect=25)
+    style.head(figure, title)
     if reasons:
         style.legend_below(figure, [style.legend_entry(f"hidden: {reasons}")])
     return figure

@@ -60,17 +60,10 @@ def loss_curves(
                     markeredgecolor="white",
                     label=f"{name}, validation",
                 )
-    over_steps.set_ylabel("loss per token", fontsize=style.LABEL_SIZE)
-    over_steps.set_xlabel("step", fontsize=style.LABEL_SIZE)
-    over_time.set_xlabel("seconds in steps", fontsize=style.LABEL_SIZE)
-    for axes in (over_steps, over_time):
-        axes.grid(color="#E5E5E5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=style.TICK_SIZE)
+    style.curve_axes(over_steps, "step", "loss per token")
+    style.curve_axes(over_time, "seconds in steps")
     over_steps.legend(fontsize=style.TICK_SIZE, frameon=False)
-    if title is not None:
-        figure.suptitle(title, fontsize=style.TITLE_SIZE, parse_math=False)
+    style.head(figure, title)
     return figure
 
 

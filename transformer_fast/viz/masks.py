@@ -185,23 +185,12 @@ def _draw(
         visible = one.visible.numpy()
         style.hatched(place)
         if one in biased and one.added is not None:
-            image = place.imshow(
-                numpy.ma.array(one.added.numpy(), mask=~visible),
-                cmap=style.colours(style.DIVERGING),
-                vmin=-extreme,
-                vmax=extreme,
-                aspect="auto",
-                interpolation="nearest",
-            )
+            values = numpy.ma.array(one.added.numpy(), mask=~visible)
+            image = style.image(place, values, style.colours(style.DIVERGING), -extreme, extreme)
         else:
-            place.imshow(
-                numpy.ma.array(visible.astype(numpy.uint8), mask=~visible),
-                cmap=ListedColormap([style.VISIBLE]).with_extremes(bad="none"),
-                vmin=0,
-                vmax=1,
-                aspect="auto",
-                interpolation="nearest",
-            )
+            values = numpy.ma.array(visible.astype(numpy.uint8), mask=~visible)
+            blue = ListedColormap([style.VISIBLE]).with_extremes(bad="none")
+            style.image(place, values, blue, 0, 1)
         place.set_title(one.title, fontsize=style.LABEL_SIZE)
         style.cell_borders(place, rows, columns)
         style.label_tokens(place.xaxis, keys, width)
@@ -210,24 +199,15 @@ def _draw(
         place.tick_params(labelleft=number == 0)
     blind = _outline_blind_rows(axes[-1], panels[-1].visible)
     if image is not None:
-        bar = figure.colorbar(image, ax=axes, fraction=0.05, aspect=20)
-        bar.set_label("added to the score", fontsize=style.LABEL_SIZE)
-        bar.ax.tick_params(labelsize=style.TICK_SIZE)
+        style.colour_bar(figure, image, axes, "added to the score", fraction=0.05, aspect=20)
     axes[0].set_ylabel("query", fontsize=style.LABEL_SIZE)
     legend = [style.legend_entry("may attend", style.VISIBLE)] if len(biased) < len(panels) else []
     legend.append(style.legend_entry("hidden"))
     if blind:
-        legend.append(
-            Patch(
-                facecolor="none",
-                edgecolor=style.BLIND,
-                linewidth=1.5,
-                label="sees nothing: output 0",
-            )
-        )
+        label = "sees nothing: output 0"
+        legend.append(Patch(facecolor="none", edgecolor=style.BLIND, linewidth=1.5, label=label))
     style.legend_below(figure, legend)
-    if title:
-        figure.suptitle(title, fontsize=style.TITLE_SIZE, parse_math=False)
+    style.head(figure, title)
     return figure
 
 

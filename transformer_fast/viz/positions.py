@@ -52,20 +52,13 @@ def positional_encoding(
     figure = style.new_figure(11.0, 4.2)
     heat, curves = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
     extreme = float(table.abs().max()) or 1.0
-    image = heat.imshow(
-        table.T.numpy(),
-        cmap=style.DIVERGING,
-        vmin=-extreme,
-        vmax=extreme,
-        aspect="auto",
-        interpolation="nearest",
-        origin="lower",
-    )
+    image = style.image(heat, table.T.numpy(), style.DIVERGING, -extreme, extreme)
+    heat.invert_yaxis()
     heat.set_title("each column is one position's vector", fontsize=style.LABEL_SIZE)
     heat.set_ylabel("dimension", fontsize=style.LABEL_SIZE)
-    bar = figure.colorbar(image, ax=heat)
-    bar.set_label("value", fontsize=style.LABEL_SIZE)
-    bar.ax.tick_params(labelsize=style.TICK_SIZE)
+    heat.set_xlabel("position", fontsize=style.LABEL_SIZE)
+    heat.tick_params(labelsize=style.TICK_SIZE)
+    style.colour_bar(figure, image, heat, "value")
     for number, dimension in enumerate(chosen):
         label = f"dimension {dimension}"
         if kind == "sinusoidal":
@@ -81,29 +74,17 @@ def positional_encoding(
             label=label,
         )
     curves.set_title("some dimensions over the positions", fontsize=style.LABEL_SIZE)
-    curves.set_ylabel("value", fontsize=style.LABEL_SIZE)
-    curves.grid(color="#E5E5E5", linewidth=0.6)
-    curves.set_axisbelow(True)
-    curves.spines[["top", "right"]].set_visible(False)
-    for axes in (heat, curves):
-        axes.set_xlabel("position", fontsize=style.LABEL_SIZE)
-        axes.tick_params(labelsize=style.TICK_SIZE)
+    style.curve_axes(curves, "position", "value")
     # Below the curves, where it can hide none of them.
     figure.legend(
-        loc="outside lower right",
-        ncols=2,
-        fontsize=style.TICK_SIZE,
-        frameon=False,
+        loc="outside lower right", ncols=2, fontsize=style.TICK_SIZE, frameon=False,
         handlelength=3.5,
-    )
+    )  # fmt: skip
     name = {"sinusoidal": "Sinusoidal positions", "learned": "Learned positions"}.get(
         kind, "Positions"
     )
-    figure.suptitle(
-        f"{name}: {length} of {longest:,}, d_model = {size}" if title is None else title,
-        fontsize=style.TITLE_SIZE,
-        parse_math=False,
-    )
+    told = f"{name}: {length} of {longest:,}, d_model = {size}"
+    style.head(figure, told if title is None else title)
     return figure
 
 

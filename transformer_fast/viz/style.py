@@ -97,6 +97,34 @@ def token_inches(tokens: Sequence[str]) -> float:
     return max(len(shown(token)) for token in tokens) * 0.075
 
 
+def image(axes: Axes, values: Any, colours: Colormap | str, low: float, high: float) -> Any:
+    """A heat map with a value for each cell."""
+    return axes.imshow(
+        values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+    )
+
+
+def colour_bar(figure: Figure, of: Any, beside: Any, label: str, **options: Any) -> None:
+    bar = figure.colorbar(of, ax=beside, **options)
+    bar.set_label(label, fontsize=LABEL_SIZE)
+    bar.ax.tick_params(labelsize=TICK_SIZE)
+
+
+def curve_axes(axes: Axes, x: str, y: str = "") -> None:
+    """Axes of curves: labels, a pale grid, no frame above and on the right."""
+    axes.set_xlabel(x, fontsize=LABEL_SIZE)
+    axes.set_ylabel(y, fontsize=LABEL_SIZE)
+    axes.tick_params(labelsize=TICK_SIZE)
+    axes.grid(color="#E5E5E5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def head(figure: Figure, title: str | None) -> None:
+    if title:
+        figure.suptitle(title, fontsize=TITLE_SIZE, parse_math=False)
+
+
 def legend_below(figure: Figure, entries: list[Patch]) -> None:
     """As many columns as the figure has room for."""
     widest = max(len(str(entry.get_label())) for entry in entries) * 0.065 + 0.5

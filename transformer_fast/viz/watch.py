@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import Encoder, LanguageModel, Transformer, attention_weights
+from ..models.generation.recomputed import evaluating
 from . import style
 
 Vocabulary = Sequence[str] | Mapping[int, str]
@@ -71,7 +71,7 @@ def watch(
     if len(numbers) == 0:
         raise ValueError("layers must name at least one layer")
     names = [name.format(style.check_index("layers", layer, size)) for layer in numbers]
-    with _undisturbed(model), attention_weights(model, *names) as weights:
+    with torch.no_grad(), evaluating(model), attention_weights(model, *names) as weights:
         if isinstance(model, Transformer):
             model(source, target) if wants_target else model.encode(source)
         else:
@@ -136,17 +136,3 @@ def _words(name: str, ids: Sequence[int], vocabulary: Vocabulary | None) -> list
         known = range(len(vocabulary)) if isinstance(vocabulary, Sequence) else vocabulary
         missing = next(i for i in ids if i not in known)
         raise ValueError(f"{name} has no token for id {missing}") from None
-
-
-@contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; each module's mode is put back."""
-    training = [part for part in model.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for part in training:
-            part.training = True

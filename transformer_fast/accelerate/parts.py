@@ -1,0 +1,175 @@
+"""The ops that a swapped module calls: which backend runs each, and which run in parts and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from .. import nn
+from .._explain import explain
+from ..dispatch import Explanation
+from ..nn import bypass
+from .hugging_face import layers, models
+from .torch_nn import a_kind
+
+
+class _Part(NamedTuple):
+    """A module that is part of an op, and the classes of which it must be."""
+
+    name: str
+    module: Any
+    kinds: tuple[type, ...]
+
+
+class _Op(NamedTuple):
+    """An op, the modules it stands for, its dropout, and the attribute that is its activation."""
+
+    name: str
+    parts: list[_Part]
+    dropout_p: float
+    activation: tuple[str, Any, Callable[[Any], str | None]] | None = None
+
+    def why_not(self) -> str | None:
+        """Why its parts are called one by one, as a sentence, or None."""
+        reason = next((r for part in self.parts if (r := _why_called(part))), None)
+        if reason is not None or self.activation is None:
+            return reason
+        name, value, known = self.activation
+        if known(value) is not None:
+            return None
+        is_module = isinstance(value, torch.nn.Module)
+        told = a_kind(value) if is_module else getattr(value, "__name__", repr(value))
+        return f"its {name} is {told}, which no kernel has"
+
+    def example(self, x: Callable[..., Tensor], training: bool) -> _Example:
+        """A small call."""
+        p = {"dropout_p": self.dropout_p if training else 0.0}
+        if self.activation is None:
+            norm = self.parts[0].module
+            shape, rows = norm.normalized_shape, x(1, *norm.normalized_shape)
+            return self.name, (rows, rows, shape, norm.weight, norm.bias), p
+        first, second = (part.module for part in self.parts if part.kinds is bypass.LINEAR)
+        _, value, known = self.activation
+        weights = first.weight, first.bias, second.weight, second.bias
+        return self.name, (x(1, first.in_features), *weights), {"activation": known(value), **p}
+
+
+#: An op and the arguments of a small call of it.
+_Example = tuple[str, tuple[Any, ...], dict[str, Any]]
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def in_parts(module: torch.nn.Module) -> dict[str, str]:
+    """For each op that the module would run as one if it were what it seems: why it does not."""
+    return {op.name: reason for op in _fused(module) if (reason := op.why_not()) is not None}
+
+
+def who_runs(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
+    """For each op that the module calls: who runs it without gradients, and with them."""
+    weight = next(module.parameters(recurse=False), None)
+    if weight is None:
+        weight = next(module.parameters(), None)
+    if weight is None or not weight.is_floating_point():
+        return {}, {}
+    device, found = weight.device, []
+    # Explaining a call with dropout draws a seed; the user's random numbers stay as they were.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for training in (False, True):
+            with torch.set_grad_enabled(training):
+                examples = _examples(module, weight.detach(), training)
+                found.append({op: explain(op, *args, **options) for op, args, options in examples})
+    return found[0], found[1]
+
+
+def _examples(module: Any, like: Tensor, training: bool) -> list[_Example]:
+    def x(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=training)
+
+    def attention(heads: Tensor, p: float) -> _Example:
+        return "attention", (heads,) * 3, {"dropout_p": p if training else 0.0}
+
+    if models.is_model(module):
+        p = getattr(module.config, "attention_dropout", 0.0)
+        return [attention(x(1, 1, 1, 64), float(p))]
+    if isinstance(module, torch.nn.LayerNorm):
+        shape = module.normalized_shape
+        return [("layer_norm", (x(1, *shape), shape, module.weight, module.bias), {})]
+    if isinstance(module, torch.nn.MultiheadAttention):
+        width, heads = module.embed_dim, x(1, module.num_heads, 1, module.head_dim)
+        projection: _Example = ("linear", (x(1, width), x(width, width)), {})
+        return [projection, attention(heads, module.dropout)]
+    return [op.example(x, training) for op in _fused(module) if op.why_not() is None]
+
+
+def _fused(module: Any) -> list[_Op]:
+    """The ops that stand for several of the module's own."""
+
+    def parts(names: str, kinds: tuple[type, ...]) -> list[_Part]:
+        return [_Part(name, getattr(module, name), kinds) for name in names.split()]
+
+    def p_of(dropout: Any) -> float:
+        return float(getattr(dropout, "p", 0.0))
+
+    if isinstance(module, _LAYERS):
+        norms = "norm1 norm2 norm3" if isinstance(module, _LAYERS[1]) else "norm1 norm2"
+        linears = parts("linear1 linear2", bypass.LINEAR) + parts("dropout", bypass.DROPOUT)
+        known = "activation", module.activation, bypass.activation_name
+        return [
+            _Op("add_layer_norm", parts(norms, bypass.LAYER_NORM), p_of(module.dropout1)),
+            _Op("feed_forward", linears, p_of(module.dropout), known),
+        ]
+    if isinstance(module, layers._PostNorm):
+        theirs: Any = module  # of no class that the type checker knows
+        norms = "self_attn_layer_norm final_layer_norm"
+        if isinstance(module, layers.DecoderLayer):
+            norms += " encoder_attn_layer_norm"
+        linears = parts("fc1 fc2", bypass.LINEAR)
+        known = "activation_fn", theirs.activation_fn, layers.activation_name
+        return [
+            _Op("add_layer_norm", parts(norms, bypass.LAYER_NORM), theirs.dropout),
+            _Op("feed_forward", linears, theirs.activation_dropout, known),
+        ]
+    if isinstance(module, layers.Output):
+        norm = parts("LayerNorm", bypass.LAYER_NORM) + parts("dropout", bypass.DROPOUT)
+        return [_Op("add_layer_norm", norm, p_of(module.dropout))]
+    if isinstance(module, layers.BertLayer):
+        return [_of_bert(module)]
+    if isinstance(module, layers.T5DenseActDense):
+        inner = parts("wi wo", bypass.LINEAR) + parts("dropout", bypass.DROPOUT)
+        known = "act", module.act, layers.activation_name
+        return [_Op("feed_forward", inner, p_of(module.dropout), known)]
+    return []
+
+
+def _of_bert(module: Any) -> _Op:
+    inner, output = module.intermediate, module.output
+    plain = type(inner).__name__ == "BertIntermediate", isinstance(output, layers.Output)
+    parts = [
+        _Part(name, part, (type(part),) if ok else ())
+        for name, part, ok in zip(("intermediate", "output"), (inner, output), plain, strict=True)
+    ]
+    if not all(plain):
+        return _Op("feed_forward", parts, 0.0)
+    parts += [_Part(f"{name}.dense", part.dense, bypass.LINEAR) for name, part, _ in parts]
+    activation = "intermediate.intermediate_act_fn", inner.intermediate_act_fn
+    return _Op("feed_forward", parts, 0.0, (*activation, layers.activation_name))
+
+
+def _why_called(part: _Part) -> str | None:
+    """Why `bypass` calls the module instead of reading it, as a sentence."""
+    name, module, kinds = part
+    if bypass.is_plain(module, kinds):
+        return None
+    if type(module) not in kinds:
+        return f"its {name} is {a_kind(module)}"
+    if _has_any_global_hook():
+        return "there are hooks on all modules of this process"
+    if "forward" in module.__dict__:
+        return f"the forward of its {name} was replaced on the instance"
+    if module._compiled_call_impl is not None:
+        return f"its {name} is compiled on its own"
+    return f"its {name} has hooks"
