@@ -21,6 +21,7 @@ OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(nn, name)
     for name in (
         "LayerNorm",
+        "RMSNorm",
         "CrossEntropyLoss",
         "Embedding",
         "Linear",

@@ -109,7 +109,7 @@ def test_python_of_a_call(name: str) -> None:
 
 #: Modules outside of the backends that import one; all others go through the dispatcher.
 IMPORT_BACKENDS = {
-    "__init__.py", "cli/info.py", "measure/calls.py", "memory.py", "models/annotated_layer_norm.py",
+    "__init__.py", "cli/info.py", "measure/calls.py", "memory.py",
     "models/generation/cached.py", "models/generation/choose.py", "models/generation/kernels.py",
     "models/generation/sublayers.py", "nn/blocks.py", "nn/ragged.py", "_sdpa_operators.py",
     "testing/launcher.py",

@@ -57,6 +57,10 @@ def _attention(
     return arrange(query, key, draw.normal(1, heads, keys, value_size), **rest)
 
 
+def _without_bias(arguments: tuple[Any, ...], place: int) -> tuple[Any, ...]:
+    return *arguments[:place], *arguments[place + 1 :]
+
+
 def _cross_entropy(draw: Draw, rows: int, classes: int) -> tuple[Any, ...]:
     return draw.normal(rows, classes), draw.integers(rows, end=classes), 1, 0.1
 
@@ -72,6 +76,10 @@ SWEEPS: dict[tuple[str, str], Any] = {
     ("layer_norm", "rows"): lambda d, n: _layer_norm(d, n, 37),
     ("add_layer_norm", "columns"): lambda d, n: _add_layer_norm(d, _some(n), n),
     ("add_layer_norm", "rows"): lambda d, n: _add_layer_norm(d, n, 37),
+    ("rms_norm", "columns"): lambda d, n: _without_bias(_layer_norm(d, _some(n), n), 3),
+    ("rms_norm", "rows"): lambda d, n: _without_bias(_layer_norm(d, n, 37), 3),
+    ("add_rms_norm", "columns"): lambda d, n: _without_bias(_add_layer_norm(d, _some(n), n), 4),
+    ("add_rms_norm", "rows"): lambda d, n: _without_bias(_add_layer_norm(d, n, 37), 4),
     ("linear", "rows"): lambda d, n: _linear(d, n, 19, _some(n)),
     ("linear", "inputs"): lambda d, n: _linear(d, 9, n, 35),
     ("linear", "outputs"): lambda d, n: _linear(d, _some(n), 19, n),

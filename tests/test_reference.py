@@ -743,6 +743,10 @@ def small(op):
         "add_layer_norm": [
             (draw(3, 4), draw(3, 4), (4,), draw(4), draw(4), 1e-5, p, seed) for p in (0.0, 0.4)
         ],
+        "rms_norm": [(draw(3, 4), (4,), draw(4), 1e-5)],
+        "add_rms_norm": [
+            (draw(3, 4), draw(3, 4), (4,), draw(4), 1e-5, p, seed) for p in (0.0, 0.4)
+        ],
         "attention": [
             arrange(*qkv, weights=True),
             arrange(*qkv, mask=mask, weights=True),

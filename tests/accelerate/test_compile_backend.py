@@ -17,6 +17,7 @@ from hand_written import (
     ACTIVATIONS,
     ATTENTIONS,
     NORMS,
+    RMS_NORMS,
     Attention,
     B,
     Block,
@@ -110,6 +111,22 @@ def test_norms(name: str) -> None:
     torch.nn.init.normal_(model[0].weight, 0, 1e-4)
     torch.nn.init.zeros_(model[0].bias)
     check(model, _x(), layer_norm=1)  # eps counts
+
+
+@pytest.mark.parametrize("name", RMS_NORMS)
+def test_rms_norms(name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(RMS_NORMS[name]))
+    [report] = check(model, 1 + 3 * _x(), rms_norm=1, layer_norm=0)
+    assert not {"mean", "pow", "sqrt", "rsqrt"} & set(report.others)
+    check(model, 1e-3 * _x(), rms_norm=1)  # eps counts
+    half = copy.deepcopy(model).bfloat16()
+    ours, reports = compiled(half)
+    x = _x().bfloat16()
+    torch.testing.assert_close(ours(x), half(x), rtol=2**-6, atol=2**-6)
+    assert reports[0].counts["rms_norm"] == 1
+    assert not {"to", "mul"} & set(reports[0].others)
+    block = Block(False, True, RMS_NORMS[name])
+    [report] = check(block, _x(), None, causal(), None, add_rms_norm=1, rms_norm=1)
 
 
 def test_equal_values_stay_finite() -> None:

@@ -575,6 +575,7 @@ def test_nested_input_goes_to_torch() -> None:
     "name",
     [
         "LayerNorm",
+        "RMSNorm",
         "Linear",
         "MultiheadAttention",
         "TransformerEncoderLayer",

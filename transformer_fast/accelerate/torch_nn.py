@@ -16,6 +16,7 @@ from ..nn.transformer_layers import may_have_shortcut
 #: Torch's class, ours, and the methods of torch's that ours does not call.
 _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ...]]] = {
     torch.nn.LayerNorm: (nn.LayerNorm, ("forward",)),
+    torch.nn.RMSNorm: (nn.RMSNorm, ("forward",)),
     torch.nn.MultiheadAttention: (nn.MultiheadAttention, ("forward", "merge_masks")),
     torch.nn.TransformerEncoderLayer: (
         nn.TransformerEncoderLayer,

@@ -213,14 +213,16 @@ def _prepare_sum(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...], float, float]:
     """The checks of a norm behind a residual connection."""
-    require_tensor(function, "residual", 2, residual)
+    if not isinstance(residual, Tensor):
+        require_tensor(function, "residual", 2, residual)  # type: ignore[unreachable]
     shape, eps = _prepare(function, input, normalized_shape, weight, bias, eps, 3)
     if residual.shape != input.shape:
         raise ValueError(
             f"residual must have the shape of input, {list(input.shape)}, not "
             f"{list(residual.shape)}"
         )
-    require_same_device("input", input, residual=residual)
+    if residual.device != input.device:
+        require_same_device("input", input, residual=residual)
     if input.dtype != residual.dtype and not casts_itself(function, input, backend):
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
@@ -388,8 +390,18 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Residual connection and RMS norm in one pass: ``(rms_norm(sum), sum)``.
 
-    ``sum = residual + dropout(input, dropout_p)``; arguments and errors as in `add_layer_norm` and
-    `rms_norm`.
+    ``sum = residual + dropout(input, dropout_p)``
+
+    Args:
+        input: (..., *normalized_shape), the sub-layer's output.
+        residual: same shape, the sub-layer's input.
+        normalized_shape, weight, eps, backend: as in `rms_norm`.
+        dropout_p: probability in [0, 1] of dropping an element of ``input``; 0 means none.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as in `add_layer_norm`.
+
+    Source: Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4.
     """
     tensors = (input, residual, weight)
     key = memo.key_of("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))

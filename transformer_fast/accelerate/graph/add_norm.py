@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
 from ... import functional
@@ -11,7 +13,12 @@ from .feed_forward import dropout_of
 from .nodes import dtype, only_user, shape
 from .ops import mutates, read
 
-_NORMS = (functional.layer_norm, annotated_layer_norm)
+#: How each norm is reported, and the same behind a residual connection.
+_NORMS: dict[Any, tuple[str, str]] = {
+    functional.layer_norm: ("layer_norm", "add_layer_norm"),
+    functional.rms_norm: ("rms_norm", "add_rms_norm"),
+    annotated_layer_norm: ("layer_norm", "add_layer_norm"),
+}
 
 
 def rewrite_add_norm(editor: Editor) -> None:
@@ -35,7 +42,7 @@ def rewrite_add_norm(editor: Editor) -> None:
             _rewrite(editor, node, total, input, residual, p)
     for node in editor.graph.nodes:
         if node.target in _NORMS:
-            editor.found("layer_norm", node)
+            editor.found(_NORMS[node.target][0], node)
 
 
 def _fits(term: Node, total: Node) -> bool:
@@ -45,20 +52,17 @@ def _fits(term: Node, total: Node) -> bool:
 def _rewrite(
     editor: Editor, norm: Node, total: Node, input: Node, residual: Node, p: float
 ) -> None:
-    if norm.target is functional.layer_norm:
-        _, sizes, weight, bias, eps = norm.args
-        both = editor.call(
-            total, functional.add_layer_norm, input, residual, sizes, weight, bias, eps,
-            dropout_p=p, like=norm,
-        )  # fmt: skip
-    else:
-        _, *rest = norm.args
+    _, *rest = norm.args
+    if norm.target is annotated_layer_norm:
         both = editor.call(total, add_annotated_layer_norm, input, residual, *rest, p, like=norm)
+    else:
+        fused = getattr(functional, _NORMS[norm.target][1])
+        both = editor.call(total, fused, input, residual, *rest, dropout_p=p, like=norm)
     terms = total.all_input_nodes
     norm.replace_all_uses_with(editor.item(both, 0, norm))
     total.replace_all_uses_with(editor.item(both, 1, total))
     editor.remove([norm, total, *terms])
-    editor.found("add_layer_norm", norm)
+    editor.found(_NORMS[norm.target][1], norm)
 
 
 def _split(first: Node, second: Node) -> tuple[Node, Node, float]:

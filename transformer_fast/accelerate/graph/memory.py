@@ -20,7 +20,7 @@ _FRESH_OPS = frozenset(
     {"matmul", "baddbmm", "addmm", "einsum", "add", "sub", "mul", "div", "neg", "softmax",
      "masked_fill", "where", "linear", "relu", "gelu", "silu", "sigmoid", "tanh", "erf", "mean",
      "std", "var", "sqrt", "rsqrt", "pow", "eq", "ne", "not", "clone", "tensor", "full",
-     "full_like", "layer_norm", "attention", "conv1d", "exp", "sum", "maximum", "nan_to_num"}
+     "full_like", "layer_norm", "rms_norm", "attention", "conv1d", "exp", "sum", "maximum", "nan_to_num"}
 )  # fmt: skip
 #: Others, by the name of function or method.
 _FRESH_NAMES = frozenset(

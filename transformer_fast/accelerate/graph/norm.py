@@ -1,4 +1,5 @@
-"""Recognising layer norms: torch's, and those written by hand in their several definitions."""
+"""Recognising layer norms and RMS norms: torch's, and those written by hand in their several
+definitions."""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ from .ops import Op, read
 
 @dataclass
 class _Norm:
-    """``(x - mean(x)) / spread * weight + bias`` over the last dimension."""
+    """``(x - mean(x)) / spread * weight + bias`` over the last dimension; of RMS norms
+    ``x / spread * weight``."""
 
     input: Node
     #: eps under the root, or added to the standard deviation.
     inside: bool
     unbiased: bool
     eps: float
+    is_rms: bool = False
     weight: Node | None = None
     bias: Node | None = None
 
 
 def rewrite_norms(editor: Editor) -> None:
-    """One call for each norm: of our layer_norm, or of the Annotated Transformer's."""
+    """One call for each norm: of our layer_norm, rms_norm, or the Annotated Transformer's."""
     for node in list(editor.graph.nodes):
         op = read(node)
         if op is None or not node.users:
@@ -41,6 +44,13 @@ def rewrite_norms(editor: Editor) -> None:
             new = editor.call(
                 node, functional.layer_norm, op["input"], op["normalized_shape"], *arguments,
                 like=node,
+            )  # fmt: skip
+            node.replace_all_uses_with(new)
+            editor.remove([node])
+        elif op.name == "rms_norm" and _plain_arguments(op):
+            new = editor.call(
+                node, functional.rms_norm, op["input"], op["normalized_shape"], op["weight"],
+                op["eps"], like=node,
             )  # fmt: skip
             node.replace_all_uses_with(new)
             editor.remove([node])
@@ -56,6 +66,7 @@ def _plain_arguments(op: Op) -> bool:
 
 
 def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
+    core = _behind_casts(core, norm)
     width = shape(norm.input)[-1]  # type: ignore[index]
     if not isinstance(width, int) or width < 2 or dtype(norm.input) != dtype(core):
         return
@@ -63,9 +74,14 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
     for name in ("weight", "bias"):
         setattr(norm, name, _widened(editor, last, getattr(norm, name), width))
     if not editor.memory.may_replace(last, [norm.input, norm.weight, norm.bias]):
-        editor.left("layer_norm", last, "something is written in place between its parts")
+        name = "rms_norm" if norm.is_rms else "layer_norm"
+        editor.left(name, last, "something is written in place between its parts")
         return
-    if norm.inside:
+    if norm.is_rms:
+        new = editor.call(
+            last, functional.rms_norm, norm.input, (width,), norm.weight, norm.eps, like=last
+        )
+    elif norm.inside:
         weight: Any = norm.weight
         eps = norm.eps
         if norm.unbiased:
@@ -87,6 +103,29 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
     editor.remove([last])
 
 
+def _behind_casts(core: Node, norm: _Norm) -> Node:
+    """The node whose result has the type that the norm's input had before it was widened.
+
+    Kernels widen half types themselves.
+    """
+    inner = _before_cast(norm.input)
+    back = core if dtype(inner) == dtype(core) else only_user(core)
+    if back is None or dtype(back) != dtype(inner) or shape(back) != shape(inner):
+        return core
+    op = read(back)
+    if back is not core and (op is None or op.name not in ("to", "type_as")):
+        return core
+    if value(back).device != value(inner).device:
+        return core
+    norm.input = inner
+    return back
+
+
+def _before_cast(node: Any) -> Any:
+    op = read(node)
+    return op["input"] if op is not None and op.name in ("to", "float") else node
+
+
 def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
     """The node behind weight and bias; fills them in."""
     last = core
@@ -101,7 +140,7 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
             return last
         if op.name == "mul" and norm.weight is None and norm.bias is None:
             norm.weight = other
-        elif op.name == "add" and norm.bias is None:
+        elif op.name == "add" and norm.bias is None and not norm.is_rms:
             norm.bias = other
         else:
             return last
@@ -122,17 +161,41 @@ def _standardised(node: Node, op: Op) -> _Norm | None:
     """The norm whose division ``node`` is."""
     top, spread = op["input"], op["other"]
     if op.name == "div":
+        root = read(spread)
+        if root is not None and _is_root(root) and (norm := _rms(top, root["input"])) is not None:
+            return norm
         found = _spread(spread)
         return None if found is None else _centred(top, *found)
     for one, other in ((top, spread), (spread, top)):
         root = read(other)
         if root is None or not (root.name == "rsqrt" or root["exponent"] == -0.5):
             continue
+        if (norm := _rms(one, root["input"])) is not None:
+            return norm
         sum = plus(root["input"])
         variance = None if sum is None else _variance(sum[1])
         if sum is not None and variance is not None:
             return _centred(one, variance[0], variance[1], True, sum[0])
     return None
+
+
+def _rms(top: Any, square: Any) -> _Norm | None:
+    """The RMS norm of ``top`` divided by the root of ``square``, ``mean(top^2) + eps``."""
+    sum = plus(square)
+    mean = None if sum is None else read(sum[1])
+    if sum is None or mean is None or mean.name != "mean" or not _is_last(mean):
+        return None
+    of = read(mean["input"])
+    if of is None or not is_number(sum[0]) or not isinstance(top, Node):
+        return None
+    doubled = of.name == "mul" and of["input"] is of["other"]
+    if (
+        not (doubled or of["exponent"] == 2)
+        or (of["input"] is not top and _before_cast(of["input"]) is not top)
+        or _minus_mean(top) is not None
+    ):
+        return None  # of a centred row it is a layer norm
+    return _Norm(top, True, False, sum[0], True)
 
 
 def _spread(node: Any) -> tuple[Node, bool, bool, float] | None:
@@ -255,5 +318,5 @@ def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _N
         if sizes is None or shape(weight) not in (sizes[-1:], (1,), ()):
             continue
         if isinstance(weight, Node) and _minus_mean(centred) is of:
-            return _Norm(of, inside, unbiased, eps, weight)
+            return _Norm(of, inside, unbiased, eps, weight=weight)
     return None

@@ -134,6 +134,11 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
         (F.layer_norm, torch.layer_norm),
         (),
     ),
+    "rms_norm": (
+        ("input", "normalized_shape", "weight", "eps"),
+        (F.rms_norm, torch.rms_norm),
+        (),
+    ),
     "attention": (
         ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
         (F.scaled_dot_product_attention,),

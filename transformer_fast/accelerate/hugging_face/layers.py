@@ -1,4 +1,4 @@
-"""The layers of BART, Marian, BERT and T5 with their residuals, norms and FFNs in one call each.
+"""The layers of BART, Marian, BERT, T5 and Llama with their residuals, norms and FFNs in one call each.
 
 Every class here goes between a class of transformers and its methods, as `transformer_fast.nn` does
 with torch's: hooked, replaced or parametrised modules inside are called.
@@ -50,6 +50,20 @@ def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tenso
             dropout_p=dropout_p,
         )[0]  # fmt: skip
     return norm(residual + F.dropout(x, dropout_p))
+
+
+class RMSNorm(Swapped):
+    """T5LayerNorm and LlamaRMSNorm."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
+        return functional.rms_norm(
+            hidden_states, self.weight.shape, self.weight, self.variance_epsilon
+        )
 
 
 class _PostNorm(Swapped):

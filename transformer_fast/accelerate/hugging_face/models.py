@@ -17,7 +17,7 @@ from .own_attention import Own
 
 #: Tested with these; others are left as they are.
 _VERSIONS = ((5, 0), (6, 0))
-MODELS = ("bart", "bert", "marian", "t5")
+MODELS = ("bart", "bert", "llama", "marian", "t5")
 #: The attribute that remembers what a model's attention was.
 _RECORD = "_attention_before_accelerate"
 #: The attribute of a config that names the attention.
@@ -186,13 +186,14 @@ def _classes() -> dict[str, type]:
         "BertSelfOutput": layers.Output,
         "BertOutput": layers.Output,
         "T5DenseActDense": layers.T5DenseActDense,
+        "T5LayerNorm": layers.RMSNorm,
+        "LlamaRMSNorm": layers.RMSNorm,
     }
 
 
 #: Layers of theirs that do what no kernel does.
 _WITHOUT_KERNEL = {
     "T5DenseGatedActDense": "there is no kernel for gated feed-forward networks",
-    "T5LayerNorm": "there is no kernel for norms without a mean (RMS norm)",
 }
 
 
