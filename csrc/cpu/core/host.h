@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/core/element.h"
 #include "cpu/core/fresh.h"
 #include "cpu/core/kept_memory.h"
 
@@ -147,6 +148,30 @@ inline void check_float(const char* op, const char* name, const Tensor& tensor) 
   check_type(op, name, tensor, ScalarType::Float, "");
 }
 
+inline bool is_half(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::BFloat16 || tensor.scalar_type() == ScalarType::Half;
+}
+
+inline Element element_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return Element::bfloat16;
+    case ScalarType::Half:
+      return Element::float16;
+    default:
+      return Element::float32;
+  }
+}
+
+// So many elements of that type after `first`, which may be nullptr.
+inline const void* place_of(const void* first, Element type, int64_t elements) {
+  if (first == nullptr) return nullptr;
+  return static_cast<const char*>(first) + elements * element_bytes(type);
+}
+inline void* place_of(void* first, Element type, int64_t elements) {
+  return const_cast<void*>(place_of(static_cast<const void*>(first), type, elements));
+}
+
 // The number of an activation (activation.h).
 inline int checked_activation(const char* op, int64_t activation) {
   STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);
@@ -157,7 +182,7 @@ inline int checked_activation(const char* op, int64_t activation) {
 // so.
 struct Rows {
   Tensor owner;
-  const float* data;
+  const void* data;
   int64_t rows, columns, stride;
 };
 
@@ -176,10 +201,9 @@ inline Rows as_rows(const Tensor& tensor) {
     }
     expected = tensor.stride(d) * tensor.size(d);
   }
-  if (uniform)
-    return {tensor, static_cast<const float*>(tensor.const_data_ptr()), rows, columns, stride};
+  if (uniform) return {tensor, tensor.const_data_ptr(), rows, columns, stride};
   Tensor copy = as_contiguous(tensor);
-  return {copy, static_cast<const float*>(copy.const_data_ptr()), rows, columns, columns};
+  return {copy, copy.const_data_ptr(), rows, columns, columns};
 }
 
 // Where the elements of a result are, if it is wanted.
@@ -194,8 +218,8 @@ inline float* mutable_floats(std::optional<Tensor>& tensor) {
   return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
 }
 
-inline const float* optional_data(const std::optional<Tensor>& tensor) {
-  return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
+inline const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
 }  // namespace tf

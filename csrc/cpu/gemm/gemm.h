@@ -5,6 +5,7 @@
 // each step broadcasts one value of A per row and multiplies it with one row of the panel.
 #pragma once
 
+#include "cpu/core/isa.h"
 #include "cpu/simd/transpose.h"
 
 namespace tf::TF_ISA {

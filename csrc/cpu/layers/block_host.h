@@ -4,9 +4,7 @@
 
 #include <algorithm>
 
-#include "cpu/gemm/half_host.h"
 #include "cpu/ops/attention/attention_host.h"
-#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
 #include "cpu/ops/norm/layer_norm.h"
 
@@ -15,13 +13,7 @@ namespace tf {
 using MaybeTensor = std::optional<Tensor>;
 
 // Slots of the shared scratch; 0 and 1 hold weights packed in the call.
-enum Slot {
-  kHiddenSlot = half::kHiddenSlot,
-  kProjectedSlot,
-  kAttendedSlot,
-  kNormedSlot,
-  kStreamSlot
-};
+enum Slot { kHiddenSlot = 2, kProjectedSlot, kAttendedSlot, kNormedSlot, kStreamSlot };
 
 inline char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
 
@@ -46,8 +38,6 @@ struct Map {
     STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == type && bias->numel() == n),
                     op, ": the bias of ", name, " must have ", n, " elements of input's dtype");
   }
-
-  const float* float_bias() const { return optional_data(bias); }
 };
 
 // A map with its weight in the form for products of up to m rows; packed now into shared scratch
@@ -55,12 +45,7 @@ struct Map {
 class ReadyMap {
  public:
   ReadyMap(const Map& map, int64_t m, int slot) : map_(map) {
-    if (is_half(map.weight)) {
-      if (!half::is_direct(map.weight, map.packed, m))
-        half_ = half::panels_of(map.weight, map.packed, slot);
-    } else if (!is_direct(map.weight, map.packed, m)) {
-      panels_ = panels_of(map.weight, map.packed, slot, m);
-    }
+    if (!is_direct(map.weight, map.packed, m)) panels_ = panels_of(map.weight, map.packed, slot, m);
   }
 
   // y = x W^T + bias + residual, m rows, each behind the one before.
@@ -72,38 +57,17 @@ class ReadyMap {
                 int64_t n) const {
     const Tensor& weight = map_.weight;
     const int64_t k = weight.size(1);
-    if (is_half(weight)) {
-      const Element type = element_of(weight);
-      const int64_t skipped = from == 0 ? 0 : TF_DISPATCH(half_packed_bytes, type, from, k);
-      const auto* bias = static_cast<const char*>(half::data_of(map_.bias));
-      if (bias != nullptr) bias += from * static_cast<int64_t>(weight.element_size());
-      TypedLinearArgs args{type, x, nullptr, bias, residual, y, m, k, n, k, n, n, 0};
-      if (half_ == nullptr) return half::run_direct_linear(args, weight, from);
-      args.packed = static_cast<const char*>(half_) + skipped;
-      return half::run_linear(args);
-    }
-    const float* bias = map_.float_bias();
-    LinearArgs args{static_cast<const float*>(x),
-                    nullptr,
-                    bias == nullptr ? nullptr : bias + from,
-                    static_cast<const float*>(residual),
-                    static_cast<float*>(y),
-                    m,
-                    k,
-                    n,
-                    k,
-                    n,
-                    n,
-                    0};
-    if (panels_.whole != nullptr || panels_.pieces != nullptr)
-      return run_linear(args, panels_.from(from, k));
-    run_direct_linear(args, weight, from);
+    const Element type = element_of(weight);
+    const LinearArgs args{
+        type, x, nullptr, place_of(data_of(map_.bias), type, from), residual, y, m, k, n, k,
+        n,    n, 0};
+    if (panels_.data == nullptr) return run_direct_linear(args, weight, from);
+    run_linear(args, panels_.from(from, k));
   }
 
  private:
   const Map& map_;
   Panels panels_;
-  const void* half_ = nullptr;
 };
 
 // Norm over rows of `columns`.
@@ -161,41 +125,20 @@ void run_sublayer(const Tensor& like, const Norm& norm, bool norm_first, const v
 inline void run_feed_forward(const Map& first, const Map& second, int activation, const void* x,
                              int64_t m, const void* residual, void* y) {
   const int64_t f = first.weight.size(0), k = first.weight.size(1), n = second.weight.size(0);
-  if (is_half(first.weight)) {
-    HalfFeedForwardArgs args{element_of(first.weight),
-                             x,
-                             nullptr,
-                             half::data_of(first.bias),
-                             nullptr,
-                             half::data_of(second.bias),
-                             y,
-                             m,
-                             k,
-                             f,
-                             n,
-                             k,
-                             activation,
-                             Dropout{}};
-    args.residual = residual;
-    args.residual_stride = n;
-    return half::run_feed_forward(args, first.weight, first.packed, second.weight, second.packed);
-  }
-  FeedForwardArgs args{};
-  args.x = static_cast<const float*>(x);
-  args.bias1 = first.float_bias();
-  args.bias2 = second.float_bias();
-  args.y = static_cast<float*>(y);
-  args.m = m;
-  args.k = args.x_stride = k;
-  args.f = f;
-  args.n = args.residual_stride = n;
-  args.activation = activation;
-  args.residual = static_cast<const float*>(residual);
-  if (run_small_feed_forward(args, first.weight, first.packed, second.weight, second.packed,
-                             kHiddenSlot))
-    return;
-  run_feed_forward(args, panels_of(first.weight, first.packed, 0, m),
-                   panels_of(second.weight, second.packed, 1, m), kHiddenSlot);
+  run_feed_forward({.type = element_of(first.weight),
+                    .x = x,
+                    .bias1 = data_of(first.bias),
+                    .bias2 = data_of(second.bias),
+                    .y = y,
+                    .m = m,
+                    .k = k,
+                    .f = f,
+                    .n = n,
+                    .x_stride = k,
+                    .activation = activation,
+                    .residual = residual,
+                    .residual_stride = n},
+                   first.weight, first.packed, second.weight, second.packed, kHiddenSlot);
 }
 
 }  // namespace tf

@@ -55,9 +55,7 @@ class Layers {
       check_type(kOp, "memory", *memory_, x_.scalar_type(), "input");
       STD_TORCH_CHECK(memory_->dim() == dims && memory_->size(dims - 1) == width_, kOp,
                       ": memory must be as input");
-      const int64_t panel =
-          is_half(x_) ? TF_DISPATCH(half_panel_columns, ) : TF_DISPATCH(panel_columns, );
-      STD_TORCH_CHECK(width_ % panel == 0, kOp,
+      STD_TORCH_CHECK(width_ % panel_columns() == 0, kOp,
                       ": with memory the width must be a multiple of a panel");
       memory_rows_ = row_count(*memory_);
     }

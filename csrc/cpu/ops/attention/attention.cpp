@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cpu/core/box.h"
-#include "cpu/gemm/half_ops.h"
 #include "cpu/ops/attention/attention_host.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 

@@ -5,7 +5,6 @@
 #include <tuple>
 
 #include "cpu/core/box.h"
-#include "cpu/gemm/half_ops.h"
 #include "cpu/ops/attention/attention_backward_kernel.h"
 #include "cpu/ops/attention/attention_backward_tiles_kernel.h"
 #include "cpu/ops/attention/attention_host.h"

@@ -1,75 +1,92 @@
 // The operators of the feed-forward network.
+#include "cpu/ops/feed_forward/feed_forward.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
 #include "cpu/core/box.h"
-#include "cpu/gemm/half_host.h"
-#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
-#include "cpu/ops/linear/backward_calls.h"
-#include "cpu/ops/linear/linear_backward_host.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
-
-namespace half {
 namespace {
 
-Tensor feed_forward(const Tensor& input, const Tensor& weight1,
-                    const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
-                    const Tensor& weight2, const std::optional<Tensor>& packed2,
-                    const std::optional<Tensor>& bias2, int64_t activation, double dropout_p,
-                    const std::optional<Tensor>& seed, Tensor* preactivation) {
-  const char* op = "feed_forward";
-  check_like(op, "input", input, input);
-  STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
-  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, input.scalar_type());
-  check_weight(op, "weight2", weight2, weight1.size(0), bias2, input.scalar_type());
-  Tensor output = fresh_rows(input, weight2.size(0));
-  const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
-  if (m * n == 0) {
-    if (preactivation != nullptr) torch::stable::zero_(*preactivation);
-    return output;
+// One map after the other, first(args) and second(args), for few rows: threads share the columns of
+// each, and the small hidden block, in shared scratch `slot`, stays in cache.
+template <class First, class Second>
+void feed_forward_by_maps(const FeedForwardArgs& args, int slot, const First& first,
+                          const Second& second) {
+  const bool in_floats = args.type == Element::float32, after = in_floats && trains(args);
+  float* hidden = shared_scratch(slot).floats(in_floats ? args.m : (args.m + 1) / 2, args.f);
+  first(LinearArgs{args.type, args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f,
+                   args.x_stride, 0, args.f, after ? 0 : args.activation,
+                   after ? nullptr : args.preactivation});
+  if (after) {
+    const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
+    const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
+    torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end, kernel_scratch().floats(room));
+    });
   }
-  const HalfRows x = half_rows(input);
-  const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
-  run_feed_forward(
-      {element_of(input), x.data, nullptr, data_of(b1), nullptr, data_of(b2),
-       output.mutable_data_ptr(), m, k, f, n, x.stride, checked_activation(op, activation),
-       make_dropout(op, dropout_p, seed), 0, data_of(preactivation)},
-      weight1, packed1, weight2, packed2);
-  trim_shared_scratch();
-  return output;
+  // Where only the hidden units are wanted, there is no second weight.
+  if (args.y != nullptr)
+    second(LinearArgs{args.type, hidden, nullptr, args.bias2, args.residual, args.y, args.m, args.f,
+                      args.n, args.f, args.residual_stride, args.n, 0});
+}
+
+// A block of rows at a time through both maps.
+void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panels2) {
+  args.packed1 = panels1.data;
+  args.packed2 = panels2.data;
+  const FeedForwardKernels* kernels = nullptr;
+  if (args.type != Element::float32) {
+    kernels = TF_DISPATCH(half_feed_forward_kernels, args.type);
+  } else if (panels1.kernels->in_floats) {
+    kernels = TF_DISPATCH(feed_forward_kernels, );
+#ifdef TF_HAVE_AMX
+  } else {
+    kernels = amx::split_feed_forward_kernels();
+#endif
+  }
+  const int64_t threads = torch::stable::get_num_threads(), unit = kernels->row_unit;
+  const int64_t most = kernels->row_block(args);
+  const int64_t blocks = ((args.m + most - 1) / most + threads - 1) / threads * threads;
+  for_each_item(blocks, [&](int64_t item) {
+    const int64_t begin = row_of_part(args.m, item, blocks, unit);
+    const int64_t end = row_of_part(args.m, item + 1, blocks, unit);
+    if (begin == end) return;
+    kernels->rows(args, begin, end,
+                  bytes_of(kernel_scratch(), kernels->scratch(args, end - begin)));
+  });
+}
+
+// The same, or, of few rows of fp32, map by map.
+void run_packed(const FeedForwardArgs& args, const Panels& panels1, const Panels& panels2,
+                int slot) {
+  const bool mixed = args.y != nullptr && panels1.kernels->in_floats != panels2.kernels->in_floats;
+  if (args.type != Element::float32 ||
+      (args.m >= 56 * torch::stable::get_num_threads() && !mixed && !splits_panels(args.m)))
+    return run_blocks(args, panels1, panels2);
+  feed_forward_by_maps(
+      args, slot, [&](const LinearArgs& map) { run_linear(map, panels1); },
+      [&](const LinearArgs& map) { run_linear(map, panels2); });
 }
 
 }  // namespace
 
-void run_feed_forward(HalfFeedForwardArgs args, const Tensor& weight1,
+void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
-                      const std::optional<Tensor>& packed2) {
-  const int64_t m = args.m, k = args.k, f = args.f, n = args.n;
-  if (m < 64 * torch::stable::get_num_threads() && !args.dropout.on) {
-    // Too few rows to share out: threads take columns, the small hidden block stays in cache.
-    void* hidden = shared_scratch(kHiddenSlot).floats((m + 1) / 2, f);
-    run_linear({args.type, args.x, nullptr, args.bias1, nullptr, hidden, m, k, f, args.x_stride, 0,
-                f, args.activation, args.preactivation},
-               weight1, packed1, 0);
-    run_linear({args.type, hidden, nullptr, args.bias2, args.residual, args.y, m, f, n, f,
-                args.residual_stride, n, 0},
-               weight2, packed2, 1);
-    return;
-  }
-  args.packed1 = panels_of(weight1, packed1, 0);
-  args.packed2 = panels_of(weight2, packed2, 1);
-  const int64_t tall = TF_DISPATCH(half_feed_forward_row_block, args);
-  for_each_row_block(m, tall, [&](int64_t begin, int64_t end) {
-    const int64_t scratch = TF_DISPATCH(half_feed_forward_scratch, args, end - begin);
-    TF_DISPATCH(half_feed_forward_rows, args, begin, end, bytes_of(kernel_scratch(), scratch));
-  });
+                      const std::optional<Tensor>& packed2, int slot) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const bool in_floats = args.type == Element::float32;
+  if (in_floats ? args.m < 56 * threads : args.m < 64 * threads && !args.dropout.on)
+    return feed_forward_by_maps(
+        args, slot, [&](const LinearArgs& map) { run_linear(map, weight1, packed1, 0); },
+        [&](const LinearArgs& map) { run_linear(map, weight2, packed2, 1); });
+  run_packed(args, panels_of(weight1, packed1, 0, args.m), panels_of(weight2, packed2, 1, args.m),
+             slot);
 }
-
-}  // namespace half
 
 namespace {
 
@@ -82,30 +99,31 @@ Tensor feed_forward_keeping(const Tensor& input, const Tensor& weight1,
                             double dropout_p, const std::optional<Tensor>& seed,
                             Tensor* preactivation) {
   const char* op = "feed_forward";
-  check_float(op, "input", input);
+  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  check_type(op, "input", input, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
-  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1);
-  check_weight(op, "weight2", weight2, weight1.size(0), bias2);
+  check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, type);
+  check_weight(op, "weight2", weight2, weight1.size(0), bias2, type);
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
   Tensor output = fresh_rows(input, n);
   if (m == 0 || (n == 0 && preactivation == nullptr)) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
-  FeedForwardArgs args{};
-  args.x = x.data;
-  args.bias1 = optional_data(b1);
-  args.bias2 = optional_data(b2);
-  args.y = floats_if(n > 0, output);
-  args.m = m;
-  args.k = k;
-  args.f = f;
-  args.n = n;
-  args.x_stride = x.stride;
-  args.activation = checked_activation(op, activation);
-  args.dropout = make_dropout(op, dropout_p, seed);
-  if (preactivation != nullptr) args.preactivation = floats_if(true, *preactivation);
-  if (!run_small_feed_forward(args, weight1, packed1, weight2, packed2, 2))
-    run_feed_forward(args, panels_of(weight1, packed1, 0, m), panels_of(weight2, packed2, 1, m), 2);
+  run_feed_forward(
+      {.type = element_of(input),
+       .x = x.data,
+       .bias1 = data_of(b1),
+       .bias2 = data_of(b2),
+       .y = data_if(n > 0, output),
+       .m = m,
+       .k = k,
+       .f = f,
+       .n = n,
+       .x_stride = x.stride,
+       .activation = checked_activation(op, activation),
+       .dropout = make_dropout(op, dropout_p, seed),
+       .preactivation = preactivation == nullptr ? nullptr : preactivation->mutable_data_ptr()},
+      weight1, packed1, weight2, packed2, 2);
   trim_shared_scratch();
   return output;
 }
@@ -113,9 +131,8 @@ Tensor feed_forward_keeping(const Tensor& input, const Tensor& weight1,
 Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
                     std::optional<Tensor> bias1, Tensor weight2, std::optional<Tensor> packed2,
                     std::optional<Tensor> bias2, int64_t activation) {
-  const auto run = is_half(input) ? half::feed_forward : feed_forward_keeping;
-  return run(input, weight1, packed1, bias1, weight2, packed2, bias2, activation, 0.0, std::nullopt,
-             nullptr);
+  return feed_forward_keeping(input, weight1, packed1, bias1, weight2, packed2, bias2, activation,
+                              0.0, std::nullopt, nullptr);
 }
 
 // kept: the preactivation, empty if it is not to be kept.
@@ -126,121 +143,135 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
                                                  bool keep) {
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
   Tensor kept = keep ? fresh_rows(input, weight1.size(0)) : fresh(input, {0});
-  const auto run = is_half(input) ? half::feed_forward : feed_forward_keeping;
-  Tensor output = run(input, weight1, std::nullopt, bias1, weight2, std::nullopt, bias2, activation,
-                      dropout_p, seed, keep ? &kept : nullptr);
+  Tensor output = feed_forward_keeping(input, weight1, std::nullopt, bias1, weight2, std::nullopt,
+                                       bias2, activation, dropout_p, seed, keep ? &kept : nullptr);
   return {output, kept};
 }
 
-// Rows [begin, begin + rows), and what earlier rows gave to the sums is there already.
-void backward_part(FeedForwardArgs args, FeedForwardGradients& call, const Rows& dy, const Rows& x,
-                   const float* z, const Panels& panels_w2, const Panels& panels_w1, int64_t begin,
-                   int64_t rows) {
-  const int64_t k = args.k, f = args.f, n = args.n;
-  const float* grad = dy.data + begin * dy.stride;
-  FeedForwardArgs back = args;
-  WeightGradientArgs sums{};
-  sums.m = rows;
-  sums.row = begin;
-  sums.accumulate = begin > 0;
-  if (call.through()) {
-    back.x = grad;
-    back.x_stride = dy.stride;
-    back.y = call.wants[0] ? call.floats(0) + begin * k : nullptr;
-    back.m = rows;
-    back.k = n;
-    back.n = k;
-    back.row = begin;
-    back.slope_at = z + begin * f;
-    const bool sums_wanted = call.wants[1] || call.wants[2];
-    back.hidden = sums_wanted ? shared_scratch(2).floats(rows, f) : nullptr;
-    if (call.wants[3])
-      back.panels = shared_scratch(4).floats(TF_DISPATCH(weight_gradient_panels, rows, f));
-    run_feed_forward(back, panels_w2, panels_w1, 3);
-    if (sums_wanted) {
-      sums.grad = back.hidden;
-      sums.grad_stride = f;
-      sums.x = x.data + begin * x.stride;
-      sums.x_stride = x.stride;
-      sums.n = f;
-      sums.k = k;
-      sums.grad_weight = call.floats(1);
-      sums.grad_bias = call.floats(2);
-      run_weight_gradient_part(sums, 3);
-    }
-  }
-  if (call.wants[3] || call.wants[4]) {
-    sums.grad = grad;
-    sums.grad_stride = dy.stride;
-    sums.x = z + begin * f;
-    sums.x_stride = f;
-    sums.n = n;
-    sums.k = f;
-    sums.grad_weight = call.floats(3);
-    sums.grad_bias = call.floats(4);
-    sums.activation = args.activation;
-    sums.dropout = args.dropout;
-    sums.panels = back.panels;
-    run_weight_gradient_part(sums, 3);
-  }
-}
+// Of y = dropout(act(x W1^T + b1)) W2^T + b2; m and n are positive.
+struct Gradients {
+  Element type;
+  int64_t m, k, f, n;
+  Rows dy, x;               // (m, n), (m, k)
+  Tensor weight1, weight2;  // (f, k), (n, f)
+  const void* z;            // x W1^T + b1 (m, f), contiguous
+  int activation;
+  Dropout dropout;
+  void* results[5] = {};  // of input, weight1, bias1, weight2, bias2; nullptr where not wanted
 
-// The same for few rows, product by product.
-void backward_few(FeedForwardGradients& call, const Rows& dy, const Rows& x, const float* z) {
-  const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
+  // Whether the gradient of x W1^T + b1 is needed for itself.
+  bool through() const { return results[0] || results[1] || results[2]; }
+  WeightGradientArgs first() const {
+    return {.type = type,
+            .x = x.data,
+            .grad_weight = results[1],
+            .grad_bias = results[2],
+            .m = m,
+            .n = f,
+            .k = k,
+            .grad_stride = f,
+            .x_stride = x.stride};
+  }
+  WeightGradientArgs second() const {
+    return {.type = type,
+            .grad = dy.data,
+            .grad_weight = results[3],
+            .grad_bias = results[4],
+            .m = m,
+            .n = n,
+            .k = f,
+            .grad_stride = dy.stride,
+            .x_stride = f};
+  }
+};
+
+// For few rows of fp32, product by product.
+void backward_few(const Gradients& call) {
+  const int64_t m = call.m, f = call.f;
   float* grad = shared_scratch(2).floats(m, f);  // of hidden units, then of z
   float* hidden = shared_scratch(3).floats(m, f);
-  if (call.through()) run_input_gradient(dy.data, dy.stride, call.weight2, m, grad, 0);
+  if (call.through()) run_input_gradient(call.dy.data, call.dy.stride, call.weight2, m, grad, 0);
   // What nobody wants of the two is worked out from what the scratch holds; it is not looked at.
-  const FewMiddleArgs middle{
-      z, grad, call.wants[3] ? hidden : nullptr, f, call.activation, call.dropout};
-  if (call.through() || call.wants[3])
+  const bool second = call.results[3] != nullptr;
+  const FewMiddleArgs middle{static_cast<const float*>(call.z),
+                             grad,
+                             second ? hidden : nullptr,
+                             f,
+                             call.activation,
+                             call.dropout};
+  if (call.through() || second)
     torch::stable::parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
                                 [&](int64_t begin, int64_t end) {
                                   TF_DISPATCH(few_middle, middle, begin, end,
                                               kernel_scratch().floats(f + 64));
                                 });
-  if (call.wants[0]) run_input_gradient(grad, f, call.weight1, m, call.floats(0), 0);
-  WeightGradientArgs sums{};
-  sums.m = m;
-  sums.grad = grad;
-  sums.grad_stride = f;
-  sums.x = x.data;
-  sums.x_stride = x.stride;
-  sums.n = f;
-  sums.k = k;
-  sums.grad_weight = call.floats(1);
-  sums.grad_bias = call.floats(2);
-  run_weight_gradient_part(sums, 0);
-  sums.grad = dy.data;
-  sums.grad_stride = dy.stride;
-  sums.x = hidden;
-  sums.x_stride = f;
-  sums.n = n;
-  sums.k = f;
-  sums.grad_weight = call.floats(3);
-  sums.grad_bias = call.floats(4);
-  run_weight_gradient_part(sums, 0);
+  if (call.results[0]) run_input_gradient(grad, f, call.weight1, m, call.results[0], 0);
+  WeightGradientArgs sums1 = call.first(), sums2 = call.second();
+  sums1.grad = grad;
+  run_weight_gradient_part(sums1, 0);
+  sums2.x = hidden;
+  run_weight_gradient_part(sums2, 0);
 }
 
-void feed_forward_gradients(FeedForwardGradients& call) {
-  const Rows dy = as_rows(call.grad), x = as_rows(call.input);
-  const auto* z = static_cast<const float*>(call.preactivation.const_data_ptr());
-  if (call.f > 0 && is_few_backward(call.weight1, call.m) && is_few_backward(call.weight2, call.m))
-    return backward_few(call, dy, x, z);
-  FeedForwardArgs args{};
-  args.k = call.k;
-  args.f = call.f;
-  args.n = call.n;
-  args.activation = call.activation;
-  args.dropout = call.dropout;
-  Panels panels_w2, panels_w1;
-  if (call.through()) panels_w2 = column_panels_of(call.weight2, 0, call.m);
-  if (call.wants[0]) panels_w1 = column_panels_of(call.weight1, 1, call.m);
-  const int64_t most = weight_gradient_part_rows(std::max(call.k, call.f));
-  for (int64_t begin = 0; begin < call.m; begin += most)
-    backward_part(args, call, dy, x, z, panels_w2, panels_w1, begin,
-                  std::min(most, call.m - begin));
+void feed_forward_gradients(const Gradients& call) {
+  const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
+  if (f > 0 && is_few_backward(call.weight1, m) && is_few_backward(call.weight2, m))
+    return backward_few(call);
+  const Element type = call.type;
+  const bool in_floats = type == Element::float32, first = call.results[1] || call.results[2];
+  const bool second = call.results[3] != nullptr, through = call.through();
+  // fp32 works the hidden units out again by themselves, if nothing else is wanted.
+  const bool back_wanted = through || (!in_floats && second);
+  Panels panels2, panels1;
+  if (back_wanted) panels2 = column_panels_of(call.weight2, 0, m);
+  if (call.results[0]) panels1 = column_panels_of(call.weight1, 1, m);
+  const int64_t most = weight_gradient_part_rows(type, std::max(k, f));
+  WeightGradientArgs sums1 = call.first(), sums2 = call.second();
+  if (!in_floats) {
+    const bool parts = most < m;
+    const int64_t floats = sum_floats(sums1, parts);
+    float* place = shared_scratch(5).floats(floats + sum_floats(sums2, parts));
+    set_sums(sums1, place, parts);
+    set_sums(sums2, place + floats, parts);
+  }
+  for (int64_t begin = 0; begin < m; begin += most) {
+    const int64_t rows = std::min(most, m - begin);
+    const void* z = place_of(call.z, type, begin * f);
+    const void* dy = place_of(call.dy.data, type, begin * call.dy.stride);
+    sums1.m = sums2.m = rows;
+    sums1.row = sums2.row = begin;
+    sums1.first = sums2.first = begin == 0;
+    sums1.last = sums2.last = begin + rows == m;
+    if (back_wanted) {
+      FeedForwardArgs back{.type = type,
+                           .x = dy,
+                           .y = place_of(call.results[0], type, begin * k),
+                           .m = rows,
+                           .k = n,
+                           .f = f,
+                           .n = k,
+                           .x_stride = call.dy.stride,
+                           .activation = call.activation,
+                           .dropout = call.dropout,
+                           .row = begin,
+                           .slope_at = z};
+      if (first) back.hidden = shared_scratch(2).floats(in_floats ? rows : (rows + 1) / 2, f);
+      if (second) sums2.panels = back.panels = weight_gradient_panels(type, rows, f, 4);
+      run_packed(back, panels2, panels1, 3);
+      if (first) {
+        sums1.grad = back.hidden;
+        sums1.x = place_of(call.x.data, type, begin * call.x.stride);
+        run_weight_gradient_part(sums1, 3);
+      }
+    }
+    if (second || call.results[4]) {
+      sums2.grad = dy;
+      sums2.x = z;
+      sums2.activation = call.activation;
+      sums2.dropout = call.dropout;
+      run_weight_gradient_part(sums2, 3);
+    }
+  }
 }
 
 // Gradients of input, weight1, bias1, weight2 and bias2; what is not wanted comes back empty.
@@ -262,31 +293,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
                   ": grad must have the shape of the result");
   STD_TORCH_CHECK(preactivation.numel() == m * f, op,
                   ": preactivation must have one value per row and hidden unit");
-  FeedForwardGradients call{m,
-                            k,
-                            f,
-                            n,
-                            grad,
-                            input,
-                            weight1,
-                            weight2,
-                            as_contiguous(preactivation),
-                            checked_activation(op, activation),
-                            make_dropout(op, dropout_p, seed),
-                            {want_input, want_weight1, want_bias1, want_weight2, want_bias2},
-                            {want_input ? fresh_rows(input, k) : fresh(input, {0}),
-                             want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
-                             fresh(weight1, {want_bias1 ? f : 0}),
-                             want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),
-                             fresh(weight2, {want_bias2 ? n : 0})}};
-  auto& [grad_input, grad_weight1, grad_bias1, grad_weight2, grad_bias2] = call.results;
+  const Tensor z = as_contiguous(preactivation);
+  const bool wants[] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
+  Tensor results[] = {want_input ? fresh_rows(input, k) : fresh(input, {0}),
+                      want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
+                      fresh(weight1, {want_bias1 ? f : 0}),
+                      want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),
+                      fresh(weight2, {want_bias2 ? n : 0})};
+  Gradients call{.type = element_of(input),
+                 .m = m,
+                 .k = k,
+                 .f = f,
+                 .n = n,
+                 .dy = as_rows(grad),
+                 .x = as_rows(input),
+                 .weight1 = weight1,
+                 .weight2 = weight2,
+                 .z = z.const_data_ptr(),
+                 .activation = checked_activation(op, activation),
+                 .dropout = make_dropout(op, dropout_p, seed)};
+  for (int i = 0; i < 5; ++i) call.results[i] = data_if(wants[i], results[i]);
   if (m == 0 || n == 0) {
-    for (Tensor& tensor : call.results) torch::stable::zero_(tensor);
+    for (Tensor& tensor : results) torch::stable::zero_(tensor);
   } else {
-    is_half(input) ? half::feed_forward_gradients(call) : feed_forward_gradients(call);
+    feed_forward_gradients(call);
     trim_shared_scratch();
   }
-  return {grad_input, grad_weight1, grad_bias1, grad_weight2, grad_bias2};
+  return {results[0], results[1], results[2], results[3], results[4]};
 }
 
 }  // namespace

@@ -1,17 +1,20 @@
 // Feed-forward network ("Attention Is All You Need", section 3.3) for half types, over a block of
 // rows whose hidden units stay in the second-level cache, in the form that the second product
-// wants.
-#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
-
+// wants. And the rows' part of its gradients,
+//
+//   dz = dropout(dy W2) act'(z),  dx = dz W1,
+//
+// with what the weights' gradients take besides: dz in memory, and the hidden units again.
 #include <type_traits>
 
 #include "cpu/ops/feed_forward/feed_forward_product.h"
+#include "cpu/simd/activation_slope.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 template <class T>
-void block(const HalfFeedForwardArgs& args, long begin, long end, void* scratch) {
+void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   T* kept = static_cast<T*>(args.preactivation);
   if (kept != nullptr) kept += begin * args.f;
   two_products<T>(
@@ -39,20 +42,102 @@ void block(const HalfFeedForwardArgs& args, long begin, long end, void* scratch)
       [](long) {});
 }
 
+// Rows of a panel, one after the other, from an even one on: it holds them by twos.
+template <class T>
+class PairedRows {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+ public:
+  PairedRows(Operand* panel, long row, float* waiting)
+      : panel_(panel), row_(row), waiting_(waiting) {}
+
+  TF_INLINE void put(long i, Vec low, Vec high) const {
+    if (i % 2 == 0) {
+      store(waiting_, low);
+      store(waiting_ + kLanes, high);
+    } else {
+      P::put_pair(panel_, (row_ + i) / 2, {load(waiting_), load(waiting_ + kLanes)}, {low, high});
+    }
+  }
+
+  // After `rows` rows. Zeros follow the last row of all m.
+  void finish(long rows, long m) const {
+    if (rows % 2 != 0) put(rows, zero(), zero());
+    if (row_ + rows < m) return;
+    for (long pair = (m + 1) / 2; 2 * pair < P::depth(m); ++pair)
+      P::put_pair(panel_, pair, {zero(), zero()}, {zero(), zero()});
+  }
+
+ private:
+  Operand* panel_;
+  long row_;
+  float* waiting_;
+};
+
+template <class T>
+void backward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+  using P = Product<T>;
+  float* waiting = static_cast<float*>(scratch);
+  const T* z = static_cast<const T*>(args.slope_at) + begin * args.f;
+  T* grad_z = args.hidden == nullptr ? nullptr : static_cast<T*>(args.hidden) + begin * args.f;
+  auto* panels = static_cast<typename P::Operand*>(args.panels);
+  const auto paired = [&](long j) {
+    return PairedRows<T>(panels == nullptr ? nullptr : panels + j / kPanel * P::panel_size(args.m),
+                         begin, waiting);
+  };
+  two_products<T>(
+      args, begin, end, waiting + kPanel,
+      [&](long j) {
+        const Ends<T> ends(nullptr, j, args.f, args.activation);
+        const PairedRows<T> hidden = paired(j);
+        const long have = args.f - j;
+        return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
+          const T* from = z + i * args.f + j;
+          Vec h_low = load_some(from, have);
+          Vec h_high = have > kLanes ? load_some(from + kLanes, have - kLanes) : zero();
+          Vec factors[2];
+          if (args.dropout.on) {
+            panel_factors(args.dropout, args.row + begin + i, j, j % kDraw == 0, keep, factors[0],
+                          factors[1]);
+            low = drop(low, factors[0]);
+            high = drop(high, factors[1]);
+          }
+          low = through_activation(low, h_low, args.activation);
+          high = through_activation(high, h_high, args.activation);
+          if (grad_z != nullptr) ends.write(grad_z + i * args.f + j, low, high);
+          if (panels == nullptr) return;
+          if (args.dropout.on) {
+            h_low = drop(h_low, factors[0]);
+            h_high = drop(h_high, factors[1]);
+          }
+          hidden.put(i, h_low, h_high);
+        };
+      },
+      [&](long j) {
+        if (panels != nullptr) paired(j).finish(end - begin, args.m);
+      });
+}
+
+template <class T>
+long scratch_bytes(const FeedForwardArgs& args, long rows) {
+  return kPanel * static_cast<long>(sizeof(float)) + feed_forward_scratch_bytes<T>(args, rows);
+}
+
+template <class T>
+void rows(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+  (args.slope_at == nullptr ? forward<T> : backward<T>)(args, begin, end, scratch);
+}
+
+// Panels hold rows by twos.
+template <class T>
+constexpr FeedForwardKernels kKernels{
+    .row_unit = 2, .row_block = row_block<T>, .scratch = scratch_bytes<T>, .rows = rows<T>};
+
 }  // namespace
 
-long half_feed_forward_row_block(const HalfFeedForwardArgs& args) {
-  return (args.type == Element::bfloat16 ? feed_forward_row_block<BFloat16>
-                                         : feed_forward_row_block<Float16>)(args);
-}
-
-long half_feed_forward_scratch(const HalfFeedForwardArgs& args, long rows) {
-  return (args.type == Element::bfloat16 ? feed_forward_scratch_bytes<BFloat16>
-                                         : feed_forward_scratch_bytes<Float16>)(args, rows);
-}
-
-void half_feed_forward_rows(const HalfFeedForwardArgs& args, long begin, long end, void* scratch) {
-  (args.type == Element::bfloat16 ? block<BFloat16> : block<Float16>)(args, begin, end, scratch);
+const FeedForwardKernels* half_feed_forward_kernels(Element type) {
+  return type == Element::bfloat16 ? &kKernels<BFloat16> : &kKernels<Float16>;
 }
 
 }  // namespace tf::TF_ISA

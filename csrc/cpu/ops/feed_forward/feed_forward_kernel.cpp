@@ -1,15 +1,17 @@
 // Feed-forward network ("Attention Is All You Need", section 3.3) over a block of rows: a slice of
 // the hidden units is computed, activated and multiplied into the result while it is in cache, so
 // the (rows, F) hidden matrix never exists.
-#include "cpu/ops/feed_forward/feed_forward_kernel.h"
-
 #include "cpu/gemm/gemm.h"
 #include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
+
+const float* floats(const void* place) { return static_cast<const float*>(place); }
+float* floats(void* place) { return static_cast<float*>(place); }
 
 constexpr long kHidden = 512;  // hidden units per slice
 constexpr long kPad = 16;      // keeps the rows of y out of each other's cache sets
@@ -32,7 +34,8 @@ struct Layout {
 void between(const FeedForwardArgs& args, long row, long unit, long columns, float* hidden,
              float* factors) {
   const long place = row * args.f + unit;
-  if (args.preactivation != nullptr) copy_row(hidden, columns, args.preactivation + place, columns);
+  if (args.preactivation != nullptr)
+    copy_row(hidden, columns, floats(args.preactivation) + place, columns);
   if (args.dropout.on)
     dropout_factors(args.dropout, static_cast<uint64_t>(args.row + row),
                     static_cast<uint64_t>(unit), columns, factors);
@@ -41,19 +44,92 @@ void between(const FeedForwardArgs& args, long row, long unit, long columns, flo
     if (args.slope_at == nullptr) x = activate(x, args.activation);
     if (args.dropout.on) x = drop(x, load(factors + j));
     if (args.slope_at != nullptr) {
-      const float* at = args.slope_at + place + j;
+      const float* at = floats(args.slope_at) + place + j;
       Vec h = columns - j >= kLanes ? load(at) : load_n(at, columns - j);
       x = through_activation(x, h, args.activation);
       if (args.panels != nullptr)
-        store(args.panels + weight_gradient_place(args.m, row, unit + j),
+        store(floats(args.panels) + weight_gradient_place(args.m, row, unit + j),
               args.dropout.on ? drop(h, load(factors + j)) : h);
     }
     store(hidden + j, x);
   }
-  if (args.hidden != nullptr) copy_row(hidden, columns, args.hidden + place, columns);
+  if (args.hidden != nullptr) copy_row(hidden, columns, floats(args.hidden) + place, columns);
 }
 
+long row_block(const FeedForwardArgs& args) {
+  const Layout layout(args);
+  const long tile = layout.tiles(1) + kTileRows * layout.y_stride;
+  return kTileRows * most(2, least(8, kBudget / tile));
+}
+
+long scratch_bytes(const FeedForwardArgs& args, long rows) {
+  const Layout layout(args);
+  return (layout.tiles(rows) + rows * (layout.y_stride + kPanel) + 2 * kPanel) *
+         static_cast<long>(sizeof(float));
+}
+
+void all_rows(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+  const Layout layout(args);
+  const long rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
+  const float *bias1 = floats(args.bias1), *bias2 = floats(args.bias2);
+  const float *w1 = floats(args.packed1), *w2 = floats(args.packed2);
+  float* x = floats(scratch);
+  float* hidden = x + tiles * layout.x_tile;
+  float* y = hidden + tiles * layout.hidden_tile;
+  float* slice = y + rows * layout.y_stride;  // a panel's worth of hidden units, by rows
+  float* edge_bias = slice + rows * kPanel;
+  float* factors = edge_bias + kPanel;
+  const bool training = trains(args), fused_relu = args.activation == kRelu && !training;
+  turn_rows(floats(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x, layout.x_tile);
+  for (long i = 0; i < rows; ++i) {
+    if (bias2 != nullptr) {
+      copy_row(bias2, args.n, y + i * layout.y_stride, round_up(args.n, kLanes));
+    } else {
+      for (long j = 0; j < args.n; j += kLanes) store(y + i * layout.y_stride + j, zero());
+    }
+  }
+  for (long f = 0; f < args.f; f += kHidden) {
+    const long units = least(kHidden, args.f - f);
+    for (long j = 0; j < units; j += kPanel) {
+      const long columns = least(kPanel, units - j);
+      const float* bias = bias1 != nullptr ? bias1 + f + j : nullptr;
+      if (bias != nullptr && columns < kPanel) {
+        copy_row(bias, columns, edge_bias, kPanel);
+        bias = edge_bias;
+      }
+      panel_rows<Form::turned>(x, layout.x_tile, rows, w1 + (f + j) * args.k, args.k, slice, kPanel,
+                               columns, {bias, false, fused_relu}, w1 + (f + j + kPanel) * args.k);
+      if (training) {
+        for (long i = 0; i < rows; ++i)
+          between(args, begin + i, f + j, columns, slice + i * kPanel, factors);
+      } else if (args.activation > kRelu) {
+        activate_rows(slice, kPanel, rows, columns, args.activation);
+      }
+      if (args.y == nullptr) continue;
+      turn_rows(slice, kPanel, rows, columns, hidden + j * kTurned, layout.hidden_tile);
+    }
+    for (long j = 0; j < args.n && args.y != nullptr; j += kPanel)
+      panel_rows<Form::turned>(hidden, layout.hidden_tile, rows, w2 + j * args.f + f * kPanel,
+                               units, y + j, layout.y_stride, least(kPanel, args.n - j),
+                               {nullptr, true, false}, w2 + (j + kPanel) * args.f + f * kPanel);
+  }
+  for (long i = 0; i < rows && args.y != nullptr; ++i) {
+    float* sums = y + i * layout.y_stride;
+    // Last, as two linear maps add it: how rows are cut must not reach the result.
+    if (args.residual != nullptr) {
+      const float* add = floats(args.residual) + (begin + i) * args.residual_stride;
+      for (long j = 0; j < args.n; ++j) sums[j] += add[j];
+    }
+    copy_row(sums, args.n, floats(args.y) + (begin + i) * args.n, args.n);
+  }
+}
+
+constexpr FeedForwardKernels kKernels{
+    .row_unit = 1, .row_block = row_block, .scratch = scratch_bytes, .rows = all_rows};
+
 }  // namespace
+
+const FeedForwardKernels* feed_forward_kernels() { return &kKernels; }
 
 long feed_forward_hidden_scratch(const FeedForwardArgs& args) {
   return 2 * (round_up(args.f, kPanel) + kPanel);
@@ -66,73 +142,6 @@ void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin,
     copy_row(hidden + i * args.f, args.f, scratch, round_up(args.f, kLanes));
     between(args, i, 0, args.f, scratch, factors);
     copy_row(scratch, args.f, hidden + i * args.f, args.f);
-  }
-}
-
-long feed_forward_row_block(const FeedForwardArgs& args) {
-  const Layout layout(args);
-  const long tile = layout.tiles(1) + kTileRows * layout.y_stride;
-  return kTileRows * most(2, least(8, kBudget / tile));
-}
-
-long feed_forward_scratch(const FeedForwardArgs& args, long rows) {
-  const Layout layout(args);
-  return layout.tiles(rows) + rows * (layout.y_stride + kPanel) + 2 * kPanel;
-}
-
-void feed_forward_rows(const FeedForwardArgs& args, long begin, long end, float* scratch) {
-  const Layout layout(args);
-  const long rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
-  float* x = scratch;
-  float* hidden = x + tiles * layout.x_tile;
-  float* y = hidden + tiles * layout.hidden_tile;
-  float* slice = y + rows * layout.y_stride;  // a panel's worth of hidden units, by rows
-  float* edge_bias = slice + rows * kPanel;
-  float* factors = edge_bias + kPanel;
-  const bool training = trains(args), fused_relu = args.activation == kRelu && !training;
-  turn_rows(args.x + begin * args.x_stride, args.x_stride, rows, args.k, x, layout.x_tile);
-  for (long i = 0; i < rows; ++i) {
-    if (args.bias2 != nullptr) {
-      copy_row(args.bias2, args.n, y + i * layout.y_stride, round_up(args.n, kLanes));
-    } else {
-      for (long j = 0; j < args.n; j += kLanes) store(y + i * layout.y_stride + j, zero());
-    }
-  }
-  for (long f = 0; f < args.f; f += kHidden) {
-    const long units = least(kHidden, args.f - f);
-    for (long j = 0; j < units; j += kPanel) {
-      const long columns = least(kPanel, units - j);
-      const float* bias = args.bias1 != nullptr ? args.bias1 + f + j : nullptr;
-      if (bias != nullptr && columns < kPanel) {
-        copy_row(bias, columns, edge_bias, kPanel);
-        bias = edge_bias;
-      }
-      panel_rows<Form::turned>(x, layout.x_tile, rows, args.packed1 + (f + j) * args.k, args.k,
-                               slice, kPanel, columns, {bias, false, fused_relu},
-                               args.packed1 + (f + j + kPanel) * args.k);
-      if (training) {
-        for (long i = 0; i < rows; ++i)
-          between(args, begin + i, f + j, columns, slice + i * kPanel, factors);
-      } else if (args.activation > kRelu) {
-        activate_rows(slice, kPanel, rows, columns, args.activation);
-      }
-      if (args.y == nullptr) continue;
-      turn_rows(slice, kPanel, rows, columns, hidden + j * kTurned, layout.hidden_tile);
-    }
-    for (long j = 0; j < args.n && args.y != nullptr; j += kPanel)
-      panel_rows<Form::turned>(hidden, layout.hidden_tile, rows,
-                               args.packed2 + j * args.f + f * kPanel, units, y + j,
-                               layout.y_stride, least(kPanel, args.n - j), {nullptr, true, false},
-                               args.packed2 + (j + kPanel) * args.f + f * kPanel);
-  }
-  for (long i = 0; i < rows && args.y != nullptr; ++i) {
-    float* sums = y + i * layout.y_stride;
-    // Last, as two linear maps add it: how rows are cut must not reach the result.
-    if (args.residual != nullptr) {
-      const float* add = args.residual + (begin + i) * args.residual_stride;
-      for (long j = 0; j < args.n; ++j) sums[j] += add[j];
-    }
-    copy_row(sums, args.n, args.y + (begin + i) * args.n, args.n);
   }
 }
 

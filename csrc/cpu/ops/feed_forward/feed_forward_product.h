@@ -3,19 +3,19 @@
 #pragma once
 
 #include "cpu/gemm/epilogue.h"
-#include "cpu/ops/feed_forward/feed_forward_half_kernel.h"
+#include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 template <class T>
-long feed_forward_row_block(const HalfFeedForwardArgs& args) {
+long row_block(const FeedForwardArgs& args) {
   return block_rows<T>((args.k + args.f) * Product<T>::kBytes);
 }
 
 template <class T>
-long feed_forward_scratch_bytes(const HalfFeedForwardArgs& args, long rows) {
+long feed_forward_scratch_bytes(const FeedForwardArgs& args, long rows) {
   using P = Product<T>;
   return (P::block_size(rows, args.k) + P::block_size(rows, args.f)) *
              static_cast<long>(sizeof(typename P::Operand)) +
@@ -28,7 +28,7 @@ long feed_forward_scratch_bytes(const HalfFeedForwardArgs& args, long rows) {
 // product's, with the row's bits for panel_factors(), and after(j) is called when all rows have
 // passed. Without y there is no second product.
 template <class T, class First, class After>
-void two_products(const HalfFeedForwardArgs& args, long begin, long end, void* scratch,
+void two_products(const FeedForwardArgs& args, long begin, long end, void* scratch,
                   const First& first, const After& after) {
   using P = Product<T>;
   using Operand = typename P::Operand;

@@ -1,10 +1,9 @@
 // Feed-forward network ("Attention Is All You Need", section 3.3) for fp32 in pieces over a block
 // of rows: a slice of the hidden units is computed, activated, split and multiplied into the result
 // while it is in the second-level cache. A training step and its backward take the same way.
-#include "cpu/ops/feed_forward/feed_forward_split_kernel.h"
-
 #include "cpu/gemm/epilogue.h"
 #include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/philox.h"
 
@@ -48,7 +47,8 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
                       KeepBits& keep, Vec& low, Vec& high) {
   if constexpr (!kTrains) return ends.finish(low, high);
   const long place = row * args.f + unit, count = least(kPanel, args.f - unit);
-  const auto write = [&](float* at) __attribute__((always_inline)) {
+  const auto write = [&](void* to) __attribute__((always_inline)) {
+    auto* at = static_cast<float*>(to);
     // Where the next panel will write: stores a row apart are nothing that hardware foresees.
     _mm_prefetch(reinterpret_cast<const char*>(at + place + kPanel), _MM_HINT_T1);
     store_some(at + place, low, count);
@@ -67,7 +67,7 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     low = dropped(activate(low, args.activation), 0);
     high = dropped(activate(high, args.activation), 1);
   } else {
-    const float* at = args.slope_at + place;
+    const float* at = static_cast<const float*>(args.slope_at) + place;
     _mm_prefetch(reinterpret_cast<const char*>(at + kPanel), _MM_HINT_T1);
     _mm_prefetch(reinterpret_cast<const char*>(at + kPanel + kLanes), _MM_HINT_T1);
     Vec h[2] = {load_some(at, count),
@@ -75,7 +75,7 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     low = through_activation(dropped(low, 0), h[0], args.activation);
     high = through_activation(dropped(high, 1), h[1], args.activation);
     if (args.panels != nullptr) {
-      float* to = args.panels + weight_gradient_place(args.m, row, unit);
+      float* to = static_cast<float*>(args.panels) + weight_gradient_place(args.m, row, unit);
       store(to, dropped(h[0], 0));
       store(to + kLanes, dropped(h[1], 1));
     }
@@ -85,9 +85,10 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
 
 // A row of the result by fp32 FMA, for numbers that have no pieces.
 template <bool kTrains>
-void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long row,
-           float* units, KeepBits& keep, float* y) {
-  const float* x = args.x + row * args.x_stride;
+void plain(const FeedForwardArgs& args, long row, float* units, KeepBits& keep, float* y) {
+  const auto* w1 = static_cast<const Operand*>(args.packed1);
+  const auto* w2 = static_cast<const Operand*>(args.packed2);
+  const float* x = static_cast<const float*>(args.x) + row * args.x_stride;
   Vec low, high;
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
     P::plain_row([&](long p) { return x[p]; }, args.k, w1, low, high);
@@ -104,11 +105,12 @@ void plain(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
 }
 
 template <bool kTrains>
-void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, long begin, long end,
-           void* scratch) {
+void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+  const auto* w1 = static_cast<const Operand*>(args.packed1);
+  const auto* w2 = static_cast<const Operand*>(args.packed2);
   const long rows = end - begin;
   const Workspace work(args, rows, scratch);
-  const float* x = args.x + begin * args.x_stride;
+  const float* x = static_cast<const float*>(args.x) + begin * args.x_stride;
   P::enter();
   P::fill(x, args.x_stride, rows, args.k, work.x);
   // Once even without hidden units: the product then clears y.
@@ -143,12 +145,12 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
     float* sums = work.y + i * work.y_stride;
     for (long j = 0; j < args.n; j += kPanel) {
       if (!P::is_odd(load(sums + j), load(sums + j + kLanes))) continue;
-      plain<kTrains>(args, w1, w2, begin + i, work.units, work.keep[i], sums);
+      plain<kTrains>(args, begin + i, work.units, work.keep[i], sums);
       break;
     }
-    const float* residual = args.residual;
+    const auto* residual = static_cast<const float*>(args.residual);
     if (residual != nullptr) residual += (begin + i) * args.residual_stride;
-    float* y = args.y + (begin + i) * args.n;
+    float* y = static_cast<float*>(args.y) + (begin + i) * args.n;
     for (long j = 0; j < args.n; j += kPanel) {
       const Ends<float> ends(args.bias2, j, args.n, kIdentity);
       Vec low = load(sums + j), high = load(sums + j + kLanes);
@@ -159,23 +161,25 @@ void block(const FeedForwardArgs& args, const Operand* w1, const Operand* w2, lo
   }
 }
 
-}  // namespace
-
-long split_feed_forward_row_block(const FeedForwardArgs& args) {
+long row_block(const FeedForwardArgs& args) {
   // y passes by once in a slice, as the weights do, so it needs no room.
   constexpr long kBudget = 1600 * 1024, kUnit = P::kPair;
   return most(kUnit, least(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
 }
 
-long split_feed_forward_scratch(const FeedForwardArgs& args, long rows) {
+long scratch_bytes(const FeedForwardArgs& args, long rows) {
   return Workspace(args, rows, nullptr).bytes;
 }
 
-void split_feed_forward_rows(const FeedForwardArgs& args, const void* packed1, const void* packed2,
-                             long begin, long end, void* scratch) {
-  (trains(args) ? block<true> : block<false>)(args, static_cast<const Operand*>(packed1),
-                                              static_cast<const Operand*>(packed2), begin, end,
-                                              scratch);
+void all_rows(const FeedForwardArgs& args, long begin, long end, void* scratch) {
+  (trains(args) ? block<true> : block<false>)(args, begin, end, scratch);
 }
+
+constexpr FeedForwardKernels kKernels{
+    .row_unit = P::kPair, .row_block = row_block, .scratch = scratch_bytes, .rows = all_rows};
+
+}  // namespace
+
+const FeedForwardKernels* split_feed_forward_kernels() { return &kKernels; }
 
 }  // namespace tf::TF_ISA

@@ -1,86 +1,372 @@
 // The operators of linear maps, and packed weights.
+#include "cpu/ops/linear/linear.h"
+
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
 #include <tuple>
 
 #include "cpu/core/box.h"
-#include "cpu/gemm/half_host.h"
-#include "cpu/ops/linear/backward_calls.h"
-#include "cpu/ops/linear/linear_backward_host.h"
+#include "cpu/ops/linear/linear_host.h"
 
 namespace tf {
 
-namespace half {
-namespace {
-
-Tensor pack_weight(const Tensor& weight) {
-  check_like("pack_weight", "weight", weight, weight);
-  STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
-  Tensor packed = fresh_weight(weight, packed_bytes(weight) / 2 + kPackedTail);
-  auto* place = static_cast<uint16_t*>(packed.mutable_data_ptr());
-  if (weight.numel() > 0) pack(weight, place);
-  uint16_t* end = place + packed.numel();
-  std::memset(end - kPackedTail, 0, kPackedTail * sizeof(uint16_t));
-  end[-1] = packed_layout(weight);
-  return packed;
-}
-
-Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-              int64_t activation, Tensor* preactivation) {
-  const char* op = "linear";
-  check_like(op, "input", input, input);
-  STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
-  check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, input.scalar_type());
-  Tensor output = fresh_rows(input, weight.size(0));
-  const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
-  if (residual) {
-    check_like(op, "residual", *residual, input);
-    STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
-                    "linear: residual must have the shape of the result");
+void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
+                  const std::optional<Tensor>& bias, ScalarType type) {
+  check_type(op, name, weight, type, "input");
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
+                  columns, ")");
+  // So that sizes which are rounded up to whole panels are numbers, too.
+  STD_TORCH_CHECK(weight.numel() <= kMostElements, op, ": ", name, " is too large");
+  if (bias) {
+    check_type(op, "bias", *bias, type, "input");
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
+                    ": bias must have one value per row of ", name);
   }
-  if (m * n == 0) return output;
-  const HalfRows x = half_rows(input);
-  const HalfRows r = residual ? half_rows(*residual) : HalfRows{input, nullptr, 0};
-  const std::optional<Tensor> b = as_contiguous(bias);
-  run_linear(
-      {element_of(input), x.data, nullptr, data_of(b), r.data, output.mutable_data_ptr(), m, k, n,
-       x.stride, r.stride, n, checked_activation("linear", activation), data_of(preactivation)},
-      weight, packed, 0);
-  trim_shared_scratch();
-  return output;
 }
 
-}  // namespace
-}  // namespace half
-
 namespace {
+
+// For products of m rows.
+const LinearKernels& kernels_for(Element type, int64_t m) {
+  if (type != Element::float32) return *TF_DISPATCH(half_linear_kernels, type);
+#ifdef TF_HAVE_AMX
+  if (packs_pieces(m)) return *amx::split_linear_kernels();
+#endif
+  return *TF_DISPATCH(linear_kernels, );
+}
+
+// W (n, k) into panels; or, transposed, W^T, given W (k, n).
+void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, void* place) {
+  const Rows w = as_rows(weight);
+  const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
+  const auto run = transposed ? kernels.pack_turned : kernels.pack;
+  const bool by_rows = transposed && kernels.pack_turned_by > 0;
+  const int64_t unit = by_rows ? kernels.pack_turned_by : kernels.panel;
+  const int64_t along = by_rows ? k : n, across = by_rows ? n : k;
+  torch::stable::parallel_for(
+      0, (along + unit - 1) / unit,
+      std::max<int64_t>(1, 32768 / (unit * std::max<int64_t>(1, across))),
+      [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
+}
+
+constexpr int64_t kAhead = 4096;  // bytes behind panels in scratch, for prefetching
+
+Panels pack_now(const Tensor& weight, bool transposed, int slot, int64_t m) {
+  const LinearKernels& kernels = kernels_for(element_of(weight), m);
+  const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
+  void* place = bytes_of(shared_scratch(slot), kernels.packed_bytes(n, k) + kAhead);
+  pack(kernels, weight, transposed, place);
+  return {&kernels, place};
+}
+
+// Elements behind the panels of a packed copy: room for prefetching, and in the very last bytes the
+// layout.
+constexpr int64_t kPackedTail = 64;
+
+const uint16_t* layout_of(const Tensor& packed) {
+  const int64_t bytes = packed.numel() * static_cast<int64_t>(packed.element_size());
+  return static_cast<const uint16_t*>(packed.const_data_ptr()) + bytes / 2 - 1;
+}
+
+// A packed copy is a tensor of the weight's dtype, or, of fp32 in pieces, of bfloat16. With its
+// size and layout this tells whether the instruction set in use can read it.
+Panels given_panels(const Tensor& weight, const Tensor& packed) {
+  const ScalarType type = weight.scalar_type(), given = packed.scalar_type();
+  const LinearKernels* kernels = nullptr;
+  if (given == type) kernels = &kernels_for(element_of(weight), 0);
+#ifdef TF_HAVE_AMX
+  else if (type == ScalarType::Float && given == ScalarType::BFloat16 && current_isa() == Isa::amx)
+    kernels = amx::split_linear_kernels();
+#endif
+  if (kernels == nullptr || !packed.is_cpu() || !packed.is_contiguous()) return {};
+  const int64_t bytes = kernels->packed_bytes(weight.size(0), weight.size(1));
+  if (packed.numel() != bytes / static_cast<int64_t>(packed.element_size()) + kPackedTail ||
+      *layout_of(packed) != kernels->layout)
+    return {};
+  return {kernels, packed.const_data_ptr()};
+}
 
 // A copy of a weight for products of that many rows.
 Tensor pack_weight(Tensor weight, int64_t rows) {
-  if (is_half(weight)) return half::pack_weight(weight);
-  check_float("pack_weight", "weight", weight);
+  check_type("pack_weight", "weight", weight,
+             is_half(weight) ? weight.scalar_type() : ScalarType::Float, "weight");
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
-  return packs_pieces(rows) ? pack_pieces(weight) : pack_whole(weight);
+  const LinearKernels& kernels = kernels_for(element_of(weight), rows);
+  const bool in_pieces = !is_half(weight) && !kernels.in_floats;
+  const int64_t element = in_pieces ? 2 : static_cast<int64_t>(weight.element_size());
+  const int64_t bytes = kernels.packed_bytes(weight.size(0), weight.size(1));
+  Tensor packed = fresh_weight(weight, bytes / element + kPackedTail, in_pieces);
+  char* place = static_cast<char*>(packed.mutable_data_ptr());
+  if (weight.numel() > 0) pack(kernels, weight, false, place);
+  std::memset(place + bytes, 0, static_cast<size_t>(kPackedTail * element));
+  *const_cast<uint16_t*>(layout_of(packed)) = kernels.layout;
+  return packed;
 }
 
-float* mutable_data(Tensor* tensor) {
-  return tensor == nullptr ? nullptr : static_cast<float*>(tensor->mutable_data_ptr());
+// Whether a thread takes all rows through panels, one after the other.
+bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
+  return args.k > 0 && args.k <= kernels.deepest &&
+         args.n >= kernels.least_panels * kernels.panel * torch::stable::get_num_threads() &&
+         args.m <= kernels.row_block(args);
 }
 
-// preactivation: where x W^T + bias is kept for the backward, or nullptr.
+void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
+  const int64_t scratch = kernels.panels_scratch(args);
+  const auto place = [&] { return bytes_of(kernel_scratch(), scratch); };
+  for_each_after((args.n + kernels.panel - 1) / kernels.panel, [&] { kernels.fill(args, place()); },
+                 [&](int64_t panel) { kernels.panels(args, panel, panel + 1, place()); });
+}
+
+// The same by a weight that is packed for this call only, panel by panel.
+void run_panels(const LinearKernels& kernels, LinearArgs args, const Tensor& weight, bool turned) {
+  const Rows w = as_rows(weight);
+  args.weight = w.data;
+  args.weight_stride = w.stride;
+  args.turned = turned;
+  run_panels(kernels, args);
+}
+
+}  // namespace
+
+Panels panels_of(const Tensor& weight, const std::optional<Tensor>& packed, int slot, int64_t m) {
+  const Panels panels = packed ? given_panels(weight, *packed) : Panels{};
+  return panels.data != nullptr ? panels : pack_now(weight, false, slot, m);
+}
+
+Panels column_panels_of(const Tensor& weight, int slot, int64_t m) {
+  return pack_now(weight, true, slot, m);
+}
+
+bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_t m) {
+  return !packed && m <= direct_rows(element_of(weight), weight.numel()) &&
+         (weight.size(1) <= 1 || weight.stride(1) == 1);
+}
+
+void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
+  const LinearKernels& kernels = kernels_for(args.type, 0);
+  args.weight_stride = weight.stride(0);
+  args.weight = place_of(weight.const_data_ptr(), args.type, row * args.weight_stride);
+  const int64_t unit = kernels.direct_unit;
+  const int64_t grain = std::max<int64_t>(16 / unit, 32768 / (unit * std::max<int64_t>(1, args.k)));
+  torch::stable::parallel_for(
+      0, (args.n + unit - 1) / unit, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
+        kernels.direct(args, begin * unit, std::min<int64_t>(args.n, end * unit));
+      });
+}
+
+// Splits rows between threads where there are many, else panels.
+void run_linear(LinearArgs args, const Panels& panels) {
+  if (args.m == 0) return;
+  args.packed = panels.data;
+  const LinearKernels* kernels = panels.kernels;
+  const int64_t count = (args.n + kernels->panel - 1) / kernels->panel;
+  const int64_t threads = torch::stable::get_num_threads();
+  int64_t row_items = 1, column_items = 1;
+  constexpr int64_t kDeepest = 16384;  // each thread keeps all rows, split
+  if (kernels->in_floats && splits_panels(args.m) && args.k > 0 && args.k <= kDeepest) {
+#ifdef TF_HAVE_AMX
+    kernels = amx::few_split_linear_kernels();
+#endif
+    // Each item splits the rows, so there are more items than threads only where those are long.
+    constexpr int64_t kPanels = 32;
+    column_items = std::min(count, std::max(threads, std::min(4 * threads, count / kPanels)));
+  } else if (kernels->in_floats) {
+    const bool many = args.m >= 56 * threads;
+    if (!many && is_one_block(*kernels, args)) return run_panels(*kernels, args);
+    constexpr int64_t kRows = 112;
+    if (!many) column_items = std::min<int64_t>(count, std::max<int64_t>(1, 2 * threads));
+    if (column_items > 1 || args.m < kRows) {
+      row_items = std::max<int64_t>(1, args.m / kRows);
+    } else {
+      row_items = ((args.m + kRows - 1) / kRows + threads - 1) / threads * threads;
+    }
+  } else {
+    const int64_t most = kernels->row_block(args);
+    row_items = (args.m + most - 1) / most;
+    if (args.m >= 64 * threads) {
+      row_items = (row_items + threads - 1) / threads * threads;
+    } else {
+      column_items = std::min<int64_t>(count, 2 * threads);
+    }
+  }
+  const int64_t scratch = kernels->scratch(args);
+  for_each_item(row_items * column_items, [&](int64_t item) {
+    const int64_t row = item / column_items, column = item % column_items;
+    const int64_t begin = row_of_part(args.m, row, row_items, kernels->row_unit);
+    const int64_t end = row_of_part(args.m, row + 1, row_items, kernels->row_unit);
+    if (begin == end) return;
+    kernels->block(args, begin, end, count * column / column_items,
+                   count * (column + 1) / column_items, bytes_of(kernel_scratch(), scratch));
+  });
+}
+
+void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tensor>& packed,
+                int slot) {
+  if (args.m == 0) return;
+  if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
+  const bool by_pieces =
+      args.type == Element::float32 && (packs_pieces(args.m) || splits_panels(args.m));
+  const LinearKernels& kernels = kernels_for(args.type, args.m);
+  if (!packed && !by_pieces && is_one_block(kernels, args))
+    return run_panels(kernels, args, weight, false);
+  // Large weights that are packed for this call only are packed a part at a time.
+  constexpr int64_t kMost = 4096;
+  const bool parts = !packed && by_pieces && args.preactivation == nullptr;
+  const int64_t n = args.n, step = parts ? kMost : n;
+  for (int64_t begin = 0; begin < n; begin += step) {
+    LinearArgs part = args;
+    part.n = std::min(step, n - begin);
+    part.y = place_of(part.y, part.type, begin);
+    part.bias = place_of(part.bias, part.type, begin);
+    part.residual = place_of(part.residual, part.type, begin);
+    Tensor rows = weight;
+    if (part.n < n) rows = torch::stable::narrow(rows, 0, begin, part.n);
+    run_linear(part, panels_of(rows, packed, slot, args.m));
+  }
+}
+
+bool is_few_backward(const Tensor& weight, int64_t m) {
+  return !is_half(weight) && m <= kFewRows && (weight.size(1) <= 1 || weight.stride(1) == 1);
+}
+
+namespace {
+
+void run_few_input_gradient(const FewInputArgs& args) {
+  const int64_t width = TF_DISPATCH(few_columns, );
+  const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
+  torch::stable::parallel_for(
+      0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
+        TF_DISPATCH(few_input_gradient, args, begin * width, std::min(args.k, end * width));
+      });
+}
+
+}  // namespace
+
+void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& weight, int64_t m,
+                        void* grad_input, int slot) {
+  const int64_t n = weight.size(0), k = weight.size(1);
+  if (is_few_backward(weight, m))
+    return run_few_input_gradient(
+        {static_cast<const float*>(grad), static_cast<const float*>(weight.const_data_ptr()),
+         static_cast<float*>(grad_input), m, n, k, grad_stride, weight.stride(0)});
+  const Element type = element_of(weight);
+  LinearArgs args{type, grad, nullptr, nullptr, nullptr, grad_input, m, n, k, grad_stride, k, k, 0};
+  const LinearKernels& kernels = kernels_for(type, m);
+  if (!kernels.in_floats && is_one_block(kernels, args))
+    return run_panels(kernels, args, weight, true);
+  // W's rows are packed a part at a time where they are many, as a vocabulary's are: the parts'
+  // products are added up, and no part leaves the cache before it was used.
+  constexpr int64_t kMost = 4096;
+  const int64_t step = type == Element::float32 && packs_pieces(m) ? kMost : n;
+  for (int64_t begin = 0; begin < n; begin += step) {
+    args.k = std::min(step, n - begin);
+    args.x = place_of(grad, type, begin);
+    if (begin > 0) args.residual = grad_input;
+    Tensor part = weight;
+    if (args.k < n) part = torch::stable::narrow(part, 0, begin, args.k);
+    run_linear(args, column_panels_of(part, slot, m));
+  }
+}
+
+namespace {
+
+// A multiple of the rows that are summed up at a time, so that cutting hardly reaches the result.
+constexpr int64_t kPartMultiple = 512;
+
+const WeightGradientKernels* weight_gradient_kernels_for(Element type) {
+  return type == Element::float32 ? TF_DISPATCH(weight_gradient_kernels, )
+                                  : TF_DISPATCH(half_weight_gradient_kernels, type);
+}
+
+void* room_for(const WeightGradientKernels& kernels, int64_t m, int64_t k, int slot) {
+  return bytes_of(shared_scratch(slot), kernels.packed_bytes(m, k) + kAhead);
+}
+
+// f(row_begin, row_end, column_begin, column_end) for blocks of dW that begin at multiples of
+// `width` columns. How it is cut does not reach the result.
+template <class F>
+void for_each_weight_block(const WeightGradientKernels& kernels, int64_t n, int64_t k,
+                           int64_t width, const F& f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t panels = (k + width - 1) / width;
+  const int64_t columns = (k + kernels.columns - 1) / kernels.columns;
+  int64_t rows = (n + kernels.rows - 1) / kernels.rows;
+  // As many items as threads, or a multiple.
+  while (rows * columns % threads != 0 && n / (rows + 1) >= 32) ++rows;
+  for_each_item(rows * columns, [&](int64_t item) {
+    const int64_t row = item / columns, column = item % columns;
+    f(n * row / rows, n * (row + 1) / rows, panels * column / columns * width,
+      std::min(k, panels * (column + 1) / columns * width));
+  });
+}
+
+}  // namespace
+
+int64_t weight_gradient_part_rows(Element type, int64_t columns) {
+  const int64_t elements = int64_t{type == Element::float32 ? 4 : 8} << 20;
+  const int64_t rows = elements / std::max<int64_t>(1, columns);
+  return std::max(kPartMultiple, rows / kPartMultiple * kPartMultiple);
+}
+
+void* weight_gradient_panels(Element type, int64_t m, int64_t k, int slot) {
+  return room_for(*weight_gradient_kernels_for(type), m, k, slot);
+}
+
+void run_weight_gradient_part(WeightGradientArgs args, int slot) {
+  const bool in_floats = args.type == Element::float32;
+  const WeightGradientKernels* kernels = weight_gradient_kernels_for(args.type);
+  if (args.grad_bias != nullptr) {
+    const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
+    torch::stable::parallel_for(
+        0, args.n, grain, [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
+  }
+  if (args.grad_weight == nullptr || args.k == 0) return;
+  if (in_floats && args.m <= kFewRows && args.first && reads_x(args)) {
+    const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
+    torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
+      TF_DISPATCH(few_weight_gradient, args, begin, end);
+    });
+    return;
+  }
+  const auto scratch = [&] { return bytes_of(kernel_scratch(), kernels->scratch(args)); };
+  const auto pack = [&](int to) {
+    void* panels = room_for(*kernels, args.m, args.k, to);
+    const int64_t unit = kernels->pack_rows;
+    torch::stable::parallel_for(0, (args.m + unit - 1) / unit,
+                                std::max<int64_t>(1, 16384 / (unit * args.k)),
+                                [&](int64_t begin, int64_t end) {
+                                  kernels->pack(args, panels, begin * unit,
+                                                std::min<int64_t>(args.m, end * unit), scratch());
+                                });
+    return panels;
+  };
+  const bool by_pieces = in_floats && goes_by_pieces(std::min(args.m, args.n));
+  if (args.panels == nullptr && !(by_pieces && reads_x(args))) args.panels = pack(slot);
+#ifdef TF_HAVE_AMX
+  if (by_pieces) {
+    kernels = amx::split_weight_gradient_kernels();
+    args.pieces = pack(kPiecesSlot);
+  }
+#endif
+  for_each_weight_block(*kernels, args.n, args.k, panel_columns(),
+                        [&](auto... block) { kernels->block(args, block..., scratch()); });
+}
+
+namespace {
+
 Tensor linear_keeping(const Tensor& input, const Tensor& weight,
                       const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& residual, int64_t activation,
-                      Tensor* preactivation) {
-  check_float("linear", "input", input);
+                      void* preactivation) {
+  const char* op = "linear";
+  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  check_type(op, "input", input, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
-  check_weight("linear", "weight", weight, input.size(input.dim() - 1), bias);
+  check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, type);
   Tensor output = fresh_rows(input, weight.size(0));
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   if (residual) {
-    check_float("linear", "residual", *residual);
+    check_type(op, "residual", *residual, type, "input");
     STD_TORCH_CHECK(residual->sizes().equals(output.sizes()),
                     "linear: residual must have the shape of the result");
   }
@@ -88,9 +374,8 @@ Tensor linear_keeping(const Tensor& input, const Tensor& weight,
   const Rows x = as_rows(input);
   const Rows r = residual ? as_rows(*residual) : Rows{input, nullptr, 0, 0, 0};
   const std::optional<Tensor> b = as_contiguous(bias);
-  run_linear({x.data, nullptr, optional_data(b), r.data,
-              static_cast<float*>(output.mutable_data_ptr()), m, k, n, x.stride, r.stride, n,
-              checked_activation("linear", activation), mutable_data(preactivation)},
+  run_linear({element_of(input), x.data, nullptr, data_of(b), r.data, output.mutable_data_ptr(), m,
+              k, n, x.stride, r.stride, n, checked_activation(op, activation), preactivation},
              weight, packed, 0);
   trim_shared_scratch();
   return output;
@@ -98,8 +383,7 @@ Tensor linear_keeping(const Tensor& input, const Tensor& weight,
 
 Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed, std::optional<Tensor> bias,
               std::optional<Tensor> residual, int64_t activation) {
-  const auto run = is_half(input) ? half::linear : linear_keeping;
-  return run(input, weight, packed, bias, residual, activation, nullptr);
+  return linear_keeping(input, weight, packed, bias, residual, activation, nullptr);
 }
 
 std::tuple<Tensor, Tensor> linear_training(Tensor input, Tensor weight, std::optional<Tensor> bias,
@@ -107,50 +391,46 @@ std::tuple<Tensor, Tensor> linear_training(Tensor input, Tensor weight, std::opt
                                            bool keep) {
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   Tensor preactivation = keep ? fresh_rows(input, weight.size(0)) : fresh(input, {0});
-  const auto run = is_half(input) ? half::linear : linear_keeping;
-  Tensor output =
-      run(input, weight, std::nullopt, bias, residual, activation, keep ? &preactivation : nullptr);
+  Tensor output = linear_keeping(input, weight, std::nullopt, bias, residual, activation,
+                                 data_if(keep, preactivation));
   return {output, preactivation};
 }
 
-// dy before the activation, in shared scratch.
-void go_through_activation(LinearGradients& call, const std::optional<Tensor>& preactivation,
-                           int activation) {
+// The gradient dy (m, n) before the activation, in shared scratch.
+void* through_activation(const Rows& dy, int64_t m, int64_t n,
+                         const std::optional<Tensor>& preactivation, int64_t activation) {
   const char* op = "linear_backward";
   STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
-  check_type(op, "preactivation", *preactivation, call.input.scalar_type(), "input");
-  STD_TORCH_CHECK(preactivation->sizes().equals(call.grad.sizes()), op,
+  check_type(op, "preactivation", *preactivation, dy.owner.scalar_type(), "input");
+  STD_TORCH_CHECK(preactivation->sizes().equals(dy.owner.sizes()), op,
                   ": preactivation must have the shape of grad");
   const Tensor z = as_contiguous(*preactivation);
-  const int64_t bytes = call.m * call.n * element_bytes(element_of(z));
-  void* to = bytes_of(shared_scratch(1), bytes);
-  const SlopeArgs args{element_of(z), call.dy,        z.const_data_ptr(), to,
-                       call.n,        call.dy_stride, activation};
+  const Element type = element_of(z);
+  void* to = bytes_of(shared_scratch(1), m * n * element_bytes(type));
+  const SlopeArgs args{
+      type, dy.data, z.const_data_ptr(), to, n, dy.stride, checked_activation(op, activation)};
   torch::stable::parallel_for(
-      0, call.m, std::max<int64_t>(1, 16384 / call.n),
+      0, m, std::max<int64_t>(1, 16384 / n),
       [&](int64_t begin, int64_t end) { TF_DISPATCH(multiply_by_slope, args, begin, end); });
-  call.dy = to;
-  call.dy_stride = call.n;
+  return to;
 }
 
-void linear_gradients(LinearGradients& call) {
-  const auto* dy = static_cast<const float*>(call.dy);
-  if (call.want_input && call.k > 0)
-    run_input_gradient(dy, call.dy_stride, call.weight, call.m, floats_if(true, call.grad_input),
-                       0);
-  if (!call.want_weight && !call.want_bias) return;
-  const Rows x = as_rows(call.input);
-  WeightGradientArgs args{};
-  args.grad = dy;
-  args.x = x.data;
-  args.grad_weight = floats_if(call.want_weight, call.grad_weight);
-  args.grad_bias = floats_if(call.want_bias, call.grad_bias);
-  args.m = call.m;
-  args.n = call.n;
-  args.k = call.k;
-  args.grad_stride = call.dy_stride;
-  args.x_stride = x.stride;
-  run_weight_gradient(args, 0);
+// A part of the rows at a time.
+void run_weight_gradient(const WeightGradientArgs& whole) {
+  const int64_t most = weight_gradient_part_rows(whole.type, whole.k);
+  WeightGradientArgs part = whole;
+  const bool parts = most < whole.m;
+  if (whole.type != Element::float32)
+    set_sums(part, shared_scratch(3).floats(sum_floats(whole, parts)), parts);
+  for (int64_t begin = 0; begin < whole.m; begin += most) {
+    part.m = std::min<int64_t>(most, whole.m - begin);
+    part.grad = place_of(whole.grad, whole.type, begin * whole.grad_stride);
+    part.x = place_of(whole.x, whole.type, begin * whole.x_stride);
+    part.row = begin;
+    part.first = begin == 0;
+    part.last = begin + part.m == whole.m;
+    run_weight_gradient_part(part, 0);
+  }
 }
 
 // Gradients of input, weight and bias; what is not wanted comes back empty.
@@ -168,31 +448,35 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");
-  const Rows dy = as_rows(grad);
-  LinearGradients call{m,
-                       n,
-                       k,
-                       input,
-                       weight,
-                       dy.owner,
-                       dy.data,
-                       dy.stride,
-                       want_input,
-                       want_weight,
-                       want_bias,
-                       want_input ? fresh_rows(input, k) : fresh(input, {0}),
-                       want_weight ? fresh(weight, {n, k}) : fresh(weight, {0}),
-                       fresh(weight, {want_bias ? n : 0})};
+  Tensor grad_input = want_input ? fresh_rows(input, k) : fresh(input, {0});
+  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
+  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
   if (m == 0 || n == 0) {
-    for (Tensor* tensor : {&call.grad_input, &call.grad_weight, &call.grad_bias})
-      torch::stable::zero_(*tensor);
-  } else {
-    if (activation != 0)
-      go_through_activation(call, preactivation, checked_activation(op, activation));
-    is_half(input) ? half::linear_gradients(call) : linear_gradients(call);
-    trim_shared_scratch();
+    for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
+    return {grad_input, grad_weight, grad_bias};
   }
-  return {call.grad_input, call.grad_weight, call.grad_bias};
+  const Rows rows = as_rows(grad), x = as_rows(input);
+  const void* dy = rows.data;
+  int64_t stride = rows.stride;
+  if (activation != 0) {
+    dy = through_activation(rows, m, n, preactivation, activation);
+    stride = n;
+  }
+  if (want_input && k > 0)
+    run_input_gradient(dy, stride, weight, m, grad_input.mutable_data_ptr(), 0);
+  if (want_weight || want_bias)
+    run_weight_gradient({.type = element_of(input),
+                         .grad = dy,
+                         .x = x.data,
+                         .grad_weight = data_if(want_weight, grad_weight),
+                         .grad_bias = data_if(want_bias, grad_bias),
+                         .m = m,
+                         .n = n,
+                         .k = k,
+                         .grad_stride = stride,
+                         .x_stride = x.stride});
+  trim_shared_scratch();
+  return {grad_input, grad_weight, grad_bias};
 }
 
 }  // namespace

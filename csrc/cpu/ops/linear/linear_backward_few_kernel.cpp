@@ -1,7 +1,6 @@
 // Gradients of linear maps of few rows: tiles of sums in registers, operands from where they lie.
-#include "cpu/ops/linear/linear_backward_few_kernel.h"
-
 #include "cpu/gemm/gemm.h"
+#include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/half.h"
 #include "cpu/simd/philox.h"
@@ -125,11 +124,14 @@ void few_input_gradient(const FewInputArgs& args, long begin, long end) {
 }
 
 void few_weight_gradient(const WeightGradientArgs& args, long begin, long end) {
+  const auto* grad = static_cast<const float*>(args.grad);
+  const auto* x = static_cast<const float*>(args.x);
+  auto* to = static_cast<float*>(args.grad_weight);
   for (long row = begin; row < end; row += kRows)
     for (long column = 0; column < args.k; column += kColumns)
-      strip(least(kRows, end - row), {.left = args.grad + row,
-                                      .right = args.x + column,
-                                      .sums = args.grad_weight + row * args.k + column,
+      strip(least(kRows, end - row), {.left = grad + row,
+                                      .right = x + column,
+                                      .sums = to + row * args.k + column,
                                       .left_row = 1,
                                       .left_step = args.grad_stride,
                                       .right_stride = args.x_stride,

@@ -1,10 +1,9 @@
 // Weight gradients: X is copied into panels once; then a block of dW stays in the second-level
 // cache while all rows pass by, kDepth at a time. The columns of dY are the rows of the left
 // factor, so copying kTileRows of them side by side gives what Form::turned reads.
-#include "cpu/ops/linear/linear_backward_kernel.h"
-
 #include "cpu/gemm/gemm.h"
 #include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/half.h"
@@ -68,7 +67,7 @@ struct Block {
   // Rows [p, p + depth) of dY.
   void take_grad(long p, long depth) const {
     for (long u = 0; u < depth; ++u) {
-      const float* from = args.grad + (p + u) * args.grad_stride + row;
+      const float* from = static_cast<const float*>(args.grad) + (p + u) * args.grad_stride + row;
       each_tile(rows, [&](long t, long i, long) {
         TF_UNROLL for (int v = 0; v < kTurned; v += kLanes) {
           const long have = rows - i - v;
@@ -83,13 +82,15 @@ struct Block {
     const long tiles = (rows + kTileRows - 1) / kTileRows, panels = (columns + kPanel - 1) / kPanel;
     const long step = kPanel * static_cast<long>(sizeof(float)) / tiles;
     const long next = p + depth;
-    Fetch fetch{.row = reinterpret_cast<const char*>(args.grad + next * args.grad_stride + row),
+    Fetch fetch{.row = reinterpret_cast<const char*>(static_cast<const float*>(args.grad) +
+                                                     next * args.grad_stride + row),
                 .stride = args.grad_stride * static_cast<long>(sizeof(float)),
                 .lines = rows * static_cast<long>(sizeof(float)) / kLine + 1,
                 .rows = least(kDepth, args.m - next)};
     const long share = fetch.lines * fetch.rows / (tiles * panels) + 1;
     for (long j = 0; j < columns; j += kPanel) {
-      const float* panel = args.panels + (column + j) / kPanel * panel_stride(args) + p * kPanel;
+      const float* panel = static_cast<const float*>(args.panels) +
+                           (column + j) / kPanel * panel_stride(args) + p * kPanel;
       const char* ahead = reinterpret_cast<const char*>(panel + panel_stride(args));
       const TileFunction* functions = kTiles<Form::turned>[columns - j > kLanes ? 1 : 0];
       each_tile(rows, [&](long t, long i, long count) {
@@ -102,11 +103,13 @@ struct Block {
     }
   }
 
-  float* weight_row(long i) const { return args.grad_weight + (row + i) * args.k + column; }
+  float* weight_row(long i) const {
+    return static_cast<float*>(args.grad_weight) + (row + i) * args.k + column;
+  }
 
   void run() const {
     for (long i = 0; i < rows; ++i)
-      copy_row(weight_row(i), args.accumulate ? columns : 0, work.sums + i * kSumStride,
+      copy_row(weight_row(i), args.first ? 0 : columns, work.sums + i * kSumStride,
                round_up(columns, kPanel));
     for (long p = 0; p < args.m; p += kDepth) {
       const long depth = least(kDepth, args.m - p);
@@ -133,65 +136,66 @@ void slope_rows(const SlopeArgs& args, long begin, long end) {
   }
 }
 
-}  // namespace
-
-void pack_column_panels(const float* weight, long stride, long n, long k, float* packed, long begin,
-                        long end) {
-  for (long j = 0; j < n; ++j)
-    for (long p = begin; p < end; ++p)
-      copy_row(weight + j * stride + p * kPanel, least(kPanel, k - p * kPanel),
-               packed + (p * n + j) * kPanel, kPanel);
-}
-
-long column_packed_size(long n, long k) { return round_up(k, kPanel) * n; }
-
 void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
-  column_sums(args.grad + begin, args.grad_stride, args.m, end - begin, args.accumulate,
-              args.grad_bias + begin);
+  column_sums(static_cast<const float*>(args.grad) + begin, args.grad_stride, args.m, end - begin,
+              !args.first, static_cast<float*>(args.grad_bias) + begin);
 }
 
-void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
-  by_element(args.type, [&](auto type) { slope_rows<decltype(type)>(args, begin, end); });
+long panels_bytes(long m, long k) {
+  return ((k + kPanel - 1) / kPanel * weight_gradient_panel_stride(m) + kDepth * kPanel) *
+         static_cast<long>(sizeof(float));
 }
 
-long weight_gradient_panels(long m, long k) {
-  return (k + kPanel - 1) / kPanel * weight_gradient_panel_stride(m) + kDepth * kPanel;
-}
-
-void pack_x(const WeightGradientArgs& args, long begin, long end, float* scratch) {
+void pack_x(const WeightGradientArgs& args, void* panels, long begin, long end, void* scratch) {
+  float* factors = static_cast<float*>(scratch);
   for (long i = begin; i < end; ++i) {
-    const float* from = args.x + i * args.x_stride;
+    const float* from = static_cast<const float*>(args.x) + i * args.x_stride;
     if (args.dropout.on)
-      dropout_factors(args.dropout, static_cast<uint64_t>(args.row + i), 0, args.k, scratch);
+      dropout_factors(args.dropout, static_cast<uint64_t>(args.row + i), 0, args.k, factors);
     for (long j = 0; j < args.k; j += kPanel) {
-      float* to = args.panels + weight_gradient_place(args.m, i, j);
+      float* to = static_cast<float*>(panels) + weight_gradient_place(args.m, i, j);
       TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
         const long have = args.k - j - v;
         Vec x = have > 0 ? load_some(from + j + v, have) : zero();
         if (args.activation != kIdentity) x = activate(x, args.activation);
-        if (args.dropout.on) x = drop(x, load(scratch + j + v));
+        if (args.dropout.on) x = drop(x, load(factors + j + v));
         store(to + v, x);
       }
     }
   }
 }
 
-long weight_gradient_rows() { return kRowBlock; }
-long weight_gradient_columns() { return kColumnBlock; }
-
-long weight_gradient_scratch(const WeightGradientArgs& args) {
-  return most(Workspace(nullptr).floats, args.dropout.on ? args.k + kPanel : 0);
+long scratch_bytes(const WeightGradientArgs& args) {
+  return most(Workspace(nullptr).floats, args.dropout.on ? args.k + kPanel : 0) *
+         static_cast<long>(sizeof(float));
 }
 
-void weight_gradient_block(const WeightGradientArgs& args, long row_begin, long row_end,
-                           long column_begin, long column_end, float* scratch) {
+void weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
+                     long column_begin, long column_end, void* scratch) {
   const Block block{.args = args,
-                    .work = Workspace(scratch),
+                    .work = Workspace(static_cast<float*>(scratch)),
                     .row = row_begin,
                     .rows = row_end - row_begin,
                     .column = column_begin,
                     .columns = column_end - column_begin};
   block.run();
+}
+
+constexpr WeightGradientKernels kKernels{.pack_rows = 1,
+                                         .packed_bytes = panels_bytes,
+                                         .pack = pack_x,
+                                         .rows = kRowBlock,
+                                         .columns = kColumnBlock,
+                                         .scratch = scratch_bytes,
+                                         .block = weight_gradient,
+                                         .bias = bias_gradient};
+
+}  // namespace
+
+const WeightGradientKernels* weight_gradient_kernels() { return &kKernels; }
+
+void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
+  by_element(args.type, [&](auto type) { slope_rows<decltype(type)>(args, begin, end); });
 }
 
 }  // namespace tf::TF_ISA

@@ -1,8 +1,7 @@
 // Weight gradients of fp32 in pieces: X is split once, dY as its rows are turned.
-#include "cpu/ops/linear/linear_backward_split_kernel.h"
-
 #include "cpu/gemm/weight_gradient_panels.h"
 #include "cpu/gemm/weight_gradient_product.h"
+#include "cpu/ops/linear/linear.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -13,8 +12,9 @@ using Block = WeightGradientBlock<float>;
 
 // X from a row and a column (a multiple of kPanel) on.
 const float* x_at(const WeightGradientArgs& args, long row, long column) {
-  return reads_x(args) ? args.x + row * args.x_stride + column
-                       : args.panels + weight_gradient_place(args.m, row, column);
+  return static_cast<const float*>(reads_x(args) ? args.x : args.panels) +
+         (reads_x(args) ? row * args.x_stride + column
+                        : weight_gradient_place(args.m, row, column));
 }
 long x_stride(const WeightGradientArgs& args) { return reads_x(args) ? args.x_stride : kPanel; }
 
@@ -23,46 +23,43 @@ long x_stride(const WeightGradientArgs& args) { return reads_x(args) ? args.x_st
 void plain(const WeightGradientArgs& args, long row, long column, long width, float* sums) {
   const float* x = x_at(args, 0, column);
   const long stride = x_stride(args);
-  copy_row(args.grad_weight + row * args.k + column, args.accumulate ? width : 0, sums, kPanel);
+  copy_row(static_cast<float*>(args.grad_weight) + row * args.k + column, args.first ? 0 : width,
+           sums, kPanel);
   for (long p = 0; p < args.m; ++p) {
-    const float grad = args.grad[p * args.grad_stride + row];
+    const float grad = static_cast<const float*>(args.grad)[p * args.grad_stride + row];
     for (long c = 0; c < width; ++c) sums[c] += grad * x[p * stride + c];
   }
 }
 
-}  // namespace
-
-long split_weight_gradient_x_bytes(long m, long k) {
+long pieces_bytes(long m, long k) {
   return round_up(k, kPanel) / kPanel * P::panel_size(m) * static_cast<long>(sizeof(Operand));
 }
 
-void split_weight_gradient_x(const WeightGradientArgs& args, void* pieces, long begin, long end) {
-  for (long block = begin; block < end; ++block) {
-    const long p = block * kPairDepth, depth = least(kPairDepth, args.m - p);
+void split_x(const WeightGradientArgs& args, void* pieces, long begin, long end, void*) {
+  for (long p = begin; p < end; p += kPairDepth) {
     for (long pair = 0; pair < kPairDepth / 2; ++pair) {
       auto* to = static_cast<Operand*>(pieces) + P::panel_size(p);
       for (long j = 0; j < args.k; j += kPanel, to += P::panel_size(args.m))
-        split_pair(x_at(args, p, j), x_stride(args), least(kPanel, args.k - j), depth, pair, to);
+        split_pair(x_at(args, p, j), x_stride(args), least(kPanel, args.k - j),
+                   least(kPairDepth, args.m - p), pair, to);
     }
   }
 }
 
-long split_weight_gradient_rows() { return Block::kRows; }
-long split_weight_gradient_columns() { return Block::kColumns; }
-long split_weight_gradient_scratch() { return Block::scratch_bytes(); }
+long scratch_bytes(const WeightGradientArgs&) { return Block::scratch_bytes(); }
 
-void split_weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
-                           long column_begin, long column_end, void* scratch) {
+void weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
+                     long column_begin, long column_end, void* scratch) {
   const long rows = row_end - row_begin, columns = column_end - column_begin;
-  const Block block(args.grad, args.grad_stride, args.m, args.pieces, row_begin, rows, column_begin,
-                    columns, scratch);
+  const Block block(static_cast<const float*>(args.grad), args.grad_stride, args.m, args.pieces,
+                    row_begin, rows, column_begin, columns, scratch);
   const auto row = [&](long i) {
-    return args.grad_weight + (row_begin + i) * args.k + column_begin;
+    return static_cast<float*>(args.grad_weight) + (row_begin + i) * args.k + column_begin;
   };
-  if (args.accumulate)
+  if (!args.first)
     for (long i = 0; i < rows; ++i)
       copy_row(row(i), columns, block.sums(i), round_up(columns, kPanel));
-  block.multiply(args.accumulate);
+  block.multiply(!args.first);
   for (long i = 0; i < rows; ++i) {
     for (long j = 0; j < columns; j += kPanel) {
       float* sums = block.sums(i) + j;
@@ -72,5 +69,17 @@ void split_weight_gradient(const WeightGradientArgs& args, long row_begin, long 
     copy_row(block.sums(i), columns, row(i), columns);
   }
 }
+
+constexpr WeightGradientKernels kKernels{.pack_rows = kPairDepth,
+                                         .packed_bytes = pieces_bytes,
+                                         .pack = split_x,
+                                         .rows = Block::kRows,
+                                         .columns = Block::kColumns,
+                                         .scratch = scratch_bytes,
+                                         .block = weight_gradient};
+
+}  // namespace
+
+const WeightGradientKernels* split_weight_gradient_kernels() { return &kKernels; }
 
 }  // namespace tf::TF_ISA

@@ -1,6 +1,4 @@
 // Linear map with epilogue for half types.
-#include "cpu/ops/linear/linear_half_kernel.h"
-
 #include "cpu/ops/linear/linear_product.h"
 
 namespace tf::TF_ISA {
@@ -59,7 +57,7 @@ constexpr long kDirectRows = 4;
 
 // kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
 template <class T, int kRows, int kColumns>
-void dot_products(const TypedLinearArgs& args, const T* x, const T* w, float* sums) {
+void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
   using P = InPlace<T>;
   const long stride = args.weight_stride;
   Vec sum[kRows][kColumns];
@@ -86,7 +84,7 @@ void dot_products(const TypedLinearArgs& args, const T* x, const T* w, float* su
 
 // All rows of x times kColumns rows of W.
 template <class T, int kColumns>
-void direct_columns(const TypedLinearArgs& args, const T* w, float* sums) {
+void direct_columns(const LinearArgs& args, const T* w, float* sums) {
   constexpr decltype(&dot_products<T, 1, kColumns>) kByRows[kDirectRows] = {
       dot_products<T, 1, kColumns>, dot_products<T, 2, kColumns>, dot_products<T, 3, kColumns>,
       dot_products<T, 4, kColumns>};
@@ -96,7 +94,7 @@ void direct_columns(const TypedLinearArgs& args, const T* w, float* sums) {
 }
 
 template <class T, int kColumns>
-void direct(const TypedLinearArgs& args, long begin, long end) {
+void direct_panels(const LinearArgs& args, long begin, long end) {
   const RowEnds<T> row_ends(args, 0);
   const long stride = args.weight_stride;
   float sums[kMostDirectRows * kPanel] = {};
@@ -115,16 +113,17 @@ void direct(const TypedLinearArgs& args, long begin, long end) {
 
 // Accumulators: up to 16 of 32 registers, or 8 of 16.
 template <class T>
-void direct(const TypedLinearArgs& args, long begin, long end) {
+void direct(const LinearArgs& args, long column_begin, long column_end) {
+  const long begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
 #if defined(__AVX512F__)
-  (args.m <= 2 ? direct<T, 8> : direct<T, 4>)(args, begin, end);
+  (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
 #else
-  direct<T, 2>(args, begin, end);
+  direct_panels<T, 2>(args, begin, end);
 #endif
 }
 
 template <class T>
-void fill(const TypedLinearArgs& args, void* scratch) {
+void fill(const LinearArgs& args, void* scratch) {
   using P = Product<T>;
   P::fill(static_cast<const T*>(args.x), args.x_stride, args.m, args.k,
           static_cast<typename P::Operand*>(scratch));
@@ -132,7 +131,7 @@ void fill(const TypedLinearArgs& args, void* scratch) {
 
 // Panels that are packed for one product only, in the cache of the thread that multiplies by them.
 template <class T>
-void packing(const TypedLinearArgs& args, long begin, long end, void* scratch) {
+void panels(const LinearArgs& args, long begin, long end, void* scratch) {
   using P = Product<T>;
   const auto* weight = static_cast<const T*>(args.weight);
   const long k = args.k, stride = args.weight_stride;
@@ -161,65 +160,37 @@ void packing(const TypedLinearArgs& args, long begin, long end, void* scratch) {
 }
 
 template <class T>
-long packing_scratch_bytes(const TypedLinearArgs& args) {
+long panels_scratch(const LinearArgs& args) {
   using P = Product<T>;
   return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
              static_cast<long>(sizeof(typename P::Operand)) +
          P::buffer_size(args.m) * static_cast<long>(sizeof(float));
 }
 
+template <class T>
+constexpr LinearKernels kKernels{.in_floats = false,
+                                 .layout = kPanel + (sizeof(typename Product<T>::Operand) == 2),
+                                 .panel = kPanel,
+                                 .row_unit = 1,
+                                 .pack_turned_by = kPackRows,
+                                 .packed_bytes = packed_bytes<T>,
+                                 .pack = pack<T>,
+                                 .pack_turned = pack_turned<T>,
+                                 .row_block = row_block<T>,
+                                 .scratch = scratch_bytes<T>,
+                                 .block = block<T>,
+                                 .deepest = 4096,
+                                 .least_panels = 4,
+                                 .panels_scratch = panels_scratch<T>,
+                                 .fill = fill<T>,
+                                 .panels = panels<T>,
+                                 .direct_unit = kPanel,
+                                 .direct = direct<T>};
+
 }  // namespace
 
-long half_panel_columns() { return kPanel; }
-
-long half_packed_bytes(Element type, long n, long k) {
-  return type == Element::bfloat16 ? packed_bytes<BFloat16>(n, k) : packed_bytes<Float16>(n, k);
-}
-
-long half_packed_layout(Element type) {
-  return kPanel + (type == Element::bfloat16 && sizeof(Product<BFloat16>::Operand) == 2 ? 1 : 0);
-}
-
-void half_pack_panels(Element type, const void* weight, long stride, long n, long k, void* packed,
-                      long begin, long end) {
-  (type == Element::bfloat16 ? pack<BFloat16> : pack<Float16>)(weight, stride, n, k, packed, begin,
-                                                               end);
-}
-
-long half_linear_row_block(const TypedLinearArgs& args) {
-  return args.type == Element::bfloat16 ? row_block<BFloat16>(args.k) : row_block<Float16>(args.k);
-}
-
-long half_linear_scratch(const TypedLinearArgs& args) {
-  return args.type == Element::bfloat16 ? scratch_bytes<BFloat16>(args.k)
-                                        : scratch_bytes<Float16>(args.k);
-}
-
-void half_linear_block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
-                       long panel_end, void* scratch) {
-  (args.type == Element::bfloat16 ? block<BFloat16> : block<Float16>)(args, row_begin, row_end,
-                                                                      panel_begin, panel_end,
-                                                                      scratch);
-}
-
-long half_linear_packing_scratch(const TypedLinearArgs& args) {
-  return args.type == Element::bfloat16 ? packing_scratch_bytes<BFloat16>(args)
-                                        : packing_scratch_bytes<Float16>(args);
-}
-
-void half_linear_fill(const TypedLinearArgs& args, void* scratch) {
-  (args.type == Element::bfloat16 ? fill<BFloat16> : fill<Float16>)(args, scratch);
-}
-
-void half_linear_packing(const TypedLinearArgs& args, long panel_begin, long panel_end,
-                         void* scratch) {
-  (args.type == Element::bfloat16 ? packing<BFloat16> : packing<Float16>)(args, panel_begin,
-                                                                          panel_end, scratch);
-}
-
-void half_linear_direct(const TypedLinearArgs& args, long panel_begin, long panel_end) {
-  (args.type == Element::bfloat16 ? direct<BFloat16> : direct<Float16>)(args, panel_begin,
-                                                                        panel_end);
+const LinearKernels* half_linear_kernels(Element type) {
+  return type == Element::bfloat16 ? &kKernels<BFloat16> : &kKernels<Float16>;
 }
 
 }  // namespace tf::TF_ISA

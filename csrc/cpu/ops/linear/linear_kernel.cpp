@@ -1,8 +1,7 @@
 // Linear map with epilogue. A block of rows is turned once into the form its tiles read; the
 // weights stream by in panels.
-#include "cpu/ops/linear/linear_kernel.h"
-
 #include "cpu/gemm/gemm.h"
+#include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation.h"
 
 namespace tf::TF_ISA {
@@ -10,6 +9,9 @@ namespace {
 
 constexpr long kRowBlock = 8 * kTileRows;
 constexpr long kDepth = 2048;  // columns of A in scratch at a time
+
+const float* floats(const void* place) { return static_cast<const float*>(place); }
+float* floats(void* place) { return static_cast<float*>(place); }
 
 // Activation and residual on a block that is still in cache; what comes before them is kept if
 // wanted.
@@ -19,7 +21,7 @@ void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows
     for (long i = 0; i < rows; ++i) {
       float* r = c + i * c_stride;
       if (args.preactivation != nullptr)
-        copy_row(r, columns, args.preactivation + (row + i) * args.n + column, columns);
+        copy_row(r, columns, floats(args.preactivation) + (row + i) * args.n + column, columns);
       long j = 0;
       for (; j + kLanes <= columns; j += kLanes)
         store(r + j, activate(load(r + j), args.activation));
@@ -30,7 +32,7 @@ void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows
   if (args.residual != nullptr) {
     for (long i = 0; i < rows; ++i) {
       float* r = c + i * c_stride;
-      const float* add = args.residual + (row + i) * args.residual_stride + column;
+      const float* add = floats(args.residual) + (row + i) * args.residual_stride + column;
       long j = 0;
       for (; j + kLanes <= columns; j += kLanes) store(r + j, load(r + j) + load(add + j));
       for (; j < columns; ++j) r[j] += add[j];
@@ -50,8 +52,8 @@ void dot_products(const LinearArgs& args, long row, long column) {
   Vec sum[kRows][kColumns];
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
       zero();
-  const float* x = args.x + row * args.x_stride;
-  const float* w = args.weight + column * args.weight_stride;
+  const float* x = floats(args.x) + row * args.x_stride;
+  const float* w = floats(args.weight) + column * args.weight_stride;
   const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
     Vec b[kColumns];
     TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * args.weight_stride + p);
@@ -71,9 +73,9 @@ void dot_products(const LinearArgs& args, long row, long column) {
   const bool relu = args.activation == kRelu && args.preactivation == nullptr;
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) {
     float y = reduce_add(sum[i][j]);
-    if (args.bias != nullptr) y += args.bias[column + j];
+    if (args.bias != nullptr) y += floats(args.bias)[column + j];
     if (relu) y = y < 0.0f ? 0.0f : y;  // NaN comes through
-    args.y[(row + i) * args.y_stride + column + j] = y;
+    floats(args.y)[(row + i) * args.y_stride + column + j] = y;
   }
 }
 
@@ -114,10 +116,10 @@ struct Block {
     const bool first = depth == 0, last = depth + k >= args.k;
     for (long p = begin; p < end; ++p) {
       const long column = p * kPanel, columns = least(kPanel, args.n - column);
-      const float* panel = args.packed + column * args.k + depth * kPanel;
+      const float* panel = floats(args.packed) + column * args.k + depth * kPanel;
       const float* next = panel + kPanel * args.k;
-      float* y = args.y + row * args.y_stride + column;
-      const float* bias = args.bias != nullptr && first ? args.bias + column : nullptr;
+      float* y = floats(args.y) + row * args.y_stride + column;
+      const float* bias = args.bias != nullptr && first ? floats(args.bias) + column : nullptr;
       const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
       if (columns == kPanel) {
         panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
@@ -137,75 +139,82 @@ struct Block {
   }
 };
 
-}  // namespace
-
-void linear_direct(const LinearArgs& args, long begin, long end) {
+void direct(const LinearArgs& args, long begin, long end) {
   long column = begin;
   for (; column + kDirectColumns <= end; column += kDirectColumns)
     direct_columns<kDirectColumns>(args, column);
   for (; column < end; ++column) direct_columns<1>(args, column);
-  finish(args, args.y + begin, args.y_stride, 0, args.m, begin, end - begin);
+  finish(args, floats(args.y) + begin, args.y_stride, 0, args.m, begin, end - begin);
 }
 
-long panel_columns() { return kPanel; }
+long packed_bytes(long n, long k) {
+  return round_up(n, kPanel) * k * static_cast<long>(sizeof(float));
+}
 
-long packed_size(long n, long k) { return round_up(n, kPanel) * k; }
-
-void pack_panels(const float* weight, long stride, long n, long k, float* packed, long begin,
-                 long end) {
+void pack(const void* weight, long stride, long n, long k, void* packed, long begin, long end) {
   for (long p = begin; p < end; ++p) {
     const long row = p * kPanel;
-    pack_rows(weight + row * stride, stride, least(kPanel, n - row), k, packed + row * k);
+    pack_rows(floats(weight) + row * stride, stride, least(kPanel, n - row), k,
+              floats(packed) + row * k);
   }
 }
 
-long linear_scratch(const LinearArgs& args) {
+void pack_turned(const void* turned, long stride, long n, long k, void* packed, long begin,
+                 long end) {
+  for (long j = 0; j < k; ++j)
+    for (long p = begin; p < end; ++p)
+      copy_row(floats(turned) + j * stride + p * kPanel, least(kPanel, n - p * kPanel),
+               floats(packed) + (p * k + j) * kPanel, kPanel);
+}
+
+long row_block(const LinearArgs&) { return kRowBlock; }
+
+long scratch_floats(const LinearArgs& args) {
   return kRowBlock / kTileRows * kTurned * round_up(least(args.k, kDepth), kLanes) +
          kRowBlock * kPanel + kPanel;
 }
 
-bool linear_is_one_block(const LinearArgs& args) { return args.m <= kRowBlock && args.k <= kDepth; }
-
-void linear_turn(const LinearArgs& args, float* scratch) {
-  const Block block(args, scratch);
-  turn_rows(args.x, args.x_stride, args.m, args.k, block.a, block.a_stride);
+long scratch_bytes(const LinearArgs& args) {
+  return scratch_floats(args) * static_cast<long>(sizeof(float));
 }
 
-void linear_panels(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
-  Block(args, scratch).panels(0, args.m, 0, args.k, panel_begin, panel_end);
+long panels_scratch(const LinearArgs& args) {
+  return scratch_bytes(args) + kPanel * kChain * static_cast<long>(sizeof(float));
 }
 
-long linear_packing_scratch(const LinearArgs& args) {
-  return linear_scratch(args) + kPanel * kChain;
+void fill(const LinearArgs& args, void* scratch) {
+  const Block block(args, floats(scratch));
+  turn_rows(floats(args.x), args.x_stride, args.m, args.k, block.a, block.a_stride);
 }
 
-void linear_packing(const LinearArgs& args, long panel_begin, long panel_end, float* scratch) {
-  float* part = scratch + linear_scratch(args);
+void panels(const LinearArgs& args, long panel_begin, long panel_end, void* scratch) {
   LinearArgs packed = args;
-  Block block(packed, scratch);
+  Block block(packed, floats(scratch));
+  if (args.packed != nullptr) return block.panels(0, args.m, 0, args.k, panel_begin, panel_end);
+  float* part = floats(scratch) + scratch_floats(args);
   for (long p = panel_begin; p < panel_end; ++p) {
     const long row = p * kPanel;
-    const float* weight = args.weight + row * args.weight_stride;
+    const float* weight = floats(args.weight) + row * args.weight_stride;
     for (long depth = 0; depth < args.k; depth += kChain) {
       const long k = least(kChain, args.k - depth);
       pack_rows(weight + depth, args.weight_stride, least(kPanel, args.n - row), k, part);
       packed.packed = part - row * args.k - depth * kPanel;
-      block.a = scratch + depth * kTurned;
+      block.a = floats(scratch) + depth * kTurned;
       block.panels(0, args.m, depth, k, p, p + 1);
     }
   }
 }
 
-void linear_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
-                  long panel_end, float* scratch) {
-  const Block block(args, scratch);
+void blocks(const LinearArgs& args, long row_begin, long row_end, long panel_begin, long panel_end,
+            void* scratch) {
+  const Block block(args, floats(scratch));
   const long count = (row_end - row_begin + kRowBlock - 1) / kRowBlock;
   for (long item = 0, row = row_begin; item < count; ++item) {
     const long rows = (row_end - row + count - item - 1) / (count - item);
     long depth = 0;
     do {
       const long k = least(kDepth, args.k - depth);
-      turn_rows(args.x + row * args.x_stride + depth, args.x_stride, rows, k, block.a,
+      turn_rows(floats(args.x) + row * args.x_stride + depth, args.x_stride, rows, k, block.a,
                 block.a_stride);
       block.panels(row, rows, depth, k, panel_begin, panel_end);
       depth += k;
@@ -213,5 +222,28 @@ void linear_block(const LinearArgs& args, long row_begin, long row_end, long pan
     row += rows;
   }
 }
+
+constexpr LinearKernels kKernels{.in_floats = true,
+                                 .layout = kPanel,
+                                 .panel = kPanel,
+                                 .row_unit = 1,
+                                 .pack_turned_by = 0,
+                                 .packed_bytes = packed_bytes,
+                                 .pack = pack,
+                                 .pack_turned = pack_turned,
+                                 .row_block = row_block,
+                                 .scratch = scratch_bytes,
+                                 .block = blocks,
+                                 .deepest = kDepth,
+                                 .least_panels = 0,
+                                 .panels_scratch = panels_scratch,
+                                 .fill = fill,
+                                 .panels = panels,
+                                 .direct_unit = 1,
+                                 .direct = direct};
+
+}  // namespace
+
+const LinearKernels* linear_kernels() { return &kKernels; }
 
 }  // namespace tf::TF_ISA

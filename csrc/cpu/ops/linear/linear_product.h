@@ -4,14 +4,14 @@
 #pragma once
 
 #include "cpu/gemm/epilogue.h"
-#include "cpu/ops/linear/linear_typed.h"
+#include "cpu/ops/linear/linear.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 template <class T>
-long row_block(long k) {
-  return block_rows<T>(k * Product<T>::kBytes);
+long row_block(const LinearArgs& args) {
+  return block_rows<T>(args.k * Product<T>::kBytes);
 }
 
 template <class T>
@@ -25,13 +25,28 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
   }
 }
 
+// Blocks of so many rows of W^T.
+constexpr long kPackRows = 32;
+template <class T>
+void pack_turned(const void* turned, long stride, long n, long k, void* packed, long begin,
+                 long end) {
+  using P = Product<T>;
+  for (long block = begin; block < end; ++block) {
+    const long p = block * kPackRows, depth = least(kPackRows, k - p);
+    const T* rows = static_cast<const T*>(turned) + p * stride;
+    auto* panel = static_cast<typename P::Operand*>(packed) + P::panel_size(p);
+    for (long j = 0; j < n; j += kPanel, panel += P::panel_size(k))
+      P::pack_columns(rows + j, stride, least(kPanel, n - j), depth, panel);
+  }
+}
+
 // What becomes of the sums of rows from `row` on.
 template <class T>
 class RowEnds {
   using P = Product<T>;
 
  public:
-  RowEnds(const TypedLinearArgs& call, long row)
+  RowEnds(const LinearArgs& call, long row)
       : args_(call),
         x_(static_cast<const T*>(call.x) + row * call.x_stride),
         y_(static_cast<T*>(call.y) + row * call.y_stride),
@@ -69,7 +84,7 @@ class RowEnds {
   float x(long i, long k) const { return load_one(x_ + i * args_.x_stride + k); }
 
  private:
-  const TypedLinearArgs& args_;
+  const LinearArgs& args_;
   const T* x_;
   T* y_;
   const T* residual_;
@@ -77,12 +92,12 @@ class RowEnds {
 };
 
 template <class T>
-void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel_begin,
-           long panel_end, void* scratch) {
+void block(const LinearArgs& args, long row_begin, long row_end, long panel_begin, long panel_end,
+           void* scratch) {
   using P = Product<T>;
   P::enter();
   const auto* packed = static_cast<const typename P::Operand*>(args.packed);
-  const long most_rows = row_block<T>(args.k);
+  const long most_rows = row_block<T>(args);
   auto* a = static_cast<typename P::Operand*>(scratch);
   float* sums = reinterpret_cast<float*>(a + P::block_size(most_rows, args.k));
   const long count = (row_end - row_begin + most_rows - 1) / most_rows;
@@ -103,10 +118,10 @@ void block(const TypedLinearArgs& args, long row_begin, long row_end, long panel
 }
 
 template <class T>
-long scratch_bytes(long k) {
+long scratch_bytes(const LinearArgs& args) {
   using P = Product<T>;
-  const long rows = row_block<T>(k);
-  return P::block_size(rows, k) * static_cast<long>(sizeof(typename P::Operand)) +
+  const long rows = row_block<T>(args);
+  return P::block_size(rows, args.k) * static_cast<long>(sizeof(typename P::Operand)) +
          P::buffer_size(rows) * static_cast<long>(sizeof(float));
 }
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "cpu/core/host.h"
-#include "cpu/gemm/half_ops.h"
 #include "cpu/ops/loss/cross_entropy_kernel.h"
 
 namespace tf {

@@ -11,9 +11,7 @@
 #include <tuple>
 
 #include "cpu/core/box.h"
-#include "cpu/gemm/half_host.h"
-#include "cpu/ops/linear/linear_backward_half_kernel.h"
-#include "cpu/ops/linear/linear_backward_host.h"
+#include "cpu/ops/linear/linear_host.h"
 #include "cpu/ops/loss/cross_entropy_host.h"
 
 namespace tf {
@@ -47,6 +45,10 @@ struct Call {
     x.rows = input.size(0);
   }
 
+  const void* rows_from(int64_t row) const {
+    return place_of(x.data, Element::float32, row * x.stride);
+  }
+
   // f(args, first row, rows, weights of the classes): the logits are in args.
   template <class F>
   void each_part(const F& f) const {
@@ -57,8 +59,9 @@ struct Call {
         const int64_t n = std::min(kClasses, classes - first);
         const Tensor part = torch::stable::narrow(whole, 0, first, n);
         float* logits = shared_scratch(kLogitsSlot).floats(m * n);
-        run_linear({x.data + row * x.stride, nullptr, bias ? optional_data(bias) + first : nullptr,
-                    nullptr, logits, m, k, n, x.stride, 0, n, 0},
+        run_linear({Element::float32, rows_from(row), nullptr,
+                    place_of(data_of(bias), Element::float32, first), nullptr, logits, m, k, n,
+                    x.stride, 0, n, 0},
                    part, std::nullopt, 0);
         CrossEntropyArgs args{};
         args.type = Element::float32;
@@ -130,24 +133,24 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
       // Sums go to and fro between two places, the last one to where it belongs.
       const int64_t left = (n - args.first - 1) / kClasses;
       float* place[] = {dx + row * k, shared_scratch(kSumsSlot).floats(m * k)};
-      run_linear({logits, nullptr, nullptr, args.first > 0 ? place[(left + 1) % 2] : nullptr,
-                  place[left % 2], m, args.columns, k, args.stride, k, k, 0},
-                 column_panels_of(part, 1, m));
+      run_linear(
+          {args.type, logits, nullptr, nullptr, args.first > 0 ? place[(left + 1) % 2] : nullptr,
+           place[left % 2], m, args.columns, k, args.stride, k, k, 0},
+          column_panels_of(part, 1, m));
     }
     if (!want_weight && !want_bias) return;
-    WeightGradientArgs gradient{};
-    gradient.grad = logits;
-    gradient.x = call.x.data + row * call.x.stride;
-    gradient.grad_weight = want_weight ? dw + args.first * k : nullptr;
-    gradient.grad_bias = want_bias ? db + args.first : nullptr;
-    gradient.m = m;
-    gradient.n = args.columns;
-    gradient.k = k;
-    gradient.grad_stride = args.stride;
-    gradient.x_stride = call.x.stride;
-    gradient.row = row;
-    gradient.accumulate = row > 0;
-    run_weight_gradient_part(gradient, 0);
+    run_weight_gradient_part({.type = args.type,
+                              .grad = logits,
+                              .x = call.rows_from(row),
+                              .grad_weight = want_weight ? dw + args.first * k : nullptr,
+                              .grad_bias = want_bias ? db + args.first : nullptr,
+                              .m = m,
+                              .n = args.columns,
+                              .k = k,
+                              .grad_stride = args.stride,
+                              .x_stride = call.x.stride,
+                              .first = row == 0},
+                             0);
   });
   return {grad_input, grad_weight, grad_bias};
 }
@@ -181,12 +184,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     return {losses, grad_input, grad_weight, grad_bias};
   }
   const Element type = element_of(input);
-  const half::HalfRows x = half::half_rows(input);
-  const void* panels = half::panels_of(weight, std::nullopt, 0);
+  const Rows x = as_rows(input);
+  const Panels panels = panels_of(weight, std::nullopt, 0, rows);
   const bool through = want_input && k > 0, sums = want_weight || want_bias;
-  const void* columns = through ? half::column_panels_of(weight, 1) : nullptr;
+  const Panels columns = through ? column_panels_of(weight, 1, rows) : Panels{};
   // The kernel is given no last part, so that it rounds nothing: the sums are the result.
-  HalfWeightGradientArgs gradient{};
+  WeightGradientArgs gradient{};
   gradient.type = type;
   gradient.sums = floats_if(want_weight, grad_weight);
   gradient.bias_sums = floats_if(want_bias, grad_bias);
@@ -194,6 +197,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   gradient.grad_bias = gradient.bias_sums;
   gradient.n = gradient.grad_stride = n;
   gradient.k = k;
+  gradient.x_stride = x.stride;
+  gradient.last = false;
 
   // Parts of about as many rows each.
   const int64_t parts = (rows + part_rows - 1) / part_rows;
@@ -203,9 +208,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * most * n);
   for (int64_t row = 0; row < rows; row += most) {
     const int64_t m = std::min(most, rows - row);
-    const auto* x_rows = static_cast<const uint16_t*>(x.data) + row * x.stride;
-    half::run_linear(
-        {type, x_rows, panels, half::data_of(bias), nullptr, logits, m, k, n, x.stride, 0, n, 0});
+    const void* x_rows = place_of(x.data, type, row * x.stride);
+    run_linear({type, x_rows, nullptr, data_of(bias), nullptr, logits, m, k, n, x.stride, 0, n, 0},
+               panels);
     CrossEntropyArgs args{};
     args.type = type;
     args.logits = logits;
@@ -222,14 +227,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
         grad ? static_cast<const float*>(grad->const_data_ptr()) + row : ones.data();
     run_cross_entropy_gradient({args, known.data(), known.data() + m, scale, logits, n}, m);
     if (through)
-      half::run_linear({type, logits, columns, nullptr, nullptr,
-                        static_cast<uint16_t*>(grad_input.mutable_data_ptr()) + row * k, m, n, k, n,
-                        k, k, 0});
+      run_linear({type, logits, nullptr, nullptr, nullptr,
+                  place_of(grad_input.mutable_data_ptr(), type, row * k), m, n, k, n, k, k, 0},
+                 columns);
     if (!sums) continue;
     gradient.grad = logits;
     gradient.m = m;
     gradient.first = row == 0;
-    half::run_weight_gradient(gradient, x_rows, x.stride, kSumsSlot);
+    gradient.x = x_rows;
+    run_weight_gradient_part(gradient, kSumsSlot);
   }
   trim_shared_scratch();
   return {losses, grad_input, grad_weight, grad_bias};

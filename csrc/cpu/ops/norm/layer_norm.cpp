@@ -9,7 +9,6 @@
 
 #include "cpu/core/box.h"
 #include "cpu/core/host.h"
-#include "cpu/gemm/half_ops.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
@@ -205,7 +204,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
       .grad = dy.data,
       .grad_sum = extra.data,
       .source = s.data,
-      .weight = optional_data(weight_row),
+      .weight = static_cast<const float*>(data_of(weight_row)),
       .mean = static_cast<const float*>(mean_row.const_data_ptr()),
       .rstd = static_cast<const float*>(rstd_row.const_data_ptr()),
       .grad_source = data_if(want_source, grad_source),

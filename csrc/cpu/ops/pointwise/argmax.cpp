@@ -6,7 +6,6 @@
 
 #include "cpu/core/box.h"
 #include "cpu/core/host.h"
-#include "cpu/gemm/half_ops.h"
 #include "cpu/ops/pointwise/argmax_kernel.h"
 
 namespace tf {

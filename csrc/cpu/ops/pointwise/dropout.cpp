@@ -5,7 +5,6 @@
 
 #include "cpu/core/box.h"
 #include "cpu/core/host.h"
-#include "cpu/gemm/half_ops.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 #include "cpu/ops/pointwise/dropout_kernel.h"
 

@@ -29,6 +29,7 @@ Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padd
     STD_TORCH_CHECK(places[i] >= 0 && places[i] < rows, op, ": token ", places[i],
                     " is not in [0, ", rows, ")");
   const Rows from = as_rows(grad);
+  const auto* values = static_cast<const float*>(from.data);
   Tensor result = fresh(grad, {rows, width});
   auto* table = static_cast<float*>(result.mutable_data_ptr());
   if (width == 0) return result;
@@ -42,7 +43,7 @@ Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padd
       const int64_t row = places[i];
       if (row < begin || row >= end || row == padding) continue;
       float* to = table + row * width;
-      const float* x = from.data + i * from.stride;
+      const float* x = values + i * from.stride;
       for (int64_t j = 0; j < width; ++j) to[j] += x[j];
     }
   });
