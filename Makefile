@@ -67,7 +67,7 @@ test-all: $(STAMPS)/cuda
 
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx
-SANITIZE_TESTS ?= tests/test_kernels_parity.py tests/test_kernels_lengths.py \
+SANITIZE_TESTS ?= tests/test_kernels.py \
 	tests/test_attention.py tests/test_kernels_pieces.py \
 	tests/test_kernels_pieces_attention.py tests/test_gradients_linear.py \
 	tests/test_gradients_tiles_attention.py tests/test_decode_stack.py tests/fuzz
@@ -91,7 +91,7 @@ QUICK_TESTS := test_outputs or grouped_heads or each_gradient or upstream_gradie
 
 sanitize-quick:
 	$(MAKE) sanitize SANITIZE_ISAS=$(QUICK_ISA) ARGS="-k '$(QUICK_TESTS)'" \
-		SANITIZE_TESTS="tests/test_kernels_parity.py tests/test_kernels_pieces_attention.py \
+		SANITIZE_TESTS="tests/test_kernels.py tests/test_kernels_pieces_attention.py \
 		tests/test_gradients_linear.py tests/test_gradients_tiles_attention.py"
 
 example: setup

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel, why_not
@@ -144,3 +146,41 @@ def check_target(
     results = result if isinstance(result, tuple) else (result,)
     # The truth is the CPU's, wherever the kernel runs.
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
+
+
+class Operators(TorchDispatchMode):
+    """Which operators run within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def ours(self) -> list[str]:
+        return [func.__name__ for func in self.seen if func.namespace == "transformer_fast"]
+
+    @property
+    def casts(self) -> int:
+        return self.seen.count(torch.ops.aten._to_copy.default)
+
+
+class OnDevice(Operators):
+    """As on a GPU: raises where the host would wait for it, or where something is not on meta."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "lift_fresh")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert name_of(func) not in self.WAIT, f"the host waits for {name_of(func)}"
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in tree_leaves((args, kwargs, result)):
+            assert not isinstance(x, torch.Tensor) or x.is_meta, f"{name_of(func)}: not on meta"
+        return result
+
+
+def name_of(func: Any) -> str:
+    """An operator's, without its overload."""
+    return str(func._schema.name.rpartition("::")[2])

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Operators
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import _native, functional, memory, nn
 from transformer_fast.backends import cpu, cpu_packing
@@ -318,11 +318,6 @@ def test_forgetting() -> None:
 # Programs that are recorded -----------------------------------------------------------------------
 
 
-class Nothing(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class ByFunction(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.weight, self.bias, backend="cpu")
@@ -357,7 +352,7 @@ def test_no_copy_is_taken_or_made_inside_a_mode() -> None:
     assert cpu_packing.packed_weight(weight, 8) is not None
     remembered = cpu_packing.PackedWeights()
     assert remembered([weight], 8) != [None]
-    for mode in (Nothing(), FakeTensorMode(allow_non_fake_inputs=True)):
+    for mode in (Operators(), FakeTensorMode(allow_non_fake_inputs=True)):
         with mode:
             assert cpu_packing.packed_weight(weight, 8) is None
             assert remembered([weight], 8) == [None]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast
 from transformer_fast import _native, dispatch, functional, nn, small
@@ -21,23 +21,10 @@ pytestmark = [
 ]
 
 
-class _Ours(TorchDispatchMode):
-    """Which operators of ours run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "transformer_fast":
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _ours(run: Callable[[], Any]) -> list[str]:
-    with _Ours() as found:
+    with Operators() as found:
         run()
-    return found.names
+    return found.ours
 
 
 def _calls(grad: bool) -> dict[str, Callable[[int], tuple[Callable[[], Any], tuple[Any, ...]]]]:
@@ -177,9 +164,9 @@ def test_a_norm_goes_straight_to_the_kernel_that_the_dispatcher_would_take() -> 
     arguments = _norm()
     run = small.layer_norm_kernel(*arguments)
     assert run is dispatch.select(call_of("layer_norm", tuple(arguments))).run
-    with _Ours() as found, dispatch.use_backend(None):
+    with Operators() as found, dispatch.use_backend(None):
         nn.LayerNorm(8)(arguments[0])
-    assert found.names == ["layer_norm_training.cpu"]
+    assert found.ours == ["layer_norm_training.cpu"]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

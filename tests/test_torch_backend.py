@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, SATURATED, drawn
+from harness import DTYPES, SATURATED, OnDevice, Operators, drawn, name_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import dispatch, explain, functional, nn, small, use_backend
@@ -97,25 +97,6 @@ def test_which_garbage_gets_through():
 # Operators ---------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):
-    """Their names; raises where the host would wait for the device."""
-
-    WAIT = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item")
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.rpartition("::")[2]
-        assert name not in self.WAIT, f"the host waits for {name}"
-        result = func(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(result):
-            assert not isinstance(one, torch.Tensor) or one.is_meta, f"{name} is not on meta"
-        self.names.append(name)
-        return result
-
-
 #: What launches nothing on a GPU.
 _VIEWS = {
     "alias", "as_strided", "_reshape_alias", "_unsafe_view", "detach", "expand", "permute", "select",
@@ -134,12 +115,13 @@ def as_on_a_gpu():
 
 
 def operators_of(module, arguments, training):
-    with as_on_a_gpu(), Operators() as seen, torch.set_grad_enabled(training):
+    with as_on_a_gpu(), OnDevice() as seen, torch.set_grad_enabled(training):
         result = module(*arguments[0], **arguments[1])
         if training:
             (result if isinstance(result, torch.Tensor) else result[0]).sum().backward()
-    assert "randint" not in seen.names, "PyTorch's dropout takes no seed"
-    return [name for name in seen.names if name not in _VIEWS]
+    names = [name_of(func) for func in seen.seen]
+    assert "randint" not in names, "PyTorch's dropout takes no seed"
+    return [name for name in names if name not in _VIEWS]
 
 
 def layer_call(kind: str, padded: bool, causal: bool) -> tuple[Any, Any]:
@@ -297,7 +279,7 @@ def test_sums_promote_by_themselves_under_autocast(monkeypatch, p):
     with torch.autocast("cpu", torch.bfloat16):
         monkeypatch.setattr(dispatch, "only_pytorchs", lambda op, first: True)
         torch.manual_seed(0)
-        with CountCasts() as seen:
+        with Operators() as seen:
             found = functional.add_layer_norm(x, residual, 8, w, dropout_p=p)
         monkeypatch.undo()
         torch.manual_seed(0)
@@ -305,14 +287,6 @@ def test_sums_promote_by_themselves_under_autocast(monkeypatch, p):
     assert seen.casts == 0
     assert found[1].dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-8)
-
-
-class CountCasts(TorchDispatchMode):
-    casts = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.casts += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_seed_is_drawn_for_a_kernel_that_takes_it():

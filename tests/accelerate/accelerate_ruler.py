@@ -1,12 +1,17 @@
-"""What the tests of `accelerate` share: models and inputs."""
+"""What the tests of accelerate share: models and inputs, and compiling."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from module_ruler import assert_same_numbers
 from torch import Tensor
+
+from transformer_fast import compile_backend
+from transformer_fast.accelerate.graph.report import GraphReport
 
 B, T, S, M, H, F = 3, 7, 5, 16, 4, 24
 
@@ -102,3 +107,23 @@ MODELS: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str,
     ),
     "text model": lambda: (TextModel(dropout=0.0), tokens(), {}),
 }
+
+
+def compiled(model: Any) -> tuple[Any, list[GraphReport]]:
+    reports: list[GraphReport] = []
+    options = {"report": reports.append}
+    return torch.compile(model, backend=compile_backend, options=options), reports
+
+
+def check(model: torch.nn.Module, *args: Any, **counts: int) -> list[GraphReport]:
+    """Rewritten as said (at least), and the same numbers in inference and in training."""
+    ours, reports = compiled(copy.deepcopy(model))
+    assert_same_numbers(ours.train(), model.train(), args, {}, grad=True)
+    ours, more = compiled(copy.deepcopy(model))
+    assert_same_numbers(ours.eval(), model.eval(), args, {}, grad=False)
+    for report in (*reports, *more):
+        for op, count in counts.items():
+            assert report.counts.get(op, 0) == count, str(report)
+    assert reports
+    assert more
+    return reports

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compile_ruler import check, compiled
+from accelerate_ruler import check, compiled
 from hand_written import (
     ACTIVATIONS,
     ATTENTIONS,

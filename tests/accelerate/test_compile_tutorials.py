@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from compile_ruler import check, compiled
-from hand_written import Attention, B, FeedForward, M, Norm, T, divided, with_blind_rows
-from hand_written_more import (
-    ATTENTIONS,
-    NORMS,
+from accelerate_ruler import check, compiled
+from hand_written import (
+    MORE_ATTENTIONS,
+    MORE_NORMS,
+    Attention,
+    B,
     Convolutions,
     ConvolutionsAlone,
+    FeedForward,
+    M,
+    Norm,
     OneNumber,
+    T,
+    divided,
     gelu_over_x,
     nan_to_num,
+    with_blind_rows,
     zeros_afterwards,
 )
 from torch import Tensor, nn
@@ -33,9 +40,9 @@ def _x() -> Tensor:
     return torch.randn(B, T, M)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", MORE_ATTENTIONS)
 def test_attention(name: str) -> None:
-    attend, mask = ATTENTIONS[name]
+    attend, mask = MORE_ATTENTIONS[name]
     [report] = check(Attention(attend()), _x(), _x(), mask(), attention=1, linear=4)
     assert not report.left
     assert not {"softmax", "matmul", "einsum", "exp"} & set(report.others)
@@ -43,7 +50,7 @@ def test_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["like the scores", "permuted", "one key head", "temperatures"])
 def test_lengths_may_vary(name: str) -> None:
-    model = Attention(ATTENTIONS[name][0]()).eval()
+    model = Attention(MORE_ATTENTIONS[name][0]()).eval()
     ours, reports = compiled(model)
     with torch.no_grad():
         for length in (5, 6, 9):
@@ -85,9 +92,9 @@ def test_permuted_products_stay_the_users() -> None:
     assert "its scores are permuted" in str(report)
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", MORE_NORMS)
 def test_norms(name: str) -> None:
-    [report] = check(nn.Sequential(nn.Linear(M, M), Norm(NORMS[name])), _x(), layer_norm=1)
+    [report] = check(nn.Sequential(nn.Linear(M, M), Norm(MORE_NORMS[name])), _x(), layer_norm=1)
     assert not {"mean", "std", "var", "var_mean", "std_mean", "sub"} & set(report.others)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Operators
 from module_ruler import cast, check_budget, fast_path, tensors, to_ours
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import dispatch, functional
 
@@ -125,20 +125,6 @@ def test_padding(norm_first: bool) -> None:
     check_budget(got[~padding], expected.to(got.dtype)[~padding], oracle[~padding])
 
 
-class Casts(TorchDispatchMode):
-    """Counts the tensors that are cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("op", ["linear", "feed_forward"])
 def test_without_kernels_parameters_are_cast_once_in_a_region(
     monkeypatch: pytest.MonkeyPatch, op: str
@@ -153,12 +139,12 @@ def test_without_kernels_parameters_are_cast_once_in_a_region(
     weights = weights[:2] if op == "linear" else weights
     for residual in [None, torch.randn(3, 16)] if op == "linear" else [None]:
         options = {} if residual is None else {"residual": residual}
-        with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        with torch.autocast("cpu", torch.bfloat16), Operators() as found:
             first = call(x, *weights, **options)
-            once = casts.count
+            once = found.casts
             second = call(x, *weights, **options)
         # Of the second call only what is no parameter, and with it a step of autograd.
-        assert casts.count - once == once - len(weights)
+        assert found.casts - once == once - len(weights)
         assert first.dtype == second.dtype == torch.bfloat16
         first.float().sum().backward()
         assert all(w.grad is not None and w.grad.dtype == torch.float32 for w in weights)

@@ -426,8 +426,7 @@ def test_training_on_real_tokens_gives_the_same_gradients(
         output = output if batch_first else output.transpose(0, 1)
         output[~hidden].square().sum().backward()
         found.append([output[~hidden].detach(), x.grad, *(p.grad for p in encoder.parameters())])
-    for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_padded_places_are_computed_if_zeros_are_not_wanted() -> None:

@@ -240,8 +240,7 @@ def test_inputs_may_be_changed_in_place_where_torch_saves_copies(
             if change:
                 x.add_(1.0)
             found.append(torch.autograd.grad(output.square().sum(), [*module.parameters()]))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1,15 +1,21 @@
-"""Loss, schedules, optimiser, clipping: against plain PyTorch and against values by hand."""
+"""Loss, schedules, batches and the training loop."""
 
 from __future__ import annotations
 
 import math
+import random
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from training_case import PAD, make_model
+from hypothesis import given
+from hypothesis import strategies as st
+from training_case import END, PAD, START, make_loader, make_model, make_pairs, make_trainer
 
+import transformer_fast
 from transformer_fast import models, training, use_backend
 
 
@@ -161,8 +167,7 @@ def test_activation_checkpointing_changes_no_number() -> None:
         total, _ = training.NextTokenLoss(PAD)(model, batch)
         total.backward()
         found.append([total.detach(), *(p.grad for p in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
     with pytest.raises(ValueError, match="no Transformer encoder or decoder layers"):
         training.checkpoint_activations(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="every must be at least 1, not 0"):
@@ -225,8 +230,7 @@ def test_losses_without_logits(tied: bool, embedding_size: int | None, how: str)
         assert total.dtype == torch.float32
         found.append([total.detach(), *(p.grad for p in model.parameters())])
     limits = {"rtol": 2e-2, "atol": 2e-2} if how in ("autocast", "bfloat16") else {}
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, **limits)
+    torch.testing.assert_close(*found, **limits)
 
 
 def test_losses_never_hold_all_logits() -> None:
@@ -272,3 +276,248 @@ def test_wrong_expected_tokens_name_themselves() -> None:
         model(tokens, expected=[1, 2])
     with pytest.raises(IndexError, match="Target 20 is out of bounds"):
         model(tokens, expected=torch.full((2, 5), 20))
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=3, max_size=60),
+    max_tokens=st.integers(120, 400),
+    max_sequences=st.none() | st.integers(1, 9),
+    shuffle=st.booleans(),
+    world_size=st.integers(1, 3),
+    epoch=st.integers(0, 3),
+)
+def test_each_sequence_once_and_in_budget(
+    lengths: list, max_tokens: int, max_sequences: int | None, shuffle: bool, world_size: int,
+    epoch: int,
+) -> None:  # fmt: skip
+    ranks = []
+    if max_sequences == 1 and len(lengths) % world_size:
+        with pytest.raises(ValueError, match="batches of one sequence each cannot be shared"):
+            training.TokenBatches(
+                lengths, max_tokens, max_sequences=1, rank=0, world_size=world_size
+            )
+        return
+    for rank in range(world_size):
+        sampler = training.TokenBatches(
+            lengths, max_tokens, max_sequences=max_sequences, shuffle=shuffle, rank=rank,
+            world_size=world_size,
+        )  # fmt: skip
+        sampler.set_epoch(epoch)
+        ranks.append(list(sampler))
+        assert len(ranks[-1]) == len(sampler)
+    assert len({len(batches) for batches in ranks}) == 1
+    every = [batch for batches in ranks for batch in batches]
+    assert sorted(i for batch in every for i in batch) == list(range(len(lengths)))
+    for batch in every:
+        longest = [max(lengths[i][side] for i in batch) for side in range(2)]
+        assert len(batch) * sum(longest) <= max_tokens
+        assert len(batch) <= (max_sequences or len(batch))
+
+
+def test_little_padding_and_full_batches() -> None:
+    chance = random.Random(0)
+    lengths = [chance.randint(1, 50) for _ in range(2000)]
+    batches = list(training.TokenBatches(lengths, 1000))
+    padded = sum(len(b) * max(lengths[i] for i in b) for b in batches)
+    assert sum(lengths) / padded > 0.97
+    assert padded / len(batches) > 0.95 * 1000
+
+
+def test_order_follows_from_seed_and_epoch() -> None:
+    lengths = [random.Random(1).randint(1, 9) for _ in range(200)]
+    state = torch.get_rng_state()
+
+    def epochs(seed: int) -> list[list[list[int]]]:
+        sampler = training.TokenBatches(lengths, 60, seed=seed)
+        found = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            found.append(list(sampler))
+        return found
+
+    first = epochs(7)
+    assert first == epochs(7) != epochs(8)
+    assert first[0] != first[1] != first[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    sampler = training.TokenBatches(lengths, 60, seed=7)
+    sampler.set_epoch(1, start=4)
+    assert list(sampler) == first[1][4:]
+
+
+def test_steps_of_several_processes_are_alike() -> None:
+    lengths = [random.Random(2).randint(1, 60) for _ in range(600)]
+    ranks = [list(training.TokenBatches(lengths, 600, rank=r, world_size=2)) for r in range(2)]
+    apart = [
+        abs(max(lengths[i] for i in a) - max(lengths[i] for i in b))
+        for a, b in zip(*ranks, strict=True)
+    ]
+    assert max(apart) <= 12
+    assert sum(apart) / len(apart) < 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lengths": [3, 9, 2], "max_tokens": 8}, r"lengths\[1\] is \[9\], more than max_tokens=8"),
+        ({"lengths": [(3, 1), (5, 4)], "max_tokens": 8}, r"lengths\[1\] is \[5, 4\]"),
+        ({"lengths": [3, 0], "max_tokens": 8}, r"lengths\[1\] is \[0\]: empty"),
+        ({"lengths": [], "max_tokens": 8}, "0 sequences, too few for 1"),
+        ({"lengths": [3], "max_tokens": 8, "world_size": 2}, "1 sequences, too few for 2"),
+        ({"lengths": [3], "max_tokens": 8, "rank": 1}, r"rank must lie in \[0, 1\), not 1"),
+        ({"lengths": [3], "max_tokens": 8, "max_sequences": 0}, "max_sequences must be at least 1"),
+    ],
+)
+def test_batches_refuse(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        training.TokenBatches(**arguments)
+
+
+def test_collator() -> None:
+    batch = training.PairCollator(PAD, START, END)([([5, 6, 7], [8]), ([5], [9, 8])])
+    assert batch.source.tolist() == [[5, 6, 7], [5, PAD, PAD]]
+    assert batch.target.tolist() == [[START, 8, PAD], [START, 9, 8]]
+    assert batch.expected.tolist() == [[8, END, PAD], [9, 8, END]]
+    with pytest.raises(ValueError, match=r"sequences\[1\] is empty"):
+        training.pad_sequences([[1], []], PAD)
+    with pytest.raises(ValueError, match="sequences is empty"):
+        training.pad_sequences([], PAD)
+
+
+def test_loader_gives_all_pairs() -> None:
+    pairs = make_pairs()
+    rows = [
+        tuple(token for token in row if token != PAD)
+        for batch in make_loader(pairs)
+        for row in batch.source.tolist()
+    ]
+    assert sorted(rows) == sorted(tuple(source) for source, _ in pairs)
+
+
+def test_it_learns_on_kernels() -> None:
+    if transformer_fast._native.module is None:
+        pytest.skip(str(transformer_fast._native.why_not))
+    pairs = make_pairs(200)
+    trainer = make_trainer(make_model(0.0))
+    with transformer_fast.strict():
+        history = trainer.fit(make_loader(pairs, 400), steps=120)
+    assert history.steps == trainer.step == 120
+    assert sum(history.loss[-10:]) < 0.75 * sum(history.loss[:10])
+    assert history.learning_rate[9] == max(history.learning_rate)
+
+
+def test_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = make_loader(make_pairs())
+    trainer = make_trainer(make_model())
+    assert trainer.fit(loader, epochs=1, validation=loader).steps == len(loader)
+    assert [step for step, _ in trainer.history.validation] == [len(loader)]
+    trainer.fit(loader, epochs=2, steps=len(loader) + 2)
+    assert trainer.step == len(loader) + 2
+    trainer.fit(loader, minutes=1e-9)
+    assert trainer.step == len(loader) + 3
+    trainer.fit(loader, epochs=2, validation=lambda model: {"error": 0.5}, validate_every=3)
+    assert trainer.history.validation[-1] == (trainer.step, {"error": 0.5})
+    assert sum(trainer.history.tokens[: len(loader)]) == sum(len(t) + 1 for _, t in make_pairs())
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"steps": 0}, {"epochs": -1}, {"minutes": 0.0}])
+def test_limits_that_are_none(arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be (given|above 0, not)"):
+        make_trainer(make_model()).fit(make_loader(make_pairs()), **arguments)
+
+
+def test_arguments_that_are_wrong() -> None:
+    model = make_model()
+    for name in ("accumulate", "checkpoint_every"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+            make_trainer(model, **{name: 0})
+    with pytest.raises(ValueError, match="clip_norm must be above 0, or None, not -1"):
+        make_trainer(model, clip_norm=-1.0)
+    with pytest.raises(ValueError, match=r"autocast must be torch\.bfloat16 or None"):
+        make_trainer(model, autocast=torch.float16)
+    with pytest.raises(ValueError, match="batches is empty"):
+        make_trainer(model).fit([], steps=1)
+    with pytest.raises(ValueError, match="strategy must be one of ddp, fsdp, not 'zero'"):
+        training.parallelise(model, "zero")
+    with pytest.raises(ValueError, match="has no tokens to evaluate"):
+        training.evaluate(model, training.NextTokenLoss(PAD), [])
+
+
+def test_a_gradient_that_is_nan_stops_before_the_step() -> None:
+    trainer = make_trainer(make_model())
+    loader = make_loader(make_pairs())
+    trainer.fit(loader, steps=2)
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    objective = trainer.objective
+
+    def broken(model: torch.nn.Module, batch: Any) -> Any:
+        total, tokens = objective(model, batch)
+        return total * float("nan"), tokens
+
+    trainer.objective = broken
+    with pytest.raises(FloatingPointError, match="gradient of step 3 has norm nan"):
+        trainer.fit(loader, steps=4)
+    assert trainer.step == 2
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_accumulated_batches_are_one_large_batch() -> None:
+    pairs = make_pairs(40)
+    found = []
+    for max_tokens, accumulate in ((100_000, 1), (130, 50)):
+        model = make_model(0.0)
+        # Not Adam, which makes steps of the rounding errors of gradients that are zero.
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        trainer = training.Trainer(
+            model, optimizer, training.NextTokenLoss(PAD), accumulate=accumulate, clip_norm=0.1
+        )
+        trainer.fit(make_loader(pairs, max_tokens), steps=1)
+        found.append((trainer.history.loss, trainer.history.gradient_norm, trainer.history.tokens))
+        found[-1] = (*found[-1], *trainer.model.state_dict().values())  # type: ignore[assignment]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluate_changes_nothing() -> None:
+    model = make_model(0.5)
+    loader = make_loader(make_pairs())
+    state = torch.get_rng_state()
+    loss = training.evaluate(model, training.NextTokenLoss(PAD), loader)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    model.eval()
+    logits = [model(source, target) for source, target, _ in loader]
+    sums = [
+        training.label_smoothing_loss(x, batch.expected, pad_token=PAD, reduction="sum").item()
+        for x, batch in zip(logits, loader, strict=True)
+    ]
+    tokens = sum(len(target) + 1 for _, target in make_pairs())
+    assert loss == pytest.approx(sum(sums) / tokens, rel=1e-5)
+
+
+def test_language_model_trains() -> None:
+    torch.manual_seed(0)
+    model = models.LanguageModel(12, 16, 2, 1, 32, 0.0, max_len=16)
+    tokens = torch.arange(9).expand(4, 9) + 2
+    optimizer = training.adamw(model, 1e-2)
+    trainer = training.Trainer(model, optimizer, training.NextTokenLoss(None, 0.0))
+    history = trainer.fit([(tokens[:, :-1], tokens[:, 1:])], steps=60)
+    assert history.loss[-1] < 0.1 < history.loss[0]
+
+
+@pytest.mark.parametrize("how", ["bf16", "checkpointed", "compiled"])
+def test_other_ways_to_run(how: str, tmp_path: Path) -> None:
+    plain = make_trainer(make_model(0.0))
+    expected = plain.fit(make_loader(make_pairs()), steps=3).loss
+    model: Any = make_model(0.0)
+    if how == "checkpointed":
+        training.checkpoint_activations(model, 2)
+    if how == "compiled":
+        model = torch.compile(model, backend="eager", dynamic=True)
+    options = {"autocast": torch.bfloat16} if how == "bf16" else {}
+    trainer = make_trainer(model, tmp_path / "run.pt", **options)
+    history = trainer.fit(make_loader(make_pairs()), steps=3)
+    assert history.loss == pytest.approx(expected, rel=2e-2 if how == "bf16" else 1e-4)
+    # The checkpoint has the plain model's names, however the model ran.
+    make_model().load_state_dict(training.read_checkpoint(tmp_path / "run.pt")["model"])
+    torch._dynamo.reset()

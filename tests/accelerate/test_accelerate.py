@@ -1,0 +1,625 @@
+"""accelerate and restore: swapped modules, the same numbers, verification."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate_ruler import (
+    MODELS,
+    B,
+    M,
+    T,
+    TextModel,
+    encoder,
+    encoder_layer,
+    tokens,
+)
+from module_ruler import assert_same_numbers, check_budget
+from torch import Tensor
+
+import transformer_fast
+from transformer_fast import accelerate, accelerated, nn, restore
+from transformer_fast.accelerate import register_converter
+from transformer_fast.nn import multihead_attention
+from transformer_fast.nn.swapped import RECORD
+from transformer_fast.testing import GRADIENT_FACTOR
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+
+
+def _types(model: torch.nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("mode", ["inference", "evaluation", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_numbers(name: str, mode: str) -> None:
+    theirs, args, kwargs = MODELS[name]()
+    theirs.train(mode == "training")
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert report.swapped
+    assert not report.left
+    assert_same_numbers(ours, theirs, args, kwargs, grad=mode != "inference")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_restore_leaves_nothing_behind(name: str) -> None:
+    model, args, kwargs = MODELS[name]()
+    model.eval()
+    types, names = _types(model), [set(m.__dict__) for m in model.modules()]
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        before = model(*args, **kwargs)
+    report = accelerate(model)
+    assert _types(model) != types
+    assert restore(model) == [entry.name for entry in report.swapped]
+    assert _types(model) == types
+    assert [set(m.__dict__) for m in model.modules()] == names
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        after = model(*args, **kwargs)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert restore(model) == []
+
+
+def test_everything_but_the_class_stays() -> None:
+    model = TextModel()
+    parameters, state = list(model.parameters()), list(model.state_dict())
+    names, shown = [n for n, _ in model.named_modules()], repr(model)
+    calls: list[str] = []
+    layer = model.transformer.encoder.layers[0]
+    layer.register_forward_hook(lambda *_: calls.append("layer"))
+    layer.linear1.register_forward_hook(lambda *_: calls.append("linear1"))
+    layer.norm2.register_full_backward_hook(lambda *_: calls.append("norm2 backward"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    accelerate(model)
+    assert type(layer) is nn.TransformerEncoderLayer
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == state
+    assert [n for n, _ in model.named_modules()] == names
+    assert repr(model) == shown
+    before = [p.detach().clone() for p in model.parameters()]
+    model(*tokens()).square().sum().backward()
+    optimizer.step()
+    assert calls == ["linear1", "layer", "norm2 backward"]
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert sum(moved) == len(moved)
+    accelerate(model)
+    TextModel().load_state_dict(model.state_dict(), strict=True)
+
+
+def test_training_goes_the_same_way() -> None:
+    torch.manual_seed(0)
+    theirs = TextModel(dropout=0.0)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    source, target = tokens()
+    losses = []
+    for model in (theirs, ours):
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        losses.append([])
+        for step in range(6):
+            if step == 3 and model is ours:  # in the middle of training, there and back
+                restore(model)
+                accelerate(model)
+            logits = model(source, target)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_twice_is_once() -> None:
+    model = TextModel()
+    first = accelerate(model)
+    types = _types(model)
+    second = accelerate(model)
+    assert _types(model) == types
+    assert not second.swapped
+    assert [e.name for e in second.already] == [e.name for e in first.swapped]
+    assert len(restore(model)) == len(first.swapped)
+    assert not any(isinstance(m, (nn.LayerNorm, nn.Transformer)) for m in model.modules())
+
+
+def test_modules_built_as_ours_are_not_restored() -> None:
+    model = torch.nn.Sequential(nn.LayerNorm(M), torch.nn.LayerNorm(M))
+    report = accelerate(model)
+    assert [e.name for e in report.already] == ["0"]
+    assert restore(model) == ["1"]
+    assert _types(model)[1:] == [nn.LayerNorm, torch.nn.LayerNorm]
+
+
+def test_a_layer_given_by_the_user_and_shared_modules() -> None:
+    norm = torch.nn.LayerNorm(M)
+    model = torch.nn.Sequential(norm, torch.nn.ReLU(), norm)
+    assert len(accelerate(model).swapped) == 1
+    assert len(restore(model)) == 1
+    assert type(norm) is torch.nn.LayerNorm
+
+
+def test_filter() -> None:
+    model = TextModel()
+    seen: dict[str, torch.nn.Module] = {}
+
+    def choose(module: torch.nn.Module, name: str) -> bool:
+        seen[name] = module
+        return name.startswith("transformer.decoder")
+
+    report = accelerate(model, filter_fn=choose)
+    assert seen["transformer.encoder"] is model.transformer.encoder
+    assert {e.name.split(".")[1] for e in report.swapped} == {"decoder"}
+    assert {e.reason for e in report.left} == {"filter_fn said no"}
+    assert type(model.transformer.encoder) is torch.nn.TransformerEncoder
+    assert isinstance(model.transformer.decoder, nn.TransformerDecoder)
+
+
+def test_accelerated_is_a_block() -> None:
+    model = encoder()
+    types = _types(model)
+    with accelerated(model) as report:
+        assert report.swapped
+        assert isinstance(model, nn.TransformerEncoder)
+    assert _types(model) == types
+    with pytest.raises(TypeError, match="forward"), accelerated(model):
+        model()
+    assert _types(model) == types
+    accelerate(model, filter_fn=lambda module, name: name == "norm")
+    with accelerated(model):
+        assert isinstance(model, nn.TransformerEncoder)
+    assert type(model) is torch.nn.TransformerEncoder
+    assert type(model.norm) is nn.LayerNorm  # it was ours before the block
+
+
+class Counter:
+    """Counts the calls of the attention op behind the modules."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        right = multihead_attention.attend
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(multihead_attention, "attend", attend)
+
+
+def test_torchs_inference_path_does_not_go_past_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference torch's layers never call their attention: they have to be swapped too."""
+    counter = Counter(monkeypatch)
+    x = torch.randn(2, 5, M)
+    with torch.no_grad(), transformer_fast.use_backend("reference"):
+        layer = encoder_layer().eval()
+        expected = layer(x)
+        report = accelerate(layer, filter_fn=lambda module, name: name == "self_attn")
+        assert "does not call self_attn" in str(report)
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+        assert counter.calls == 0
+        accelerate(layer)
+        torch.testing.assert_close(layer(x), expected)
+        assert counter.calls == 1
+
+
+def test_the_report() -> None:
+    model = encoder()
+    report = accelerate(model)
+    entry = report["layers.0"]
+    assert (entry.kind, entry.outcome) == ("TransformerEncoderLayer", "swapped")
+    assert entry.now == "transformer_fast.nn.TransformerEncoderLayer"
+    q = torch.empty(1, 4, 1, 4)
+    found = report["layers.0.self_attn"]
+    assert found.inference["attention"] == transformer_fast.explain("attention", q, q, q)
+    assert set(entry.inference) == set(entry.training) == {"add_layer_norm", "feed_forward"}
+    for op, training in entry.training.items():
+        if training.backend == "reference":
+            assert "not 'cpu'" in entry.why_not()[f"{op}, training"]
+    assert "layers.0 and 1 more: TransformerEncoderLayer runs as" in str(report)
+    with pytest.raises(KeyError, match="no module 'x'"):
+        report["x"]
+
+
+def test_the_report_does_not_draw_random_numbers() -> None:
+    model = encoder(dropout=0.3)
+    state = torch.get_rng_state()
+    accelerate(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_to_do_is_told() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.zeros(2))
+
+    report = accelerate(torch.nn.Sequential(Own(), torch.nn.ReLU()))
+    assert not report.entries
+    assert "It is built of Own" in str(report)
+    assert 'backend="transformer_fast"' in str(report)
+
+
+def test_import_is_light_and_the_name_is_the_function() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, transformer_fast, transformer_fast.accelerate.report\n"
+        "assert callable(transformer_fast.accelerate)\n"
+        "from transformer_fast.accelerate import Report\n"
+        "assert callable(transformer_fast.accelerate)\n"
+        "assert not {'transformer_fast.nn', 'transformers', 'torch._dynamo'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("wrong", [None, {}, torch.nn.LayerNorm, torch.zeros(2)])
+def test_not_a_module(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):
+        accelerate(wrong)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):
+        restore(wrong)
+
+
+def test_a_record_is_no_state() -> None:
+    model = encoder()
+    accelerate(model)
+    assert not any(RECORD in key for key in model.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ours_pass(name: str) -> None:
+    model, args, kwargs = MODELS[name]()
+    wrapped = Wrapped(model)
+    report = accelerate(wrapped, verify={"args": args, "kwargs": kwargs})
+    assert report.verified
+    assert not report.notes
+    assert report.swapped
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    yield
+    for cls in (torch.nn.LayerNorm, torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer):
+        register_converter(cls, None)
+
+
+class WrongNorm(torch.nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 + 1e-4)
+
+
+class WrongGradient(torch.nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(
+            input, self.normalized_shape, self.weight.detach(), self.bias, self.eps
+        )
+
+
+class WrongInTraining(torch.nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if not self.training else -input)
+
+
+class WrongInInference(torch.nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if torch.is_grad_enabled() else -input)
+
+
+class FlippedPadding(torch.nn.TransformerEncoderLayer):
+    """Wrong only where something is padded."""
+
+    def forward(self, src: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if src_key_padding_mask is not None:
+            src_key_padding_mask = src_key_padding_mask.logical_not()
+        return super().forward(src, src_key_padding_mask=src_key_padding_mask)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("base", "wrong", "told"),
+    [
+        (torch.nn.LayerNorm, WrongNorm, "inference: outputs differ"),
+        (torch.nn.LayerNorm, WrongGradient, "evaluation: gradients differ"),
+        (torch.nn.LayerNorm, WrongInTraining, "training: outputs differ"),
+        (torch.nn.LayerNorm, WrongInInference, "inference: outputs differ"),
+        (torch.nn.TransformerEncoderLayer, FlippedPadding, "layer with padding: outputs differ"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_wrong_conversions_are_taken_back(base: type, wrong: type, told: str) -> None:
+    model = torch.nn.Sequential()
+    model.layer = encoder_layer(dropout=0.1)
+    types = [type(m) for m in model.modules()]
+    names = [set(m.__dict__) for m in model.modules()]
+    register_converter(base, wrong)
+    with pytest.warns(UserWarning, match="changed the model's numbers and was taken back"):
+        report = accelerate(model, verify=torch.randn(B, T, M))
+    assert report.verified is False
+    assert told in str(report)
+    assert not report.swapped
+    assert "everything was taken back" in report["layer.norm1"].reason
+    assert [type(m) for m in model.modules()] == types
+    assert [set(m.__dict__) for m in model.modules()] == names
+
+
+class Eventful(torch.nn.Module):
+    """Buffers that change, dropout, a counter: nothing that verify should leave a mark on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = TextModel(dropout=0.3)
+        self.batch_norm = torch.nn.BatchNorm1d(11)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.batch_norm(self.text(source, target).flatten(0, 1))
+
+
+def test_verify_leaves_no_trace() -> None:
+    model = Eventful()
+    model.batch_norm.eval()
+    for p in model.text.head.parameters():
+        p.grad = torch.ones_like(p)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    training = [m.training for m in model.modules()]
+    source, target = tokens()
+    random = torch.get_rng_state()
+    given = source.clone(), target.clone()
+    report = accelerate(model, verify=(source, target))
+    assert report.verified
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == training
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.text.head.parameters())
+    assert all(p.grad is None for p in model.text.transformer.parameters())
+    assert torch.equal(source, given[0])
+    assert torch.equal(target, given[1])
+    assert model.text.transformer.encoder.layers[0].dropout.p == 0.3
+    assert model.text.transformer.encoder.layers[0].self_attn.dropout == 0.3
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_random_models_are_compared_where_they_can_be() -> None:
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(M)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + torch.randn_like(x)) if self.training else self.norm(x)
+
+    report = accelerate(Noisy(), verify=torch.randn(2, M))
+    assert report.verified
+    assert "random numbers in train mode" in report.notes[0]
+
+
+def test_rows_that_see_nothing_do_not_count() -> None:
+    attention = torch.nn.MultiheadAttention(M, 4, batch_first=True)
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    mask[1] = True
+    x = torch.randn(B, T, M)
+    example = {"query": x, "key": x, "value": x, "key_padding_mask": mask}
+    assert attention(**example)[0].isnan().any()
+    assert accelerate(attention, verify=example).verified
+    assert not attention(**example)[0].isnan().any()
+
+
+@pytest.mark.filterwarnings("default:accelerate changed")
+def test_a_model_of_nan_proves_nothing() -> None:
+    norm = torch.nn.LayerNorm(M)
+    with pytest.warns(UserWarning, match="are all NaN or infinite"):
+        report = accelerate(norm, verify=torch.full((2, M), torch.nan))
+    assert report.verified is False
+
+
+def test_what_the_model_raises_is_raised_and_nothing_changes() -> None:
+    model = TextModel()
+    with pytest.raises(IndexError):
+        accelerate(model, verify=tuple(torch.full((1, 3), 99) for _ in range(2)))
+    with pytest.raises(TypeError, match="verify must be a tuple of positional arguments"):
+        accelerate(model, verify=3)
+    assert not any(isinstance(m, (nn.LayerNorm, nn.Transformer)) for m in model.modules())
+    assert all(m.training for m in model.modules())
+
+
+def test_half_precision_and_autocast() -> None:
+    layer = encoder_layer(dropout=0.0).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert accelerate(layer, verify=torch.randn(2, 5, M, dtype=torch.bfloat16)).verified
+        with torch.autocast("cpu", torch.bfloat16):
+            assert accelerate(encoder_layer(), verify=torch.randn(2, 5, M)).verified
+
+
+class Sub(torch.nn.LayerNorm):
+    """A user's subclass, which becomes a class that no module holds."""
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy])
+def test_copies_are_accelerated_too(how: Any) -> None:
+    model = torch.nn.Sequential(encoder_layer(), Sub(M))
+    accelerate(model)
+    again = how(model)
+    assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+    if how is copy.deepcopy:
+        assert all(p is not q for p, q in zip(again.parameters(), model.parameters(), strict=True))
+        assert restore(again) == ["0", "0.self_attn", "0.norm1", "0.norm2", "1"]
+        assert type(again[1]) is Sub
+        assert type(model[0]) is nn.TransformerEncoderLayer  # the original is another model
+    one = how(model[0])
+    assert type(one) is nn.TransformerEncoderLayer
+    assert one.__dict__[RECORD] == model[0].__dict__[RECORD]
+
+
+def test_a_copied_layer_makes_a_stack() -> None:
+    layer = encoder_layer()
+    accelerate(layer)
+    stack = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    assert {type(m) for m in stack.layers} == {nn.TransformerEncoderLayer}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_hold_the_model_as_it_was(protocol: int) -> None:
+    model = torch.nn.Sequential(encoder_layer(), Sub(M)).eval()
+    types = [type(m) for m in model.modules()]
+    accelerate(model)
+    again = pickle.loads(pickle.dumps(model, protocol))
+    assert [type(m) for m in again.modules()] == types
+    assert not any(RECORD in m.__dict__ for m in again.modules())
+    assert restore(again) == []
+    assert not again[0].training
+    assert_same_numbers(again, model, (torch.randn(2, 3, M),), {}, grad=False)
+    accelerate(again)
+    assert type(again[0]) is nn.TransformerEncoderLayer
+
+
+def test_pickles_load_without_this_library(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(encoder_layer(), torch.nn.LayerNorm(M)).eval()
+    accelerate(model)
+    torch.save(model, tmp_path / "model.pt")
+    x = torch.randn(2, 3, M)
+    with torch.no_grad():
+        torch.save((x, model(x)), tmp_path / "calls.pt")
+    code = (
+        "import sys, torch\n"
+        "sys.modules['transformer_fast'] = None\n"
+        "model = torch.load('model.pt', weights_only=False)\n"
+        "x, expected = torch.load('calls.pt')\n"
+        "torch.testing.assert_close(model(x), expected)\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
+
+
+def test_state_dicts() -> None:
+    model, plain = TextModel(), TextModel()
+    accelerate(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    plain.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    model.load_state_dict(plain.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_compiled(compiled_first: bool) -> None:
+    torch.compiler.reset()
+    theirs = encoder_layer(dropout=0.0)
+    ours = copy.deepcopy(theirs)
+    x = torch.randn(2, 5, M)
+    compiled = torch.compile(ours, backend="eager")
+    if compiled_first:
+        compiled(x)
+    report = accelerate(compiled if compiled_first else ours)
+    assert report.swapped
+    assert type(ours) is nn.TransformerEncoderLayer
+    assert_same_numbers(compiled, theirs, (x,), {}, grad=True)
+    restore(compiled)
+    assert type(ours) is torch.nn.TransformerEncoderLayer
+    assert_same_numbers(compiled, theirs, (x,), {}, grad=True)
+
+
+def test_traced_by_fx() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = encoder_layer(dropout=0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * 2
+
+    theirs = Model()
+    traced = torch.fx.symbolic_trace(theirs)
+    report = accelerate(traced)
+    assert report["layer"].outcome == "swapped"
+    assert_same_numbers(traced, copy.deepcopy(theirs), (torch.randn(2, 3, M),), {}, grad=True)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone; the paths through the wrappers are those of any group."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_distributed_data_parallel(wrapped_first: bool) -> None:
+    theirs = TextModel(dropout=0.0)
+    ours = copy.deepcopy(theirs)
+    if not wrapped_first:
+        accelerate(ours)
+    model = torch.nn.parallel.DistributedDataParallel(ours)
+    if wrapped_first:
+        report = accelerate(model, verify=tokens())
+        assert report.verified
+        assert report["module.transformer"].outcome == "swapped"
+    source, target = tokens()
+    exact = copy.deepcopy(theirs).double()
+    for one in (theirs, model, exact):
+        one(source, target).square().mean().backward()
+    grads = [[p.grad for p in one.parameters()] for one in (ours, theirs, exact)]
+    check_budget(*grads, GRADIENT_FACTOR)
+    assert len(restore(model)) == len([m for m in theirs.modules() if "norm" in repr(type(m))]) + 13
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore")
+def test_fully_shard() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    theirs = encoder(dropout=0.0)
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    for layer in ours.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    x = torch.randn(2, 5, M)
+    exact = copy.deepcopy(theirs).double()
+    for model, given in ((theirs, x), (ours, x), (exact, x.double())):
+        model(given).square().mean().backward()
+    grads = [[p.grad for p in one.parameters()] for one in (theirs, exact)]
+    check_budget([p.grad.full_tensor() for p in ours.parameters()], *grads, GRADIENT_FACTOR)
+    with pytest.raises(RuntimeError, match="its class was changed again, to FSDP"):
+        restore(ours)
+
+    late = encoder()
+    fully_shard(late, mesh=mesh)
+    report = accelerate(late)
+    assert report[""].reason == "it is sharded by fully_shard; call accelerate before fully_shard"
+    assert "is a DTensor" in report["layers.0"].reason
+    assert not report.swapped
