@@ -246,47 +246,34 @@ def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
     return store.read(path)
 
 
-def _in_turn(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
-    tree = _worktree(options.base, console)
-    for number in range(options.passes):
-        _announce(console, number, options.passes)
-        old = _time(tree, options, tree.parent / f"old-{number}.json")
-        yield old, _time(ROOT, options, tree.parent / f"new-{number}.json")
-
-
-def _against(old: Suites, options: argparse.Namespace, console: Console) -> Iterator[Pass]:
-    now = machine.describe()
-    if other_machines(old, {name: {"machine": now} for name in old}):
-        # Known before anything is timed.
-        yield old, {name: {"machine": now, "rows": []} for name in old}
-        return
-    folder = ROOT / "build" / "compare"
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(options.passes):
-        _announce(console, number, options.passes)
-        yield old, _time(ROOT, options, folder / f"new-{number}.json")
-
-
-def _announce(console: Console, number: int, most: int) -> None:
-    text = f"pass {number + 1} of at most {most}" if most > 1 else "one pass"
-    console.print(text, style="dim", highlight=False)
-
-
 def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
     """One after the other, as they are asked for."""
     if options.passes < 1:
         raise ValueError(f"argument --passes: must be at least 1, not {options.passes}")
-    base = Path(options.base)
+    base, now = Path(options.base), machine.describe()
+    old: Suites = {}
     if base.is_file():
         old = store.read(base)
         if options.new is not None:
             yield old, store.read(options.new)
-        else:
-            yield from _against(old, options, console)
+            return
+        if other_machines(old, {name: {"machine": now} for name in old}):
+            # Known before anything is timed.
+            yield old, {name: {"machine": now, "rows": []} for name in old}
+            return
     elif options.new is not None:
         raise ValueError("NEW can be given only if BASE is a result file")
-    else:
-        yield from _in_turn(options, console)
+    tree = None if base.is_file() else _worktree(options.base, console)
+    folder = ROOT / "build" / "compare"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(options.passes):
+        text = (
+            f"pass {number + 1} of at most {options.passes}" if options.passes > 1 else "one pass"
+        )
+        console.print(text, style="dim", highlight=False)
+        if tree is not None:
+            old = _time(tree, options, folder / f"old-{number}.json")
+        yield old, _time(ROOT, options, folder / f"new-{number}.json")
 
 
 def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:

@@ -1,8 +1,10 @@
-"""ONNX graphs of an encoder layer and of a feed-forward network, for runtimes that read ONNX."""
+"""Encoder layers and feed-forward networks as ONNX graphs, for peers that read ONNX."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,3 +114,51 @@ def encoder_layer(
     if masked:
         inputs.append(("padding", "bool", [batch, length]))
     return graph.finished(inputs, graph.norm(graph.node("Add", x, y), layer.norm2))
+
+
+#: Makes of a graph, whose first input and whose output are of that dtype, what runs it.
+Runner = Callable[[bytes, torch.dtype], Callable[..., Tensor]]
+
+
+def missing(packages: Sequence[str]) -> str | None:
+    """What is not installed, as a sentence, or None."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed (pip install {package})"
+    return None
+
+
+def _refuses(x: Tensor, dtypes: Collection[torch.dtype]) -> str | None:
+    if x.device.type == "cpu" and x.dtype in dtypes:
+        return None
+    names = " or ".join(str(dtype)[6:] for dtype in dtypes)
+    return f"the graph given to it is for {names} on the CPU"
+
+
+def op_offer(
+    op: str, arguments: tuple[Any, ...], dtypes: Collection[torch.dtype], runner: Runner
+) -> Callable[..., Any] | str | None:
+    """What a peer's `op` gives."""
+    if op != "feed_forward":
+        return None
+    x, weight1, bias1, weight2, bias2, activation, dropout_p, _ = arguments
+    if activation != "relu" or dropout_p:
+        return "the graph given to it has relu and no dropout"
+    if (reason := _refuses(x, dtypes)) is not None:
+        return reason
+    run = runner(feed_forward(list(x.shape), weight1, bias1, weight2, bias2), x.dtype)
+    return lambda x, *rest: run(x)
+
+
+def layer_offer(
+    layer: torch.nn.TransformerEncoderLayer,
+    arguments: tuple[Any, ...],
+    dtypes: Collection[torch.dtype],
+    runner: Runner,
+) -> Callable[..., Any] | str:
+    """What a peer's `encoder_layer` gives."""
+    x, _, padding = arguments
+    if (reason := _refuses(x, dtypes)) is not None:
+        return reason
+    run = runner(encoder_layer(layer, x.shape[0], x.shape[1], padding is not None), x.dtype)
+    return lambda x, mask, padding: run(x) if padding is None else run(x, padding)

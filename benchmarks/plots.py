@@ -14,7 +14,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter
 
 from transformer_fast.measure.contest import Row
 from transformer_fast.measure.summary import Ratio, Summary
@@ -104,9 +104,6 @@ def _ratio_axis(axes: Axes) -> None:
 _BELOW = 1 / 30
 
 
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-
-
 class _Line(NamedTuple):
     """A contender's way through the sizes."""
 
@@ -181,14 +178,8 @@ def _draw_times(
     axes.set_yscale("log")
     least = min(time.median for line in lines.values() for time in line.times)
     axes.set_ylim(bottom=max(axes.get_ylim()[0], least * _BELOW))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _duration(value)))
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _duration(seconds: float) -> str:
-    """'10 µs', for powers of ten and what lies between."""
-    size, unit = next((s, u) for s, u in _UNITS if seconds >= 0.9999 * s or s == 1e-9)
-    return f"{seconds / size:.3g} {unit}"
 
 
 def _draw_ratios(axes: Axes, lines: Mapping[str, _Line]) -> None:

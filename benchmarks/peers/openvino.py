@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def available() -> str | None:
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed (pip install {package})"
-    return None
+    return onnx_graph.missing(PACKAGES)
 
 
 class _Request:
@@ -63,33 +59,9 @@ class _Request:
         return found.view(torch.bfloat16) if self.half else found
 
 
-def _refuses(x: Tensor) -> str | None:
-    if x.device.type != "cpu" or x.dtype not in _HINTS:
-        return "the graph given to it is for float32 or bfloat16 on the CPU"
-    return None
-
-
 def op(op: str, arguments: tuple[Any, ...]) -> Offer:
-    if op != "feed_forward":
-        return None
-    x, weight1, bias1, weight2, bias2, activation, dropout_p, _ = arguments
-    if activation != "relu" or dropout_p:
-        return "the graph given to it has relu and no dropout"
-    if (reason := _refuses(x)) is not None:
-        return reason
-    graph = onnx_graph.feed_forward(list(x.shape), weight1, bias1, weight2, bias2)
-    request = _Request(graph, x.dtype)
-    return lambda x, *rest: request(x)
+    return onnx_graph.op_offer(op, arguments, _HINTS, _Request)
 
 
 def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any, ...]) -> Offer:
-    x, _, padding = arguments
-    if (reason := _refuses(x)) is not None:
-        return reason
-    graph = onnx_graph.encoder_layer(layer, x.shape[0], x.shape[1], padding is not None)
-    request = _Request(graph, x.dtype)
-
-    def run(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
-        return request(x) if padding is None else request(x, padding)
-
-    return run
+    return onnx_graph.layer_offer(layer, arguments, _HINTS, _Request)

@@ -14,7 +14,12 @@ from transformer_fast import models
 from transformer_fast.measure.calls import forced, record
 from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.modules import fast_path, parameter_bytes, twins
-from transformer_fast.measure.transformers import Size, decoder_layer_flops, encoder_layer_flops
+from transformer_fast.measure.transformers import (
+    Seq2Seq,
+    Size,
+    decoder_layer_flops,
+    encoder_layer_flops,
+)
 from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
 from .. import peers
@@ -36,20 +41,13 @@ class Translator(nn.Module):
 
     def __init__(self, nn: Any, size: Size, longest: int) -> None:
         super().__init__()
-        layer = {"dropout": 0.0, "batch_first": True}
-        shape = (size.model, size.heads, size.hidden)
-        self.embedding = torch.nn.Embedding(size.vocabulary, size.model)
-        rate = 10000.0 ** (-torch.arange(0, size.model, 2) / size.model)
-        angle = torch.arange(longest)[:, None] * rate
+        whole = Seq2Seq(nn, size, 0.0, longest)
+        self.embedding, self.output = whole.embedding, whole.output
+        self.encoder, self.decoder = whole.transformer.encoder, whole.transformer.decoder
+        self.encoder.norm = self.decoder.norm = None
         # Sines, then cosines, as Marian has them.
-        self.register_buffer("positions", torch.cat((angle.sin(), angle.cos()), -1))
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(*shape, **layer), size.layers, enable_nested_tensor=False
-        )
-        self.decoder = nn.TransformerDecoder(
-            nn.TransformerDecoderLayer(*shape, **layer), size.layers
-        )
-        self.output = torch.nn.Linear(size.model, size.vocabulary)
+        sines, cosines = whole.positions[:, ::2], whole.positions[:, 1::2]
+        self.register_buffer("positions", torch.cat((sines, cosines), -1))
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.dim() > 1:

@@ -1,4 +1,4 @@
-"""The ops that a swapped module calls: which backend runs each, and which run in parts and why."""
+"""The ops that a swapped module calls: the backend of each, and why some are not fused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .torch_nn import a_kind
 
 
 class _Part(NamedTuple):
-    """A module that is part of an op, and the classes of which it must be."""
+    """A module that a fused op replaces, and the classes it may have."""
 
     name: str
     module: Any
@@ -26,7 +26,7 @@ class _Part(NamedTuple):
 
 
 class _Op(NamedTuple):
-    """An op, the modules it stands for, its dropout, and the attribute that is its activation."""
+    """A fused op: the modules it replaces, its dropout, and its activation (name, value, reader)."""
 
     name: str
     parts: list[_Part]
@@ -34,7 +34,7 @@ class _Op(NamedTuple):
     activation: tuple[str, Any, Callable[[Any], str | None]] | None = None
 
     def why_not(self) -> str | None:
-        """Why its parts are called one by one, as a sentence, or None."""
+        """Why the op is not fused, or None."""
         reason = next((r for part in self.parts if (r := _why_called(part))), None)
         if reason is not None or self.activation is None:
             return reason
@@ -64,19 +64,19 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def in_parts(module: torch.nn.Module) -> dict[str, str]:
-    """For each op that the module would run as one if it were what it seems: why it does not."""
+    """For each op that the module cannot fuse: the reason."""
     return {op.name: reason for op in _fused(module) if (reason := op.why_not()) is not None}
 
 
 def who_runs(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
-    """For each op that the module calls: who runs it without gradients, and with them."""
+    """For each op that the module calls: the backend in inference and in training."""
     weight = next(module.parameters(recurse=False), None)
     if weight is None:
         weight = next(module.parameters(), None)
     if weight is None or not weight.is_floating_point():
         return {}, {}
     device, found = weight.device, []
-    # Explaining a call with dropout draws a seed; the user's random numbers stay as they were.
+    # Explaining a call with dropout draws a seed; the user's generators must not advance.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for training in (False, True):
             with torch.set_grad_enabled(training):
@@ -106,7 +106,7 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[_Example]:
 
 
 def _fused(module: Any) -> list[_Op]:
-    """The ops that stand for several of the module's own."""
+    """The fused ops of a layer."""
 
     def parts(names: str, kinds: tuple[type, ...]) -> list[_Part]:
         return [_Part(name, getattr(module, name), kinds) for name in names.split()]
@@ -160,7 +160,7 @@ def _of_bert(module: Any) -> _Op:
 
 
 def _why_called(part: _Part) -> str | None:
-    """Why `bypass` calls the module instead of reading it, as a sentence."""
+    """Why the module must be called and cannot be fused, or None."""
     name, module, kinds = part
     if bypass.is_plain(module, kinds):
         return None

@@ -1,4 +1,4 @@
-"""Contests of the ops, of an encoder layer and of the base Transformer, on embedded text."""
+"""Cases of `compare`: ops, an encoder layer and the base Transformer, on embedded text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..specs.spec import Draw
 
 MODELS = ("encoder_layer", "transformer")
 _SIZE = Size(vocabulary=VOCABULARY)
-#: Equal pieces of work with other numbers in them: fresh inputs, call by call.
+#: Inputs of the same shapes with different data; calls alternate between them.
 _INPUTS = 2
 _SMOOTHING = 0.1
 
@@ -190,10 +190,10 @@ def contests(
     device: torch.device,
     compile: bool = False,
 ) -> Iterator[Callable[[], Contest]]:
-    """Makers of the contests of these ops and models: inputs are made when it is their turn.
+    """Makers of the cases of these ops and models; inputs are created when a maker is called.
 
-    ``ops_on`` and ``models_on`` are backends, None in the latter the dispatcher's choice;
-    ``compile``: models also under torch.compile.
+    ``ops_on`` and ``models_on`` are backends; None in the latter is the dispatcher's choice.
+    ``compile``: also time models under torch.compile.
     """
     for op, name, build in CASES:
         if op in names:

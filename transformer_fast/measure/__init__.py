@@ -1,4 +1,4 @@
-"""How figures are taken: real text, alternating rounds, measured roofs, the machine line.
+"""Measurement: text inputs, interleaved timing, measured rooflines, machine description.
 
 Shared by ``python -m transformer_fast compare`` and the benchmark suite.
 """

@@ -1,4 +1,4 @@
-"""Work in a process of its own, so that a crash on a GPU, or a kernel that hangs, costs no more."""
+"""Work in a subprocess, which isolates crashes and hangs of GPU kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: What `lines_of` says of a command that it ended at the time ``until``.
+#: Returned by `lines_of` for a command that was still running at ``until``.
 OUT_OF_TIME = "there was no time left"
 
 
@@ -21,10 +21,10 @@ def lines_of(
     patience: float,
     until: float = math.inf,
 ) -> str | None:
-    """Run a command and take each line of JSON that it prints; what went wrong, or None.
+    """Runs a command and passes each line of JSON it prints to ``take``; returns an error or None.
 
-    It is killed when it says nothing for ``patience`` seconds, and at ``until`` by
-    `time.monotonic`.
+    The command is killed after ``patience`` seconds without output, and at ``until``
+    (`time.monotonic`).
     """
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []

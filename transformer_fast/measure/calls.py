@@ -1,4 +1,4 @@
-"""Which backend a call goes to, or went to."""
+"""Which backend a call is dispatched to, and a recorder of the calls that ran."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def chosen(op: str, arguments: tuple[Any, ...]) -> str | None:
 
 @dataclass
 class Record:
-    """Which backends a stretch of code ran on."""
+    """The backends that a block of code ran on."""
 
     #: How often each (op, backend) ran.
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    #: For the first call of each (op, backend): what stood against the other backends.
+    #: For the first call of each (op, backend): why other backends were not selected.
     reasons: dict[tuple[str, str], dict[str, list[str]]] = field(default_factory=dict)
 
     @property
@@ -41,7 +41,7 @@ def _sublayer_name(sublayer: cpu_blocks.Sublayer) -> str:
 
 @contextmanager
 def record() -> Iterator[Record]:
-    """Within the block every kernel that runs is written down. For one thread; costs time."""
+    """Records every kernel call in the block. Single-threaded; slows calls down."""
     found = Record()
 
     def watch(kernel: Kernel) -> Kernel:
@@ -63,7 +63,7 @@ def record() -> Iterator[Record]:
         return block
 
     before = [kernel for op in OPS for kernel in dispatch.kernels(op)]
-    # Whole layers and decoding steps run beside the dispatcher.
+    # Fused layers and decoding steps bypass the dispatcher.
     blocks: list[tuple[Any, str, Callable[..., Iterable[str]]]] = [
         (cpu_blocks, "layers", lambda _, sublayers, *rest: map(_sublayer_name, sublayers)),
         (cpu_blocks.DecodeStack, "__call__", lambda *_: ["decoding step"]),
@@ -84,7 +84,7 @@ def record() -> Iterator[Record]:
 
 
 def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
-    """``run`` with every op inside it on ``backend``; None leaves the choice to the dispatcher."""
+    """``run`` with all ops on ``backend``; None: the dispatcher's choice."""
     if backend is None:
         return run
 

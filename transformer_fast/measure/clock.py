@@ -1,8 +1,7 @@
-"""Times several contenders against one another: alternating rounds, one process.
+"""Interleaved timing of several contenders in one process, by the host's clock or by CUDA events.
 
-On a machine that others use too, speed drifts by tens of per cent within seconds. Two figures
-taken one after the other then differ for no reason of theirs; figures taken in turn, sample by
-sample, drift together, and their ratio holds.
+On a shared machine speed drifts by tens of per cent within seconds. Samples of different contenders
+are therefore interleaved: drift affects all of them alike and cancels in their ratio.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ _T = TypeVar("_T")
 class Plan:
     """How long a case is timed."""
 
-    #: A case stops after this many rounds ...
+    #: Timing stops after this many rounds, or after `seconds` but not before `least` rounds.
     rounds: int = 40
-    #: ... or when this much time is gone, but not before `least` rounds.
     seconds: float = 3.0
     least: int = 5
-    #: Seconds a single sample takes at least; a shorter call is repeated within the sample.
+    #: Minimum duration of a sample in seconds; shorter calls are repeated within the sample.
     sample: float = 0.004
-    #: Seconds of calls before each sample that are not counted: the data of the contender before
-    #: is still in the caches, and this one's threads sleep. Long calls need none.
+    #: Seconds of warm-up calls before each sample: caches hold the previous contender's data, and
+    #: this one's threads sleep. Long calls need no warm-up.
     settle: float = 0.010
-    #: Seconds to wait at most, before that, for the threads of the contender before: OpenMP's spin
-    #: for some 10 ms after each call, and whoever has threads of his own would get half a core.
+    #: Maximum wait in seconds for the previous contender's threads. OpenMP threads spin for some
+    #: 10 ms after each call, which would slow down contenders with thread pools of their own.
     rest: float = 0.1
 
     def __post_init__(self) -> None:
@@ -50,7 +48,7 @@ class Plan:
             )
 
 
-#: For a look, for continuous integration, and for figures that are published.
+#: For continuous integration, for ordinary runs, and for published figures.
 QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001, settle=0.0005, rest=0.02)
 ORDINARY = Plan()
 THOROUGH = Plan(rounds=60, seconds=10.0, least=11, sample=0.010)
@@ -65,7 +63,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _wait_for_threads(most: float) -> None:
-    """Sleep until no thread of this process is busy."""
+    """Sleep until all threads of this process are idle."""
     step = 0.001
     until = time.perf_counter() + most
     while time.perf_counter() < until:
@@ -88,7 +86,7 @@ def _sample(call: Call, inputs: int, first: int, repeats: int, device: torch.dev
 def in_rounds(
     names: Iterable[str], plan: Plan, sample: Callable[[str, int], _T]
 ) -> dict[str, list[_T]]:
-    """``sample(name, round)`` of each name in each round, in an order shuffled anew every time."""
+    """``sample(name, round)`` for each name in each round, in shuffled order, without the GC."""
     order = list(names)
     samples: dict[str, list[_T]] = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
@@ -115,11 +113,10 @@ def alternate(
     plan: Plan = ORDINARY,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contender, one sample per round; sample i of all is from round i.
+    """Seconds per call of each contender, one sample per round.
 
-    In a round all contenders get the same inputs, which change from call to call. Each waits until
-    the threads of the one before have come to rest. Contenders must have run before (they have:
-    parity comes first).
+    All contenders get the same inputs in a round; inputs change from call to call. Contenders must
+    have run before (the parity check does that).
     """
     device = torch.device(device)
     repeats, settling = {}, {}
@@ -141,23 +138,23 @@ class Times(NamedTuple):
     """Seconds of one call."""
 
     device: float
-    #: What the host takes to launch it, while the device is busy with something else.
+    #: Time that the host takes to launch it.
     host: float
 
 
 class Clock(Protocol):
-    """Takes the time of calls in a row."""
+    """Times consecutive calls."""
 
     def __call__(self, call: Call, inputs: int, repeats: int, host: float = ...) -> Times:
-        """Of one call, on average, each on the next input; ``host``: about what its host takes."""
+        """Mean times of one call; ``host``: estimate of the host's time."""
 
 
 class DeviceClock:
-    """Events on the stream; the device sleeps while the host prepares, so that it never waits for it."""
+    """CUDA events. The device sleeps until all launches are queued, so it never waits for the host."""
 
-    #: Cycles of sleep for each second that the host is expected to take: more than any GPU has.
+    #: Cycles of sleep per second of host time; above any GPU's clock rate.
     CYCLES = 4e9
-    #: How often the device sleeps longer if the host came too late.
+    #: Attempts with longer sleeps if the launches were not queued in time.
     TRIES = 8
 
     def __init__(self, device: torch.device) -> None:
@@ -179,10 +176,10 @@ class DeviceClock:
             times = Times(float(start.elapsed_time(end)) / repeats / 1e3, taken / repeats)
             if not late:
                 break
-            # It took longer than expected, or its launches filled the queue of some thousand that
-            # a stream has, so that it had to wait for the device.
+            # The estimate was too low, or the launches filled the stream's queue (about 1000) and
+            # the host had to wait for the device.
             host, repeats = 4 * host, max(1, repeats // 2)
-        return times  # too late each time: the call itself waits for the device
+        return times  # too late each time: the call itself synchronizes
 
 
 #: Seven rounds, however long they take.

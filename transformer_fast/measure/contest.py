@@ -28,8 +28,8 @@ class Verdict(Protocol):
     def ok(self) -> bool: ...
 
 
-#: A peer must do the same work, but need not be as accurate as we ask of ourselves: it may err
-#: this many times as much as the reference. Half precision errs some thousands of times as much.
+#: Error allowed for peers, in units of the reference's error. Our own kernels are held to the error
+#: budget; this only has to reject other work or half precision, which errs thousands of times as much.
 PEER_FACTOR = 256.0
 
 #: Positional arguments of one call.
@@ -39,26 +39,26 @@ Judge = Callable[[Any, Arguments], Verdict]
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that can do the work of a case, or the reason why it cannot."""
+    """An implementation to check and time, or the reason why it cannot run the case."""
 
     name: str
     run: Callable[..., Any] | None
     reason: str | None = None
-    #: Held to the error budget: a red result fails the whole run. Peers: see PEER_FACTOR.
+    #: Held to the error budget; a wrong result fails the run. Peers: see PEER_FACTOR.
     ours: bool = True
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One case. All contenders get the same arguments and must give the same result."""
+    """A benchmark case: its inputs, and the contenders that must compute the same result."""
 
     op: str
     case: str
-    #: Several equal pieces of work with different data, each of one or more calls.
+    #: Several inputs of the same shapes with different data, each for one or more calls.
     inputs: Sequence[Sequence[Arguments]]
     contenders: Sequence[Contender]
     judge: Judge
-    #: Of one piece of work; useful_flops leaves out what masks hide. Zero: there is no roof.
+    #: Cost of one input; useful_flops excludes masked positions. Zero: no roofline.
     flops: float = 0.0
     bytes: float = 0.0
     useful_flops: float = 0.0
@@ -75,14 +75,14 @@ class Contest:
 
 @dataclass
 class Row:
-    """What one contender did in one case; all figures are for one piece of work."""
+    """Result of one contender in one case; all figures are for one input."""
 
     op: str
     case: str
     contender: str
     ours: bool
     chosen: bool
-    #: Why there are no figures, or none of speed.
+    #: Why it was not run, or not timed.
     reason: str | None = None
     ok: bool | None = None
     error: float | None = None
@@ -101,7 +101,7 @@ class Row:
     flops: float = 0.0
     useful_flops: float = 0.0
     bytes: float = 0.0
-    #: Memory that one piece of work takes at its highest.
+    #: Peak memory of one input.
     peak_bytes: int | None = None
 
     @property
@@ -136,7 +136,7 @@ def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
             result = contender.run(*arguments)
             verdict = contest.judge(result, arguments)
         except Exception as error:
-            # A peer that breaks is a row with its reason; a kernel of ours that breaks is red.
+            # A peer that raises is reported; a kernel of ours that raises fails the run.
             row.ok, row.reason = (False if contender.ours else None), problem_of(error)
             return None
         for tensor, copy in zip(_tensors(arguments), before, strict=True):

@@ -1,4 +1,4 @@
-"""Kernels of a GPU, checked and timed: what `prove`, `compare` and `benchmarks.gpu` share."""
+"""Checking and timing of GPU kernels, for `prove`, `compare` and `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def why_no_gpu(command: str) -> str | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The last cache: of a GPU its L2; elsewhere a guess."""
+    """Size of the last-level cache: a GPU's L2; elsewhere a guess."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return 32 << 20
 
 
 def copies_for(size: float, device: torch.device) -> int:
-    """How many inputs of so many bytes are used in turn, so that none is found in the cache."""
+    """How many inputs of ``size`` bytes to cycle through so that none is still in the cache."""
     return max(2, min(32, -int(-2.5 * cache_bytes(device) // max(1.0, size))))
 
 
-#: Memory of a GPU that a process takes: to be there at all, and to check results.
+#: GPU memory of a process: its context alone, and with what checking results needs.
 CONTEXT_BYTES, CHECK_BYTES = 1 << 30, 16 << 30
 
 
 def most_processes(memory: int) -> int:
-    """How many may run at once, by the processors and by the memory that the GPU has free."""
+    """Maximum number of concurrent processes, by processors and free GPU memory."""
     free, _ = torch.cuda.mem_get_info()
     return max(1, min(os.cpu_count() or 1, free // memory))
 
 
 class Trial:
-    """A case in a dtype, with gradients or without: what is timed, and what is right of exactly that."""
+    """A case in one dtype, forward or with gradients: inputs, calls to time, accuracy checks."""
 
     def __init__(
         self, case: GpuCase, dtype: torch.dtype, gradients: bool, device: torch.device
@@ -72,19 +72,19 @@ class Trial:
         self.judge = OpJudge(self.op, list(leaves(self.op, self.inputs[0])))
 
     def work(self, run: Callable[..., Any]) -> Call:
-        """What is timed of something with the reference's signature."""
+        """The call to time, of a function with the reference's signature."""
         run = BothWays(self.op, run) if self.gradients else run
         return lambda i: run(*self.inputs[i])
 
     @torch.no_grad()
     def parity(self, work: Call, number: int = 0) -> Parity:
-        """How far the results of `work` on an input, or its gradients, are off."""
+        """Accuracy of the results, or gradients, on an input."""
         with nan_memory():
             got = work(number)
         return self.judge(got, self.inputs[number])
 
     def check(self, work: Call, number: int = 0) -> tuple[Parity | None, str | None]:
-        """`parity`, unless `work` raises, and what is wrong with its results, if anything."""
+        """`parity` (None if ``work`` raises), and what is wrong, or None."""
         try:
             parity = self.parity(work, number)
         except torch.OutOfMemoryError:  # which the reference may have needed

@@ -1,4 +1,4 @@
-"""The machine line: what a figure is worth nothing without."""
+"""Description of the machine, recorded with every result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from .._version import __version__
 
-#: What must agree before two results are compared.
+#: Fields that must be equal for two results to be compared.
 IDENTITY = ("cpu", "logical_cpus", "threads", "isa", "gpu")
 
 
@@ -64,7 +64,7 @@ def commit() -> str | None:
 
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """All that may matter for a figure taken now on ``device``, ready for JSON."""
+    """Hardware and versions that may affect a measurement on ``device``, ready for JSON."""
     device = torch.device(device)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {

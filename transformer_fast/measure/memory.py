@@ -1,4 +1,4 @@
-"""Peak memory of a call: what it needs beyond what is there before it."""
+"""Peak memory of a call, beyond what is allocated before it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _trim() -> None:
 
 
 def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int | None:
-    """Bytes that ``call`` adds at its highest, its result included; None where nobody can tell.
+    """Peak bytes that ``call`` allocates, its result included; None where it cannot be measured.
 
-    On the CPU the kernel's own count of resident pages (Linux), so that memory which does not come
-    from torch's allocator counts too. Scratch that a library keeps between calls does not; what
-    `transformer_fast.memory` keeps does.
+    On the CPU the peak resident set size (Linux), which includes memory outside torch's allocator.
+    Buffers that a library keeps between calls are not counted; those of `transformer_fast.memory`
+    are.
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Modules of ours and of torch.nn with the same weights, and contests between them."""
+"""Benchmark cases of modules: ours against torch.nn's, with the same weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fast_path(enabled: bool) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
         with warnings.catch_warnings():
-            # Nested tensors, which the fast path makes of padded batches, announce themselves.
+            # The fast path converts padded batches to nested tensors, which warn.
             warnings.filterwarnings("ignore", message=".*nested tensors.*")
             yield
     finally:
@@ -50,7 +50,7 @@ def with_fast_path(run: Forward, enabled: bool) -> Forward:
 
 
 def compiled(module: nn.Module) -> Forward:
-    """The module under torch.compile, on the eager path: the fast path's ops end a graph."""
+    """The module under torch.compile, without the fast path, whose ops cause graph breaks."""
     torch._dynamo.reset()
     return with_fast_path(torch.compile(module, dynamic=False), False)
 
@@ -58,11 +58,11 @@ def compiled(module: nn.Module) -> Forward:
 def twins(
     make: Callable[[Any], nn.Module], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[nn.Module, nn.Module]:
-    """The module ``make(nn)`` from our classes and from torch's, with one state_dict, for eval."""
+    """``make(nn)`` for our namespace and for torch's, with the same state_dict, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs = make(torch.nn)
-        # As after training: fresh norms and biases are exactly 1 and 0, which hides mistakes.
+        # Freshly initialized norms and biases are exactly 1 and 0, which would hide errors.
         with torch.no_grad():
             for parameter in theirs.parameters():
                 if parameter.dim() == 1:
@@ -77,7 +77,7 @@ def parameter_bytes(module: nn.Module) -> float:
 
 
 def _automatic(ours: nn.Module, arguments: Arguments) -> tuple[Contender, Record]:
-    """What the dispatcher makes of it, named after the backends it chooses, as 'cpu+torch'."""
+    """The dispatcher's choice, named after the backends it selects, as 'cpu+torch'."""
     with record() as found:
         ours(*arguments)
     return Contender(found.backends, ours), found

@@ -39,7 +39,7 @@ def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list
     return found
 
 
-#: The reference holds several copies of attention's scores; beyond this many bytes it has no row.
+#: The reference is left out where attention's scores take more bytes; it holds several copies.
 _MOST_SCORE_BYTES = 3 << 30
 
 
@@ -56,8 +56,8 @@ def _of_torch(op: str, arguments: Arguments) -> Contender:
     return Contender("torch", None if reason else torch_ops.OPS[op], reason, ours=False)
 
 
-#: With gradients: backward does each matrix product of the forward twice, once for either factor,
-#: reads the inputs and the upstream gradient once more and writes as many gradients.
+#: Cost of forward and backward: backward computes two products for each of the forward's, reads the
+#: inputs and the upstream gradient, and writes the gradients.
 TIMES_FORWARD = 3.0
 
 
@@ -70,10 +70,10 @@ def op_contest(
     peers: Sequence[Contender] = (),
     gradients: bool = False,
 ) -> Contest:
-    """A contest on these inputs (see `Contest.inputs`); the reference and torch always take part.
+    """The case for these inputs (see `Contest.inputs`); always includes the reference and torch.
 
-    ``backends`` names those that are to have a row; one that refuses has its reason as the row.
-    ``gradients``: forward and backward; all inputs are then of one shape.
+    ``backends``: which get a row; a backend that cannot run the call is listed with the reason.
+    ``gradients``: forward and backward; all inputs must then have the same shapes.
     """
     if gradients:
         inputs = [[require_grad(op, arguments) for arguments in calls] for calls in inputs]
@@ -82,7 +82,7 @@ def op_contest(
     wanted = {*backends, "reference"} - {"torch"}
     contenders = _of_backends(op, first, wanted)
     choice = chosen(op, first)
-    # The same op either way; as the dispatcher's choice it is held to our own error budget.
+    # The same op in both cases; as the dispatcher's choice it is held to our error budget.
     as_choice = choice == "torch"
     contenders.append(_of_backends(op, first, ("torch",))[0] if as_choice else _of_torch(op, first))
     if gradients:

@@ -1,4 +1,4 @@
-"""What samples say: median, quartiles, and the ratio of two contenders with its interval."""
+"""Statistics of samples: median, quartiles, and speed-ups with confidence intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Summary(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times as fast, with the bounds of its 95 % interval."""
+    """A speed-up with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -29,7 +29,7 @@ class Ratio(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves 1 out."""
+        """Whether the interval excludes 1."""
         return self.low > 1.0 or self.high < 1.0
 
 

@@ -1,7 +1,7 @@
-"""What a user of PyTorch would call in place of each op, in the reference's signature.
+"""PyTorch's equivalent of each op, as a user would write it, with the reference's signature.
 
-These are contenders, not a backend: they take masks that `backends.torch` refuses for the sake of
-what stands at hidden places.
+For comparison only: unlike `backends.torch` they accept masks under which NaN at masked positions
+can reach the result.
 """
 
 from __future__ import annotations
