@@ -143,7 +143,7 @@ def test_dropout_by_itself(p, dtype, isa):
     for shape in ((), (1,), (3, 0), (2, 3, 5), (7, 64), (3, 131)):
         x = torch.randn(shape).to(dtype)
         x[x == 0] = 1.0
-        got = torch.ops.transformer_fast.cpu_dropout(x, p, seed_of(p, 7))
+        got = torch.ops.transformer_fast.dropout.cpu(x, p, seed_of(p, 7))
         expected = reference.dropout(x, p, seed_of(p, 7))
         assert torch.equal(got == 0, expected == 0)
         torch.testing.assert_close(got, expected)
@@ -151,4 +151,4 @@ def test_dropout_by_itself(p, dtype, isa):
 
 def test_opcheck_of_dropout():
     arguments = torch.randn(3, 5), 0.5, torch.tensor(1)
-    torch.library.opcheck(torch.ops.transformer_fast.cpu_dropout.default, arguments)
+    torch.library.opcheck(torch.ops.transformer_fast.dropout.cpu, arguments)

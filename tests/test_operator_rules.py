@@ -53,8 +53,7 @@ def test_its_rule_names_what_it_has(name):
 
 
 def rule_of(name: str) -> _operator.Rule:
-    packet, overload, _ = _split(name)
-    return _operator.OPERATORS[packet].rule if overload else _operator.RULES[name]
+    return _operator.OPERATORS[_split(name)[0]].rule
 
 
 def rule_names_what_there_is(name: str, schema: Any) -> None:
@@ -69,12 +68,10 @@ def rule_names_what_there_is(name: str, schema: Any) -> None:
 
 
 def test_no_rule_is_of_an_operator_that_does_not_exist():
-    built = {name.partition("_")[0] for name in SCHEMAS}
-    assert {n for n in _operator.RULES if n.partition("_")[0] in built} <= set(SCHEMAS)
     assert {name.partition(".")[0] for name in SCHEMAS} >= set(
         _operator.OPERATORS
     ) or not _native.module
-    assert not _operator.LOCAL & set(_operator.RULES)
+    assert not _operator.LOCAL & set(_operator.OPERATORS)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

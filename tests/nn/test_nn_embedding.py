@@ -132,7 +132,7 @@ def test_tokens_changed_before_the_backward() -> None:
 
 @needs_native
 def test_bad_arguments_name_themselves() -> None:
-    op = torch.ops.transformer_fast.cpu_embedding_backward
+    op = torch.ops.transformer_fast.embedding_backward.cpu
     grad, tokens = torch.zeros(2, 3), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match=r"token 1 is not in \[0, 1\)"):
         op(grad, tokens, 1, -1)
@@ -174,4 +174,4 @@ def test_compiles_and_opcheck() -> None:
     (b,) = torch.autograd.grad(theirs(tokens).pow(2).sum(), theirs.weight)
     assert torch.equal(a, b)
     arguments = (torch.randn(4, 5, 6), tokens, 11, 3)
-    torch.library.opcheck(torch.ops.transformer_fast.cpu_embedding_backward.default, arguments)
+    torch.library.opcheck(torch.ops.transformer_fast.embedding_backward.cpu, arguments)

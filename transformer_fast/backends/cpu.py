@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _native, small
 from ..autograd import needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
-from ..functional._operator import register_fakes
+from ..functional._pointwise import ARGMAX, DROPOUT, EMBEDDING_BACKWARD
 from ..functional.attention import attention_on, define_attention
 from ..functional.cross_entropy import (
     BACKWARD,
@@ -128,7 +128,8 @@ def _register() -> None:
         define_feed_forward("cpu", packed=True)
         for one in (FORWARD, BACKWARD, LINEAR_FORWARD, LINEAR_BACKWARD, LINEAR_GRADIENTS):
             one.define("cpu")
-        register_fakes("cpu_")
+        for one in (DROPOUT, EMBEDDING_BACKWARD, ARGMAX):
+            one.define("cpu")
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)

@@ -13,7 +13,6 @@ import torch
 
 from .. import _native
 from ..dispatch import Call, Kernel, register
-from ..functional._operator import register_fakes
 from ..functional.attention import attention_on, define_attention
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..functional.feed_forward import define_feed_forward, feed_forward_on
@@ -35,7 +34,6 @@ def define_operators() -> None:
     define_feed_forward("cuda", packed=False)
     for one in (FORWARD, BACKWARD):
         one.define("cuda")
-    register_fakes("cuda_")
 
 
 def _refuse_place(call: Call) -> str | None:

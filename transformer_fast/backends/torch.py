@@ -12,13 +12,14 @@ from torch import Tensor
 
 from .. import _native, reference, small
 from ..dispatch import Call, Kernel, is_exporting, register
+from ..functional._pointwise import DROPOUT
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 
 #: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
 #: the reference would be slower than PyTorch's ops.
 _ALONE = _native.module is None
 
-#: What cpu_dropout takes.
+#: What the CPU's operator of dropout takes.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -175,7 +176,7 @@ def _dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
     if _ALONE or not input.is_cpu or is_exporting():
         return F.dropout(input, p)
     if 0.0 < p < 1.0 and input.dtype in _NATIVE:
-        return torch.ops.transformer_fast.cpu_dropout(input, p, seed)  # type: ignore[no-any-return]
+        return DROPOUT.of["cpu"](input, p, seed)  # type: ignore[no-any-return]
     return reference.dropout(input, p, seed)
 
 
@@ -312,13 +313,13 @@ def _keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (seed,) = ctx.saved_tensors
-    return torch.ops.transformer_fast.cpu_dropout(grad, ctx.p, seed), None, None
+    return DROPOUT.of["cpu"](grad, ctx.p, seed), None, None
 
 
 def _register() -> None:
     if _native.module is not None:
         torch.library.register_autograd(
-            "transformer_fast::cpu_dropout", _dropout_backward, setup_context=_keep_dropout
+            torch.ops.transformer_fast.dropout.cpu, _dropout_backward, setup_context=_keep_dropout
         )
     reference.register_losses("torch", reference.linear, cross_entropy)
     names = frozenset({None, *reference.ACTIVATIONS})

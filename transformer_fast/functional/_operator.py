@@ -52,12 +52,6 @@ class Rule(NamedTuple):
     if_linear: str = ""
 
 
-RULES: dict[str, Rule] = {
-    "cpu_dropout": Rule("input:...", "...", "."),
-    "cpu_embedding_backward": Rule("grad:...m tokens:... rows:v", "vm", ".m"),
-    "cpu_argmax": Rule("input:rc", "r:int64", "r"),
-}  # fmt: skip
-
 #: Operators that get no DTensors: whole layers and decoding steps ask for plain tensors, and packed
 #: weights and memory are of one process.
 LOCAL = frozenset(
@@ -329,13 +323,6 @@ class Operator:
 OPERATORS: dict[str, Operator] = {}
 
 
-def register_fakes(prefix: str) -> None:
-    """Of the operators in `RULES` whose names begin so, as far as they exist."""
-    for name, rule in RULES.items():
-        if name.startswith(prefix) and (operator := _known(name)) is not None:
-            register_fake(operator, rule)
-
-
 def _strategy(operator: Any, rule: Rule) -> Callable[..., Any]:
     return lambda *given: placements(rule, _by_name(operator, given))
 
@@ -348,9 +335,6 @@ def _known(name: str) -> Any:
 
 def _all() -> Iterator[tuple[Any, Rule]]:
     """The operators that exist, each overload by itself, and their rules."""
-    for name, rule in RULES.items():
-        if (operator := _known(name)) is not None:
-            yield operator, rule
     for one in OPERATORS.values():
         yield from ((overload, one.rule) for overload in one.overloads)
 

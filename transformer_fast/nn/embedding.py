@@ -9,10 +9,9 @@ from torch import Tensor
 
 from .. import _native, dispatch, small
 from ..autograd import needs_function
+from ..functional._pointwise import EMBEDDING_BACKWARD
 from .swapped import Swapped
 from .tracing import by_torch, is_torchs
-
-_ops = torch.ops.transformer_fast
 
 
 class _LookUp(torch.autograd.Function):
@@ -32,7 +31,7 @@ class _LookUp(torch.autograd.Function):
                 grad, tokens, ctx.rows, ctx.padding, False
             )
         else:
-            found = _ops.cpu_embedding_backward(grad, tokens, ctx.rows, ctx.padding)
+            found = EMBEDDING_BACKWARD.of["cpu"](grad, tokens, ctx.rows, ctx.padding)
         return found, None, None
 
 

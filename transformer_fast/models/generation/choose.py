@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...backends import cpu_blocks
+from ...functional._pointwise import ARGMAX
 from .methods import Sampling
 
 _BLOCK = 64
@@ -23,7 +24,7 @@ def _in_blocks(logits: Tensor) -> bool:
 def best(logits: Tensor) -> Tensor:
     """The index (R,) of each row's highest logit (R, V), the first of equals."""
     if cpu_blocks.fits(logits):
-        return torch.ops.transformer_fast.cpu_argmax(logits)
+        return ARGMAX.of["cpu"](logits)  # type: ignore[no-any-return]
     return logits.argmax(dim=-1)
 
 

@@ -1,4 +1,4 @@
-// The operator cpu_argmax: the likeliest token of each row of logits. PyTorch's own is not
+// The operator argmax: the likeliest token of each row of logits. PyTorch's own is not
 // vectorised along long rows.
 #include <torch/csrc/stable/library.h>
 
@@ -32,6 +32,4 @@ Tensor argmax(Tensor input) {
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_argmax(Tensor input) -> Tensor"); }
-
-STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("cpu_argmax", TF_BOX(&tf::argmax)); }
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("argmax.cpu", TF_BOX(&tf::argmax)); }

@@ -32,8 +32,4 @@ Tensor dropout(Tensor input, double p, std::optional<Tensor> seed) {
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def("cpu_dropout(Tensor input, float p, Tensor? seed) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("cpu_dropout", TF_BOX(&tf::dropout)); }
+STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("dropout.cpu", TF_BOX(&tf::dropout)); }

@@ -1,4 +1,4 @@
-// The operator cpu_embedding_backward: the gradient of a table from that of the rows looked up in
+// The operator embedding_backward: the gradient of a table from that of the rows looked up in
 // it. Of a vocabulary's table nearly all is zeros, and fresh pages cost more than writing them.
 #include <torch/csrc/stable/library.h>
 
@@ -53,10 +53,6 @@ Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padd
 }  // namespace
 }  // namespace tf
 
-STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def("cpu_embedding_backward(Tensor grad, Tensor tokens, int rows, int padding) -> Tensor");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("cpu_embedding_backward", TF_BOX(&tf::embedding_backward));
+  m.impl("embedding_backward.cpu", TF_BOX(&tf::embedding_backward));
 }
