@@ -69,7 +69,6 @@ SHARES = {
         (
             "test_benchmarks",
             "test_benchmarks_gpu",
-            "test_benchmarks_peers",
             "test_benchmarks_report",
             "test_build",
             "test_compare",
