@@ -1,12 +1,25 @@
-"""Rows of benchmark results, made up."""
+"""What the tests of tools make up: rows of results, cases, kernels and clocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from transformer_fast.measure import machine
+import torch
+
+from transformer_fast import reference
+from transformer_fast.measure import device, machine
 from transformer_fast.measure.contest import Row
 from transformer_fast.measure.summary import speed_up, summarise
+from transformer_fast.specs.gpu import GpuCase
+from transformer_fast.specs.spec import case
+
+CPU = torch.device("cpu")
+#: A case of a GPU's that a CPU has time for.
+SMALL = GpuCase(
+    "linear",
+    case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
+)
 
 
 def row(contender: str, *times: float, case: str = "x", **values: Any) -> Row:
@@ -36,3 +49,19 @@ NOISE = (1.0, 1.02, 0.99, 1.01, 0.98, 1.0, 1.01)
 
 def noisy(time: float) -> list[float]:
     return [time * factor for factor in NOISE]
+
+
+def wrong_linear(*arguments: Any) -> torch.Tensor:
+    return reference.linear(*arguments) + 1e-3
+
+
+def fake_clock(times: tuple[device.Times, ...]) -> Callable[..., device.Times]:
+    """Times by the order in which calls come: what kernels take, then PyTorch's ways."""
+    known: dict[Any, int] = {}
+
+    def clock(call: Any, inputs: int, repeats: int, host: float = 0.0) -> device.Times:
+        for i in range(repeats):
+            call(i % inputs)
+        return times[known.setdefault(call, len(known))]
+
+    return clock

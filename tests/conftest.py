@@ -27,7 +27,7 @@ from transformer_fast import _native, dispatch, small
 # imports it too.
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
 import interpreted  # noqa: F401
-from harness import in_use
+from harness import FLOAT_ISAS, ISAS, in_use
 
 # A shell starts background jobs with the keyboard's interrupt ignored, and so would the tests be.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,9 +43,6 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():  # drivers and compilers warn of what is theirs
         config.addinivalue_line("filterwarnings", "default")
-
-
-_ISAS = tuple(_native.module.supported_isas()) if _native.module else ()
 
 
 #: Files of which `make test` runs only so many in a hundred tests; `make test-all` runs all of all.
@@ -72,7 +69,6 @@ SHARES = {
         (
             "test_benchmarks",
             "test_benchmarks_gpu",
-            "test_benchmarks_peers",
             "test_benchmarks_report",
             "test_build",
             "test_compare",
@@ -110,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else callspec.params.values()
         isas = {getattr(value, "isa", value) for value in values if _names_isa(value)}
-        if zlib.crc32(item.nodeid.encode()) % 100 >= share or isas & set(_ISAS[1:-1]):
+        if zlib.crc32(item.nodeid.encode()) % 100 >= share or isas & set(ISAS[1:-1]):
             item.add_marker(pytest.mark.thorough)
 
 
@@ -200,13 +196,13 @@ def _in_use(isa: str) -> Iterator[str]:
         yield isa
 
 
-@pytest.fixture(params=_ISAS or ["none"])
+@pytest.fixture(params=ISAS or ["none"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this machine has, in use."""
     yield from _in_use(request.param)
 
 
-@pytest.fixture(params=[isa for isa in _ISAS if isa in ("baseline", "avx2", "avx512")] or ["none"])
+@pytest.fixture(params=FLOAT_ISAS or ["none"])
 def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Those with builds of the fp32 kernels of their own."""
     yield from _in_use(request.param)

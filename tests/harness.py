@@ -21,6 +21,11 @@ from transformer_fast.testing import Truth, all_among_nan, call_of, check, nan_m
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Values of the widest vector in each instruction set.
 ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()
+#: Those with builds of the fp32 kernels of their own; and each dtype on those that have its.
+FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512"))
+BUILDS = [(d, isa) for d in DTYPES for isa in (FLOAT_ISAS if d == torch.float32 else ISAS)]
+#: For tests of a `dtype` on an `isa`.
+EVERY_BUILD = pytest.mark.parametrize(("dtype", "isa"), BUILDS, indirect=["isa"], ids=str)
 
 
 #: Cases of attention in which nearly every probability is 0 or 1. Gradients of queries and keys are

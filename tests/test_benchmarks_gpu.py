@@ -13,13 +13,13 @@ import time
 
 import pytest
 import torch
+from bench_rows import CPU, SMALL, fake_clock, wrong_linear
 
 from benchmarks import gpu
 from transformer_fast import dispatch, reference
+from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
-
-CPU = torch.device("cpu")
 
 #: Stands for a process: each item says what becomes of it.
 PROCESS = """
@@ -134,9 +134,10 @@ def test_what_does_not_fit_is_skipped(processes, tmp_path):
 def test_a_killed_run_keeps_what_it_had(tmp_path):
     path = tmp_path / "gpu.json"
     script = f"""
-import pathlib
+import pathlib, sys
+sys.path.insert(0, "tests")
 from benchmarks import gpu
-from tests.test_benchmarks_gpu import stand_in
+from test_benchmarks_gpu import stand_in
 gpu._command = stand_in
 session = gpu.Session(60.0, pathlib.Path({str(path)!r}), 1)
 session.begin("parity")
@@ -205,32 +206,16 @@ def test_every_op_dtype_and_backend_is_checked():
 
 
 def unmasked(draw):
-    return (
-        *(draw.normal(1, 2, 17, 8) for _ in range(3)),
-        None,
-        None,
-        True,
-        None,
-        0.0,
-        None,
-        False,
-        False,
-    )
+    return arrange(*(draw.normal(1, 2, 17, 8) for _ in range(3)), causal=True)
 
 
-SMALL = (
-    GpuCase(
-        "linear",
-        case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
-    ),
-    GpuCase("attention", case("timed", unmasked)),
-)
+CASES = SMALL, GpuCase("attention", case("timed", unmasked))
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Cases that a CPU has time for, and kernels of linear that run on it."""
-    for one in SMALL:
+    for one in CASES:
         monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
     monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
     kernels = (
@@ -250,10 +235,6 @@ def item(op="linear", **rest):
     return {"op": op, "case": "timed", "dtype": "float32", "gradients": False, **rest}
 
 
-def wrong_linear(*arguments):
-    return reference.linear(*arguments) + 1e-3
-
-
 def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
     assert gpu.check(item(backend="triton"), CPU, None) == {
         "forward": "right",
@@ -266,22 +247,13 @@ def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
     assert gpu.check(item(backend="triton"), CPU, None)["forward"].startswith("wrong: output")
 
 
-class Clock:
-    """Gives each call the times that belong to its place among all calls."""
-
-    def __init__(self, *seconds):
-        self.seconds, self.known = seconds, {}
-
-    def __call__(self, call, inputs, repeats, host=0.0):
-        for i in range(repeats):
-            call(i % inputs)
-        device = self.seconds[self.known.setdefault(call, len(self.known))]
-        return gpu.Times(device, 2 * device)
+def clock(*seconds):
+    return fake_clock([gpu.Times(device, 2 * device) for device in seconds])
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_bench_times_what_is_right_on_the_device_and_on_the_host(small, monkeypatch, gradients):
-    found = gpu.bench(item(gradients=gradients), CPU, Clock(1e-5, 2e-5, 3e-5))
+    found = gpu.bench(item(gradients=gradients), CPU, clock(1e-5, 2e-5, 3e-5))
     assert found["triton"] == {"device": [1e-5] * 7, "host": [2e-5] * 7}
     second = {"device": [2e-5] * 7, "host": [4e-5] * 7}
     assert found["by hand" if gradients else "torch"] == second
@@ -289,7 +261,7 @@ def test_bench_times_what_is_right_on_the_device_and_on_the_host(small, monkeypa
         assert "no backward" in found["torch"]["why_not"]
     change_triton(monkeypatch, small, wrong_linear)
     if not gradients:
-        found = gpu.bench(item(), CPU, Clock(2e-5, 3e-5))
+        found = gpu.bench(item(), CPU, clock(2e-5, 3e-5))
         assert found["triton"]["wrong"]
         assert found["triton"]["why_not"].startswith("wrong: output")
         assert "device" in found["by hand"]
@@ -303,7 +275,7 @@ def test_what_torch_drops_is_timed_unchecked(monkeypatch):
     one = GpuCase("add_layer_norm", case("timed", dropping))
     monkeypatch.setitem(gpu._CASES, ("add_layer_norm", "timed"), one)
     monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
-    found = gpu.bench(item("add_layer_norm"), CPU, Clock(*[1e-5] * 9))
+    found = gpu.bench(item("add_layer_norm"), CPU, clock(*[1e-5] * 9))
     assert set(found["by hand"]) == {"device", "host"}
     meta = dispatch.Call("add_layer_norm", (torch.empty(2, 2, device="meta"),), False, 0.5)
     [torchs] = [k for k in dispatch.kernels("add_layer_norm") if k.backend == "torch"]
@@ -311,7 +283,7 @@ def test_what_torch_drops_is_timed_unchecked(monkeypatch):
 
 
 def test_everybody_has_a_row_for_attention(small):
-    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, Clock(*[1e-5] * 9))
+    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, clock(*[1e-5] * 9))
     assert set(found) == {
         *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
         *("FlexAttention, mask known", "FlexAttention, mask new"),
@@ -377,7 +349,7 @@ class TestTiles:
             *("right", "right"),
             *("wrong: Runtime", "wrong: output["),
         ]
-        found = gpu.tune({**known, "tiles": tiles[:2]}, CPU, Clock(2e-5, 1e-5))
+        found = gpu.tune({**known, "tiles": tiles[:2]}, CPU, clock(2e-5, 1e-5))
         assert list(found.items()) == [(json.dumps(tiles[1]), 1e-5), ("null", 2e-5)]
         assert 16 in seen
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import kernels
+from harness import BUILDS, EVERY_BUILD, kernels
 
 from transformer_fast import _native
 from transformer_fast.specs import OPS
@@ -27,9 +27,8 @@ ROWS = {
 }
 DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=TYPES.values())
 HALVES = pytest.mark.parametrize("dtype", HALF_TYPES, ids=HALF_TYPES.values())
-DTYPES_AND_ROWS = pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [pytest.param(d, n, id=f"{TYPES[d]}-{n}") for d, numbers in ROWS.items() for n in numbers],
+EVERY_BUILD_AND_ROWS = pytest.mark.parametrize(
+    ("dtype", "isa", "rows"), [(d, i, n) for d, i in BUILDS for n in ROWS[d]], indirect=["isa"]
 )
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -56,7 +55,7 @@ def network(d: Draw, rows: int) -> list[torch.Tensor]:
     return [*first, d.weight(33, 130), d.normal(33)]
 
 
-@DTYPES_AND_ROWS
+@EVERY_BUILD_AND_ROWS
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (70, 300), (129, 1), (1, 65)])
 def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)
@@ -67,7 +66,7 @@ def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, isa: s
     check("linear", wide, transposed, None, None, d.normal(rows, outputs))
 
 
-@DTYPES_AND_ROWS
+@EVERY_BUILD_AND_ROWS
 def test_feed_forward(rows: int, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)
     tensors = network(d, rows)
@@ -129,7 +128,7 @@ def test_each_gradient_of_linear_alone(
     alone("linear", network(draw(dtype), 300)[:3], (activation, None), wanted)
 
 
-@DTYPES
+@EVERY_BUILD
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize(
     "sizes", [(0, 8, 5), (5, 0, 3), (5, 4, 0), (300, 0, 3), (300, 4, 0), (0, 0, 0)], ids=str
@@ -143,7 +142,7 @@ def test_nothing_of_a_linear_map(
     check("linear", x, weight, d.normal(outputs), activation, None)
 
 
-@DTYPES
+@EVERY_BUILD
 @pytest.mark.parametrize(
     "sizes", [(0, 8, 5, 4), (50, 0, 3, 4), (50, 4, 0, 4), (50, 4, 5, 0), (5, 4, 5, 0)], ids=str
 )
@@ -157,7 +156,7 @@ def test_nothing_of_a_feed_forward_network(
     check("feed_forward", x, weight1, bias1, weight2, bias2, "gelu", 0.0, None)
 
 
-@DTYPES
+@EVERY_BUILD
 @pytest.mark.parametrize("rows", [20, 60])
 def test_upstream_gradients_of_any_layout(rows: int, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)
@@ -184,7 +183,7 @@ def test_upstream_gradients_of_any_layout(rows: int, dtype: torch.dtype, isa: st
                 assert (one is None and two is None) or torch.equal(one, two)
 
 
-@DTYPES
+@EVERY_BUILD
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_comes_through(value: float, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import (
-    DTYPES,
+    EVERY_BUILD,
     SATURATED,
     check_target,
     drawn,
@@ -329,7 +329,7 @@ def test_most_cases_are_accepted() -> None:
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+@EVERY_BUILD
 def test_gradients_on_the_cpu(op: str, case: str, dtype: torch.dtype, isa: str) -> None:
     if dtype == torch.float16 and case == "scores of deviation 300, few queries":
         pytest.skip("one row is just outside the budget: its largest probability is below 1 - 2^-5")

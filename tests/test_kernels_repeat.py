@@ -43,15 +43,23 @@ def large(op: str, dtype: torch.dtype, queries: int = 900, heads: int = 5) -> li
         second = draw.weight(90, 300), draw.normal(90)
         return draw.normal(rows, 90), *first, *second, "gelu", 0.0, None
 
-    def linear(rows: int, outputs: int) -> tuple[Any, ...]:
+    def linear(rows: int, outputs: int, inputs: int = 90) -> tuple[Any, ...]:
         residual = draw.normal(rows, outputs)
-        return draw.normal(rows, 90), draw.weight(outputs, 90), None, "relu", residual
+        return draw.normal(rows, inputs), draw.weight(outputs, inputs), None, "relu", residual
 
     norm = draw.normal(900, 130), (130,), draw.normal(130), draw.normal(130), 1e-5
     return {
         "layer_norm": [norm],
         "add_layer_norm": [(norm[0], draw.normal(900, 130), *norm[1:], 0.0, None)],
-        "linear": [linear(1, 700), linear(40, 300), linear(100, 300), linear(500, 130)],
+        "linear": [
+            linear(1, 700),
+            linear(40, 300),
+            linear(100, 300),
+            linear(500, 130),
+            linear(130, 600, 1100),
+            linear(75, 130, 300),
+            linear(150, 130, 300),
+        ],
         # From some 60 rows on one thread takes them in blocks, several do so from as many times that.
         "feed_forward": [feed_forward(rows) for rows in (1, 40, 60, 100, 170, 500)],
         "cross_entropy": [(draw.normal(700, 130), draw.integers(700, end=130), 7, 0.1)],

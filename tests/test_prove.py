@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from bench_rows import CPU, SMALL, fake_clock, wrong_linear
 from torch._subclasses import FakeTensorMode
 
 from transformer_fast import dispatch, proof, reference
@@ -26,7 +27,6 @@ from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase, _attention_case, _packed_case
 from transformer_fast.specs.layer_norm import _bench
-from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -275,25 +275,6 @@ def test_a_proof_of_an_older_version_is_ignored_with_a_sentence():
     )
 
 
-def fake_clock(times):
-    """Times by the order in which calls come: what kernels take, then PyTorch's ways."""
-    known = {}
-
-    def clock(call, inputs, repeats, host=0.0):
-        for i in range(repeats):
-            call(i % inputs)
-        return times[known.setdefault(call, len(known))]
-
-    return clock
-
-
-SMALL = GpuCase(
-    "linear",
-    case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
-)
-CPU = torch.device("cpu")
-
-
 #: Of a kernel, and of two ways of PyTorch's.
 SOME = TIMES(1e-5, 2e-5), TIMES(3e-5, 2e-5), TIMES(1e-5, 4e-5)
 
@@ -328,7 +309,7 @@ def test_a_right_kernel_is_timed(gradients, small_cache):
 
 def test_what_a_verdict_is_made_of(small_cache):
     """Of each round the longer of both times, and the same of PyTorch's faster way."""
-    right, wrong = findings(reference.linear, lambda *given: reference.linear(*given) + 1e-3)
+    right, wrong = findings(reference.linear, wrong_linear)
     assert right.samples == [2e-5] * 7
     assert right.torch_samples == [3e-5] * 7
     assert 0.0 < right.error < 1e-5
@@ -357,13 +338,10 @@ def test_backends_are_timed_on_the_same_inputs(small_cache):
 
 
 def test_a_wrong_kernel_is_not_timed(small_cache):
-    def wrong(*arguments):
-        return reference.linear(*arguments) + 1e-3
-
     def broken(*arguments):
         raise RuntimeError("no such tile")
 
-    for run, said in ((wrong, "output["), (broken, "RuntimeError in broken: no such tile")):
+    for run, said in ((wrong_linear, "output["), (broken, "RuntimeError in broken: no such tile")):
         [found] = judged(run)
         assert not found.right
         assert said in found.problem
