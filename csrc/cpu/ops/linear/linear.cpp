@@ -27,7 +27,7 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
 namespace {
 
 // For products of m rows.
-const LinearKernels& kernels_for(Element type, int64_t m) {
+const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
   if (type != Element::float32) return *TF_DISPATCH(half_linear_kernels, type);
 #ifdef TF_HAVE_AMX
   if (packs_pieces(m)) return *amx::split_linear_kernels();

@@ -21,8 +21,8 @@ inline int64_t row_count(const Tensor& input) {
   return rows;
 }
 
-// Where part `part` of `parts` of m rows begins, at a multiple of `unit`: of tiles, which are shared
-// out evenly, or of a row or two, of which the last part gets what is over.
+// Where part `part` of `parts` of m rows begins, at a multiple of `unit`: of tiles, which are
+// shared out evenly, or of a row or two, of which the last part gets what is over.
 inline int64_t row_of_part(int64_t m, int64_t part, int64_t parts, int64_t unit) {
   if (unit > 2) return std::min(m, (m + unit - 1) / unit * part / parts * unit);
   return part == parts ? m : m * part / parts / unit * unit;
