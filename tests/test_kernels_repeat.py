@@ -51,6 +51,8 @@ def large(op: str, dtype: torch.dtype, queries: int = 900, heads: int = 5) -> li
     return {
         "layer_norm": [norm],
         "add_layer_norm": [(norm[0], draw.normal(900, 130), *norm[1:], 0.0, None)],
+        "rms_norm": [(*norm[:3], 1e-5)],
+        "add_rms_norm": [(norm[0], draw.normal(900, 130), *norm[1:3], 1e-5, 0.0, None)],
         "linear": [
             linear(1, 700),
             linear(40, 300),

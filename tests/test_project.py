@@ -306,7 +306,8 @@ def test_paths_exist(page):
 
 def _shared(path: str, op: str) -> bool:
     """Ops that stand in another's files."""
-    other = {"add_layer_norm": "layer_norm", "linear_cross_entropy": "cross_entropy"}.get(op)
+    norms = dict.fromkeys(("add_layer_norm", "rms_norm", "add_rms_norm"), "layer_norm")
+    other = {**norms, "linear_cross_entropy": "cross_entropy"}.get(op)
     return other is not None and (ROOT / path.replace("<op>", other)).exists()
 
 

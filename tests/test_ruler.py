@@ -338,6 +338,44 @@ ADD_LAYER_NORM_BUGS = {
 }
 
 
+def rms_norm_bug(bug: str):
+    def run(x, shape, weight, eps):
+        if bug == "the mean is subtracted":
+            x = x - x.mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
+        if bug == "no eps":
+            eps = 0.0
+        if bug == "sum of squares":
+            return reference.rms_norm(x, shape, weight, eps) / math.prod(shape) ** 0.5
+        if bug == "missing weight":
+            weight = None
+        return reference.rms_norm(x, shape, weight, eps)
+
+    return run
+
+
+RMS_NORM_BUGS = {
+    "the mean is subtracted": "rows of 64",
+    "no eps": "values of the size of eps",
+    "sum of squares": "rows of 64",
+    "missing weight": "rows of 64",
+}
+
+
+def add_rms_norm_bug(bug: str):
+    def run(x, residual, shape, weight, eps, p, seed):
+        y, total = reference.add_rms_norm(x, residual, shape, weight, eps, p, seed)
+        if bug == "norm of the input alone":
+            y = reference.rms_norm(x, shape, weight, eps)
+        if bug == "dropout on the sum":
+            total = reference.dropout(residual + x, p, seed)
+        return y, total
+
+    return run
+
+
+ADD_RMS_NORM_BUGS = {"norm of the input alone": "rows of 64", "dropout on the sum": "dropout"}
+
+
 def attention_bug(bug: str):
     def run(q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends):
         def right(q=q, k=k, v=v, mask=mask, lengths=lengths, causal=causal, scale=scale):
@@ -554,6 +592,8 @@ LINEAR_CROSS_ENTROPY_BUGS = {
 PLANTED = {
     "layer_norm": (layer_norm_bug, LAYER_NORM_BUGS),
     "add_layer_norm": (add_layer_norm_bug, ADD_LAYER_NORM_BUGS),
+    "rms_norm": (rms_norm_bug, RMS_NORM_BUGS),
+    "add_rms_norm": (add_rms_norm_bug, ADD_RMS_NORM_BUGS),
     "attention": (attention_bug, ATTENTION_BUGS),
     "linear": (linear_bug, LINEAR_BUGS),
     "feed_forward": (feed_forward_bug, FEED_FORWARD_BUGS),

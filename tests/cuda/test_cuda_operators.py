@@ -282,7 +282,7 @@ def test_opcheck(calls, device):
 
 WRONG = {
     "float64": (lambda x: (x.double(), None, None, None, 1, 1e-5, 0, 0.0, None), "dtype"),
-    "dimensions": (lambda x: (x, None, None, None, 4, 1e-5, 0.0, None), "the last 4 .* of 3"),
+    "dimensions": (lambda x: (x, None, None, None, 4, 1e-5, 0, 0.0, None), "the last 4 .* of 3"),
     "weight": (lambda x: (x, None, x[0, 0, :5], None, 1, 1e-5, 0, 0.0, None), "24 elements"),
     "weight's dtype": (lambda x: (x, None, x[0, 0].half(), None, 1, 1e-5, 0, 0.0, None), "weight"),
     "residual": (lambda x: (x, x[0], None, None, 1, 1e-5, 0, 0.0, None), "shape of input"),

@@ -148,7 +148,7 @@ def leading(draw: Draw, most: int) -> tuple[int, ...]:
 
 
 @st.composite
-def layer_norms(draw: Draw, dtype: torch.dtype, add: bool) -> Drawn:
+def norms(draw: Draw, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
     numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
     columns = draw(sizes(SMALL, MIDDLE, LARGE, (0, 768, 1000, 1025)))
     lead = leading(draw, 60_000 // max(1, columns))
@@ -160,19 +160,21 @@ def layer_norms(draw: Draw, dtype: torch.dtype, add: bool) -> Drawn:
     weight = bias = None
     if draw(st.booleans()):
         weight = laid_out(numbers.normal(*shape), draw(kinds(LAYOUTS)))
-    if draw(st.booleans()):
+    if not is_rms and draw(st.booleans()):
         bias = numbers.normal(*shape)
+    biased = () if is_rms else (bias,)
     x = laid_out(x, draw(kinds(LAYOUTS)))
     offset, grads = draw(st.integers(0, 3)), draw(st.booleans())
     if not add:
-        given: tuple[Any, ...] = (x, shape, weight, bias, eps)
-        names = ("input", "weight", "bias")
+        given: tuple[Any, ...] = (x, shape, weight, *biased, eps)
+        names: tuple[str, ...] = ("input", "weight", "bias")
     else:
         p = draw(st.sampled_from((0.0, 0.0, 0.1, 0.5, 0.9, 1.0)))
         seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
         residual = laid_out(valued(numbers, draw(kinds(VALUES)), *x.shape), draw(kinds(LAYOUTS)))
-        given = (x, residual, shape, weight, bias, eps, p, seed)
+        given = (x, residual, shape, weight, *biased, eps, p, seed)
         names = ("input", "residual", "weight", "bias")
+    names = tuple(name for name in names if not (is_rms and name == "bias"))
     return Drawn(given, names if grads and x.numel() else (), offset)
 
 
@@ -416,8 +418,10 @@ def attentions(draw: Draw, dtype: torch.dtype) -> Drawn:
 
 
 STRATEGIES: dict[str, Callable[[torch.dtype], st.SearchStrategy[Drawn]]] = {
-    "layer_norm": lambda dtype: layer_norms(dtype, False),
-    "add_layer_norm": lambda dtype: layer_norms(dtype, True),
+    "layer_norm": lambda dtype: norms(dtype, False, False),
+    "add_layer_norm": lambda dtype: norms(dtype, True, False),
+    "rms_norm": lambda dtype: norms(dtype, False, True),
+    "add_rms_norm": lambda dtype: norms(dtype, True, True),
     "attention": attentions,
     "linear": linears,
     "feed_forward": feed_forwards,

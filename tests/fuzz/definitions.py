@@ -61,7 +61,12 @@ def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
 
 
 def layer_norm(
-    x: Array, shape: tuple[int, ...], weight: Array | None, bias: Array | None, eps: float
+    x: Array,
+    shape: tuple[int, ...],
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    centre: bool = True,
 ) -> tuple[Array, Callable[[Array], Gradients]]:
     size = math.prod(shape)
     rows = math.prod(x.shape[: x.ndim - len(shape)])
@@ -70,8 +75,9 @@ def layer_norm(
     centred, normal, scale = np.zeros((rows, size)), np.zeros((rows, size)), np.zeros((rows, 1))
     if size:
         # Twice: the rounding of the mean of large values is as large as what is left of them.
-        centred = flat - flat.mean(axis=1, keepdims=True)
-        centred = centred - centred.mean(axis=1, keepdims=True)
+        centred = flat
+        for _ in range(2 * centre):
+            centred = centred - centred.mean(axis=1, keepdims=True)
         scale = 1.0 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + eps)
         normal = centred * scale
     y = normal * w + (0.0 if bias is None else bias.reshape(size))
@@ -82,7 +88,7 @@ def layer_norm(
         dx = g
         if size:
             along = (g * normal).mean(axis=1, keepdims=True)
-            dx = scale * (g - g.mean(axis=1, keepdims=True) - normal * along)
+            dx = scale * (g - centre * g.mean(axis=1, keepdims=True) - normal * along)
         return {
             "input": dx.reshape(x.shape),
             "weight": None if weight is None else (d * normal).sum(axis=0).reshape(shape),
@@ -92,13 +98,25 @@ def layer_norm(
     return y.reshape(x.shape), back
 
 
+def rms_norm(
+    x: Array, shape: tuple[int, ...], weight: Array | None, eps: float
+) -> tuple[Array, Callable[[Array], Gradients]]:
+    return layer_norm(x, shape, weight, None, eps, centre=False)
+
+
+def add_rms_norm(
+    x: Array, residual: Array, shape: tuple[int, ...], weight: Array | None, *rest: Any
+) -> tuple[tuple[Array, Array], Callable[[Array, Array], Gradients]]:
+    return add_layer_norm(x, residual, shape, weight, None, *rest, centre=False)
+
+
 def add_layer_norm(
     x: Array, residual: Array, shape: tuple[int, ...], weight: Array | None, bias: Array | None,
-    eps: float, p: float, seed: int | None,
+    eps: float, p: float, seed: int | None, centre: bool = True,
 ) -> tuple[tuple[Array, Array], Callable[[Array, Array], Gradients]]:  # fmt: skip
     factor = kept(x.shape, p, seed)
     total = residual + x * factor
-    y, back_of_norm = layer_norm(total, shape, weight, bias, eps)
+    y, back_of_norm = layer_norm(total, shape, weight, bias, eps, centre)
 
     def back(dy: Array, dtotal: Array) -> Gradients:
         found = back_of_norm(dy)

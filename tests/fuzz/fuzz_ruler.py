@@ -56,7 +56,7 @@ def _defined(op: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Call
         rest[8] = None if rest[8] is None else int(rest[8])
         (output, weights), back = definitions.attention(*rest)
         return (output, weights if need_weights else None), back
-    if op in ("feed_forward", "add_layer_norm"):
+    if op in ("feed_forward", "add_layer_norm", "add_rms_norm"):
         given[-1] = None if given[-1] is None else int(given[-1])
     results, back = getattr(definitions, op)(*given)
     return results if isinstance(results, tuple) else (results,), back
@@ -251,15 +251,24 @@ class Orders:
     ) -> Any:
         return self.norm((x, y), shape, w, b, eps, p, seed, fixed=seed is not None)
 
+    def rms_norm(self, x: Tensor, shape: Any, w: Any, eps: float) -> Tensor:
+        (y,) = self.norm((x,), shape, w, eps)
+        return y
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, shape: Any, w: Any, eps: float, p: float, seed: Any
+    ) -> Any:
+        return self.norm((x, y), shape, w, eps, p, seed, fixed=seed is not None)
+
     def norm(
-        self, given: Any, shape: Any, w: Any, b: Any, *rest: Any, fixed: bool = False
+        self, given: Any, shape: Any, w: Any, *rest: Any, fixed: bool = False
     ) -> tuple[Tensor, ...]:
         n = math.prod(shape)
         lead = given[0].shape[: given[0].dim() - len(shape)]
         rows, of_n = self.order(lead.numel(), fixed), self.order(n, fixed)
         found = self.reference(
             *(x.reshape(len(rows), n)[rows][:, of_n] for x in given),
-            *((n,), _at(w, of_n), _at(b, of_n), *rest),
+            *((n,), _at(w, of_n), *(_at(x, of_n) if _is_row(x, shape) else x for x in rest)),
         )
         found = found if isinstance(found, tuple) else (found,)
         back = rows.argsort(), of_n.argsort()
@@ -280,6 +289,10 @@ class Orders:
             *(x[rows][:, of_k], w[classes][:, of_k], _at(b, classes), target, -100, smoothing)
         )
         return losses[rows.argsort()]
+
+
+def _is_row(value: Any, shape: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tuple(shape)
 
 
 def _at(x: Tensor | None, order: Tensor) -> Tensor | None:
@@ -407,13 +420,14 @@ def _norm_terms(op: str, arguments: tuple[Any, ...]) -> float:
     x - mean is a difference of such terms, and the rounding of the mean is as large as what is left
     where the columns of a row are nearly equal.
     """
-    if not op.endswith("layer_norm") or not arguments[0].numel():
+    if not op.endswith("_norm") or not arguments[0].numel():
         return 0.0
     named = OPS[op].named(arguments)
-    x = exact(arguments[0]) if op == "layer_norm" else _defined(op, arguments)[0][1]
+    x = _defined(op, arguments)[0][1] if op.startswith("add_") else exact(arguments[0])
     rows, weight = x.reshape(-1, math.prod(named["normalized_shape"])), named["weight"]
     largest = 1.0 if weight is None else _size(weight.double())
-    terms = np.abs(rows).max(axis=1) / np.sqrt(rows.var(axis=1) + named["eps"]) * largest
+    square = (rows**2).mean(axis=1) if op.endswith("rms_norm") else rows.var(axis=1)
+    terms = np.abs(rows).max(axis=1) / np.sqrt(square + named["eps"]) * largest
     return float(np.where(np.isfinite(terms), terms, 0.0).max())
 
 

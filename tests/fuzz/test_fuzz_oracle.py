@@ -55,6 +55,8 @@ def _call(op: str) -> tuple[Any, ...]:
         "add_layer_norm": (
             *(normal(4, 6), normal(4, 6), (6,), normal(6), normal(6), 1e-5, 0.3, seed),
         ),
+        "rms_norm": (normal(4, 6), (6,), normal(6), 1e-5),
+        "add_rms_norm": (normal(4, 6), normal(4, 6), (6,), normal(6), 1e-5, 0.3, seed),
         "attention": (
             *(normal(2, 2, 3, 4), normal(2, 1, 5, 4), normal(2, 1, 5, 3), mask),
             *(torch.tensor([4, 5]), False, None, 0.2, seed, True, True),

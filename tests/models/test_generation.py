@@ -406,7 +406,7 @@ def test_best_opcheck_and_errors() -> None:
     if _native.module is None:
         pytest.skip(_native.why_not or "needs the native module")
     op = torch.ops.transformer_fast.argmax.cpu
-    torch.library.opcheck(op.default, (torch.randn(3, 70),))
+    torch.library.opcheck(op, (torch.randn(3, 70),))
     for wrong in (torch.ones(3), torch.ones(3, 0), torch.ones(3, 4, dtype=torch.int64)):
         with pytest.raises(RuntimeError, match="argmax: input must be"):
             op(wrong)

@@ -116,6 +116,8 @@ def test_opcheck(calls, device):
 CASES = {
     "layer_norm": "three dimensions",
     "add_layer_norm": "dropout",
+    "rms_norm": "three dimensions",
+    "add_rms_norm": "dropout",
     "attention": "weights, mask, empty rows",
     "linear": "silu, residual, no bias",
     "feed_forward": "dropout",
@@ -126,6 +128,7 @@ CASES = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_graph_forward_and_backward(op, device):
+    torch.compiler.reset()
     arguments = (
         OPS[op].case(CASES[op]).build(torch.float32, device, torch.Generator().manual_seed(0))
     )
@@ -150,7 +153,7 @@ def test_one_graph_forward_and_backward(op, device):
 def test_empty_calls_are_the_references(op, device):
     arguments = list(OPS[op].case(CASES[op]).build(torch.float32, device, None))
     arguments[0] = arguments[0][:0]
-    if op in ("attention", "add_layer_norm"):
+    if op in ("attention", "add_layer_norm", "add_rms_norm"):
         arguments[1] = arguments[1][:0]
     if op == "attention":
         arguments[2], arguments[3] = arguments[2][:0], arguments[3][:0]
