@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from .dispatch import Explanation, explain_call
-from .functional.attention import prepare_scaled_dot_product_attention
-from .functional.cross_entropy import prepare_cross_entropy, prepare_linear_cross_entropy
-from .functional.feed_forward import prepare_feed_forward
-from .functional.layer_norm import (
-    prepare_add_layer_norm,
-    prepare_add_rms_norm,
-    prepare_layer_norm,
-    prepare_rms_norm,
-)
-from .functional.linear import prepare_linear
+from . import functional
+from .dispatch import OPS, Explanation, explain_call
 
-_PREPARE: dict[str, Callable[..., Any]] = {
-    "layer_norm": prepare_layer_norm,
-    "add_layer_norm": prepare_add_layer_norm,
-    "rms_norm": prepare_rms_norm,
-    "add_rms_norm": prepare_add_rms_norm,
-    "attention": prepare_scaled_dot_product_attention,
-    "scaled_dot_product_attention": prepare_scaled_dot_product_attention,
-    "linear": prepare_linear,
-    "feed_forward": prepare_feed_forward,
-    "cross_entropy": prepare_cross_entropy,
-    "linear_cross_entropy": prepare_linear_cross_entropy,
-}
+_NAMES = (*OPS, "scaled_dot_product_attention")
+
+
+def _prepare(name: str) -> Callable[..., Any]:
+    """What checks the arguments of an op, beside its function."""
+    function = getattr(functional, "scaled_dot_product_attention" if name == "attention" else name)
+    return getattr(sys.modules[function.__module__], f"prepare_{function.__name__}")  # type: ignore[no-any-return]
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -50,8 +37,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         ValueError: unknown op. Whatever the function raises for wrong arguments.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if name not in _PREPARE:
-        raise ValueError(f"op must be one of {', '.join(_PREPARE)}, not {name!r}")
+    if name not in _NAMES:
+        raise ValueError(f"op must be one of {', '.join(_NAMES)}, not {name!r}")
     backend = kwargs.pop("backend", None)
-    call, _ = _PREPARE[name](*args, **kwargs)
+    call, _ = _prepare(name)(*args, **kwargs)
     return explain_call(call, backend)

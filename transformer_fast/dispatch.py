@@ -18,21 +18,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _switches, proof
+from .reference import OPS as OPS
 
 #: In the order in which `select` asks them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
-OPS = (
-    "layer_norm",
-    "add_layer_norm",
-    "rms_norm",
-    "add_rms_norm",
-    "attention",
-    "linear",
-    "feed_forward",
-    "cross_entropy",
-    "linear_cross_entropy",
-)
-
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 

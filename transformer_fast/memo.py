@@ -9,6 +9,7 @@ modes and transforms, tensor subclasses.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import proof
-from .dispatch import Call, Kernel, _state, select
+from . import proof, reference
+from .dispatch import OPS, Call, Kernel, _state, select
 from .reference.dropout import draw_seed
 
 #: Calls beyond which all are forgotten: every batch may have sizes of its own.
@@ -161,7 +162,11 @@ def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
 
 
 #: Where the reference's arguments have the seed.
-_SEED = {"add_layer_norm": 7, "add_rms_norm": 6, "attention": 8, "feed_forward": 7}
+_SEED = {
+    op: list(parameters).index("seed")
+    for op in OPS
+    if "seed" in (parameters := inspect.signature(getattr(reference, op)).parameters)
+}
 
 
 def seeded(kernel: Kernel, call: Call, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ import torch
 
 from . import _native
 from ._version import __version__
+from .reference import OPS
 
 COMMAND = "python -m transformer_fast prove"
 #: How long it takes, in words; counted, since no GPU has run it yet.
@@ -170,7 +171,7 @@ def _loss_class(call: Any) -> list[str]:
 
 
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
-    **dict.fromkeys(("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"), _norm_class),
+    **{op: _norm_class for op in OPS if op.endswith("_norm")},
     "attention": _attention_class,
     "linear": _linear_class,
     "feed_forward": _rows_class,

@@ -17,8 +17,22 @@ from .layer_norm import (
 from .linear import ACTIVATIONS, activate, linear
 from .loss_in_parts import gradients_in_parts, in_parts, recomputed_losses, register_losses
 
+#: The ops, in the order in which they are told of. Everything else that is kept by op follows.
+OPS = (
+    "layer_norm",
+    "add_layer_norm",
+    "rms_norm",
+    "add_rms_norm",
+    "attention",
+    "linear",
+    "feed_forward",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
+
 __all__ = [
     "ACTIVATIONS",
+    "OPS",
     "activate",
     "add_layer_norm",
     "add_rms_norm",

@@ -1,25 +1,15 @@
 """The op table: what tests, benchmarks, comparisons and documents iterate over."""
 
-from .attention import ATTENTION
-from .cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
-from .feed_forward import FEED_FORWARD
-from .layer_norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from .linear import LINEAR
+from .. import reference
+from . import attention, cross_entropy, feed_forward, layer_norm, linear
 from .spec import Case, OpSpec
 
-OPS: dict[str, OpSpec] = {
+_SPECS = {
     spec.name: spec
-    for spec in (
-        LAYER_NORM,
-        ADD_LAYER_NORM,
-        RMS_NORM,
-        ADD_RMS_NORM,
-        ATTENTION,
-        LINEAR,
-        FEED_FORWARD,
-        CROSS_ENTROPY,
-        LINEAR_CROSS_ENTROPY,
-    )
+    for module in (attention, cross_entropy, feed_forward, layer_norm, linear)
+    for spec in vars(module).values()
+    if isinstance(spec, OpSpec)
 }
+OPS: dict[str, OpSpec] = {op: _SPECS[op] for op in reference.OPS}
 
 __all__ = ["OPS", "Case", "OpSpec"]
