@@ -84,16 +84,22 @@ SHARES = {
     "test_install": 20,
     # Many draws of what others test by a few.
     "test_compile_tutorials": 0,
-    "test_export": 40,
+    "test_export": 15,
     "test_fuzz_layers": 10,
     "test_fuzz_ops": 10,
     "test_gradients_tiles_attention": 10,
     "test_kernels_repeat": 10,
     "test_nn_compile": 50,
-    "test_nn_module_info": 50,
+    "test_nn_module_info": 25,
     "test_nn_op_info": 10,
-    "test_compile_backend": 50,
-    "test_packed_weights": 30,
+    "test_compile_backend": 40,
+    "test_packed_weights": 15,
+    "test_kernels": 50,
+    "test_gradients_linear": 50,
+    "test_attention": 60,
+    "test_cuda_operators": 30,
+    "test_triton_cross_entropy": 30,
+    "test_viz_diagram": 50,
 }
 
 
