@@ -34,7 +34,9 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """What torch's does, but for inspecting forward's signature: longer than many an op."""
-        own = [unwrap_if_dead(each) if isinstance(each, Tensor) else each for each in args]
+        own = []
+        for each in args:  # a comprehension is a function's call
+            own.append(unwrap_if_dead(each) if isinstance(each, Tensor) else each)
         return super(torch.autograd.Function, cls).apply(*own)  # type: ignore[misc]
 
 

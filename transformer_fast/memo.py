@@ -140,25 +140,21 @@ _calls = new_store()
 _SEEN = object()
 
 
-def key_of(op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What to look a call of a public function up by, or None if it is not to be remembered."""
+def look_up(
+    op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, Callable[..., Any] | None]:
+    """(key, run): what a call of a public function is remembered by, None if it is not to be; and what
+    runs it given the same tensors, if it was made before."""
     first = tensors[0]
     if type(first) not in _PLAIN or (first.is_cpu and not on_cpu) or _is_compiling():
-        return None
+        return None, None
     if not quiet():
-        return None
-    now = (op, _state.backend, _state.strict, proof.epoch)
-    return describe((*tensors, *others), now)
-
-
-def find(key: tuple[Any, ...] | None) -> Callable[..., Any] | None:
-    """What runs a call that was made before, given the same tensors as `key_of`."""
-    if key is None:
-        return None
-    known = _calls.get(key)
-    if known is None or known is _SEEN or known[0] is not _state.kernels[key[1]]:
-        return None
-    return known[1]  # type: ignore[no-any-return]
+        return None, None
+    key = describe((*tensors, *others), (op, _state.backend, _state.strict, proof.epoch))
+    known = None if key is None else _calls.get(key)
+    if known is None or known is _SEEN or known[0] is not _state.kernels[op]:
+        return key, None
+    return key, known[1]
 
 
 #: Where the reference's arguments have the seed.

@@ -69,7 +69,9 @@ def _refuse_attention(call: Call) -> str | None:
     return None
 
 
-def _few(dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool]) -> Yield:
+def _few(
+    dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
+) -> Yield:
     """A step of training with few rows for so many weights: PyTorch's product takes less time.
 
     A step changes the weights that it multiplies by, so the kernels pack them each time, which few
@@ -79,7 +81,7 @@ def _few(dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool
     def when(call: Call) -> bool:
         if call.op == "linear" and (call.activation is not None or call.tensors[3] is not None):
             return False
-        return call.tensors[1].numel() >= weights and here()  # type: ignore[union-attr]
+        return call.tensors[1].numel() >= weights and (here is None or here())  # type: ignore[union-attr]
 
     return Yield(
         rows,
@@ -102,17 +104,17 @@ def _is_intel() -> bool:
 
 #: A dozen rows of fp32 read weights as they are. MKL has AVX-512 on Intel's CPUs only; on others it
 #: takes up to five times as long as the kernels.
-_FEW_FLOATS = _few(torch.float32, range(16, 129), 1, _is_intel)
+_FEW_FLOATS = (_few(torch.float32, range(16, 129), 1),) if _is_intel() else ()
 #: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one thread and with two; of AVX-512-BF16
 #: with 1 to 256 rows and 2^17 to 2^24 weights, with two.
 _YIELDS = {
     "linear": (
-        _FEW_FLOATS,
+        *_FEW_FLOATS,
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(1, 24), 2**18, _in_use("amx")),
     ),
     "feed_forward": (
-        _FEW_FLOATS,
+        *_FEW_FLOATS,
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(32, 257), 2**20, _in_use("avx512_bf16")),
         _few(torch.bfloat16, range(1, 32), 2**18, _in_use("amx")),

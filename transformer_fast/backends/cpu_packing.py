@@ -88,11 +88,14 @@ _clock = itertools.count(1)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _is_direct(weight: Tensor, rows: int) -> bool:
-    """Whether so few rows are multiplied that reading the weight as it is takes no longer."""
+def _are_direct(weights: Sequence[Tensor], rows: int) -> bool:
+    """Whether so few rows are multiplied that reading the weights as they are takes no longer."""
     assert _native.module is not None  # or no kernel would ask
-    most = _native.module.direct_rows(_NAMES[weight.dtype], weight.numel())
-    return rows <= most  # type: ignore[no-any-return]
+    most = _native.module.direct_rows
+    for weight in weights:  # noqa: SIM110 - a generator's steps are calls
+        if rows > most(_NAMES[weight.dtype], weight.numel()):
+            return False
+    return True
 
 
 def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
@@ -101,7 +104,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
     # In this order: torch.compile cannot trace a question to the native module.
-    if _is_traced() or _is_direct(weight, rows):
+    if _is_traced() or _are_direct((weight,), rows):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
@@ -201,7 +204,7 @@ class PackedWeights:
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if _is_traced() or all(_is_direct(weight, rows) for weight in weights):
+        if _is_traced() or _are_direct(weights, rows):
             return [None] * len(weights)
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last

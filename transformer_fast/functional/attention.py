@@ -237,8 +237,8 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
-    remembered = memo.key_of("attention", tensors, others)
-    if (again := memo.find(remembered)) is not None:
+    remembered, again = memo.look_up("attention", tensors, others)
+    if again is not None:
         return again(*tensors)
     if is_torchs(query, key, value, attn_mask):
         require_unnamed("attention", backend)
@@ -326,8 +326,8 @@ def varlen_attn(
     tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
     longest = (max_q, max_k)
     others = (dropout_p, is_causal, scale, enable_gqa, backend, longest)
-    remembered = memo.key_of("attention", tensors, others)
-    if (again := memo.find(remembered)) is not None:
+    remembered, again = memo.look_up("attention", tensors, others)
+    if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
     if is_torchs(query, key, value):
         require_unnamed("attention", backend)

@@ -52,11 +52,18 @@ def prepare_feed_forward(
     cast: bool = True,
 ) -> tuple[Call, tuple[Any, ...]]:
     """``cast``: whether to cast for autocast, which `casts_itself` has PyTorch's ops do."""
-    require_tensor("feed_forward", "input", 1, input)
-    require_tensor("feed_forward", "weight1", 2, weight1)
-    require_optional_tensor("feed_forward", "bias1", 3, bias1)
-    require_tensor("feed_forward", "weight2", 4, weight2)
-    require_optional_tensor("feed_forward", "bias2", 5, bias2)
+    if not (
+        isinstance(input, Tensor)
+        and isinstance(weight1, Tensor)
+        and isinstance(weight2, Tensor)
+        and (bias1 is None or isinstance(bias1, Tensor))
+        and (bias2 is None or isinstance(bias2, Tensor))
+    ):
+        require_tensor("feed_forward", "input", 1, input)  # type: ignore[unreachable]
+        require_tensor("feed_forward", "weight1", 2, weight1)
+        require_optional_tensor("feed_forward", "bias1", 3, bias1)
+        require_tensor("feed_forward", "weight2", 4, weight2)
+        require_optional_tensor("feed_forward", "bias2", 5, bias2)
     if activation is None:
         raise ValueError("activation must be a name or a callable, not None")
     require_activation(activation)
@@ -121,8 +128,8 @@ def feed_forward(
         hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
         return F.linear(hidden, weight2, bias2)
     tensors = (input, weight1, bias1, weight2, bias2)
-    key = memo.key_of("feed_forward", tensors, (activation, dropout_p, backend))
-    if (again := memo.find(key)) is not None:
+    key, again = memo.look_up("feed_forward", tensors, (activation, dropout_p, backend))
+    if again is not None:
         return again(*tensors)
     if is_torchs(input, weight1, bias1, weight2, bias2):
         require_unnamed("feed_forward", backend)

@@ -190,8 +190,8 @@ def dispatched_layer_norm(
         if run is not None:
             return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
     tensors = (input, weight, bias)
-    key = memo.key_of("layer_norm", tensors, (normalized_shape, eps, backend))
-    if (again := memo.find(key)) is not None:
+    key, again = memo.look_up("layer_norm", tensors, (normalized_shape, eps, backend))
+    if again is not None:
         return again(*tensors)
     if is_torchs(input, weight, bias):
         require_unnamed("layer_norm", backend)
@@ -286,8 +286,10 @@ def add_layer_norm(
         total = residual + input
         return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
     tensors = (input, residual, weight, bias)
-    key = memo.key_of("add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend))
-    if (again := memo.find(key)) is not None:
+    key, again = memo.look_up(
+        "add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend)
+    )
+    if again is not None:
         return again(*tensors)
     if is_torchs(input, residual, weight, bias):
         require_unnamed("add_layer_norm", backend)
@@ -348,8 +350,8 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     tensors = (input, weight)
-    key = memo.key_of("rms_norm", tensors, (normalized_shape, eps, backend))
-    if (again := memo.find(key)) is not None:
+    key, again = memo.look_up("rms_norm", tensors, (normalized_shape, eps, backend))
+    if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
     if is_torchs(input, weight):
         require_unnamed("rms_norm", backend)
@@ -404,8 +406,8 @@ def add_rms_norm(
     Source: Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4.
     """
     tensors = (input, residual, weight)
-    key = memo.key_of("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))
-    if (again := memo.find(key)) is not None:
+    key, again = memo.look_up("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))
+    if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
     if is_torchs(input, residual, weight):
         require_unnamed("add_rms_norm", backend)

@@ -197,8 +197,8 @@ def linear(
     ):
         return F.linear(input, weight, bias)
     tensors = (input, weight, bias, residual)
-    key = memo.key_of("linear", tensors, (activation, backend))
-    if (again := memo.find(key)) is not None:
+    key, again = memo.look_up("linear", tensors, (activation, backend))
+    if again is not None:
         return again(*tensors)
     if is_torchs(input, weight, bias, residual):
         require_unnamed("linear", backend)

@@ -58,7 +58,7 @@ def _part(module: torch.nn.Module, name: str) -> torch.nn.Module:
 def _read_norm(norm: torch.nn.Module, width: int) -> tuple[Tensor | None, Tensor | None] | None:
     if not bypass.is_plain(norm, bypass.LAYER_NORM) or norm.normalized_shape != (width,):
         return None
-    return bypass.parameter(norm, "weight"), bypass.parameter(norm, "bias")
+    return bypass.affine(norm)
 
 
 def _inactive(dropout: torch.nn.Module) -> bool:
@@ -94,10 +94,8 @@ def read_attention(
     last = _read_norm(norm_module, width)
     if last is None or not bypass.is_plain(out, bypass.LINEAR):
         return None
-    parameters = (
-        bypass.parameter(module, "in_proj_weight"), bypass.parameter(module, "in_proj_bias"),
-        bypass.parameter(out, "weight"), bypass.parameter(out, "bias"), *last,
-    )  # fmt: skip
+    projection = bypass.affine(module, "in_proj_weight", "in_proj_bias")
+    parameters = (*projection, *bypass.affine(out), *last)
     kind = Kind.CROSS_ATTENTION if cross else Kind.SELF_ATTENTION
     if not cpu_blocks.fits(x, *parameters):
         return None
@@ -122,10 +120,7 @@ def read_feed_forward(
         and linear1.out_features == linear2.in_features
     ):
         return None
-    parameters = (
-        bypass.parameter(linear1, "weight"), bypass.parameter(linear1, "bias"),
-        bypass.parameter(linear2, "weight"), bypass.parameter(linear2, "bias"), *last,
-    )  # fmt: skip
+    parameters = (*bypass.affine(linear1), *bypass.affine(linear2), *last)
     if not cpu_blocks.fits(x, *parameters):
         return None
     return Sublayer(Kind.FEED_FORWARD, parameters, norm_module.eps)  # type: ignore[arg-type]

@@ -276,9 +276,9 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, sequence: int, same: bool, shared: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
-        width, bias = self.embed_dim, bypass.parameter(self, "in_proj_bias")
+        width = self.embed_dim
+        weight, bias = bypass.affine(self, "in_proj_weight", "in_proj_bias")
         if self._qkv_same_embed_dim and same:
-            weight = bypass.parameter(self, "in_proj_weight")
             packed = functional.linear(self._saved(query), weight, bias)  # type: ignore[arg-type]
             q, k, v = self._heads(packed, sequence, 3)
             return q, k, v
