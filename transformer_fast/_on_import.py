@@ -1,4 +1,4 @@
-"""What is told to parts of PyTorch that take long to import: once somebody else has imported them."""
+"""Deferred registration with parts of PyTorch that are slow to import (DTensor, FLOP counter)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module as Python does, and calls a function once it is loaded."""
+    """Import hook that calls a function once a module has been loaded."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name, self._action = name, action
@@ -34,7 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` when the module of that name is imported: now, if it is already."""
+    """Calls ``action(module)`` once the module of that name is imported; immediately if it already is."""
     if name in sys.modules:
         action(sys.modules[name])
     else:

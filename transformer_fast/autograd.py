@@ -1,4 +1,4 @@
-"""What the autograd functions of all ops share.
+"""Helpers shared by the autograd functions of all ops: double backward, saved tensors.
 
 Kernels have first derivatives only. With ``create_graph=True`` a backward differentiates the
 reference's formula instead, which can be differentiated again; tensors with tangents, and calls
@@ -16,7 +16,7 @@ from torch._C._functorch import unwrap_if_dead
 
 
 def needs_function(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors has to go through an autograd function."""
+    """Whether autograd records a call with these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -33,7 +33,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """What torch's does, but for inspecting forward's signature: longer than many an op."""
+        """Like torch's, but skips inspecting forward's signature, which takes longer than many an op."""
         own = []
         for each in args:  # a comprehension is a function's call
             own.append(unwrap_if_dead(each) if isinstance(each, Tensor) else each)
@@ -41,7 +41,7 @@ class Function(torch.autograd.Function):
 
 
 def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:
-    """What a backend's backward gives, not to be differentiated."""
+    """Runs a backend's backward without recording it."""
     if torch.is_grad_enabled():  # in a program that is being traced
         with torch.no_grad():
             return backward(*arguments)
@@ -49,7 +49,7 @@ def gradients(backward: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def differentiates_again() -> bool:
-    """Whether a backward is to be differentiated itself (``create_graph=True``).
+    """Whether a backward is recorded for double backward (``create_graph=True``).
 
     Compiled programs have no second derivatives.
     """
@@ -101,7 +101,7 @@ def vjp(
 
 
 def stand_in(like: Tensor, *shape: int) -> Tensor:
-    """A tensor of this shape with one row's memory, for what was not saved and is only measured."""
+    """A tensor of this shape that stands for one that was not saved; allocates one row only."""
     return like.new_empty(shape[-1:]).expand(shape)
 
 

@@ -1,4 +1,4 @@
-"""Which kernel runs, and why not the others.
+"""Kernel selection: records of kernels and their limits, `select`, `explain`.
 
 A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
 first kernel with nothing against it, unless that kernel yields: where a later backend takes less
@@ -26,7 +26,7 @@ ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 
 class Call(NamedTuple):
-    """What a kernel's limits are asked about: one call of one op."""
+    """One call of one op, as far as kernels' limits depend on it."""
 
     op: str
     #: The tensors of the call; the first gives device and dtype.
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Yield:
-    """Calls that a kernel can take, but which a backend after it was measured to take less time for.
+    """Calls for which a later backend was measured to be faster than this kernel.
 
     It speaks only where the dispatcher chooses, and not while a program is traced, which is to
     serve any number of rows.
@@ -69,7 +69,7 @@ class Yield:
 
 
 def rows(call: Call) -> int:
-    """How many rows the call's first tensor has, its last dimension being the columns."""
+    """Number of rows of the call's first tensor, viewed as (rows, columns)."""
     first = call.tensors[0]
     assert first is not None
     return first.numel() // max(1, first.shape[-1])
@@ -195,7 +195,7 @@ def why_unproven(kernel: Kernel, call: Call | None = None) -> str | None:
 
 
 def _gain(kernel: Kernel, call: Call) -> float:
-    """How many times as fast as PyTorch's own a proven kernel was on the call's GPU; 0: unknown."""
+    """Measured speedup of a proven kernel over PyTorch's op on the call's GPU; 0 if unknown."""
     device = call.tensors[0].device  # type: ignore[union-attr]
     return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
@@ -288,7 +288,7 @@ _CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
 
 
 def _fits(kernel: Kernel, call: Call) -> bool:
-    """Whether nothing stands against the call: all of `_CHECKS` in one go, for the hot path.
+    """Whether the kernel can run the call: all of `_CHECKS` in one function, for the hot path.
 
     Device and availability are left out: `_candidates` has looked at them.
     """
@@ -333,14 +333,14 @@ def transforms(*tensors: Tensor | None) -> bool:
 
 
 def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
-    """Those that can run here on tensors of this kind of device."""
+    """The kernels available for this kind of device."""
     return tuple(
         k for k in kernels if k.unavailable is None and (not k.devices or kind in k.devices)
     )
 
 
 def _candidates(call: Call, compiling: bool) -> tuple[Kernel, ...]:
-    """The kernels that may run the call unnamed, as far as devices are concerned."""
+    """The kernels for the device of the call, in order of preference."""
     first = call.tensors[0]
     assert first is not None
     kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
@@ -371,7 +371,7 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
 
 
 def why_yields(kernel: Kernel, call: Call) -> str | None:
-    """Why a kernel that can take the call leaves it to a later one, or None if it does not."""
+    """Why a later backend is preferred for a call that the kernel can run, or None."""
     if torch.compiler.is_compiling() or _state.batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
@@ -470,7 +470,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
 
 
 def _pytorchs(call: Call) -> Kernel:
-    """The first of `torch` and `reference` that takes the call; both consist of PyTorch's operators."""
+    """The first of `torch` and `reference` that can run the call; both use PyTorch's operators only."""
     for kernel in _state.kernels[call.op]:
         if kernel.backend == "torch" and not why_not(kernel, call):
             return kernel

@@ -1,4 +1,4 @@
-"""Calls that were made before, and what came of looking at them.
+"""Call cache: skips argument checks and dispatch for calls that were made before.
 
 Whether a call's arguments fit, which kernel takes it and what that kernel is given depend on shapes,
 strides, dtypes, devices, flags and a few switches, not on data. On a GPU finding it out takes longer
@@ -39,21 +39,21 @@ _circumstances: Any = None
 
 
 def new_store() -> dict[Any, Any]:
-    """A store that `forget` empties."""
+    """Creates a cache that `forget` clears."""
     store: dict[Any, Any] = {}
     _stores.append(store)
     return store
 
 
 def keep(store: dict[Any, Any], key: Any, value: Any) -> None:
-    """Put ``value`` into a store, which forgets everything when it holds `MOST`."""
+    """Adds ``value`` to a cache, which is cleared first if it holds `MOST` entries."""
     if len(store) >= MOST:
         store.clear()
     store[key] = value
 
 
 def forget() -> None:
-    """Drop what is remembered; the next calls are looked at again."""
+    """Clears all caches."""
     for store in _stores:
         store.clear()
 
@@ -88,7 +88,7 @@ def _has_no_memory(tensor: Tensor) -> bool:
 
 
 def describe(arguments: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Any, ...] | None:
-    """All that a call with these arguments depends on but for data, to look it up by.
+    """Cache key of a call: everything that its checks and its kernel depend on, except data.
 
     Of tensors dtype, shape, strides, device, whether they begin on 16 bytes, for which kernels have
     variants, and whether autograd follows them. None for tensors that are more or less than their
@@ -143,8 +143,8 @@ _SEEN = object()
 def look_up(
     op: str, tensors: tuple[Any, ...], others: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, Callable[..., Any] | None]:
-    """(key, run): what a call of a public function is remembered by, None if it is not to be; and what
-    runs it given the same tensors, if it was made before."""
+    """Returns (key, run): the call's cache key, None if it is not cacheable, and the cached function of
+    its tensors, None on a miss."""
     first = tensors[0]
     if type(first) not in _PLAIN or (first.is_cpu and not on_cpu) or _is_compiling():
         return None, None
@@ -166,7 +166,7 @@ _SEED = {
 
 
 def seeded(kernel: Kernel, call: Call, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with a seed drawn for the call's dropout, if this kernel takes one."""
+    """The arguments with a dropout seed drawn from torch's generator, if the kernel takes one."""
     if not 0.0 < call.dropout_p < 1.0:
         return arguments
     if kernel.drops_as_torch is not None and kernel.drops_as_torch(call):
@@ -183,7 +183,7 @@ def run(
     backend: str | None,
     finish: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Run a call by the kernel that `select` gives, and remember it the second time it is made.
+    """Runs a call on the kernel that `select` returns; caches it the second time it is made.
 
     ``finish``: what is done to the kernel's result.
     """
@@ -224,7 +224,7 @@ def _remembered(
     arguments: tuple[Any, ...],
     finish: Callable[[Any], Any] | None,
 ) -> Callable[..., Any] | None:
-    """The call as a function of its tensors; None if more than those went into its arguments."""
+    """The call as a function of its tensors; None if its arguments depend on anything else."""
     places: list[int | None] = []
     drawn: list[int] = []
     for at, value in enumerate(arguments):

@@ -1,4 +1,4 @@
-"""Which GPU kernels are right and faster than PyTorch's own on this machine, as measured on it.
+"""Validation records of GPU kernels: which are correct and faster than PyTorch on this machine.
 
 ``python -m transformer_fast prove`` measures and writes a small file into the user's cache folder
 (``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one for each combination
@@ -40,7 +40,7 @@ MARGIN = 1.04
 
 
 class Machine(NamedTuple):
-    """What a proof holds for."""
+    """The machine and versions that a proof is valid for."""
 
     gpu: str
     #: Compute capability, 90 for 9.0.
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found about one kernel, one dtype and one class of shapes."""
+    """The result for one kernel, one dtype and one class of shapes."""
 
     op: str
     backend: str
@@ -104,7 +104,7 @@ class Verdict(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What was found on a machine, when (ISO 8601), and how many seconds the command took."""
+    """All results for a machine, the date (ISO 8601), and the command's duration in seconds."""
 
     machine: Machine
     taken: str

@@ -1,4 +1,4 @@
-"""Calls so small that what leads to a kernel takes longer than the kernel saves.
+"""Size limits below which PyTorch's op is faster, because host overhead dominates.
 
 A kernel of ours takes some Python to prepare and, with gradients, an autograd node in Python;
 PyTorch's ops have theirs in C++. Which calls PyTorch's op serves sooner was measured, on the CPU in
@@ -34,7 +34,7 @@ _on = _short = True
 
 @dataclass(frozen=True)
 class Limit:
-    """How much work makes a call of an op worth a kernel."""
+    """The size from which a call of an op runs on our kernel."""
 
     #: What is counted, in words.
     unit: str
@@ -51,7 +51,7 @@ class Limit:
     rows: int | None = None
 
     def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
-        """Whether a call with so much work, of these tensors, is small. Without kernels all are."""
+        """Whether a call of this size is below the limit. Always True without the native module."""
         if _native.module is None:
             return True
         if _is_grad_enabled() and (self.inference != self.training or self.rows is not None):
@@ -121,9 +121,10 @@ def layer_norm_kernel(
     bias: Tensor | None,
     eps: float,
 ) -> Callable[..., Any] | None:
-    """The CPU's kernel for a call that `layer_norm` has said no to, where it is plain that the
-    dispatcher would take it; None: ask the dispatcher, which takes as long as a kernel for some
-    hundred rows."""
+    """Fast path: returns the CPU kernel if the dispatcher would certainly select it, else None.
+
+    Dispatching costs about as much as normalizing 100 rows.
+    """
     if not (
         _short
         and type(input) is Tensor
@@ -272,7 +273,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _is_untransformed() -> bool:
-    """Whether nothing is on that PyTorch's operators without gradients do not know."""
+    """Whether autocast, torch.func transforms and forward-mode AD are all off."""
     return not (torch.is_autocast_enabled("cpu") or _transforms() or forward_ad._current_level >= 0)
 
 
@@ -407,7 +408,7 @@ def _weights(call: Call) -> int:
 
 
 def yields(op: str) -> tuple[Yield, ...]:
-    """Which calls of an op the CPU's kernel leaves to PyTorch for being small."""
+    """The op's size limits as `Yield` records of its CPU kernel."""
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]

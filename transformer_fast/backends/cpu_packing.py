@@ -38,7 +38,7 @@ _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
 
 class _Entry:
-    """A packed copy, and what the weight was when it was packed."""
+    """A packed copy, and the state of the weight when it was packed."""
 
     __slots__ = ("address", "fingerprint", "packed", "shape", "storage", "used", "version")
 
@@ -155,13 +155,13 @@ def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
 
 
 def _hold(entries: Sequence[_Entry], rows: int) -> bool:
-    """Whether none of the weights is found to be something else than what was packed."""
+    """Whether all fingerprints still match, as far as this call compares them."""
     assert _native.module is not None
     return _native.module.all_hold([entry.fingerprint for entry in entries], rows)  # type: ignore[no-any-return]
 
 
 def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> bool:
-    """Whether a copy of this weight may be kept; drops what it replaces."""
+    """Reserves cache space for a packed copy, evicting older ones; False if it does not fit."""
     # Whole panels, whichever instruction set is in use, and what stands behind them.
     n, k = (-(-size // 64) * 64 for size in weight.shape)
     size = (n * k + 64) * (6 if _in_pieces(weight, rows) else weight.element_size())

@@ -184,7 +184,7 @@ def dispatched_layer_norm(
     eps: float,
     backend: str | None = None,
 ) -> Tensor:
-    """`layer_norm` for who has asked already whether the call is small."""
+    """Like `layer_norm`, without the small-call check."""
     if backend is None:
         run = small.layer_norm_kernel(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
         if run is not None:

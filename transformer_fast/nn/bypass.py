@@ -1,4 +1,4 @@
-"""Running inner modules in fused form, only where nobody could tell the difference.
+"""Fusion of inner modules, where the result is the same as calling them.
 
 A module that is hooked, replaced, parametrised, quantised or compiled on its own is called.
 """
@@ -24,7 +24,7 @@ DROPOUT = (torch.nn.Dropout,)
 
 
 def is_plain(module: Any, classes: tuple[type, ...]) -> bool:
-    """Whether calling ``module`` would do what its class's ``forward`` does, and nothing else."""
+    """Whether the module is unhooked and unmodified: calling it runs its class's ``forward`` only."""
     return type(module) in classes and not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -52,7 +52,7 @@ def overridden(layer: torch.nn.Module, name: str, base: type) -> bool:
 
 
 def activation_name(activation: Any) -> str | None:
-    """The name by which kernels know this activation, or None if they do not."""
+    """The kernels' name of an activation, or None if they do not have it."""
     if activation is torch.nn.functional.relu or activation is torch.relu:
         return "relu"
     if activation is torch.nn.functional.gelu:

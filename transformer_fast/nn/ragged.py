@@ -1,4 +1,4 @@
-"""Stacks on real tokens only: padded places are taken out, and zeros stand there in the output.
+"""Runs stacks on unpadded tokens: padding is removed, and zeros are returned in its place.
 
 For bool key padding masks on the CPU. The tokens of all sequences lie behind each
 other as rows (tokens, M); attention knows where each sequence begins; everything else works on rows

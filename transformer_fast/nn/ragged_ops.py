@@ -1,4 +1,4 @@
-"""Encoder layers on real tokens by the public ops: for training, and for dtypes without blocks.
+"""Encoder layers on unpadded tokens by the public ops: for training, and for other dtypes.
 
 Projections, FFN and norms, most of the work, see the real tokens only. For attention the projected
 tokens are put back into (B, T), where padded keys are hidden and padded queries are not read again.

@@ -1,4 +1,4 @@
-"""What a living module remembers whose class `transformer_fast.accelerate` has changed."""
+"""State of modules whose class `transformer_fast.accelerate` has swapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECORD = "_classes_of_accelerate"
 
 
 class Swapped(torch.nn.Module):
-    """Base of the classes that `accelerate` gives to living modules.
+    """Base of the classes that `accelerate` assigns to existing modules.
 
     Such a module is copied as it is, but pickled as what it was before: a pickle has to load where
     this library is not installed. On all other instances this has no effect.
