@@ -98,6 +98,9 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[_Example]:
     if isinstance(module, torch.nn.LayerNorm):
         shape = module.normalized_shape
         return [("layer_norm", (x(1, *shape), shape, module.weight, module.bias), {})]
+    if isinstance(module, (torch.nn.RMSNorm, layers.RMSNorm)):
+        shape = module.weight.shape if module.weight is not None else module.normalized_shape
+        return [("rms_norm", (x(1, *shape), shape, module.weight), {})]
     if isinstance(module, torch.nn.MultiheadAttention):
         width, heads = module.embed_dim, x(1, module.num_heads, 1, module.head_dim)
         projection: _Example = ("linear", (x(1, width), x(width, width)), {})

@@ -233,5 +233,16 @@ TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
   for (; j < room; ++j) to[j] = 0.0f;
 }
 
+// The right factor of a weight gradient.
+
+// Floats from one panel of m rows to the next; the odd ones keep panels out of each other's cache
+// sets.
+TF_INLINE long weight_gradient_panel_stride(long m) { return m * kPanel + 16; }
+
+// Where `column` (a multiple of kLanes) of a row is.
+TF_INLINE long weight_gradient_place(long m, long row, long column) {
+  return column / kPanel * weight_gradient_panel_stride(m) + row * kPanel + column % kPanel;
+}
+
 }  // namespace
 }  // namespace tf::TF_ISA

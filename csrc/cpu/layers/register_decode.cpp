@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "cpu/core/box.h"
-#include "cpu/layers/sublayer_host.h"
+#include "cpu/layers/block_host.h"
 
 namespace tf {
 namespace {

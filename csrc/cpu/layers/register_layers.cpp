@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/core/box.h"
-#include "cpu/layers/sublayer_host.h"
+#include "cpu/layers/block_host.h"
 
 namespace tf {
 namespace {

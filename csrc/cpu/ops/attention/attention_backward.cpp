@@ -5,10 +5,8 @@
 #include <tuple>
 
 #include "cpu/core/box.h"
-#include "cpu/ops/attention/attention_backward_kernel.h"
-#include "cpu/ops/attention/attention_backward_tiles_kernel.h"
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_host.h"
-#include "cpu/ops/attention/attention_mask_backward_kernel.h"
 #include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {

@@ -1,6 +1,5 @@
-#include "cpu/ops/attention/attention_backward_tiles_kernel.h"
-
-#include "cpu/ops/attention/attention_backward_product.h"
+#include "cpu/ops/attention/attention.h"
+#include "cpu/ops/attention/attention_backward_rows.h"
 
 namespace tf::TF_ISA {
 namespace {

@@ -2,7 +2,7 @@
 // at a time. For kernel files only.
 #pragma once
 
-#include "cpu/ops/attention/attention_backward_kernel.h"
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/simd/philox.h"
 
@@ -169,7 +169,7 @@ inline void put_query(const float* sums, long sum_stride, long rows, long n, flo
   }
 }
 
-// attention_backward() of attention_backward_kernel.h. Kind has a Workspace, query_rows(args), the
+// attention_backward(). Kind has a Workspace, query_rows(args), the
 // most rows of a block, and
 //
 //   Tile(args, work, range)     pack(); write(), for dK and dV
@@ -244,7 +244,7 @@ struct MaskSums {
   }
 };
 
-// attention_mask_backward() of attention_mask_backward_kernel.h. Kind is as for walk(), and has
+// attention_mask_backward(). Kind is as for walk(), and has
 //
 //   Mask(args, work, sight)     pass(tile, count, sums), which adds the block's dS to the sums
 //

@@ -1,6 +1,6 @@
 // Attention for half types.
 #include "cpu/ops/attention/attention.h"
-#include "cpu/ops/attention/attention_queries.h"
+#include "cpu/ops/attention/attention_product.h"
 
 namespace tf::TF_ISA {
 

@@ -1,5 +1,4 @@
-#include "cpu/ops/attention/attention_mask_backward_kernel.h"
-
+#include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_backward_block.h"
 
 namespace tf::TF_ISA {

@@ -6,12 +6,147 @@
 // unit softens the panel before.
 #pragma once
 
-#include "cpu/ops/attention/attention_next_keys.h"
+#include "cpu/gemm/engine.h"
+#include "cpu/gemm/spread.h"
+#include "cpu/ops/attention/attention.h"
+#include "cpu/ops/attention/attention_mask.h"
 #include "cpu/ops/attention/attention_scores.h"
-#include "cpu/ops/attention/attention_workspace.h"
+#include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
+
+// Fetches the keys and values that this thread will pack next, as far as can be told, into the
+// second-level cache: some rows at a time.
+template <class T>
+class NextKeys {
+ public:
+  // Next to those of a head; shared out over `turns` calls.
+  NextKeys(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
+    // More would drive out what is being worked on.
+    constexpr long kMost = 256 * 1024;
+    const long next = b * args.key_heads + key_head + args.next_head;
+    const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
+    if (args.next_head == 0 || bytes > kMost || args.key_starts != nullptr ||
+        next >= args.batch * args.key_heads)
+      return;
+    b = next / args.key_heads;
+    key_head = next % args.key_heads;
+    k_ = static_cast<const T*>(args.key) + head_offset(nullptr, args.key_stride, b, key_head);
+    v_ = static_cast<const T*>(args.value) + head_offset(nullptr, args.value_stride, b, key_head);
+    rows_ =
+        args.key_lengths == nullptr ? args.keys : most(0, least(args.keys, args.key_lengths[b]));
+    share_ = (rows_ + turns - 1) / most(1, turns);
+  }
+
+  void some() {
+    for (const long until = least(rows_, at_ + share_); at_ < until; ++at_) {
+      fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
+      fetch_row(v_ + at_ * args_.value_stride[2], args_.value_size);
+    }
+  }
+
+ private:
+  const AttentionArgs& args_;
+  const T *k_ = nullptr, *v_ = nullptr;
+  long rows_ = 0, share_ = 0, at_ = 0;
+};
+
+// Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of
+// it.
+template <class T>
+constexpr long kGroupKeys = Product<T>::kSplit ? 128 : 256;
+template <class T>
+struct Workspace {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
+  Operand *keys, *values, *query, *weights;
+  float *scores[2], *sums;
+  // Per row, kLanes partial sums of the probabilities: as rounded to multiply the values, and as
+  // they were before, for the backward and the returned probabilities.
+  float *total, *exact;
+  float* minus;  // per row: what is added to scores before the exponential
+  float* bias;
+  KeepBits* keep;       // per row: which of two panels of probabilities dropout keeps
+  bool* known;          // per row: whether `minus` is set
+  bool* plain;          // per row: done again, with the slower exponents()
+  bool* broken;         // per row: done again, without pieces
+  unsigned char* wild;  // per panel of keys: its values hold NaN or inf
+  long bytes = 0;
+
+  Workspace(const AttentionArgs& args, void* scratch)
+      : sum_stride(round_up(args.value_size, kPanel) + 16),
+        key_panel(P::panel_size(args.size)),
+        value_panel(P::panel_size(round_up(args.keys, kPanel))) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    take(keys, round_up(args.keys, kPanel) / kPanel * key_panel);
+    take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
+    take(query, P::block_size(rows, args.size));
+    take(weights, P::block_size(rows, kGroupKeys<T>));
+    take(scores[0], rows * kPanel);
+    take(scores[1], rows * kPanel);
+    take(sums, rows * sum_stride);
+    take(total, rows * kLanes);
+    if (P::kRounds && (args.shift != nullptr || args.weights != nullptr)) {
+      take(exact, rows * kLanes);
+    } else {
+      exact = total;
+    }
+    take(minus, rows);
+    take(bias, kPanel + 16);
+    take(keep, rows);
+    take(known, rows);
+    take(plain, rows);
+    take(broken, rows);
+    take(wild, args.keys / kPanel + 1);
+  }
+};
+
+// Where a panel's values hold NaN or inf or, in pieces, any number without.
+template <class T>
+void find_wild(const AttentionArgs& args, const T* value, long keys, unsigned char* wild) {
+  for (long start = 0; start < keys; start += kPanel) {
+    Vec sum = zero();
+    for (long s = start; s < least(keys, start + kPanel); ++s) {
+      const T* row = value + s * args.value_stride[2];
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load_some(row + j, args.value_size - j);
+        sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
+        if constexpr (Product<T>::kSplit)
+          sum = select(Product<T>::is_lost(x), set1(kInf) - set1(kInf), sum);
+      }
+    }
+    wild[start / kPanel] = any(not_a_number(sum));
+  }
+}
+
+template <class T>
+void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
+  using P = Product<T>;
+  const T* k =
+      static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
+  for (long s = 0; s < keys; s += kPanel)
+    P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], least(kPanel, keys - s), args.size,
+                 work.keys + s / kPanel * work.key_panel);
+  const T* v =
+      static_cast<const T*>(args.value) + head_offset(args.key_starts, args.value_stride, b, head);
+  for (long j = 0; j < args.value_size; j += kPanel) {
+    const long columns = least(kPanel, args.value_size - j);
+    auto* panel = work.values + j / kPanel * work.value_panel;
+    if constexpr (P::kSplit) {
+      P::pack_clean_columns(v + j, args.value_stride[2], columns, keys, panel);
+    } else {
+      P::pack_columns(v + j, args.value_stride[2], columns, keys, panel);
+    }
+  }
+  find_wild(args, v, keys, work.wild);
+}
 
 // Scores below this are not referred to: as a rule they stand for a hidden place.
 constexpr float kLow = -1e30f;
@@ -426,6 +561,40 @@ class Block : Scores {
   long unknown_ = 0;    // rows without a reference
   bool low_ = false;    // a row saw scores too low to refer to
 };
+
+// Queries of the heads that share a key head, block by block.
+template <class T>
+void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
+  const Workspace<T> work(args, scratch);
+  const long queries = query_count(args, b);
+  long limit = key_count(args, b);
+  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  // The furthest key that a query of this range may see.
+  const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
+  const long last = all ? queries : (end - 1) % queries + 1;
+  pack<T>(args, work, b, key_head, args.causal ? least(limit, last) : limit);
+  const long group = args.heads / args.key_heads;
+  constexpr long kBlockRows = Product<T>::kBlockRows;
+  const long blocks = (end - begin + kBlockRows - 1) / kBlockRows;
+  NextKeys<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
+  const unsigned mode = flush_denormals();
+  Product<T>::enter();
+  for (long item = begin; item < end;) {
+    const long first = item % queries;
+    const long left = least(queries - first, end - item),
+               parts = (left + kBlockRows - 1) / kBlockRows;
+    // Evenly where blocks are made of tiles of gemm.h, of which those of one or two rows add up in
+    // an order of their own.
+    const long rows =
+        kBlockRows % kTileRows == 0 ? (left + parts - 1) / parts : least(left, kBlockRows);
+    const long seen = args.causal ? least(limit, first + rows) : limit;
+    const long head = key_head * group + item / queries;
+    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head, next).run();
+    item += rows;
+  }
+  Product<T>::leave();
+  restore_denormals(mode);
+}
 
 }  // namespace
 }  // namespace tf::TF_ISA

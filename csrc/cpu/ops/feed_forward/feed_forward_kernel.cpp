@@ -2,7 +2,6 @@
 // the hidden units is computed, activated and multiplied into the result while it is in cache, so
 // the (rows, F) hidden matrix never exists.
 #include "cpu/gemm/gemm.h"
-#include "cpu/gemm/weight_gradient_panels.h"
 #include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/philox.h"

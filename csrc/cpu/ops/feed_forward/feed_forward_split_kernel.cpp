@@ -2,7 +2,7 @@
 // of rows: a slice of the hidden units is computed, activated, split and multiplied into the result
 // while it is in the second-level cache. A training step and its backward take the same way.
 #include "cpu/gemm/epilogue.h"
-#include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/gemm/gemm.h"
 #include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/philox.h"

@@ -2,7 +2,6 @@
 // cache while all rows pass by, kDepth at a time. The columns of dY are the rows of the left
 // factor, so copying kTileRows of them side by side gives what Form::turned reads.
 #include "cpu/gemm/gemm.h"
-#include "cpu/gemm/weight_gradient_panels.h"
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/column_sums.h"

@@ -1,5 +1,5 @@
 // Weight gradients of fp32 in pieces: X is split once, dY as its rows are turned.
-#include "cpu/gemm/weight_gradient_panels.h"
+#include "cpu/gemm/gemm.h"
 #include "cpu/gemm/weight_gradient_product.h"
 #include "cpu/ops/linear/linear.h"
 

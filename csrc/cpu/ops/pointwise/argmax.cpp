@@ -6,7 +6,7 @@
 
 #include "cpu/core/box.h"
 #include "cpu/core/host.h"
-#include "cpu/ops/pointwise/argmax_kernel.h"
+#include "cpu/ops/pointwise/pointwise.h"
 
 namespace tf {
 namespace {

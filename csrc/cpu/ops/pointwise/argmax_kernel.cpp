@@ -1,6 +1,5 @@
 // Argmax: a row is read for its maximum, then from a near cache up to the place that has it.
-#include "cpu/ops/pointwise/argmax_kernel.h"
-
+#include "cpu/ops/pointwise/pointwise.h"
 #include "cpu/simd/half.h"
 
 namespace tf::TF_ISA {

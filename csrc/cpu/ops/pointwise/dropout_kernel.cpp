@@ -1,5 +1,4 @@
-#include "cpu/ops/pointwise/dropout_kernel.h"
-
+#include "cpu/ops/pointwise/pointwise.h"
 #include "cpu/simd/half.h"
 #include "cpu/simd/philox.h"
 

@@ -1,5 +1,7 @@
-// Dropout by itself, for what is made of several operators.
+// Kernels of single elements and rows.
 #pragma once
+
+#include <cstdint>
 
 #include "cpu/core/element.h"
 #include "cpu/core/isa.h"
@@ -7,6 +9,16 @@
 
 namespace tf {
 
+// Where the largest element of each row is, the first of equals; NaN counts as larger than all.
+struct ArgmaxArgs {
+  Element type;  // float32, bfloat16 or float16
+  const void* x;
+  long columns, stride;  // columns > 0; elements from row to row
+  int64_t* place;
+};
+TF_KERNEL(void argmax_rows(const ArgmaxArgs& args, long begin, long end))
+
+// Dropout by itself, for what is made of several operators.
 struct DropoutArgs {
   Element type;   // of x and y
   const void* x;  // (rows, n), contiguous
