@@ -62,7 +62,7 @@ def _cell(kernel: Kernel | None) -> str:
         parts.append("forward, backward (not of masks)")
     else:
         parts.append("forward, backward")
-    if kernel.op in ("add_layer_norm", "attention", "feed_forward"):
+    if kernel.op in ("add_layer_norm", "add_rms_norm", "attention", "feed_forward"):
         parts.append("dropout" if kernel.dropout else "no dropout")
     return ", ".join(parts)
 

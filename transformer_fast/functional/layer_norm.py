@@ -302,11 +302,12 @@ def add_layer_norm(
     return memo.run(key, tensors, call, arguments, backend)
 
 
-def _rms_eps(input: Any, eps: float | None) -> float:
+def _rms_eps(eps: float | None, *tensors: Tensor) -> float:
     """PyTorch's default: of the type that statistics have."""
     if eps is not None:
         return eps
-    return torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.finfo(torch.float64 if wide else torch.float32).eps
 
 
 def prepare_rms_norm(
@@ -316,7 +317,7 @@ def prepare_rms_norm(
     eps: float | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
     require_tensor("rms_norm", "input", 1, input)
-    eps = _rms_eps(input, eps)
+    eps = _rms_eps(eps, input)
     shape, eps = _prepare("rms_norm", input, normalized_shape, weight, None, eps, 2)
     tensors = (input, weight)
     grad = wants_grad(input, weight)
@@ -353,7 +354,7 @@ def rms_norm(
     key, again = memo.look_up("rms_norm", tensors, (normalized_shape, eps, backend))
     if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
-    if is_torchs(input, weight):
+    if is_torchs(input, weight) or (isinstance(input, Tensor) and input.is_complex()):
         require_unnamed("rms_norm", backend)
         return F.rms_norm(input, list(_as_sizes("rms_norm", 2, normalized_shape)), weight, eps)
     call, arguments = prepare_rms_norm(input, normalized_shape, weight, eps)
@@ -371,9 +372,10 @@ def prepare_add_rms_norm(
     backend: str | None = None,
 ) -> tuple[Call, tuple[Any, ...]]:
     require_tensor("add_rms_norm", "input", 1, input)
+    require_tensor("add_rms_norm", "residual", 2, residual)
     input, residual, shape, eps, p = _prepare_sum(
-        "add_rms_norm", input, residual, normalized_shape, weight, None, _rms_eps(input, eps),
-        dropout_p, backend,
+        "add_rms_norm", input, residual, normalized_shape, weight, None,
+        _rms_eps(eps, input, residual), dropout_p, backend,
     )  # fmt: skip
     tensors = (input, residual, weight)
     call = Call("add_rms_norm", tensors, wants_grad(*tensors), p, normalized_shape=shape)

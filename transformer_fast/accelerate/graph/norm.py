@@ -122,8 +122,14 @@ def _behind_casts(core: Node, norm: _Norm) -> Node:
 
 
 def _before_cast(node: Any) -> Any:
+    """What a cast to float32 widens, or what a cast to its own type is of; else the node itself."""
     op = read(node)
-    return op["input"] if op is not None and op.name in ("to", "float") else node
+    if op is None or op.name not in ("to", "float"):
+        return node
+    wide, narrow = dtype(node), dtype(op["input"])
+    halves = (torch.bfloat16, torch.float16)
+    widens = wide == narrow or (wide == torch.float32 and narrow in halves)
+    return op["input"] if widens else node
 
 
 def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
@@ -132,7 +138,7 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
     while True:
         user = only_user(last)
         op = read(user)
-        if user is None or op is None or shape(user) != shape(core):
+        if user is None or op is None or shape(user) != shape(core) or dtype(user) != dtype(core):
             return last
         other = op["other"] if op["input"] is last else op["input"]
         sizes = (width,), (1,), ()

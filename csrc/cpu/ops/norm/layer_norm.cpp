@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
                     ": grad_sum must have the shape of source");
   }
   const int64_t n = normalized_size(op, source, dims);
-  const int64_t rows = n == 0 ? 0 : source.numel() / n;
+  const int64_t rows = n == 0 ? mean.numel() : source.numel() / n;
   STD_TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows, op,
                   ": mean and rstd must have one value per row");
   std::optional<Tensor> weight_row;
@@ -189,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   const auto shape = source.sizes().slice(static_cast<size_t>(source.dim() - dims));
   Tensor grad_weight = want_weight ? fresh(source, shape, true) : fresh(source, {0});
   Tensor grad_bias = want_bias ? fresh(source, shape, true) : fresh(source, {0});
-  if (rows == 0) {
+  if (source.numel() == 0) {
     torch::stable::zero_(grad_weight);
     torch::stable::zero_(grad_bias);
     return {grad_source, grad_input, as_type(grad_weight, source), as_type(grad_bias, source)};

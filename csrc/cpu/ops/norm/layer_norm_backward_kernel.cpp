@@ -1,8 +1,9 @@
 // Backward of the norms. With h = (s - c) r and g = dy weight, the mean taken over a row:
 //
-//   layer:  ds = r (g - mean(g) - h mean(g h)),  dweight = sum over rows of dy h,  dbias = that of
-//   dy rms:    without mean(g) annotated:  with sum(g h) / sqrt(m sum(h h)) in place of mean(g h),
-//   m = n - 1, or n if biased
+//   ds = r (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
+//
+// For rms without mean(g); for annotated with sum(g h) / sqrt(m sum(h h)) in place of mean(g h),
+// m = n - 1, or n if biased.
 //
 // A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
 // second pass adds the shares; blocks do not depend on the number of threads, so neither does the
