@@ -32,6 +32,8 @@ from . import tutorials
 _PUBLIC: dict[str, Callable[..., Any]] = {
     "layer_norm": functional.layer_norm,
     "add_layer_norm": lambda *given: functional.add_layer_norm(*given[:6]),
+    "rms_norm": functional.rms_norm,
+    "add_rms_norm": lambda *given: functional.add_rms_norm(*given[:5]),
     "attention": lambda q, k, v, *_: (functional.scaled_dot_product_attention(q, k, v), None),
     "linear": lambda x, weight, bias, *_: functional.linear(x, weight, bias),
     "feed_forward": lambda x, w1, b1, w2, b2, *_: functional.feed_forward(x, w1, b1, w2, b2),
@@ -59,6 +61,10 @@ _ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {
     "layer_norm": lambda draw: (draw.normal(1, 8), *_norm(draw)),
     "add_layer_norm": lambda draw: (
         draw.normal(1, 8), draw.normal(1, 8), *_norm(draw), 0.0, None
+    ),
+    "rms_norm": lambda draw: (draw.normal(1, 8), (8,), draw.normal(8), 1e-5),
+    "add_rms_norm": lambda draw: (
+        draw.normal(1, 8), draw.normal(1, 8), (8,), draw.normal(8), 1e-5, 0.0, None
     ),
     "attention": lambda draw: (
         *(draw.normal(1, 1, 1, 8) for _ in range(3)),

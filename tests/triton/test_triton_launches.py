@@ -120,9 +120,9 @@ def _calls() -> list[Any]:
 
     def norm(x: Any, w: Any, eps: float = 1e-5, p: float = 0.0) -> Any:
         if not p:
-            return lambda: layer_norm_forward(x, None, w, w, 1, eps, 0.0, None)
+            return lambda: layer_norm_forward(x, None, w, w, 1, eps, 0, 0.0, None)
         seed = torch.tensor(3)
-        return lambda: layer_norm_forward(x, x, w, None, 1, eps, p, seed)
+        return lambda: layer_norm_forward(x, x, w, None, 1, eps, 0, p, seed)
 
     for dtype in (bf16, fp16, fp32):
         for columns in (512, 500, 16):
