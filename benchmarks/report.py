@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import html
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -224,6 +224,15 @@ def _other_line(one: Machine, suite: dict[str, Any]) -> str:
     return "" if line == one.line else f"Taken at another time: {line}"
 
 
+def markdown(found: list[Machine], pictures: Path) -> str:
+    """The whole report; pictures are written beside it."""
+    return _in_markdown(text for text, _ in _parts(found, pictures))
+
+
+def _in_markdown(parts: Iterable[str]) -> str:
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """0, or 2 if there is nothing to report."""
     console = output()
@@ -237,7 +246,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     pictures = out / "plots"
     pictures.mkdir(parents=True, exist_ok=True)
     text, body = zip(*_parts(found, pictures), strict=True)
-    (out / "report.md").write_text("\n\n".join(filter(None, text)) + "\n", encoding="utf-8")
+    (out / "report.md").write_text(_in_markdown(text), encoding="utf-8")
     page = "\n".join([_HEAD, *filter(None, body), "</body></html>\n"])
     (out / "report.html").write_text(page, encoding="utf-8")
     for one in found:
