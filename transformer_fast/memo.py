@@ -148,9 +148,11 @@ def look_up(
     first = tensors[0]
     if type(first) not in _PLAIN or (first.is_cpu and not on_cpu) or _is_compiling():
         return None, None
-    # A number that is given as a tensor may change.
-    if not quiet() or any(isinstance(one, Tensor) for one in others):
+    if not quiet():
         return None, None
+    for one in others:  # a number that is given as a tensor may change
+        if one.__class__ in _PLAIN:
+            return None, None  # type: ignore[unreachable]
     key = describe((*tensors, *others), (op, _state.backend, _state.strict, proof.epoch))
     known = None if key is None else _calls.get(key)
     if known is None or known is _SEEN or known[0] is not _state.kernels[op]:
