@@ -14,7 +14,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
   const float* weight = static_cast<const float*>(args.weight);
   const float* bias = static_cast<const float*>(args.bias);
   const float* source = x;
-  float total[1];
+  float total[1] = {0.0f};
   if (args.residual != nullptr) {
     const float* residual = static_cast<const float*>(args.residual) + row * args.residual_stride;
     float* sum = static_cast<float*>(args.sum) + row * n;
@@ -28,7 +28,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
       to[0] = to[0] + s;
     });
     source = sum;
-  } else {
+  } else if (args.kind != NormKind::rms) {  // which subtracts no mean
     row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
       to[0] = to[0] + load_some(x + j, count);
     });
