@@ -39,20 +39,12 @@ def rewrite_norms(editor: Editor) -> None:
         op = read(node)
         if op is None or not node.users:
             continue
-        if op.name == "layer_norm" and _plain_arguments(op):
-            arguments = (op["weight"], op["bias"], op.args.get("eps", 1e-5))
-            new = editor.call(
-                node, functional.layer_norm, op["input"], op["normalized_shape"], *arguments,
-                like=node,
-            )  # fmt: skip
-            node.replace_all_uses_with(new)
-            editor.remove([node])
-        elif op.name == "rms_norm" and _plain_arguments(op):
-            new = editor.call(
-                node, functional.rms_norm, op["input"], op["normalized_shape"], op["weight"],
-                op["eps"], like=node,
-            )  # fmt: skip
-            node.replace_all_uses_with(new)
+        if op.name in ("layer_norm", "rms_norm") and _plain_arguments(op):
+            is_rms = op.name == "rms_norm"
+            rest = (op["eps"],) if is_rms else (op["bias"], op.args.get("eps", 1e-5))
+            arguments = (op["input"], op["normalized_shape"], op["weight"], *rest)
+            ours: Any = functional.rms_norm if is_rms else functional.layer_norm
+            node.replace_all_uses_with(editor.call(node, ours, *arguments, like=node))
             editor.remove([node])
         elif op.name in ("div", "mul"):
             norm = _standardised(node, op)
@@ -191,15 +183,10 @@ def _rms(top: Any, square: Any) -> _Norm | None:
     mean = None if sum is None else read(sum[1])
     if sum is None or mean is None or mean.name != "mean" or not _is_last(mean):
         return None
-    of = read(mean["input"])
-    if of is None or not is_number(sum[0]) or not isinstance(top, Node):
+    row = _squared(mean["input"])
+    if row is None or not is_number(sum[0]) or not isinstance(top, Node):
         return None
-    doubled = of.name == "mul" and of["input"] is of["other"]
-    if (
-        not (doubled or of["exponent"] == 2)
-        or (of["input"] is not top and _before_cast(of["input"]) is not top)
-        or _minus_mean(top) is not None
-    ):
+    if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
         return None  # of a centred row it is a layer norm
     return _Norm(top, True, False, sum[0], True)
 
@@ -247,14 +234,18 @@ def _variance(node: Any) -> tuple[Node, bool] | None:
         ):
             return inner["input"], unbiased
     if op.name == "mean" and _is_last(op):
-        square = read(op["input"])
-        if square is None:
-            return None
-        doubled = square.name == "mul" and square["input"] is square["other"]
-        centred = square["input"] if doubled or square["exponent"] == 2 else None
-        input = _minus_mean(centred)
+        input = _minus_mean(_squared(op["input"]))
         return None if input is None else (input, False)
     return None
+
+
+def _squared(node: Any) -> Any:
+    """x of ``x * x`` and ``x ** 2``, or None."""
+    op = read(node)
+    if op is None:
+        return None
+    doubled = op.name == "mul" and op["input"] is op["other"]
+    return op["input"] if doubled or op["exponent"] == 2 else None
 
 
 def _statistic(node: Any) -> Op | None:
