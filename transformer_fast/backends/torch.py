@@ -23,47 +23,15 @@ _ALONE = _native.module is None
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def layer_norm(
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+def _behind_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The op ``add_<norm>`` of a norm of PyTorch's."""
 
+    def run(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *given, dropout_p, seed = rest
+        total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
+        return norm(total, *given), total
 
-def add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
-    return F.layer_norm(total, normalized_shape, weight, bias, eps), total
-
-
-def rms_norm(
-    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float
-) -> Tensor:
-    return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
-
-
-def add_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    total = residual + (input if dropout_p == 0.0 else _dropout(input, dropout_p, seed))
-    return rms_norm(total, normalized_shape, weight, eps), total
+    return run
 
 
 @reference.taking_query_lengths
@@ -324,21 +292,21 @@ def _register() -> None:
     reference.register_losses("torch", reference.linear, cross_entropy)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
-        Kernel("layer_norm", "torch", layer_norm, gradients=True, refuses=_refuse_layer_norm),
+        Kernel("layer_norm", "torch", F.layer_norm, gradients=True, refuses=_refuse_layer_norm),
         Kernel(
             "add_layer_norm",
             "torch",
-            add_layer_norm,
+            _behind_sum(F.layer_norm),
             gradients=True,
             dropout=True,
             drops_as_torch=_drops_as_torch,
             refuses=_refuse_layer_norm,
         ),
-        Kernel("rms_norm", "torch", rms_norm, gradients=True),
+        Kernel("rms_norm", "torch", F.rms_norm, gradients=True),
         Kernel(
             "add_rms_norm",
             "torch",
-            add_rms_norm,
+            _behind_sum(F.rms_norm),
             gradients=True,
             dropout=True,
             drops_as_torch=_drops_as_torch,

@@ -18,47 +18,13 @@ from ..reference import taking_query_lengths
 from ..reference.linear import activate
 
 
-def layer_norm(
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+def _behind_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *given, dropout_p, _ = rest
+        total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
+        return norm(total, *given), total
 
-
-def add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
-    return F.layer_norm(total, normalized_shape, weight, bias, eps), total
-
-
-def rms_norm(
-    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float
-) -> Tensor:
-    return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
-
-
-def add_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
-    return rms_norm(total, normalized_shape, weight, eps), total
+    return run
 
 
 def _joined_mask(
@@ -170,10 +136,10 @@ def linear_cross_entropy(
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "layer_norm": layer_norm,
-    "add_layer_norm": add_layer_norm,
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
+    "layer_norm": F.layer_norm,
+    "add_layer_norm": _behind_sum(F.layer_norm),
+    "rms_norm": F.rms_norm,
+    "add_rms_norm": _behind_sum(F.rms_norm),
     "attention": attention,
     "linear": linear,
     "feed_forward": feed_forward,
