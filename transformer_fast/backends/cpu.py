@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,24 +11,16 @@ from torch import Tensor
 from .. import _native, small
 from ..autograd import needs_function
 from ..dispatch import Call, Kernel, Yield, register, rows
-from ..functional._pointwise import ARGMAX, DROPOUT, EMBEDDING_BACKWARD
-from ..functional.attention import attention_on, define_attention
-from ..functional.cross_entropy import (
-    BACKWARD,
-    FORWARD,
-    LINEAR_BACKWARD,
-    LINEAR_FORWARD,
-    LINEAR_GRADIENTS,
-    LinearCrossEntropy,
-    cross_entropy_on,
-)
-from ..functional.feed_forward import define_feed_forward, feed_forward_on
-from ..functional.layer_norm import define_norms, norm_kernels
-from ..functional.linear import CODES, define_linear, linear_on
+from ..functional import _pointwise as _pointwise  # its operators
+from ..functional._operator import OPERATORS
+from ..functional.attention import attention_on
+from ..functional.cross_entropy import LINEAR_FORWARD, LinearCrossEntropy, cross_entropy_on
+from ..functional.feed_forward import feed_forward_on
+from ..functional.layer_norm import norm_kernels
+from ..functional.linear import CODES, linear_on
 from ..reference import in_parts, register_losses
 from .cpu_packing import packed_weight
 
-_ops = torch.ops.transformer_fast
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 attention = attention_on("cpu")
@@ -124,14 +117,8 @@ _YIELDS = {
 
 def _register() -> None:
     if _native.module is not None:
-        define_attention("cpu", inference=True)
-        define_norms("cpu", inference=True)
-        define_linear("cpu", packed=True)
-        define_feed_forward("cpu", packed=True)
-        for one in (FORWARD, BACKWARD, LINEAR_FORWARD, LINEAR_BACKWARD, LINEAR_GRADIENTS):
-            one.define("cpu")
-        for one in (DROPOUT, EMBEDDING_BACKWARD, ARGMAX):
-            one.define("cpu")
+        for operator in OPERATORS.values():
+            operator.define("cpu")
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
@@ -160,14 +147,12 @@ def _register() -> None:
         Kernel("linear_cross_entropy", "cpu", linear_cross_entropy, gradients=True),
     ):
         register(
-            Kernel(
-                **{
-                    **kernel.__dict__,
-                    "devices": ("cpu",),
-                    "dtypes": _FLOATS,
-                    "unavailable": _native.why_not,
-                    "yields": (*small.yields(kernel.op), *_YIELDS.get(kernel.op, ())),
-                }
+            replace(
+                kernel,
+                devices=("cpu",),
+                dtypes=_FLOATS,
+                unavailable=_native.why_not,
+                yields=(*small.yields(kernel.op), *_YIELDS.get(kernel.op, ())),
             )
         )
 

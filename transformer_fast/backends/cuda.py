@@ -13,11 +13,12 @@ import torch
 
 from .. import _native
 from ..dispatch import Call, Kernel, register
-from ..functional.attention import attention_on, define_attention
-from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
-from ..functional.feed_forward import define_feed_forward, feed_forward_on
-from ..functional.layer_norm import LAYER, define_norms, norm_kernels
-from ..functional.linear import CODES, define_linear, linear_on
+from ..functional._operator import OPERATORS
+from ..functional.attention import attention_on
+from ..functional.cross_entropy import cross_entropy_on
+from ..functional.feed_forward import feed_forward_on
+from ..functional.layer_norm import LAYER, norm_kernels
+from ..functional.linear import CODES, linear_on
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: With more keys a kernel takes longer than its launch, and PyTorch's flash and cuDNN are faster.
@@ -28,12 +29,11 @@ MAX_HEAD = 128
 
 def define_operators() -> None:
     """Of the library, which was loaded."""
-    define_attention("cuda", inference=False)
-    define_norms("cuda", inference=False)
-    define_linear("cuda", packed=False)
-    define_feed_forward("cuda", packed=False)
-    for one in (FORWARD, BACKWARD):
-        one.define("cuda")
+    for name in ("attention", "layer_norm", "linear", "feed_forward"):
+        OPERATORS[f"{name}_training"].define("cuda")
+        OPERATORS[f"{name}_backward"].define("cuda")
+    for name in ("cross_entropy", "cross_entropy_backward"):
+        OPERATORS[name].define("cuda")
 
 
 def _refuse_place(call: Call) -> str | None:

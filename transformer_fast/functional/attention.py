@@ -380,12 +380,6 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
-def define_attention(backend: str, inference: bool) -> None:
-    """Add a backend's operators; ``inference``: the one that keeps nothing for a backward, too."""
-    for operator in (TRAINING, BACKWARD, *((INFERENCE,) if inference else ())):
-        operator.define(backend)
-
-
 def attention_on(
     backend: str, query_lengths: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -182,12 +182,6 @@ BACKWARD = Operator(
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 
 
-def define_feed_forward(backend: str, packed: bool) -> None:
-    """Add a backend's operators; ``packed``: that for packed weights, too."""
-    for operator in (TRAINING, BACKWARD, *((INFERENCE,) if packed else ())):
-        operator.define(backend)
-
-
 def feed_forward_on(
     backend: str, packed_weight: Callable[[Tensor, int], Tensor | None] | None = None
 ) -> Callable[..., Tensor]:

@@ -460,12 +460,6 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 )
 
 
-def define_norms(backend: str, inference: bool) -> None:
-    """Add a backend's operators; ``inference``: those that keep nothing for a backward, too."""
-    for operator in (TRAINING, BACKWARD, *((INFERENCE, ADD_INFERENCE) if inference else ())):
-        operator.define(backend)
-
-
 def norm_kernels(backend: str, kinds: Sequence[int] = (LAYER, RMS), **limits: Any) -> list[Kernel]:
     """The records of a backend with operators."""
     ops: list[tuple[str, Callable[..., Any]]] = []

@@ -247,12 +247,6 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
-def define_linear(backend: str, packed: bool) -> None:
-    """Add a backend's operators; ``packed``: that for packed weights, too."""
-    for operator in (TRAINING, BACKWARD, *((INFERENCE,) if packed else ())):
-        operator.define(backend)
-
-
 def linear_on(
     backend: str, packed_weight: Callable[[Tensor, int], Tensor | None] | None = None
 ) -> Callable[..., Tensor]:
