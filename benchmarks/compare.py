@@ -27,7 +27,7 @@ from rich.table import Table
 from transformer_fast.cli import form
 from transformer_fast.cli.console import bullets, output
 from transformer_fast.measure import machine
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import interval, medians
 
 from . import store
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _SUITES = ("ops", "layers")
 
 
-#: PyTorch's contenders, any of which is the same code before and after.
+#: PyTorch's candidates, any of which is the same code before and after.
 _CONTROLS = ("torch", "torch eager", "torch fast path")
 
 #: The suites of a run, by name, as `store.read` gives them.
@@ -51,7 +51,7 @@ class Key(NamedTuple):
     suite: str
     op: str
     case: str
-    contender: str
+    candidate: str
 
 
 class Change(NamedTuple):
@@ -73,8 +73,8 @@ def _relative(row: Row, control: Row | None, seed: int) -> tuple[float, torch.Te
     return (exact[0] / exact[1]).item(), draws[0] / draws[1]
 
 
-def _timed(rows: Sequence[Row], contender: str | None) -> Row | None:
-    return next((row for row in rows if row.contender == contender and row.samples), None)
+def _timed(rows: Sequence[Row], candidate: str | None) -> Row | None:
+    return next((row for row in rows if row.candidate == candidate and row.samples), None)
 
 
 def _control(rows: Sequence[Row], other: Sequence[Row]) -> str | None:
@@ -82,19 +82,19 @@ def _control(rows: Sequence[Row], other: Sequence[Row]) -> str | None:
 
 
 def _before(rows: Sequence[Row], after: Row) -> Row | None:
-    """What ``after`` is to be compared with: the same contender, or what was chosen in its place.
+    """What ``after`` is to be compared with: the same candidate, or what was chosen in its place.
 
     The dispatcher may come to choose other backends for a module, as 'cpu' for 'cpu+torch'.
     """
-    same = _timed(rows, after.contender)
+    same = _timed(rows, after.candidate)
     if same is None and after.chosen:
         same = next((row for row in rows if row.chosen and row.samples), None)
     return same
 
 
-def change(old: Sequence[Row], new: Sequence[Row], contender: str) -> Change | None:
-    """How ``contender`` changed between the rows of one case, then and now; None: not timed."""
-    after = _timed(new, contender)
+def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | None:
+    """How ``candidate`` changed between the rows of one case, then and now; None: not timed."""
+    after = _timed(new, candidate)
     before = None if after is None else _before(old, after)
     if before is None or after is None:
         return None
@@ -108,8 +108,8 @@ def _keys(suites: Suites) -> Iterator[Key]:
     """Every row of ours."""
     for name, suite in suites.items():
         for row in suite["rows"]:
-            if row.ours and row.contender != "reference":
-                yield Key(name, row.op, row.case, row.contender)
+            if row.ours and row.candidate != "reference":
+                yield Key(name, row.op, row.case, row.candidate)
 
 
 def _rows(suites: Suites, key: Key) -> list[Row]:
@@ -122,7 +122,7 @@ def changes(passes: Sequence[Pass]) -> dict[Key, list[Change]]:
     found: dict[Key, list[Change]] = {}
     for old, new in passes:
         for key in dict.fromkeys(_keys(new)):
-            seen = change(_rows(old, key), _rows(new, key), key.contender)
+            seen = change(_rows(old, key), _rows(new, key), key.candidate)
             if seen is not None:
                 found.setdefault(key, []).append(seen)
     return found
@@ -133,8 +133,8 @@ def lost(passes: Sequence[Pass]) -> dict[Key, str]:
     found: dict[Key, str] = {}
     for old, new in passes:
         for key in dict.fromkeys(_keys(new)):
-            after = next(r for r in _rows(new, key) if r.contender == key.contender)
-            if not after.samples and _timed(_rows(old, key), key.contender):
+            after = next(r for r in _rows(new, key) if r.candidate == key.candidate)
+            if not after.samples and _timed(_rows(old, key), key.candidate):
                 found[key] = after.reason or "it was not timed"
     return found
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import Ratio, speed_up
 
 
@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     """One case: the row that the dispatcher chose, and how it stands."""
 
     chosen: Row
-    #: The fastest of all other contenders, our own included; None if there is none.
+    #: The fastest of all other candidates, our own included; None if there is none.
     rival: Row | None
     #: How many times as fast as the rival.
     against: Ratio | None
@@ -36,7 +36,7 @@ def by_case(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 
 def findings(rows: Sequence[Row], suite: str = "") -> list[Finding]:
-    """For every case in which the chosen contender was timed."""
+    """For every case in which the chosen candidate was timed."""
     found = []
     for group in by_case(rows):
         chosen = next((row for row in group if row.chosen and row.time is not None), None)

@@ -46,8 +46,8 @@ from transformer_fast.dispatch import Kernel
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure import machine, torch_ops
 from transformer_fast.measure.apart import OUT_OF_TIME, lines_of
+from transformer_fast.measure.benchmark_case import PEER_FACTOR, problem_of
 from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
-from transformer_fast.measure.contest import PEER_FACTOR, problem_of
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
 from transformer_fast.testing import call_of
@@ -352,7 +352,7 @@ def _by_sdpa(backend: SDPBackend) -> Callable[..., Any]:
     return run
 
 
-def contenders(trial: on_device.Trial) -> Item:
+def candidates(trial: on_device.Trial) -> Item:
     """By name what does the work, or a sentence why it cannot; ours first."""
     op, arguments, call = trial.op, trial.inputs[0], trial.call
     found: Item = {}
@@ -370,18 +370,18 @@ def contenders(trial: on_device.Trial) -> Item:
     if op == "layer_norm":
         others.append(("Liger", liger, ()))
     for name, peer, options in others:
-        for offered in peers.contenders([peer], "op", op, arguments, *options):
+        for offered in peers.candidates([peer], "op", op, arguments, *options):
             found[name] = offered.run or offered.reason
     return found
 
 
 def bench(item: Item, device: torch.device, clock: Clock) -> Item:
-    """Samples of each contender in seconds, the device's and its host's, or why it has none."""
+    """Samples of each candidate in seconds, the device's and its host's, or why it has none."""
     op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
     torch.compiler.reset()  # each case is compiled for itself, and there is a limit
     trial = on_device.Trial(_CASES[op, item["case"]], dtype, gradients, device)
     with torch.set_grad_enabled(gradients):
-        rivals = contenders(trial)
+        rivals = candidates(trial)
     found: Item = {}
     calls: dict[str, Call] = {}
     for name, run in rivals.items():

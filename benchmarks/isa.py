@@ -1,4 +1,4 @@
-"""One instruction set for all contenders, where ``TRANSFORMER_FAST_CPU_ISA`` names one.
+"""One instruction set for all candidates, where ``TRANSFORMER_FAST_CPU_ISA`` names one.
 
 PyTorch, oneDNN, MKL and CTranslate2 have variables of their own, which they read once, when they
 are loaded. So this comes before anything else, and imports nothing.

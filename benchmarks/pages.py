@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from transformer_fast.cli import form
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import Ratio
 
 from .findings import Finding
@@ -79,11 +79,11 @@ def summary(found: Sequence[Finding]) -> Grid:
             (
                 chosen.op,
                 chosen.case,
-                chosen.contender,
+                chosen.candidate,
                 form.seconds(chosen.time.median),
                 form.times(chosen.vs_reference.value) if chosen.vs_reference else "",
                 interval(chosen.vs_torch),
-                "" if rival is None else rival.contender,
+                "" if rival is None else rival.candidate,
                 interval(against),
                 rates(chosen),
                 roof(chosen),
@@ -99,10 +99,10 @@ def summary(found: Sequence[Finding]) -> Grid:
 
 
 def details(rows: Sequence[Row]) -> Grid:
-    """One line for each contender, those without a figure with their reason."""
+    """One line for each candidate, those without a figure with their reason."""
     lines = []
     for row in rows:
-        head = (row.op, row.case, row.contender + (" *" if row.chosen else ""))
+        head = (row.op, row.case, row.candidate + (" *" if row.chosen else ""))
         if row.time is None:
             why = "wrong: " if row.failed else ""
             lines.append((*head, why + (row.reason or ""), *[""] * 8))
@@ -136,8 +136,8 @@ def lost(found: Sequence[Finding]) -> Grid:
             suite,
             chosen.op,
             chosen.case,
-            chosen.contender,
-            "" if rival is None else rival.contender,
+            chosen.candidate,
+            "" if rival is None else rival.candidate,
             form.seconds(chosen.time.median) if chosen.time else "",
             form.seconds(rival.time.median) if rival and rival.time else "",
             interval(against),

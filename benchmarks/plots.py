@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter
 
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import Ratio, Summary
 
 from .findings import Finding, by_case
 
-#: A contender keeps its colour through all pictures (Okabe and Ito's, told apart by all eyes).
+#: A candidate keeps its colour through all pictures (Okabe and Ito's, told apart by all eyes).
 _COLOURS = {
     "cpu": "#0072B2",
     "triton": "#0072B2",
@@ -43,9 +43,9 @@ _COLOURS = {
 }
 
 
-def _colour(contender: str) -> str:
+def _colour(candidate: str) -> str:
     """Modules may be on several backends, as 'cpu+torch'."""
-    return _COLOURS.get(contender) or _COLOURS.get(contender.partition("+")[0], "#666666")
+    return _COLOURS.get(candidate) or _COLOURS.get(candidate.partition("+")[0], "#666666")
 
 
 _STYLE: Any = {
@@ -105,7 +105,7 @@ _BELOW = 1 / 30
 
 
 class _Line(NamedTuple):
-    """A contender's way through the sizes."""
+    """A candidate's way through the sizes."""
 
     sizes: list[float]
     times: list[Summary]
@@ -118,7 +118,7 @@ def _lines(groups: Sequence[Sequence[Row]]) -> dict[str, _Line]:
     for group in groups:
         for row in group:
             if row.time is not None:
-                line = found.setdefault(row.contender, _Line([], [], []))
+                line = found.setdefault(row.candidate, _Line([], [], []))
                 line.sizes.append(float(row.case))
                 line.times.append(row.time)
                 line.ratios.append(row.vs_torch)
@@ -138,7 +138,7 @@ def _roofs(groups: Sequence[Sequence[Row]]) -> dict[str, list[tuple[float, float
 
 
 def scaling(rows: Sequence[Row], title: str) -> str:
-    """Time against size, one line for each contender, and the roof; below, against PyTorch."""
+    """Time against size, one line for each candidate, and the roof; below, against PyTorch."""
     groups = list(by_case(rows))
     lines, roofs = _lines(groups), _roofs(groups)
     if not lines:
@@ -203,10 +203,10 @@ def _size_axis(axes: Axes, sizes: Sequence[float]) -> None:
     axes.minorticks_off()
 
 
-def contenders(rows: Sequence[Row], title: str) -> str:
-    """Speed of every contender, in work per second relative to the roof or to the fastest."""
+def candidates(rows: Sequence[Row], title: str) -> str:
+    """Speed of every candidate, in work per second relative to the roof or to the fastest."""
     groups = [g for g in by_case(rows) if any(row.time for row in g)]
-    names = list(dict.fromkeys(row.contender for group in groups for row in group if row.time))
+    names = list(dict.fromkeys(row.candidate for group in groups for row in group if row.time))
     if not groups:
         return ""
     height = 0.16 * sum(sum(row.time is not None for row in group) + 1 for group in groups)
@@ -217,10 +217,10 @@ def contenders(rows: Sequence[Row], title: str) -> str:
             timed = [row for row in group if row.time is not None]
             best = min(row.time.median for row in timed if row.time is not None)
             first = place
-            for row in sorted(timed, key=lambda r: names.index(r.contender), reverse=True):
+            for row in sorted(timed, key=lambda r: names.index(r.candidate), reverse=True):
                 assert row.time is not None
                 share = row.roof_share or best / row.time.median
-                axes.barh(place, 100 * share, color=_colour(row.contender))
+                axes.barh(place, 100 * share, color=_colour(row.candidate))
                 place += 1
             labels.append(((first + place - 1) / 2, f"{group[0].op}  {group[0].case}"))
             place += 1

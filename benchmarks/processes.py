@@ -1,4 +1,4 @@
-"""Contenders in processes of their own.
+"""Candidates in processes of their own.
 
 Libraries that bring threads of an OpenMP runtime which PyTorch uses as well slow down everybody
 else in their process for good: with more threads than processors GNU's runtime stops to spin, and

@@ -17,7 +17,7 @@ from transformer_fast.cli import form
 from transformer_fast.cli.limits import dtype_names
 from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.specs import OPS
 
 from . import store
@@ -106,7 +106,7 @@ def _figures_of(one: Machine) -> str:
                 form.seconds(chosen.time.median),
                 interval(chosen.vs_torch),
                 roof(chosen),
-                "" if rival is None else f"{rival.contender}: {interval(against)}",
+                "" if rival is None else f"{rival.candidate}: {interval(against)}",
             )
         )
     head = ("work", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
@@ -133,7 +133,7 @@ def headline_part(folder: Path = store.FOLDER) -> str:
     others = [
         (f, f.rival, f.against)
         for f in all_findings(first)
-        if f.rival is not None and f.against is not None and not _is_ours(f.rival.contender)
+        if f.rival is not None and f.against is not None and not _is_ours(f.rival.candidate)
     ]
     mean = mean_speed_up([ratio for _, _, ratio in others])
     assert mean is not None
@@ -142,17 +142,17 @@ def headline_part(folder: Path = store.FOLDER) -> str:
     return (
         f"- **{form.times(mean)}** as fast as the fastest other software, case by case\n"
         f"  (geometric mean of {len(others)}; {cpu}, {isa}, {threads}, {date})\n"
-        f"- worst case: {form.times(ratio.value)} of {rival.contender}, "
+        f"- worst case: {form.times(ratio.value)} of {rival.candidate}, "
         f"{_work(worst.suite, worst.chosen)}\n"
         "- the same weights, `state_dict` and numbers as `torch.nn`: every result within an error\n"
         "  budget against fp64"
     )
 
 
-def _is_ours(contender: str) -> bool:
+def _is_ours(candidate: str) -> bool:
     return (
-        contender in (*BACKENDS, "rewritten") and contender != "torch"
-    ) or "fast.nn" in contender
+        candidate in (*BACKENDS, "rewritten") and candidate != "torch"
+    ) or "fast.nn" in candidate
 
 
 def figures(folder: Path = store.FOLDER) -> str:

@@ -18,7 +18,7 @@ from . import pages, plots, store
 from .findings import Finding, findings, losses, mean_speed_up
 
 LEGEND = (
-    "Every figure is the median of samples taken in rounds, in which all contenders of a case run "
+    "Every figure is the median of samples taken in rounds, in which all candidates of a case run "
     "in shuffled order in one process, on fresh inputs, after their results were checked against "
     "fp64. Ratios carry the 95 % interval of a bootstrap over rounds. *on*: what the dispatcher "
     "chooses. *roof*: share of the speed that the arithmetic peak and the bandwidth, measured "
@@ -103,17 +103,17 @@ _OTHER_THREADS = ("OpenVINO", "ONNX Runtime")
 
 
 def hurried(one: Machine) -> str:
-    """A warning where figures are from before contenders waited for one another's threads."""
+    """A warning where figures are from before candidates waited for one another's threads."""
     suites = [
         name
         for name, suite in one.suites.items()
         if "rest" not in suite.get("plan", {})
-        and any(row.contender in _OTHER_THREADS and row.time for row in suite["rows"])
+        and any(row.candidate in _OTHER_THREADS and row.time for row in suite["rows"])
     ]
     if not suites:
         return ""
     return (
-        f"Taken before contenders waited for one another's threads ({', '.join(suites)}): "
+        f"Taken before candidates waited for one another's threads ({', '.join(suites)}): "
         f"{' and '.join(_OTHER_THREADS)} look up to 10 ms a call slower there than they are."
     )
 
@@ -209,9 +209,9 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[Part]:
             title = f"{name}: {one.slug}"
             yield _picture("speed-ups", plots.speed_ups(cases, title), file(name))
             if name != "overhead":
-                yield _picture("", plots.contenders(suite["rows"], "all contenders"))
+                yield _picture("", plots.candidates(suite["rows"], "all candidates"))
             yield _table(pages.summary(cases))
-            yield _details("All contenders", suite)
+            yield _details("All candidates", suite)
         for name, suite in one.suites.items():
             if is_scaling(name) and (picture := plots.scaling(suite["rows"], name)):
                 yield _heading(3, name)

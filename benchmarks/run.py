@@ -16,8 +16,8 @@ from transformer_fast.cli.compare import DTYPES, device_of, show
 from transformer_fast.cli.console import output, progress
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
+from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
-from transformer_fast.measure.contest import Row, run_contest
 
 from . import peers, store
 from .scope import Scope
@@ -85,9 +85,9 @@ def run_suite(name: str, suite: Suite, scope: Scope) -> list[Row]:
         task = bar.add_task(name, total=len(work))
         for label, make in work:
             bar.update(task, description=f"{name}: {label}")
-            contest = make()
-            rows += run_contest(
-                contest, scope.plan, probe_before=not scope.quick, memory=not scope.quick
+            benchmark_case = make()
+            rows += run_case(
+                benchmark_case, scope.plan, probe_before=not scope.quick, memory=not scope.quick
             )
             torch.set_num_threads(threads)
             bar.advance(task)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from transformer_fast.dispatch import BACKENDS
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
 from transformer_fast.measure.clock import ORDINARY, Plan
-from transformer_fast.measure.contest import Arguments, Contest
 from transformer_fast.specs import OPS, Case
 
-#: Makes a contest when it is its turn, so that only one case's inputs are in memory.
-Maker = Callable[[], Contest]
+#: Makes a benchmark case when it is its turn, so that only one case's inputs are in memory.
+Maker = Callable[[], BenchmarkCase]
 
 #: Arguments that stay the same from input to input, as weights do in use.
 _KEPT = frozenset({"weight", "bias", "weight1", "bias1", "weight2", "bias2"})

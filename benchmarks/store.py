@@ -2,8 +2,8 @@
 
     {"format": 1, "suites": {NAME: {"machine": ..., "options": ..., "rows": [ROW, ...]}}}
 
-A row is a `measure.contest.Row`; times are seconds, samples microseconds. A run replaces the suites
-that it ran and leaves the others.
+A row is a `measure.benchmark_case.Row`; times are seconds, samples microseconds. A run replaces the
+suites that it ran and leaves the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import Ratio, Summary
 
 FORMAT = 1

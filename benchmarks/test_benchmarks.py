@@ -1,6 +1,6 @@
 """``pytest benchmarks``: the op table's bench cases under pytest-benchmark.
 
-For its tools (histograms, ``--benchmark-compare``, ``--benchmark-json``). Contenders run one after
+For its tools (histograms, ``--benchmark-compare``, ``--benchmark-json``). Candidates run one after
 the other here, so their ratios are less sure than those of ``python -m benchmarks``. Big cases are
 left out unless ``TRANSFORMER_FAST_BENCH_ALL=1``.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from transformer_fast.measure.ops import op_contest
+from transformer_fast.measure.ops import op_case
 from transformer_fast.specs import Case
 
 from .scope import Scope
@@ -35,15 +35,15 @@ _PARAMETERS = [
 @torch.no_grad()
 def test_op(benchmark: Any, op: str, case: Case, name: str) -> None:
     inputs = _SCOPE.draw(op, case)
-    contest = op_contest(op, case.name, inputs, (name,))
-    contender = next(c for c in contest.contenders if c.name == name)
-    if contender.run is None:
-        pytest.skip(contender.reason or "no reason told")
+    benchmark_case = op_case(op, case.name, inputs, (name,))
+    candidate = next(c for c in benchmark_case.candidates if c.name == name)
+    if candidate.run is None:
+        pytest.skip(candidate.reason or "no reason told")
     arguments = inputs[0][0]
-    parity = contest.judge(contender.run(*arguments), arguments)
+    parity = benchmark_case.checker(candidate.run(*arguments), arguments)
     assert parity.ok, str(parity)
     fresh = itertools.cycle(inputs)
     benchmark.group = f"{op} {case}"
     benchmark.pedantic(
-        contender.run, setup=lambda: (next(fresh)[0], {}), rounds=11, warmup_rounds=1
+        candidate.run, setup=lambda: (next(fresh)[0], {}), rounds=11, warmup_rounds=1
     )

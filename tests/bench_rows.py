@@ -9,7 +9,7 @@ import torch
 
 from transformer_fast import reference
 from transformer_fast.measure import device, machine
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import speed_up, summarise
 from transformer_fast.specs.gpu import GpuCase
 from transformer_fast.specs.spec import case
@@ -22,10 +22,10 @@ SMALL = GpuCase(
 )
 
 
-def row(contender: str, *times: float, case: str = "x", **values: Any) -> Row:
+def row(candidate: str, *times: float, case: str = "x", **values: Any) -> Row:
     """A row with these samples, in milliseconds."""
-    ours = contender in ("cpu", "reference")
-    made = Row("linear", case, contender, ours, contender == "cpu", ok=True, **values)
+    ours = candidate in ("cpu", "reference")
+    made = Row("linear", case, candidate, ours, candidate == "cpu", ok=True, **values)
     if times:
         made.samples = [time / 1e3 for time in times]
         made.time = summarise(made.samples)
@@ -37,7 +37,7 @@ def suites(*rows: Row, name: str = "ops", **about: Any) -> dict[str, Any]:
     """As a result file has them; every row measured against the torch row of its case."""
     timed = [one for one in rows if one.samples]
     for one in timed:
-        torch_row = next((r for r in timed if (r.case, r.contender) == (one.case, "torch")), None)
+        torch_row = next((r for r in timed if (r.case, r.candidate) == (one.case, "torch")), None)
         if torch_row is not None:
             one.vs_torch = speed_up(torch_row.samples, one.samples)
             one.best_torch = "torch"

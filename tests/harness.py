@@ -17,7 +17,7 @@ from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import Truth, all_among_nan, call_of, check, nan_memory
 
-#: Those that an fp64 oracle can judge.
+#: Those that an fp64 oracle can check.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Values of the widest vector in each instruction set.
 ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module else ()

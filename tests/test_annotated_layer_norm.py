@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from module_ruler import check_budget
+from module_checks import check_budget
 
 from transformer_fast import _native, use_backend
 from transformer_fast.functional.layer_norm import ANNOTATED, ANNOTATED_BIASED, BACKWARD, TRAINING

@@ -26,7 +26,7 @@ import transformer_fast
 from benchmarks import peers, run, store
 from benchmarks.__main__ import main
 from benchmarks.peers import (
-    contenders,
+    candidates,
     inductor_tuned,
     liger,
     load,
@@ -50,9 +50,9 @@ from benchmarks.suites import (
     scaling,
     training,
 )
+from transformer_fast.measure.benchmark_case import run_case
 from transformer_fast.measure.calls import forced
 from transformer_fast.measure.clock import Plan
-from transformer_fast.measure.contest import run_contest
 from transformer_fast.measure.modules import twins, with_fast_path
 from transformer_fast.measure.transformers import Size
 from transformer_fast.reference import attention
@@ -79,7 +79,7 @@ def test_a_peer_does_the_same_work_or_says_why_not(peer):
     if hasattr(peer, "op"):
         for op in ("linear", "feed_forward"):
             arguments = OPS[op].cases[0].build(torch.float32, "cpu", None)
-            for offered in peers.contenders([peer], "op", op, arguments):
+            for offered in peers.candidates([peer], "op", op, arguments):
                 if offered.run is not None:
                     right = OPS[op].reference(*arguments)
                     torch.testing.assert_close(offered.run(*arguments), right)
@@ -88,7 +88,7 @@ def test_a_peer_does_the_same_work_or_says_why_not(peer):
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
         for hidden in (None, padding):
             arguments = torch.randn(2, 5, 32), None, hidden
-            (offered,) = peers.contenders([peer], "encoder_layer", layer, arguments)
+            (offered,) = peers.candidates([peer], "encoder_layer", layer, arguments)
             assert not offered.ours
             if offered.run is None:
                 assert offered.reason
@@ -108,20 +108,20 @@ def test_everyone_decodes_alike_and_wrong_tokens_are_found():
     ours, theirs = _translators()
     source = torch.randint(3, 40, (3, 7))
     oracle = copy.deepcopy(theirs).double()
-    judge = decode.GreedyJudge(oracle, forced(ours.logits, "reference"), 5)
-    offered = peers.contenders(peers.load(), "decode", theirs, (source,), 5)
+    checker = decode.GreedyJudge(oracle, forced(ours.logits, "reference"), 5)
+    offered = peers.candidates(peers.load(), "decode", theirs, (source,), 5)
     runs = [decode.cached(ours, 5), decode.recomputing(theirs, 5)]
-    runs += [contender.run for contender in offered if contender.run is not None]
+    runs += [candidate.run for candidate in offered if candidate.run is not None]
     with torch.no_grad():
         for run_one in runs:
-            parity = judge(run_one(source), (source,))
+            parity = checker(run_one(source), (source,))
             assert parity.ok, str(parity)
         right = runs[0](source)
         for place in ((0, 0), (2, 4)):
             wrong = right.clone()
             wrong[place] = (wrong[place] + 7) % 37 + 3
-            assert not judge(wrong, (source,)).ok
-        assert not judge(right[:, :4], (source,)).ok
+            assert not checker(wrong, (source,)).ok
+        assert not checker(right[:, :4], (source,)).ok
 
 
 def test_a_missing_or_broken_peer_is_a_row_with_its_reason():
@@ -132,7 +132,7 @@ def test_a_missing_or_broken_peer_is_a_row_with_its_reason():
     failing = types.SimpleNamespace(NAME="b", available=lambda: None, op=broken)
     silent = types.SimpleNamespace(NAME="c", available=lambda: None, op=lambda *a: None)
     without = types.SimpleNamespace(NAME="d", available=lambda: None)
-    found = peers.contenders([missing, failing, silent, without], "op", "linear", ())
+    found = peers.candidates([missing, failing, silent, without], "op", "linear", ())
     assert [(c.name, c.run, c.reason) for c in found] == [
         ("a", None, "it is not installed"),
         ("b", None, "RuntimeError: no licence"),
@@ -167,8 +167,8 @@ def test_scaling_leaves_out_what_takes_too_long_and_says_so(monkeypatch):
     monkeypatch.setattr(scaling, "_MOST_SCORES", 8 * 64 * 64)
     for length in (64, 65):
         build = scaling._attention(1, length)
-        contest = scaling._contest(Scope(), "attention", "x", build, None)
-        (reference,) = (c for c in contest.contenders if c.name == "reference")
+        benchmark_case = scaling._contest(Scope(), "attention", "x", build, None)
+        (reference,) = (c for c in benchmark_case.candidates if c.name == "reference")
         assert (reference.run is None) == (length > 64)
         assert length == 64 or "computes 3.4e+04 scores" in str(reference.reason)
 
@@ -192,7 +192,7 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
     assert list(found) == ["overhead", "backward"]
     assert json.loads(path.read_text())["suites"]["overhead"]["quick"] is True
     for suite in found.values():
-        timed = {one.contender for one in suite["rows"] if one.time is not None}
+        timed = {one.candidate for one in suite["rows"] if one.time is not None}
         assert {"reference", "torch"} <= timed
         assert any(one.chosen and one.time for one in suite["rows"])
     assert f"written to {path}" in " ".join(capsys.readouterr().out.split())
@@ -215,7 +215,7 @@ def test_no_relu_is_near_its_kink_when_gradients_are_compared():
 def test_a_training_step_can_be_checked_again_and_again(monkeypatch):
     monkeypatch.setattr(training, "_QUICK", (models.Case(2, 6, 50, 1),))
     for _, make in training.suite(Scope(quick=True)):
-        rows = {one.contender: one for one in run_contest(make(), FAST)}
+        rows = {one.candidate: one for one in run_case(make(), FAST)}
         assert rows[training.EAGER].ok
         assert rows["reference"].ok
         if training.FUSED in rows and hasattr(torch.nn.functional, "linear_cross_entropy"):
@@ -246,15 +246,15 @@ def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
 
 
 def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypatch):
-    contest = hand_written._training(Scope(), models.Case(2, 6, 50, 1))
-    rows = {one.contender: one for one in run_contest(contest, FAST)}
+    benchmark_case = hand_written._training(Scope(), models.Case(2, 6, 50, 1))
+    rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
     assert all(one.ok for one in rows.values()), rows
-    by_hand = next(c for c in contest.contenders if c.name == hand_written.AS_WRITTEN)
-    arguments = contest.inputs[0][0]
+    by_hand = next(c for c in benchmark_case.candidates if c.name == hand_written.AS_WRITTEN)
+    arguments = benchmark_case.inputs[0][0]
     loss, *gradients = by_hand.run(*arguments)
     for wrong in (0, 5, len(gradients) - 1):
         spoilt = [g * 1.01 if number == wrong else g for number, g in enumerate(gradients)]
-        assert not contest.judge((loss, *spoilt), arguments).ok
+        assert not benchmark_case.checker((loss, *spoilt), arguments).ok
 
 
 @pytest.mark.skipif("avx2" not in ISAS, reason="there is no avx2 here")
@@ -311,7 +311,7 @@ def test_wrong_options(capsys, options, message):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_cost_of_a_call_can_be_taken_of_every_op(op):
-    rows = list(run_contest(overhead._contest(Scope(quick=True), op), FAST))
+    rows = list(run_case(overhead._contest(Scope(quick=True), op), FAST))
     (chosen,) = (row for row in rows if row.chosen)
     assert chosen.ok, chosen.reason
 
@@ -357,12 +357,12 @@ def test_the_bias_for_xformers_means_the_same(name: str) -> None:
 def test_on_the_cpu_they_say_why_not() -> None:
     peers = load(["flex_attention", "liger", "xformers"])
     assert peers == [flex, liger, xformers]
-    for found in contenders(peers, "op", "attention", given()):
+    for found in candidates(peers, "op", "attention", given()):
         assert found.run is None
         assert found.reason
 
 
-def test_a_contender_in_a_process_of_its_own():
+def test_a_candidate_in_a_process_of_its_own():
     elsewhere = Remote(functools.partial, os.getpid)
     assert elsewhere() not in (os.getpid(), None)
     power = Remote(functools.partial, pow, 2)

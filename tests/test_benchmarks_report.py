@@ -29,7 +29,7 @@ def test_the_rival_is_the_fastest_other_and_right():
     )
     assert found.rival is not None
     assert found.against is not None
-    assert found.rival.contender == "peer"
+    assert found.rival.candidate == "peer"
     assert found.against.value == pytest.approx(0.8)
     assert found.lost
 
@@ -152,7 +152,7 @@ def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("plan", [{}, {"rest": 0.1}])
-def test_figures_from_before_contenders_waited_say_so(tmp_path, plan):
+def test_figures_from_before_candidates_waited_say_so(tmp_path, plan):
     folder = tmp_path / "results"
     rows = row("cpu", *noisy(10.0)), row("OpenVINO", *noisy(20.0))
     store.write(folder / "m.json", {k: v | {"plan": plan} for k, v in suites(*rows).items()})
@@ -182,7 +182,7 @@ def test_results_survive_the_file(tmp_path):
         assert other.time == one.time
         assert (other.vs_torch is None) == (one.vs_torch is None)
         assert other.vs_torch is None or other.vs_torch == pytest.approx(one.vs_torch, rel=1e-4)
-        assert (other.contender, other.reason) == (one.contender, one.reason)
+        assert (other.candidate, other.reason) == (one.candidate, one.reason)
     assert all(len(line) < 2000 for line in path.read_text().splitlines())
 
 

@@ -21,7 +21,7 @@ from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, form, notes, table, text_cases
 from transformer_fast.measure import machine
-from transformer_fast.measure.contest import Row
+from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import Ratio, Summary
 from transformer_fast.measure.text import VOCABULARY
 from transformer_fast.measure.transformers import Size
@@ -54,10 +54,10 @@ def test_ops_and_json(capsys, tmp_path):
     found = json.loads(path.read_text())
     assert found["machine"]["torch"] == torch.__version__
     assert found["options"]["op"] == ["layer_norm", "attention"]
-    rows = {(row["op"], row["case"], row["contender"]): row for row in found["rows"]}
+    rows = {(row["op"], row["case"], row["candidate"]): row for row in found["rows"]}
     assert {op for op, _, _ in rows} == {"layer_norm", "attention"}
-    for (_, _, contender), row in rows.items():
-        if contender in ("reference", "torch"):
+    for (_, _, candidate), row in rows.items():
+        if candidate in ("reference", "torch"):
             assert row["ok"]
             assert row["time"]["low"] <= row["time"]["median"] <= row["time"]["high"]
             assert row["vs_reference"]["value"] > 0
@@ -98,7 +98,7 @@ def test_a_named_backend_is_the_only_one_beside_what_it_is_measured_against(tmp_
     path = tmp_path / "found.json"
     options = ("--op", "feed_forward", "encoder_layer", "--backend", "reference")
     assert run(*options, "--json", str(path)) == 0
-    names = {row["contender"] for row in json.loads(path.read_text())["rows"]}
+    names = {row["candidate"] for row in json.loads(path.read_text())["rows"]}
     assert names == {"reference", "torch", "torch eager", "torch fast path"}
 
 
@@ -115,7 +115,7 @@ def test_every_op_is_checked(tmp_path, op):
     assert {row["op"] for row in rows} == {op}
     ready = {k.backend for k in dispatch.kernels(op) if not k.unavailable and k.proven is None}
     for backend in ready - {"torch"}:
-        assert any(row["contender"] == backend and row["ok"] for row in rows), backend
+        assert any(row["candidate"] == backend and row["ok"] for row in rows), backend
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
@@ -229,8 +229,8 @@ def test_without_the_native_module(without_native, command):
         assert "cpu: the native module was not built" in done.stdout
 
 
-def _row(contender: str, **values: object) -> Row:
-    row = Row("attention", "with weights", contender, True, contender == "cpu")
+def _row(candidate: str, **values: object) -> Row:
+    row = Row("attention", "with weights", candidate, True, candidate == "cpu")
     row.ok, row.error, row.error_ratio = True, 1.3e-06, 0.356
     row.time = Summary(0.0124, 0.0121, 0.0129, 25)
     row.vs_reference, row.vs_torch = Ratio(12.41, 11.9, 12.8), Ratio(0.943, 0.90, 0.96)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
-from module_ruler import assert_same_numbers, check_budget
+from module_checks import assert_same_numbers, check_budget
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,7 +30,7 @@ from transformer_fast.testing import (
 )
 from transformer_fast.testing.gradients import GradientTruth
 
-loss_in_parts = importlib.import_module("transformer_fast.reference.loss_in_parts")
+chunked_loss = importlib.import_module("transformer_fast.reference.chunked_loss")
 SHAPES = [(7,), (5, 7), (3, 7, 4), (2, 7, 3, 2), (0, 7)]
 
 
@@ -310,9 +310,9 @@ def test_all_logits_are_never_in_memory(monkeypatch, at_once, backend, dtype):
         pytest.skip(kernel.unavailable)
 
     def run(*arguments):
-        """In parts, while the reference that judges makes all logits at once."""
+        """In parts, while the reference that checks makes all logits at once."""
         with monkeypatch.context() as patch:
-            patch.setattr(loss_in_parts, "MOST_LOGITS", at_once * classes)
+            patch.setattr(chunked_loss, "MOST_LOGITS", at_once * classes)
             return kernel.run(*arguments)
 
     with Largest() as seen, torch.no_grad():
@@ -348,11 +348,11 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype,
 
         return make_boxed_func(run)
 
-    def in_operator(*arguments, original=loss_in_parts._gradients):
+    def in_operator(*arguments, original=chunked_loss._gradients):
         with seen:
             return original(*arguments)
 
-    monkeypatch.setattr(loss_in_parts, "_gradients", in_operator)
+    monkeypatch.setattr(chunked_loss, "_gradients", in_operator)
     torch._dynamo.reset()  # each dtype and flag is compiled anew, which may be some times only
     compiled = torch.compile(
         kernel.run, fullgraph=True, backend=aot_autograd(fw_compiler=measured), dynamic=False
@@ -360,7 +360,7 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype,
 
     def run(*given):
         with monkeypatch.context() as patch:
-            patch.setattr(loss_in_parts, "MOST_LOGITS", 96 * 700)
+            patch.setattr(chunked_loss, "MOST_LOGITS", 96 * 700)
             return compiled(*given, summed)
 
     with torch.no_grad():
@@ -387,7 +387,7 @@ def test_gradients_of_losses_that_are_added_up(monkeypatch, backend, dtype, isa)
 
     def run(*arguments):
         with monkeypatch.context() as patch, nan_memory():
-            patch.setattr(loss_in_parts, "MOST_LOGITS", 96 * 301)
+            patch.setattr(chunked_loss, "MOST_LOGITS", 96 * 301)
             return kernel.run(*arguments, True)
 
     def total(run):
@@ -409,7 +409,7 @@ def test_gradients_of_losses_that_are_added_up(monkeypatch, backend, dtype, isa)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
     """As PyTorch has it, whose mean of no losses is NaN; nor where the loss has an infinite one."""
-    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 1)
+    monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, weight = torch.randn(200, 8).to(dtype).requires_grad_(), torch.randn(9, 8).to(dtype)
     weight.requires_grad_()
     loss = F.linear_cross_entropy(x, weight, torch.full((200,), -100), backend=backend)
@@ -425,7 +425,7 @@ def test_parts_of_ignored_rows_have_no_gradient(monkeypatch, backend, dtype):
 
 
 def test_parts_can_be_differentiated_twice(monkeypatch):
-    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 1)
+    monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     draw = Draw(torch.float64, "cpu", torch.Generator().manual_seed(0))
     x, weight = draw.normal(130, 2).requires_grad_(), draw.weight(3, 2).requires_grad_()
     target = torch.randint(0, 3, (130,))
@@ -435,7 +435,7 @@ def test_parts_can_be_differentiated_twice(monkeypatch):
 
     first = torch.autograd.grad(loss(x, weight), (x, weight), create_graph=True)
     (twice,) = torch.autograd.grad(first[1].square().sum(), x)
-    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 2**24)
+    monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 2**24)
     first = torch.autograd.grad(loss(x, weight), (x, weight), create_graph=True)
     (expected,) = torch.autograd.grad(first[1].square().sum(), x)
     torch.testing.assert_close(twice, expected)
@@ -544,8 +544,8 @@ def test_all_logits_are_never_in_memory_for_derivatives(monkeypatch, name):
     arguments = *(draw.normal(*s) for s in shapes), tuple(draw.normal(*s) for s in shapes)
     function = all_derivatives()[name]
     expected = function(*arguments)
-    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 32 * 70)
-    monkeypatch.setattr(loss_in_parts, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 32 * 70)
+    monkeypatch.setattr(chunked_loss, "_LEAST_ROWS", 1)
     with Alive() as alive:
         found = function(*arguments)
     torch.testing.assert_close(found, expected)
@@ -553,7 +553,7 @@ def test_all_logits_are_never_in_memory_for_derivatives(monkeypatch, name):
 
 
 def test_rows_whose_number_depends_on_data_are_compiled(monkeypatch):
-    monkeypatch.setattr(loss_in_parts, "MOST_LOGITS", 1)
+    monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 1)
     x, target = logits_and_target(200, 7)
     weight = torch.randn(9, 7)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ISAS, in_use
-from module_ruler import check_budget
+from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import models

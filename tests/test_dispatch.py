@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import transformer_fast
 from transformer_fast import _native, _switches, dispatch, functional, proof, strict, use_backend
-from transformer_fast.dispatch import Call, Kernel, Yield, register, rows, select, why_not
+from transformer_fast.dispatch import Call, Kernel, PreferLater, register, rows, select, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import call_of, require_grad
 
@@ -138,11 +138,11 @@ def test_unproven_runs_only_when_named(table):
     ]
 
 
-FEW = Yield(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
+FEW = PreferLater(rows, range(1, 4), "few rows are faster there", FLOAT, needs_grad=True)
 
 
 def test_a_kernel_yields_to_a_later_one(table):
-    table("cpu", gradients=True, yields=(FEW,))
+    table("cpu", gradients=True, prefers_later=(FEW,))
     table("torch", gradients=True)
     table("reference", gradients=True)
     [cpu, *_] = dispatch.kernels("linear")
@@ -155,7 +155,7 @@ def test_a_kernel_yields_to_a_later_one(table):
     ]
     assert select(yielding).backend == "torch"
     assert [select(call).backend for call in others] == ["cpu"] * 4
-    assert [dispatch.why_yields(cpu, call) for call in others] == [None] * 4
+    assert [dispatch.why_prefers_later(cpu, call) for call in others] == [None] * 4
     told = dispatch.explain_call(yielding)
     assert told.backend == "torch"
     assert told.reasons["cpu"] == ["a later backend is preferred: few rows are faster there"]
@@ -167,7 +167,7 @@ def test_a_kernel_yields_to_a_later_one(table):
 
 
 def test_a_kernel_does_not_yield_to_the_reference(table):
-    table("cpu", gradients=True, yields=(FEW,))
+    table("cpu", gradients=True, prefers_later=(FEW,))
     table("torch", gradients=True, unavailable="it is elsewhere")
     table("reference", gradients=True)
     yielding = Call("linear", (X,), True)
@@ -179,7 +179,7 @@ def test_a_kernel_does_not_yield_to_the_reference(table):
 
 def test_a_kernel_yields_for_its_own_reasons_only(table):
     big = dataclasses.replace(FEW, when=lambda call: call.tensors[1] is not None)
-    table("cpu", gradients=True, yields=(big,))
+    table("cpu", gradients=True, prefers_later=(big,))
     table("torch", gradients=True)
     assert select(Call("linear", (X, None), True)).backend == "cpu"
     assert select(Call("linear", (X, X), True)).backend == "torch"
@@ -188,12 +188,12 @@ def test_a_kernel_yields_for_its_own_reasons_only(table):
 def test_traced_programs_yield_to_nobody():
     """They are to serve any number of rows."""
     [kernel] = [k for k in dispatch.kernels("linear") if k.backend == "cpu"]
-    one = dataclasses.replace(kernel, yields=(dataclasses.replace(FEW, when=None),))
-    assert dispatch.why_yields(one, Call("linear", (X,), True)) is not None
+    one = dataclasses.replace(kernel, prefers_later=(dataclasses.replace(FEW, when=None),))
+    assert dispatch.why_prefers_later(one, Call("linear", (X,), True)) is not None
 
     @torch.compile(backend="eager", fullgraph=True)
     def asked(x):
-        return x + (dispatch.why_yields(one, Call("linear", (x,), True)) is None)
+        return x + (dispatch.why_prefers_later(one, Call("linear", (x,), True)) is None)
 
     assert torch.equal(asked(X), X + 1)
 
@@ -864,7 +864,7 @@ def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
         for n in (1, limit, limit + 1, 300):
             expected = "torch" if 1 <= n <= limit else "cpu"
             assert chosen(count, n) == expected, (count, n)
-            told = dispatch.why_yields(kernel, linear_call(op, count, n, torch.bfloat16))
+            told = dispatch.why_prefers_later(kernel, linear_call(op, count, n, torch.bfloat16))
             assert (told is not None) == (expected == "torch")
     if (op, isa) == ("feed_forward", "avx512_bf16"):
         found = [

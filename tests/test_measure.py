@@ -1,4 +1,4 @@
-"""How figures are taken, what a contest lets through, and who judges it."""
+"""How figures are taken, what a benchmark case lets through, and who checks it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transformer_fast import _native, dispatch, nn
 from transformer_fast.backends import cpu_blocks
 from transformer_fast.functional import layer_norm
 from transformer_fast.measure import calls, clock, machine, roof, text, torch_ops
+from transformer_fast.measure.accuracy import ModuleChecker, OpChecker, SampledAttentionChecker
+from transformer_fast.measure.benchmark_case import BenchmarkCase, Candidate, Row, run_case
 from transformer_fast.measure.clock import Plan, alternate
-from transformer_fast.measure.contest import Contender, Contest, Row, run_contest
-from transformer_fast.measure.judge import ModuleJudge, OpJudge, SampledAttentionJudge
-from transformer_fast.measure.ops import op_contest
+from transformer_fast.measure.ops import op_case
 from transformer_fast.measure.summary import speed_up, summarise
 from transformer_fast.specs import OPS
 from transformer_fast.testing import check
@@ -29,11 +29,11 @@ FAST = Plan(rounds=3, seconds=0.05, least=2, sample=1e-5)
 
 
 class FakeTime:
-    """A clock that moves only when a contender works, or when somebody sleeps."""
+    """A clock that moves only when a candidate works, or when somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = self.cpu = 0.0
-        self.spinning_until = 0.0  #: threads of some contender
+        self.spinning_until = 0.0  #: threads of some candidate
 
     def process_time(self) -> float:
         return self.cpu
@@ -79,8 +79,8 @@ def test_the_budget_ends_a_case_but_not_before_the_least_rounds(fake):
 
 def test_rounds_are_shuffled_and_inputs_are_shared_and_change():
     seen: list[tuple[str, int]] = []
-    contenders = {name: (lambda i, name=name: seen.append((name, i))) for name in "abc"}
-    alternate(contenders, 2, Plan(12, 1e9, 12, sample=1e-9, settle=0.0))
+    candidates = {name: (lambda i, name=name: seen.append((name, i))) for name in "abc"}
+    alternate(candidates, 2, Plan(12, 1e9, 12, sample=1e-9, settle=0.0))
     rounds = [seen[i : i + 3] for i in range(6, len(seen), 3)]
     assert len(rounds) == 12
     assert all(sorted(name for name, _ in one) == ["a", "b", "c"] for one in rounds)
@@ -303,19 +303,19 @@ def test_one_instruction_set_of_several_is_another_machine():
 
 
 def _layer_norm(run: Any, name: str = "cpu", ours: bool = True, inputs: int = 2) -> list[Row]:
-    """The rows of a contest of ``run`` against the reference."""
+    """The rows of a benchmark case of ``run`` against the reference."""
     case = OPS["layer_norm"].bench_cases[-1]
     drawn = [
         [case.build(torch.float32, "cpu", torch.Generator().manual_seed(i))] for i in range(inputs)
     ]
-    contenders = [
-        Contender(name, run, ours=ours),
-        Contender("reference", OPS["layer_norm"].reference),
+    candidates = [
+        Candidate(name, run, ours=ours),
+        Candidate("reference", OPS["layer_norm"].reference),
     ]
-    contest = Contest(
-        "layer_norm", case.name, drawn, contenders, OpJudge("layer_norm"), 0.0, 0.0, 0.0
+    benchmark_case = BenchmarkCase(
+        "layer_norm", case.name, drawn, candidates, OpChecker("layer_norm"), 0.0, 0.0, 0.0
     )
-    return run_contest(contest, FAST)
+    return run_case(benchmark_case, FAST)
 
 
 def _right(*arguments: Any) -> torch.Tensor:
@@ -414,12 +414,12 @@ def test_the_fastest_of_torch_is_what_others_are_measured_against():
         return run
 
     names = {"cpu": 0.002, "reference": 0.04, "slow": 0.03, "quick": 0.015}
-    contenders = [Contender(name, taking(seconds)) for name, seconds in names.items()]
-    judge = OpJudge("layer_norm")
-    contest = Contest(
-        "layer_norm", "x", inputs, contenders, judge, 0.0, 0.0, 0.0, torch=("slow", "quick")
+    candidates = [Candidate(name, taking(seconds)) for name, seconds in names.items()]
+    checker = OpChecker("layer_norm")
+    benchmark_case = BenchmarkCase(
+        "layer_norm", "x", inputs, candidates, checker, 0.0, 0.0, 0.0, torch=("slow", "quick")
     )
-    row = run_contest(contest, FAST)[0]
+    row = run_case(benchmark_case, FAST)[0]
     assert row.best_torch == "quick"
     assert row.vs_torch is not None
     assert row.vs_reference is not None
@@ -488,21 +488,21 @@ def _long_attention(mask: str) -> tuple[Any, ...]:
 def test_sampling_queries_judges_as_the_whole_does(mask):
     arguments = _long_attention(mask)
     right = OPS["attention"].reference(*arguments)
-    judge = SampledAttentionJudge(queries=30)
-    assert judge(right, arguments).ok
-    assert OpJudge("attention")(right, arguments).ok
+    checker = SampledAttentionChecker(queries=30)
+    assert checker(right, arguments).ok
+    assert OpChecker("attention")(right, arguments).ok
     other = OPS["attention"].reference(*arguments[:5], not arguments[5], *arguments[6:])
-    assert not judge(other, arguments).ok
-    assert not judge((right[0] * 1.001, right[1]), arguments).ok
+    assert not checker(other, arguments).ok
+    assert not checker((right[0] * 1.001, right[1]), arguments).ok
 
 
 def test_padded_places_of_a_module_do_not_count():
     real = torch.tensor([[True, True, False]])
     x = torch.randn(1, 3, 4)
-    judge = ModuleJudge(torch.tanh, torch.tanh, lambda x: real)
+    checker = ModuleChecker(torch.tanh, torch.tanh, lambda x: real)
     right = torch.tanh(x)
-    assert judge(torch.where(real[..., None], right, math.nan), (x,)).ok
-    assert not judge(torch.where(real[..., None], right + 1e-3, right), (x,)).ok
+    assert checker(torch.where(real[..., None], right, math.nan), (x,)).ok
+    assert not checker(torch.where(real[..., None], right + 1e-3, right), (x,)).ok
 
 
 def test_interpreted_kernels_are_not_timed():
@@ -510,8 +510,8 @@ def test_interpreted_kernels_are_not_timed():
     inputs = [[case.build(torch.float32, "cpu", None)]]
     reference = OPS["linear"].reference
     dispatch.register(dispatch.Kernel("linear", "triton", reference))
-    contest = op_contest("linear", case.name, inputs, ("triton",))
-    (triton,) = (c for c in contest.contenders if c.name == "triton")
+    benchmark_case = op_case("linear", case.name, inputs, ("triton",))
+    (triton,) = (c for c in benchmark_case.candidates if c.name == "triton")
     assert triton.run is None
     assert "Triton's interpreter" in str(triton.reason)
 
@@ -519,11 +519,11 @@ def test_interpreted_kernels_are_not_timed():
 def test_an_unknown_or_refusing_backend_is_a_row_with_its_reason():
     case = OPS["attention"].case("dropout")
     inputs = [[case.build(torch.float32, "cpu", None)]]
-    contest = op_contest("attention", case.name, inputs)
-    reasons = {c.name: c.reason for c in contest.contenders if c.run is None}
+    benchmark_case = op_case("attention", case.name, inputs)
+    reasons = {c.name: c.reason for c in benchmark_case.candidates if c.run is None}
     assert "it supports cuda tensors, and these are on cpu" in str(reasons["cuda"])
     assert "drops other elements" in str(reasons["torch"])
-    assert contest.chosen == calls.chosen("attention", inputs[0][0])
+    assert benchmark_case.chosen == calls.chosen("attention", inputs[0][0])
 
 
 def test_a_reference_that_was_lucky_gets_a_second_look():
@@ -539,7 +539,7 @@ def test_a_reference_that_was_lucky_gets_a_second_look():
         first, last = max(once.units[0], least), max(worst.units[0], least)
         if last > 1.2 * first:
             break
-    judge = OpJudge("attention")
+    checker = OpChecker("attention")
 
     def at(unit: float) -> Any:
         # At one place so far beyond the limit by the given unit, or inside it.
@@ -548,6 +548,6 @@ def test_a_reference_that_was_lucky_gets_a_second_look():
         wrong.view(-1)[place] += (2 * unit + 2 * least) * size
         return wrong.float(), *once.expected[1:]
 
-    assert judge(at(0.97 * first), arguments).ok
-    assert judge(at(0.97 * last), arguments).ok
-    assert not judge(at(1.03 * last), arguments).ok
+    assert checker(at(0.97 * first), arguments).ok
+    assert checker(at(0.97 * last), arguments).ok
+    assert not checker(at(1.03 * last), arguments).ok

@@ -185,7 +185,7 @@ def test_costs_of_the_loss():
 @needs_native
 def test_costs_of_the_loss_in_parts(monkeypatch):
     """Half types' gradients are worked out with the losses if these are added up."""
-    rules = importlib.import_module("transformer_fast.reference.loss_in_parts")
+    rules = importlib.import_module("transformer_fast.reference.chunked_loss")
     monkeypatch.setattr(rules, "MOST_LOGITS", 1)
     x = torch.randn(200, 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(30, 16, dtype=torch.bfloat16, requires_grad=True)

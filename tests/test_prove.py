@@ -20,7 +20,7 @@ from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, gpu, info, prove
 from transformer_fast.cli.limits import state
 from transformer_fast.dispatch import Call, select
-from transformer_fast.measure import clock, judge, torch_ops
+from transformer_fast.measure import accuracy, clock, torch_ops
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
@@ -284,13 +284,13 @@ def findings(*runs, gradients=False, times=SOME):
         dispatch.Kernel("linear", backend, run, gradients=True)
         for backend, run in zip(("cuda", "triton"), runs, strict=False)
     ]
-    found = on_device.judge(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
+    found = on_device.checker(SMALL, torch.float32, gradients, CPU, fake_clock(times), kernels)
     # As an op's process prints it.
     content = json.loads(json.dumps(found))
     return [on_device.Finding(Verdict(*one), *rest) for one, *rest in content]
 
 
-def judged(*runs, **options):
+def checked(*runs, **options):
     return [found.verdict for found in findings(*runs, **options)]
 
 
@@ -301,7 +301,7 @@ def small_cache(monkeypatch):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_right_kernel_is_timed(gradients, small_cache):
-    [found] = judged(reference.linear, gradients=gradients)
+    [found] = checked(reference.linear, gradients=gradients)
     about = "linear", "cuda", "float32", ROWS, gradients
     assert found == Verdict(*about, True, 1e-5, 2e-5, 3e-5, 2e-5)
     assert found.chosen
@@ -331,7 +331,7 @@ def test_backends_are_timed_on_the_same_inputs(small_cache):
         return run
 
     times = TIMES(1e-5, 1e-6), TIMES(2e-5, 1e-6), TIMES(3e-5, 1e-6), TIMES(4e-5, 1e-6)
-    cuda, triton = judged(keeping("cuda"), keeping("triton"), times=times)
+    cuda, triton = checked(keeping("cuda"), keeping("triton"), times=times)
     assert (cuda.gain, triton.gain) == (pytest.approx(3.0), pytest.approx(1.5))
     assert list(seen["cuda"]) == list(seen["triton"])
     assert len(seen["cuda"]) > 1
@@ -342,7 +342,7 @@ def test_a_wrong_kernel_is_not_timed(small_cache):
         raise RuntimeError("no such tile")
 
     for run, said in ((wrong_linear, "output["), (broken, "RuntimeError in broken: no such tile")):
-        [found] = judged(run)
+        [found] = checked(run)
         assert not found.right
         assert said in found.problem
         assert found.device is None
@@ -361,7 +361,7 @@ def test_what_is_timed_is_checked(gradients, small_cache):
         return reference.linear(*arguments) * (1.0 if arguments[0].shape[0] < 33 else 1.001)
 
     for run in (later, of_many_rows):
-        [found] = judged(run, gradients=gradients)
+        [found] = checked(run, gradients=gradients)
         assert not found.right
         assert "error" in found.problem
 
@@ -376,10 +376,10 @@ def test_attention_by_heads_has_the_same_truth(gradients, seen, monkeypatch):
         torch.float32, CPU, torch.Generator().manual_seed(0)
     )
     for arguments in (drawn, packed):
-        whole = judge.truth("attention", arguments, gradients)
+        whole = accuracy.truth("attention", arguments, gradients)
         with monkeypatch.context() as patch:
-            patch.setattr(judge, "SCORES_AT_ONCE", 1)
-            parts = judge.truth("attention", arguments, gradients)
+            patch.setattr(accuracy, "SCORES_AT_ONCE", 1)
+            parts = accuracy.truth("attention", arguments, gradients)
         for one, other in zip(whole, parts, strict=True):
             assert len(one) == len(other)
             for a, b in zip(one, other, strict=True):
@@ -390,7 +390,7 @@ def test_attention_by_heads_has_the_same_truth(gradients, seen, monkeypatch):
 
 def test_a_call_that_a_kernel_refuses_is_no_verdict(small_cache):
     kernel = dispatch.Kernel("linear", "triton", reference.linear, refuses=lambda call: "not this")
-    assert on_device.judge(SMALL, torch.float32, False, CPU, fake_clock(()), [kernel]) == []
+    assert on_device.checker(SMALL, torch.float32, False, CPU, fake_clock(()), [kernel]) == []
 
 
 def test_what_does_not_fit_into_memory_is_no_verdict(capsys, monkeypatch):

@@ -1,9 +1,9 @@
 """Kernel selection: records of kernels and their limits, `select`, `explain`.
 
 A backend registers `Kernel` records: limits as data plus one function per op. `select` takes the
-first kernel with nothing against it, unless that kernel yields: where a later backend takes less
-time for a call, by measurement, the earlier one says so in a `Yield`. Of several GPU kernels that are
-proven it takes the fastest. `explain` tells what stands against each, in sentences.
+first kernel that has no reason to refuse the call. Where a later backend was measured to take less time,
+the earlier one says so in a `PreferLater`. Of several GPU kernels that are proven it takes the fastest.
+`explain` gives the reasons, in sentences.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Yield:
+class PreferLater:
     """Calls for which a later backend was measured to be faster than this kernel.
 
     It speaks only where the dispatcher chooses, and not while a program is traced, which is to
@@ -100,11 +100,11 @@ class Kernel:
     #: Of a call with dropout, whether the pattern is PyTorch's own, for which no seed is drawn.
     drops_as_torch: Callable[[Call], bool] | None = None
     #: Calls that it leaves to a later backend that takes them, as that was measured to be faster.
-    yields: tuple[Yield, ...] = ()
+    prefers_later: tuple[PreferLater, ...] = ()
     #: What `explain` adds where a call runs otherwise than the backend's name says, or None.
     remark: Callable[[Call], str | None] | None = None
     #: Makes a function of tensors, which calls ``run`` without gradients and with all else fixed,
-    #: one that takes less time to lead to its kernels; see `memo`.
+    #: one that takes less time to lead to its kernels; see `call_cache`.
     record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
 
@@ -370,12 +370,12 @@ def why_not(kernel: Kernel, call: Call) -> list[str]:
     return [reason for check in _CHECKS if (reason := check(kernel, call)) is not None]
 
 
-def why_yields(kernel: Kernel, call: Call) -> str | None:
+def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
     """Why a later backend is preferred for a call that the kernel can run, or None."""
     if torch.compiler.is_compiling() or _state.batch_invariant:
         return None
     needs_grad, dtype = call.needs_grad, call.tensors[0].dtype  # type: ignore[union-attr]
-    for limit in kernel.yields:
+    for limit in kernel.prefers_later:
         if (
             limit.needs_grad == needs_grad
             and dtype in limit.dtypes
@@ -390,7 +390,7 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     reasons = why_not(kernel, call)
     if (unproven := why_unproven(kernel, call)) is not None:
         reasons.append(unproven)
-    if not reasons and (because := why_yields(kernel, call)) is not None:
+    if not reasons and (because := why_prefers_later(kernel, call)) is not None:
         reasons.append(f"a later backend is preferred: {because}")
     return reasons
 
@@ -436,7 +436,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
         compiling = torch.compiler.is_compiling()
         if (compiling or torch._C._get_tracing_state() is not None) and is_exporting():
             return _pytorchs(call)
-        yielded = proven = None
+        preferring = proven = None
         most = -1.0
         for kernel in _candidates(call, compiling):
             if kernel.proven is not None:  # these stand before all others
@@ -448,13 +448,13 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             if proven is not None:
                 return proven
             if _fits(kernel, call):
-                if kernel.backend == "reference" and (_state.strict or yielded is not None):
+                if kernel.backend == "reference" and (_state.strict or preferring is not None):
                     break
-                if kernel.yields and why_yields(kernel, call) is not None:
-                    yielded = yielded or kernel
+                if kernel.prefers_later and why_prefers_later(kernel, call) is not None:
+                    preferring = preferring or kernel
                     continue
                 return kernel
-        if (found := proven or yielded) is not None:
+        if (found := proven or preferring) is not None:
             return found
         raise _strict_refusal(call)
     for kernel in _state.kernels[call.op]:

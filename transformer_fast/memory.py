@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from . import _native, memo
+from . import _native, call_cache
 from .backends import cpu_packing
 
 __all__ = [
@@ -82,7 +82,7 @@ def forget_packed(module: torch.nn.Module | None = None) -> None:
 def forget_calls() -> None:
     """Drop what is remembered of calls on GPUs (which kernel takes them, what it launches), at most
     4096 of each op. No tensors are kept with it."""
-    memo.forget()
+    call_cache.forget()
 
 
 def _memory(root: Path = Path("/")) -> int:

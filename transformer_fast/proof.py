@@ -4,7 +4,7 @@
 (``$XDG_CACHE_HOME/transformer_fast``, else ``~/.cache/transformer_fast``), one for each combination
 of GPU, driver, torch, Triton and version of this package; the dispatcher takes exactly what it says.
 ``python -m transformer_fast compare`` does the same for the most common classes of shapes only.
-A call is judged by its class of shapes, `shape_class`. Nothing is measured at the time of a call.
+A call is checked by its class of shapes, `shape_class`. Nothing is measured at the time of a call.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import Call, Yield, _state
+from .dispatch import Call, PreferLater, _state
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -407,8 +407,8 @@ def _weights(call: Call) -> int:
     return sum([t.numel() for t in call.tensors[1:] if t is not None and t.dim() == 2])
 
 
-def yields(op: str) -> tuple[Yield, ...]:
-    """The op's size limits as `Yield` records of its CPU kernel."""
+def prefers_later(op: str) -> tuple[PreferLater, ...]:
+    """The op's size limits as `PreferLater` records of its CPU kernel."""
     if op not in _RULES:
         return ()
     limit, size = _RULES[op]
@@ -422,7 +422,7 @@ def yields(op: str) -> tuple[Yield, ...]:
         return limit.weights is None or _weights(call) <= limit.weights
 
     return tuple(
-        Yield(
+        PreferLater(
             size,
             range(below),
             f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "

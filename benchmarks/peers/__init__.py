@@ -20,7 +20,7 @@ or None if it is about other work:
 
 Weights may be prepared (packed, converted) before the function is given: they stay the same while
 it is timed. Activations may not: they change from call to call. What a peer returns is checked; if
-it is wrong (`measure.contest.PEER_FACTOR`), it gets no speed.
+it is wrong (`measure.benchmark_case.PEER_FACTOR`), it gets no speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from transformer_fast.measure.contest import Contender
+from transformer_fast.measure.benchmark_case import Candidate
 
 #: What a peer's functions give: something to run, or why not.
 Offer = Callable[..., Any] | str | None
@@ -59,7 +59,7 @@ def versions(peers: Sequence[ModuleType]) -> dict[str, str]:
     return found
 
 
-def contenders(peers: Sequence[ModuleType], kind: str, *arguments: Any) -> list[Contender]:
+def candidates(peers: Sequence[ModuleType], kind: str, *arguments: Any) -> list[Candidate]:
     """The peers that know this kind of work ('op', ...); with the reason, if they cannot."""
     found = []
     for peer in peers:
@@ -75,7 +75,7 @@ def contenders(peers: Sequence[ModuleType], kind: str, *arguments: Any) -> list[
         if offer is None:
             continue
         if isinstance(offer, str):
-            found.append(Contender(peer.NAME, None, offer, ours=False))
+            found.append(Candidate(peer.NAME, None, offer, ours=False))
         else:
-            found.append(Contender(peer.NAME, offer, ours=False))
+            found.append(Candidate(peer.NAME, offer, ours=False))
     return found

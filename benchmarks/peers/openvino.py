@@ -54,7 +54,7 @@ class _Request:
             first = x.numpy()
         inputs = {0: first, **{i: other.numpy() for i, other in enumerate(others, start=1)}}
         result = self.request.infer(inputs, share_inputs=True, share_outputs=True)[0]
-        # A copy, as every contender's result is its own.
+        # A copy, as every candidate's result is its own.
         found = torch.from_numpy(result.view("int16" if self.half else "float32").copy())
         return found.view(torch.bfloat16) if self.half else found
 

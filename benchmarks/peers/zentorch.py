@@ -17,7 +17,7 @@ NAME = "zentorch"
 PACKAGES = ("zentorch",)
 
 _SETTINGS = {
-    # Without this it packs weights where they are, which are those of the other contenders, too.
+    # Without this it packs weights where they are, which are those of the other candidates, too.
     **torch_compile.FROZEN,
     # It sets a pass of its own when it compiles, for all that inductor compiles from then on.
     "joint_custom_post_pass": None,

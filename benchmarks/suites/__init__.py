@@ -1,4 +1,4 @@
-"""What is measured: each suite gives makers of contests, in the order in which they run."""
+"""What is measured: each suite gives makers of benchmark_cases, in the order in which they run."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from transformer_fast.measure.contest import Arguments, Contest
-from transformer_fast.measure.ops import op_contest
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
+from transformer_fast.measure.ops import op_case
 from transformer_fast.specs import OPS, Case
 
 from ..scope import Maker, Scope
@@ -46,11 +46,11 @@ def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
     return tuple(named.values())
 
 
-def _contest(scope: Scope, op: str, case: Case) -> Contest:
+def _contest(scope: Scope, op: str, case: Case) -> BenchmarkCase:
     inputs = [
         [away_from_the_kink(op, arguments) for arguments in calls] for calls in scope.draw(op, case)
     ]
-    return op_contest(op, case.name, inputs, scope.backends, gradients=True)
+    return op_case(op, case.name, inputs, scope.backends, gradients=True)
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:

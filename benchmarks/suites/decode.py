@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from transformer_fast import models
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced, record
-from transformer_fast.measure.contest import Arguments, Contender, Contest
 from transformer_fast.measure.modules import fast_path, parameter_bytes, twins
 from transformer_fast.measure.transformers import (
     Seq2Seq,
@@ -148,7 +148,7 @@ def _work(size: Size, model: nn.Module, batch: int, source: int, new: int) -> tu
 
 def _contest(
     scope: Scope, batch: int, source: int, new: int, vocabulary: int, layers: int
-) -> Contest:
+) -> BenchmarkCase:
     size = Size(layers=layers, vocabulary=vocabulary)
     ours: Any
     theirs: Any
@@ -162,19 +162,19 @@ def _contest(
     with torch.no_grad(), record() as found:
         cached(ours, 2)(*inputs[0][0])
     chosen = found.backends
-    judge = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
+    checker = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
     flops, moved = _work(size, theirs, batch, source, new)
-    return Contest(
+    return BenchmarkCase(
         op="greedy decoding",
         case=f"{layers}+{layers}, ({batch},{source}), {new} new, V = {vocabulary}",
         inputs=inputs,
-        contenders=[
-            Contender(chosen, cached(ours, new)),
-            Contender("reference", forced(cached(ours, new), "reference")),
+        candidates=[
+            Candidate(chosen, cached(ours, new)),
+            Candidate("reference", forced(cached(ours, new), "reference")),
             _eager(theirs, batch, new, scope),
-            *peers.contenders(scope.peers, "decode", theirs, inputs[0][0], new),
+            *peers.candidates(scope.peers, "decode", theirs, inputs[0][0], new),
         ],
-        judge=judge,
+        checker=checker,
         flops=flops,
         useful_flops=flops,
         bytes=moved,
@@ -185,12 +185,12 @@ def _contest(
     )
 
 
-def _eager(model: Translator, batch: int, new: int, scope: Scope) -> Contender:
+def _eager(model: Translator, batch: int, new: int, scope: Scope) -> Candidate:
     name = "torch eager"
     if batch > 1 and not scope.quick:
         reason = "torch.nn has no cache; computing all anew for every token takes too long here"
-        return Contender(name, None, reason, ours=False)
-    return Contender(name, recomputing(model, new), ours=False)
+        return Candidate(name, None, reason, ours=False)
+    return Candidate(name, recomputing(model, new), ours=False)
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast
+from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced
-from transformer_fast.measure.contest import Arguments, Contender, Contest
-from transformer_fast.measure.judge import ModuleJudge, StepJudge
 from transformer_fast.measure.modules import parameter_bytes, twins, with_fast_path
 from transformer_fast.measure.text import Batch
 from transformer_fast.measure.transformers import (
@@ -63,14 +63,14 @@ def _contest(
     scope: Scope,
     name: str,
     case: object,
-    contenders: list[Contender],
+    candidates: list[Candidate],
     inputs: list[list[Arguments]],
-    judge: Any,
+    checker: Any,
     work: Sequence[float],
-) -> Contest:
+) -> BenchmarkCase:
     dense, useful, moved = work
-    return Contest(
-        f"hand-written {name}", str(case), inputs, contenders, judge, dense, moved, useful,
+    return BenchmarkCase(
+        f"hand-written {name}", str(case), inputs, candidates, checker, dense, moved, useful,
         scope.dtype, scope.device, chosen=CHOSEN, torch=(AS_WRITTEN, "torch.compile"),
     )  # fmt: skip
 
@@ -84,23 +84,23 @@ def _forward(
     adapt: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
     real: Callable[..., Tensor],
     work: Callable[..., Sequence[float]],
-) -> Contest:
+) -> BenchmarkCase:
     """Of one forward pass; ``adapt``: makes of what is written by hand what takes the inputs."""
     ours, theirs, written = models
     oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
     reference = forced(ours, "reference")
-    contenders = [
-        Contender(CHOSEN, adapt(rewritten(written))),
-        Contender(NN, ours),
-        Contender("reference", reference),
-        Contender(AS_WRITTEN, adapt(written), ours=False),
-        *peers.contenders(scope.peers, "hand_written", written, adapt),
+    candidates = [
+        Candidate(CHOSEN, adapt(rewritten(written))),
+        Candidate(NN, ours),
+        Candidate("reference", reference),
+        Candidate(AS_WRITTEN, adapt(written), ours=False),
+        *peers.candidates(scope.peers, "hand_written", written, adapt),
     ]
-    judge = ModuleJudge(oracle, reference, real)
-    return _contest(scope, name, case, contenders, inputs, judge, work(*inputs[0][0]))
+    checker = ModuleChecker(oracle, reference, real)
+    return _contest(scope, name, case, candidates, inputs, checker, work(*inputs[0][0]))
 
 
-def _layer(scope: Scope, batch: int, length: int, share: float) -> Contest:
+def _layer(scope: Scope, batch: int, length: int, share: float) -> BenchmarkCase:
     size = Size()
     ours, theirs = twins(
         lambda nn: nn.TransformerEncoderLayer(
@@ -140,7 +140,7 @@ def _models(scope: Scope, size: Size, dropout: float) -> tuple[nn.Module, nn.Mod
     return ours, theirs, written
 
 
-def _model(scope: Scope, case: Case) -> Contest:
+def _model(scope: Scope, case: Case) -> BenchmarkCase:
     models = _models(scope, case.size, 0.1)
     return _forward(
         scope, "transformer", case, models, case.inputs(scope),
@@ -150,27 +150,29 @@ def _model(scope: Scope, case: Case) -> Contest:
     )  # fmt: skip
 
 
-def _training(scope: Scope, case: Case) -> Contest:
+def _training(scope: Scope, case: Case) -> BenchmarkCase:
     ours, theirs, written = _models(scope, case.size, 0.0)
     model = copy.deepcopy(written)
     reference = forced(Step(copy.deepcopy(ours)), "reference")
-    contenders = [
-        Contender(CHOSEN, Step(_OnBatches(model, rewritten(model)))),
-        Contender(NN, Step(ours)),
-        Contender("reference", reference),
-        Contender(AS_WRITTEN, Step(_OnBatches(copy.deepcopy(written))), ours=False),
+    candidates = [
+        Candidate(CHOSEN, Step(_OnBatches(model, rewritten(model)))),
+        Candidate(NN, Step(ours)),
+        Candidate("reference", reference),
+        Candidate(AS_WRITTEN, Step(_OnBatches(copy.deepcopy(written))), ours=False),
     ]
     work = transformer_work(case.size, parameter_bytes(theirs), scope.dtype.itemsize)
     inputs = case.inputs(scope)
     times = [TIMES_FORWARD * part for part in work(*inputs[0][0])]
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     names = tuple(name for name, _ in written.named_parameters())
-    judge = _Judge(oracle, reference, tuple(name for name, _ in theirs.named_parameters()), names)
-    return _contest(scope, "training step", case, contenders, inputs, judge, times)
+    checker = _Checker(
+        oracle, reference, tuple(name for name, _ in theirs.named_parameters()), names
+    )
+    return _contest(scope, "training step", case, candidates, inputs, checker, times)
 
 
-class _Judge(StepJudge):
-    """Of steps of both: the gradients by hand are judged under the names of ``torch.nn``.
+class _Checker(StepChecker):
+    """Of steps of both: the gradients by hand are checked under the names of ``torch.nn``.
 
     Not the other way round, because the gradient of a key's bias is 0 (softmax takes a constant
     away) and what a step has in its place is rounding, which only counts as part of a whole.

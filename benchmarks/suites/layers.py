@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from transformer_fast.measure.contest import Arguments, Contest
-from transformer_fast.measure.transformers import Size, encoder_contest
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
+from transformer_fast.measure.transformers import Size, encoder_case
 
 from .. import peers
 from ..scope import Maker, Scope
@@ -47,16 +47,16 @@ def calls(scope: Scope, batch: int, length: int, share: float) -> list[list[Argu
 
 def _contest(
     scope: Scope, batch: int, length: int, share: float, layers: int | None = None
-) -> Contest:
+) -> BenchmarkCase:
     case = f"({batch},{length})" + (f", {share:.0%} real" if share < 1.0 else "")
     kind = "encoder_layer"
     if layers is not None:
         kind, case = "encoder", f"{layers} layers, {case}"
-    return encoder_contest(
+    return encoder_case(
         case,
         calls(scope, batch, length, share),
         _SIZE,
-        peers=lambda module, arguments: peers.contenders(scope.peers, kind, module, arguments),
+        peers=lambda module, arguments: peers.candidates(scope.peers, kind, module, arguments),
         layers=layers,
     )
 

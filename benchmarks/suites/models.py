@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_fast.measure.contest import Arguments, Contest
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
 from transformer_fast.measure.text import PADDING, Batch
-from transformer_fast.measure.transformers import Size, transformer_contest
+from transformer_fast.measure.transformers import Size, transformer_case
 
 from .. import peers
 from ..scope import Maker, Scope
@@ -55,10 +55,10 @@ class Case(NamedTuple):
         return [[batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)]
 
 
-def _contest(scope: Scope, case: Case) -> Contest:
-    return transformer_contest(
+def _contest(scope: Scope, case: Case) -> BenchmarkCase:
+    return transformer_case(
         str(case), case.inputs(scope), case.size, scope.dtype, scope.device,
-        peers=lambda model, arguments: peers.contenders(
+        peers=lambda model, arguments: peers.candidates(
             scope.peers, "transformer", model, arguments
         ),
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from transformer_fast.measure.contest import Contest
-from transformer_fast.measure.ops import op_contest
+from transformer_fast.measure.benchmark_case import BenchmarkCase
+from transformer_fast.measure.ops import op_case
 from transformer_fast.specs import OPS, Case
 
 from .. import peers
@@ -26,10 +26,10 @@ def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
                 yield op, case
 
 
-def _contest(scope: Scope, op: str, case: Case) -> Contest:
+def _contest(scope: Scope, op: str, case: Case) -> BenchmarkCase:
     inputs = scope.draw(op, case)
-    others = peers.contenders(scope.peers, "op", op, inputs[0][0])
-    return op_contest(op, case.name, inputs, scope.backends, others)
+    others = peers.candidates(scope.peers, "op", op, inputs[0][0])
+    return op_case(op, case.name, inputs, scope.backends, others)
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from transformer_fast import functional, memo
-from transformer_fast.measure.contest import Arguments, Contender, Contest
-from transformer_fast.measure.ops import op_contest
+from transformer_fast import call_cache, functional
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.ops import op_case
 from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw, case
 from transformer_fast.testing.launcher import stubbed
@@ -77,13 +77,13 @@ _ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {
 }  # fmt: skip
 
 
-def _contest(scope: Scope, op: str) -> Contest:
+def _contest(scope: Scope, op: str) -> BenchmarkCase:
     inputs = scope.draw(op, case("call", _ARGUMENTS[op]))
-    contest = op_contest(op, "call", inputs, ("reference",))
-    public = Contender(f"{contest.chosen}, public function", _PUBLIC[op])
+    benchmark_case = op_case(op, "call", inputs, ("reference",))
+    public = Candidate(f"{benchmark_case.chosen}, public function", _PUBLIC[op])
     return replace(
-        contest,
-        contenders=[public, *contest.contenders],
+        benchmark_case,
+        candidates=[public, *benchmark_case.candidates],
         chosen=public.name,
         # Arithmetic has no part in it, so there is no roof to come near to.
         flops=0.0, useful_flops=0.0, bytes=0.0,
@@ -121,7 +121,7 @@ _HOST: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 FIRST = 2
 
 
-def _host_contest(op: str, what: str) -> Contest:
+def _host_case(op: str, what: str) -> BenchmarkCase:
     ours, theirs = _HOST[op]
     times = FIRST if what == "first calls" else CALLS
 
@@ -140,22 +140,22 @@ def _host_contest(op: str, what: str) -> Contest:
         with stubbed() as machine:
             machine.launches = None
             if what == "first calls":
-                memo.forget()
+                call_cache.forget()
             return calls(ours, *arguments)
 
-    def judge(result: Any, arguments: Arguments) -> _Alike:
+    def checker(result: Any, arguments: Arguments) -> _Alike:
         wanted = calls(theirs, *arguments)
         pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True)
         return _Alike(all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs))
 
     name = "triton, launcher stubbed"
     told = {"first calls": "first call", "gradients": "forward and backward"}.get(what, what)
-    return Contest(
+    return BenchmarkCase(
         op,
         f"{times} times {told}, the host's part",
         [[_host_arguments(op)] for _ in range(2)],
-        [Contender(name, stubbed_calls), Contender("torch", functools.partial(calls, theirs))],
-        judge,
+        [Candidate(name, stubbed_calls), Candidate("torch", functools.partial(calls, theirs))],
+        checker,
         dtype=torch.bfloat16, chosen=name, reference="torch",
     )  # fmt: skip
 
@@ -176,6 +176,6 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
         for op in _HOST:
             if op in scope.ops:
                 for what in ("call", "gradients", "first calls"):
-                    yield f"{op} {what} on triton", functools.partial(_host_contest, op, what)
+                    yield f"{op} {what} on triton", functools.partial(_host_case, op, what)
     if scope.ops == tuple(OPS):
         yield from tutorials.suite(scope)

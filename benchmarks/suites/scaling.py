@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from transformer_fast.measure.accuracy import scores_of
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.clock import Plan
-from transformer_fast.measure.contest import Arguments, Contender, Contest
-from transformer_fast.measure.judge import scores_of
-from transformer_fast.measure.ops import op_contest
+from transformer_fast.measure.ops import op_case
 from transformer_fast.specs.spec import Draw, case
 
 from .. import peers
@@ -63,16 +63,16 @@ def _layer_norm(rows: int, model: int = 512) -> Build:
 _MOST_SCORES = 1 << 27
 
 
-def _in_time(contender: Contender, op: str, arguments: Arguments) -> Contender:
-    """The contender, or the reason why it is left out."""
-    if contender.name != "reference" or op != "attention" or contender.run is None:
-        return contender
+def _in_time(candidate: Candidate, op: str, arguments: Arguments) -> Candidate:
+    """The candidate, or the reason why it is left out."""
+    if candidate.name != "reference" or op != "attention" or candidate.run is None:
+        return candidate
     if (scores := scores_of(arguments)) <= _MOST_SCORES:
-        return contender
-    return replace(contender, run=None, reason=f"it computes {scores:.1e} scores one by one")
+        return candidate
+    return replace(candidate, run=None, reason=f"it computes {scores:.1e} scores one by one")
 
 
-def _contest(scope: Scope, op: str, name: str, build: Build, threads: int | None) -> Contest:
+def _contest(scope: Scope, op: str, name: str, build: Build, threads: int | None) -> BenchmarkCase:
     if threads is not None:
         # Of everything, the probes of the roof too; `run_suite` puts it back.
         torch.set_num_threads(threads)
@@ -80,10 +80,10 @@ def _contest(scope: Scope, op: str, name: str, build: Build, threads: int | None
     arguments = inputs[0][0]
     # Compiling for every size would take longer than all the rest.
     others = [peer for peer in scope.peers if not peer.__name__.endswith(".torch_compile")]
-    offered = peers.contenders(others, "op", op, arguments)
-    contest = op_contest(op, name, inputs, scope.backends, offered)
-    bounded = [_in_time(contender, op, arguments) for contender in contest.contenders]
-    return replace(contest, contenders=bounded)
+    offered = peers.candidates(others, "op", op, arguments)
+    benchmark_case = op_case(op, name, inputs, scope.backends, offered)
+    bounded = [_in_time(candidate, op, arguments) for candidate in benchmark_case.candidates]
+    return replace(benchmark_case, candidates=bounded)
 
 
 def _series(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from transformer_fast import functional
+from transformer_fast.measure.accuracy import StepChecker
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced, record
-from transformer_fast.measure.contest import Arguments, Contender, Contest
-from transformer_fast.measure.judge import StepJudge
 from transformer_fast.measure.modules import parameter_bytes, twins
 from transformer_fast.measure.text import Batch
 from transformer_fast.measure.transformers import Seq2Seq, transformer_work
@@ -58,7 +58,7 @@ class Step:
     """A training step of a model of its own; returns the loss and every gradient.
 
     The learning rate is 0: AdamW does all of its arithmetic, and the weights stay what they are, so
-    every step of every contender can be checked against the same truth.
+    every step of every candidate can be checked against the same truth.
     """
 
     def __init__(self, model: nn.Module, loss: Loss = _THEIRS, fused: bool = True) -> None:
@@ -77,13 +77,13 @@ class Step:
         return (loss.detach(), *gradients)
 
 
-def _contenders(
+def _candidates(
     ours: nn.Module,
     theirs: nn.Module,
     reference: Callable[..., tuple[Tensor, ...]],
     arguments: Arguments,
     fuses: bool,
-) -> tuple[Sequence[Contender], str]:
+) -> tuple[Sequence[Candidate], str]:
     loss = by_logits(functional.cross_entropy)
     if fuses:
         loss = fused(functional.linear_cross_entropy)
@@ -91,24 +91,24 @@ def _contenders(
     with record() as found:
         step(*arguments)
     chosen = found.backends
-    contenders = [Contender(chosen, step)] if chosen != "reference" else []
-    contenders.append(Contender("reference", reference))
+    candidates = [Candidate(chosen, step)] if chosen != "reference" else []
+    candidates.append(Candidate("reference", reference))
     if fuses:
-        contenders.append(_torch_fused(theirs))
-    contenders.append(Contender(EAGER, Step(theirs), ours=False))
-    return contenders, chosen
+        candidates.append(_torch_fused(theirs))
+    candidates.append(Candidate(EAGER, Step(theirs), ours=False))
+    return candidates, chosen
 
 
-def _torch_fused(theirs: nn.Module) -> Contender:
+def _torch_fused(theirs: nn.Module) -> Candidate:
     """PyTorch's own op for it, which came with 2.13, in chunks."""
     op = getattr(nn.functional, "linear_cross_entropy", None)
     if op is None:
-        return Contender(FUSED, None, "this PyTorch has no linear_cross_entropy", ours=False)
+        return Candidate(FUSED, None, "this PyTorch has no linear_cross_entropy", ours=False)
     step = Step(copy.deepcopy(theirs), fused(op, options=nn.LinearCrossEntropyOptions()))
-    return Contender(FUSED, step, ours=False)
+    return Candidate(FUSED, step, ours=False)
 
 
-def _contest(scope: Scope, case: Case, fuses: bool) -> Contest:
+def _contest(scope: Scope, case: Case, fuses: bool) -> BenchmarkCase:
     # No dropout: other random numbers would be other results.
     ours, theirs = twins(
         lambda namespace: spread_biases(Seq2Seq(namespace, case.size, dropout=0.0)),
@@ -118,16 +118,16 @@ def _contest(scope: Scope, case: Case, fuses: bool) -> Contest:
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     reference = forced(Step(copy.deepcopy(ours), by_logits(functional.cross_entropy)), "reference")
     inputs = case.inputs(scope)
-    contenders, chosen = _contenders(ours, theirs, reference, inputs[0][0], fuses)
+    candidates, chosen = _candidates(ours, theirs, reference, inputs[0][0], fuses)
     work = transformer_work(case.size, parameter_bytes(theirs), scope.dtype.itemsize)
     dense, useful, moved = work(*inputs[0][0])
     names = ("loss", *(f"grad of {name}" for name, _ in theirs.named_parameters()))
-    return Contest(
+    return BenchmarkCase(
         op="training step",
         case=f"{case}{', fused loss' if fuses else ''}",
         inputs=inputs,
-        contenders=contenders,
-        judge=StepJudge(oracle, reference, names),
+        candidates=candidates,
+        checker=StepChecker(oracle, reference, names),
         flops=TIMES_FORWARD * dense,
         useful_flops=TIMES_FORWARD * useful,
         bytes=TIMES_FORWARD * moved,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast
+from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced
-from transformer_fast.measure.contest import Arguments, Contender, Contest
-from transformer_fast.measure.judge import ModuleJudge, StepJudge
 from transformer_fast.measure.text import PADDING, Batch
 from transformer_fast.measure.transformers import Seq2Seq, Size
 
@@ -114,7 +114,7 @@ def _inputs(scope: Scope, batch: int, length: int) -> list[list[Arguments]]:
 
 def _contest(
     scope: Scope, name: str, width: int, batch: int, length: int, threads: int, training: bool
-) -> Contest:
+) -> BenchmarkCase:
     torch.set_num_threads(threads)
     size = Size(width, width // 16, 4 * width, 2, _VOCABULARY)
     with torch.random.fork_rng(devices=[]):
@@ -131,25 +131,25 @@ def _contest(
         return _Pass(model, namespace.CrossEntropyLoss()) if training else model
 
     reference = forced(run(copy.deepcopy(ours), transformer_fast.nn), "reference")
-    judge: Any
+    checker: Any
     if training:
         theirs_run = run(oracle)
         with torch.enable_grad():
             names = hand_written.packed(dict(oracle.named_parameters()))
-        judge = StepJudge(theirs_run, reference, ("loss", *(f"grad of {n}" for n in names)))
+        checker = StepChecker(theirs_run, reference, ("loss", *(f"grad of {n}" for n in names)))
     else:
-        judge = ModuleJudge(oracle, reference, lambda source, target: target != PADDING)
-    return Contest(
+        checker = ModuleChecker(oracle, reference, lambda source, target: target != PADDING)
+    return BenchmarkCase(
         op=name,
         case=f"d = {width}, ({batch},{length}), {'training' if training else 'evaluation'}, "
         f"{threads} thread{'s' if threads > 1 else ''}",
         inputs=_inputs(scope, batch, length),
-        contenders=[
-            Contender(IMPORTED, run(ours, transformer_fast.nn)),
-            Contender(ACCELERATED, run(accelerated)),
-            Contender(AS_WRITTEN, run(theirs), ours=False),
+        candidates=[
+            Candidate(IMPORTED, run(ours, transformer_fast.nn)),
+            Candidate(ACCELERATED, run(accelerated)),
+            Candidate(AS_WRITTEN, run(theirs), ours=False),
         ],
-        judge=judge,
+        checker=checker,
         dtype=scope.dtype,
         device=scope.device,
         chosen=IMPORTED,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import (
+from accelerate_checks import (
     MODELS,
     B,
     M,
@@ -25,14 +25,14 @@ from accelerate_ruler import (
     encoder_layer,
     tokens,
 )
-from module_ruler import assert_same_numbers, check_budget
+from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 import transformer_fast
 from transformer_fast import accelerate, accelerated, nn, restore
 from transformer_fast.accelerate import register_converter
 from transformer_fast.nn import multihead_attention
-from transformer_fast.nn.swapped import RECORD
+from transformer_fast.nn.drop_in import RECORD
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytestmark = [

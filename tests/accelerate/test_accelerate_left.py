@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import B, F, H, M, T, decoder_layer, encoder_layer
-from module_ruler import assert_same_numbers
+from accelerate_checks import B, F, H, M, T, decoder_layer, encoder_layer
+from module_checks import assert_same_numbers
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -325,7 +325,7 @@ def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
     def fails(module: torch.nn.Module) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(plan, "who_runs", fails)
+    monkeypatch.setattr(plan, "explain_parts", fails)
     model = encoder_layer()
     types, names = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
     for verify in (None, _x()):

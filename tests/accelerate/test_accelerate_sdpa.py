@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from module_ruler import cast, check_budget
+from module_checks import cast, check_budget
 from torch import Tensor
 from torch.nn import attention as registry
 

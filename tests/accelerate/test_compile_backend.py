@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import check, compiled
+from accelerate_checks import check, compiled
 from hand_written import (
     ACTIVATIONS,
     ATTENTIONS,
@@ -34,7 +34,7 @@ from hand_written import (
     sentences,
     with_blind_rows,
 )
-from module_ruler import assert_same_numbers
+from module_checks import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import accelerate, compile_backend, compile_reports

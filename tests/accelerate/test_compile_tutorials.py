@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import check, compiled
+from accelerate_checks import check, compiled
 from hand_written import (
     MORE_ATTENTIONS,
     MORE_NORMS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from module_ruler import assert_same_numbers
+from module_checks import assert_same_numbers
 from torch import Tensor, nn
 
 from transformer_fast import compile_backend

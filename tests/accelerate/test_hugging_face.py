@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_ruler import assert_same_numbers, check_budget
+from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 from transformer_fast import accelerate, nn, restore

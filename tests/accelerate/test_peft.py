@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_ruler import M, T, decoder_layer, encoder
-from module_ruler import assert_same_numbers
+from accelerate_checks import M, T, decoder_layer, encoder
+from module_checks import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import accelerate, nn, restore

@@ -350,15 +350,15 @@ def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
             call(i)
         return on_device.Times(1e-5, 2e-5)
 
-    def judged(run: Any) -> Any:
+    def checked(run: Any) -> Any:
         kernels = [replace(kernel, run=run)]
         place = torch.device(device)
-        [found] = on_device.judge(one, torch.float32, gradients, place, clock, kernels)
+        [found] = on_device.checker(one, torch.float32, gradients, place, clock, kernels)
         return found.verdict
 
-    found = judged(kernel.run)
+    found = checked(kernel.run)
     assert (found.op, found.backend, found.right, found.device) == (op, "cuda", True, 1e-5)
-    assert not judged(doubled(kernel)).right
+    assert not checked(doubled(kernel)).right
 
 
 NAMES = ["cross_entropy.cuda", "cross_entropy_backward.cuda"] + [

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from definitions import near_a_kink
-from fuzz_ruler import ISAS, exact
+from fuzz_checks import ISAS, exact
 from hypothesis import strategies as st
 from torch import Tensor
 

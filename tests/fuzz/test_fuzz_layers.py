@@ -12,11 +12,11 @@ import definitions
 import pytest
 import torch
 from calls import DTYPES, Numbers
-from fuzz_ruler import ISAS, Wrong, exact
+from fuzz_checks import ISAS, Wrong, exact
 from harness import in_use
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from module_ruler import _jitter, copied, fast_path, relative_error, to_ours
+from module_checks import _jitter, copied, fast_path, relative_error, to_ours
 from torch import Tensor
 
 from transformer_fast import models

@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 from calls import DTYPES, STRATEGIES, Drawn
-from fuzz_ruler import check_kernels, check_reference
+from fuzz_checks import check_kernels, check_reference
 from hypothesis import Phase, given, settings
 
 from transformer_fast.specs import OPS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from calls import STRATEGIES, Drawn, Numbers
-from fuzz_ruler import Orders, Wrong, _defined, check_kernels, check_reference
+from fuzz_checks import Orders, Wrong, _defined, check_kernels, check_reference
 from hypothesis import HealthCheck, Phase, given, settings
 
 from transformer_fast import dispatch

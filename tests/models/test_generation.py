@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from models_ruler import END, PAD, START, in_double, lively, small, small_language_model, tokens
-from module_ruler import check_budget
+from models_checks import END, PAD, START, in_double, lively, small, small_language_model, tokens
+from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import _native, models, use_backend
-from transformer_fast.models.generation import one_by_one, reordering
+from transformer_fast.models.generation import incremental, reordering
 from transformer_fast.models.generation.cached import CachedDecoder
 from transformer_fast.models.generation.choose import best, sampler, top
 from transformer_fast.models.generation.recomputed import RecomputedDecoder
@@ -332,7 +332,7 @@ def test_no_look_between_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     source = tokens(23, LENGTHS)
     methods = (models.Greedy(), models.Sampling(seed=3), models.BeamSearch(3, n_best=2))
     expected = [model.generate(source, method, max_new_tokens=20) for method in methods]
-    monkeypatch.setattr(one_by_one.Task, "looks", 8)
+    monkeypatch.setattr(incremental.Task, "looks", 8)
     for method, right in zip(methods, expected, strict=True):
         found = model.generate(source, method, max_new_tokens=20)
         assert torch.equal(found.tokens, right.tokens)

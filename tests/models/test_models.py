@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_ruler import (
+from models_checks import (
     PAD,
     PlainAnnotatedNorm,
     plain_embedding,
@@ -19,7 +19,7 @@ from models_ruler import (
     small_language_model,
     tokens,
 )
-from module_ruler import check_budget
+from module_checks import check_budget
 
 from transformer_fast import models, nn
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models_ruler import in_double, lively, tokens
-from module_ruler import check_budget
+from models_checks import in_double, lively, tokens
+from module_checks import check_budget
 from torch import Tensor, nn
 
 from transformer_fast import models

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Operators
-from module_ruler import cast, check_budget, fast_path, tensors, to_ours
+from module_checks import cast, check_budget, fast_path, tensors, to_ours
 from torch import Tensor
 
 from transformer_fast import dispatch, functional

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_ruler import fast_path
+from module_checks import fast_path
 
 from transformer_fast import nn
 

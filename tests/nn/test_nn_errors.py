@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_ruler import to_ours
+from module_checks import to_ours
 
 from transformer_fast import nn
 

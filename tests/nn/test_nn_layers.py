@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from module_ruler import assert_close, fast_path, to_ours
+from module_checks import assert_close, fast_path, to_ours
 from torch import Tensor
 
 from transformer_fast import functional, nn

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from module_ruler import (
+from module_checks import (
     OURS,
     Differentiated,
     cast,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_ruler import Recorder, assert_close, attention_pair
+from module_checks import Recorder, assert_close, attention_pair
 from torch import Tensor
 
 from transformer_fast import nn

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal import composite_compliance
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from module_ruler import Differentiated, cast, check_budget, relative_error, run, tensors
+from module_checks import Differentiated, cast, check_budget, relative_error, run, tensors
 from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from module_ruler import OURS
+from module_checks import OURS
 
 from transformer_fast import functional, nn
 

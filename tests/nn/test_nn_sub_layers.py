@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import DTYPES, ISAS, in_use
-from module_ruler import cast, check_budget
+from module_checks import cast, check_budget
 from torch import Tensor
 
 from transformer_fast import nn

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from interpreted import DEVICE, WHY_NOT
 
-from transformer_fast import dispatch, memo
+from transformer_fast import call_cache, dispatch
 from transformer_fast.backends import triton as triton_backend
 
 if WHY_NOT is not None:
@@ -21,7 +21,7 @@ def device() -> str:
     """Where the kernels run; the dispatcher knows of the interpreter while the test runs."""
     for kernel in triton_backend.kernels(interpreted=DEVICE == "cpu"):
         dispatch.register(kernel)
-    memo.forget()  # tests change tiles by hand
+    call_cache.forget()  # tests change tiles by hand
     return DEVICE
 
 

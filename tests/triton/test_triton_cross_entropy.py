@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_cross_entropy import Largest, loss_in_parts
+from test_cross_entropy import Largest, chunked_loss
 
 import transformer_fast
 from transformer_fast import dispatch
@@ -233,10 +233,10 @@ def test_all_logits_are_never_in_memory(monkeypatch, device, dtype):
     (kernel,) = (k for k in dispatch.kernels("linear_cross_entropy") if k.backend == "triton")
 
     def run(*arguments):
-        """In parts, while the reference that judges makes all logits at once."""
+        """In parts, while the reference that checks makes all logits at once."""
         with monkeypatch.context() as patch:
-            patch.setattr(loss_in_parts, "MOST_LOGITS", at_once * classes)
-            patch.setattr(loss_in_parts, "_LEAST_ROWS", 1)
+            patch.setattr(chunked_loss, "MOST_LOGITS", at_once * classes)
+            patch.setattr(chunked_loss, "_LEAST_ROWS", 1)
             return kernel.run(*arguments)
 
     with Largest() as seen, torch.no_grad():

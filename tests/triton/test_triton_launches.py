@@ -177,17 +177,17 @@ def _told(launches: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def variants(machine: Machine) -> None:
-    from transformer_fast import memo
+    from transformer_fast import call_cache
     from transformer_fast.backends.triton import plans
 
     calls = _calls()
     wanted = []
     for call in calls:
-        memo.forget()
+        call_cache.forget()
         call()
         wanted.append(_told(machine.take()))
     compiled = len(machine.compiled)
-    memo.forget()
+    call_cache.forget()
     order = [*range(len(calls))] * 4
     random.Random(0).shuffle(order)
     for number in order:
@@ -195,7 +195,7 @@ def variants(machine: Machine) -> None:
         assert _told(machine.take()) == wanted[number], number
     assert len(machine.compiled) == compiled
     assert compiled > 60
-    known = [plan for store in memo._stores for plan in store.values()]
+    known = [plan for store in call_cache._stores for plan in store.values()]
     assert not any(plan is plans._NEVER or plan is plans._SEEN for plan in known)
     assert len(known) >= 0.9 * len(calls)  # some differ in data only
 
@@ -327,7 +327,7 @@ def fallback(machine: Machine) -> None:
     none is replayed while a hook of Triton's looks at launches."""
     import triton
 
-    from transformer_fast import memo
+    from transformer_fast import call_cache
     from transformer_fast.backends.triton import runtime
 
     calls = _calls()[:3]
@@ -339,7 +339,7 @@ def fallback(machine: Machine) -> None:
     for call, one in zip(calls * 3, wanted * 3, strict=True):
         call()
         assert _told(machine.take()) == one
-    memo.forget()
+    call_cache.forget()
     seen: list[Any] = []
     triton.knobs.runtime.launch_enter_hook.add(seen.append)
     before = runtime._launch
@@ -359,42 +359,42 @@ def blocks() -> None:
     """What is remembered in one block is known in the next, which leaves what it found."""
     import torch
 
-    from transformer_fast import dispatch, functional, memo
+    from transformer_fast import call_cache, dispatch, functional
 
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
     outside = dict(dispatch._state.kernels), dict(dispatch._state.usable)
     with stubbed():
         for _ in range(3):
             functional.layer_norm(x, (16,))
-        known = dict(memo._calls)
+        known = dict(call_cache._calls)
     for _ in range(2):
         with stubbed():
             functional.layer_norm(x, (16,))
-        assert memo._calls == known
+        assert call_cache._calls == known
         assert (dispatch._state.kernels, dispatch._state.usable) == outside
     other = next(k for k in outside[0]["layer_norm"] if k.backend == "torch")
     dispatch.register(replace(other, dropout=not other.dropout))
     with stubbed():  # beside other kernels
         functional.layer_norm(x, (16,))
-    assert memo._calls != known
+    assert call_cache._calls != known
 
 
 def empty(machine: Machine) -> None:
     """Tensors with nothing in them are described; those without memory of their own are not."""
     import torch
 
-    from transformer_fast import memo
+    from transformer_fast import call_cache
 
     x = torch.zeros(3, 4)
     nothing = torch.empty(0, 4)
-    assert memo.describe((x, nothing)) is not None
-    assert memo.describe((x, nothing)) != memo.describe((x, torch.empty(0, 5)))
+    assert call_cache.describe((x, nothing)) is not None
+    assert call_cache.describe((x, nothing)) != call_cache.describe((x, torch.empty(0, 5)))
     for other in (torch.empty(0, 4, device="meta"), torch._efficientzerotensor((3, 4)),
                   torch._efficientzerotensor((0, 4)), torch.zeros(3, 4, device="meta")):  # fmt: skip
-        assert memo.describe((x, other)) is None
+        assert call_cache.describe((x, other)) is None
     # Flags, numbers and tuples are told apart, in whatever place.
     values = (None, False, True, 0, 1, 0.0, 1.0, "1", (1,), (0,), ())
-    keys = {memo.describe((x, one, two)) for one in values for two in values}
+    keys = {call_cache.describe((x, one, two)) for one in values for two in values}
     assert len(keys) == len(values) ** 2
 
 

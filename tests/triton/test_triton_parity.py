@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import SATURATED
 
-from transformer_fast import dispatch, functional, memo, use_backend
+from transformer_fast import call_cache, dispatch, functional, use_backend
 from transformer_fast.backends.triton import config, matmul, plans
 from transformer_fast.specs import OPS
 from transformer_fast.testing import (
@@ -137,13 +137,13 @@ def test_remembered_public_calls_give_the_same_bits(number, wants, device, monke
     with use_backend("triton"):
         wanted = all_bits()
         monkeypatch.setattr(plans, "replays_interpreted", True)
-        monkeypatch.setattr(memo, "on_cpu", True)
-        memo.forget()
+        monkeypatch.setattr(call_cache, "on_cpu", True)
+        call_cache.forget()
         found = all_bits()
-        assert [run for _, run in memo._calls.values()]
-        plans_made = [p for store in memo._stores for p in store.values() if callable(p)]
+        assert [run for _, run in call_cache._calls.values()]
+        plans_made = [p for store in call_cache._stores for p in store.values() if callable(p)]
         assert len(plans_made) >= 2 * wants  # of the forward and of the backward
         assert plans._NEVER not in plans_made
-        memo.forget()
+        call_cache.forget()
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x, y)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
-from viz_ruler import assert_legible, draw, within
+from viz_checks import assert_legible, draw, within
 
 from transformer_fast import models, nn, viz
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from viz_ruler import assert_legible, labels, legend, maps, shown
+from viz_checks import assert_legible, labels, legend, maps, shown
 
 from transformer_fast import functional, models, training, viz
 

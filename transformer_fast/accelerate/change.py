@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..nn.swapped import RECORD
+from ..nn.drop_in import RECORD
 
 
 class Change(Protocol):

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import nn
 from .._explain import explain
 from ..dispatch import Explanation
-from ..nn import bypass
+from ..nn import fusion
 from .hugging_face import layers, models
 from .torch_nn import a_kind
 
@@ -52,7 +52,7 @@ class _Op(NamedTuple):
             norm = self.parts[0].module
             shape, rows = norm.normalized_shape, x(1, *norm.normalized_shape)
             return self.name, (rows, rows, shape, norm.weight, norm.bias), p
-        first, second = (part.module for part in self.parts if part.kinds is bypass.LINEAR)
+        first, second = (part.module for part in self.parts if part.kinds is fusion.LINEAR)
         _, value, known = self.activation
         weights = first.weight, first.bias, second.weight, second.bias
         return self.name, (x(1, first.in_features), *weights), {"activation": known(value), **p}
@@ -68,7 +68,7 @@ def in_parts(module: torch.nn.Module) -> dict[str, str]:
     return {op.name: reason for op in _fused(module) if (reason := op.why_not()) is not None}
 
 
-def who_runs(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
+def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
     """For each op that the module calls: the backend in inference and in training."""
     weight = next(module.parameters(recurse=False), None)
     if weight is None:
@@ -119,10 +119,10 @@ def _fused(module: Any) -> list[_Op]:
 
     if isinstance(module, _LAYERS):
         norms = "norm1 norm2 norm3" if isinstance(module, _LAYERS[1]) else "norm1 norm2"
-        linears = parts("linear1 linear2", bypass.LINEAR) + parts("dropout", bypass.DROPOUT)
-        known = "activation", module.activation, bypass.activation_name
+        linears = parts("linear1 linear2", fusion.LINEAR) + parts("dropout", fusion.DROPOUT)
+        known = "activation", module.activation, fusion.activation_name
         return [
-            _Op("add_layer_norm", parts(norms, bypass.LAYER_NORM), p_of(module.dropout1)),
+            _Op("add_layer_norm", parts(norms, fusion.LAYER_NORM), p_of(module.dropout1)),
             _Op("feed_forward", linears, p_of(module.dropout), known),
         ]
     if isinstance(module, layers._PostNorm):
@@ -130,19 +130,19 @@ def _fused(module: Any) -> list[_Op]:
         norms = "self_attn_layer_norm final_layer_norm"
         if isinstance(module, layers.DecoderLayer):
             norms += " encoder_attn_layer_norm"
-        linears = parts("fc1 fc2", bypass.LINEAR)
+        linears = parts("fc1 fc2", fusion.LINEAR)
         known = "activation_fn", theirs.activation_fn, layers.activation_name
         return [
-            _Op("add_layer_norm", parts(norms, bypass.LAYER_NORM), theirs.dropout),
+            _Op("add_layer_norm", parts(norms, fusion.LAYER_NORM), theirs.dropout),
             _Op("feed_forward", linears, theirs.activation_dropout, known),
         ]
     if isinstance(module, layers.Output):
-        norm = parts("LayerNorm", bypass.LAYER_NORM) + parts("dropout", bypass.DROPOUT)
+        norm = parts("LayerNorm", fusion.LAYER_NORM) + parts("dropout", fusion.DROPOUT)
         return [_Op("add_layer_norm", norm, p_of(module.dropout))]
     if isinstance(module, layers.BertLayer):
         return [_of_bert(module)]
     if isinstance(module, layers.T5DenseActDense):
-        inner = parts("wi wo", bypass.LINEAR) + parts("dropout", bypass.DROPOUT)
+        inner = parts("wi wo", fusion.LINEAR) + parts("dropout", fusion.DROPOUT)
         known = "act", module.act, layers.activation_name
         return [_Op("feed_forward", inner, p_of(module.dropout), known)]
     return []
@@ -157,7 +157,7 @@ def _of_bert(module: Any) -> _Op:
     ]
     if not all(plain):
         return _Op("feed_forward", parts, 0.0)
-    parts += [_Part(f"{name}.dense", part.dense, bypass.LINEAR) for name, part, _ in parts]
+    parts += [_Part(f"{name}.dense", part.dense, fusion.LINEAR) for name, part, _ in parts]
     activation = "intermediate.intermediate_act_fn", inner.intermediate_act_fn
     return _Op("feed_forward", parts, 0.0, (*activation, layers.activation_name))
 
@@ -165,7 +165,7 @@ def _of_bert(module: Any) -> _Op:
 def _why_called(part: _Part) -> str | None:
     """Why the module must be called and cannot be fused, or None."""
     name, module, kinds = part
-    if bypass.is_plain(module, kinds):
+    if fusion.is_unhooked(module, kinds):
         return None
     if type(module) not in kinds:
         return f"its {name} is {a_kind(module)}"

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from ..nn.swapped import RECORD
+from ..nn.drop_in import RECORD
 from . import converters, torch_nn
 from .change import Change, ClassChange, class_of_ours
 from .hugging_face import models
 from .hugging_face.own_attention import Own, find_own
-from .parts import in_parts, who_runs
+from .parts import explain_parts, in_parts
 from .report import Entry, Report
 
 
@@ -87,7 +87,7 @@ def _completed(entry: Entry, model: torch.nn.Module, verified: bool | None) -> E
         reason = "verify found other numbers, and everything was taken back"
         return replace(entry, outcome="left", now="", reason=reason)
     module = model.get_submodule(entry.name)
-    inference, training = who_runs(module)
+    inference, training = explain_parts(module)
     return replace(entry, inference=inference, training=training, in_parts=in_parts(module))
 
 

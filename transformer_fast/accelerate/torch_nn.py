@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from .. import nn
-from ..nn import bypass
+from ..nn import fusion
 from ..nn.transformer_layers import may_have_shortcut
 
 #: Torch's class, ours, and the methods of torch's that ours does not call.
@@ -128,7 +128,7 @@ def _overrides(
 def _weights(module: torch.nn.Module) -> str | None:
     """Tensor subclasses (DTensor, quantised) at places where a kernel would get them."""
     inner = [("", module)]
-    inner += [(name + ".", m) for name, m in module.named_children() if type(m) in bypass.LINEAR]
+    inner += [(name + ".", m) for name, m in module.named_children() if type(m) in fusion.LINEAR]
     for prefix, one in inner:
         for name, parameter in one.named_parameters(recurse=False):
             if type(parameter) not in _PLAIN_TENSORS or type(parameter.data) is not torch.Tensor:
@@ -143,11 +143,11 @@ def _output_projection(module: torch.nn.Module) -> str | None:
     if not isinstance(module, torch.nn.MultiheadAttention):
         return None
     projection = module.out_proj
-    if bypass.is_plain(projection, bypass.LINEAR):
+    if fusion.is_unhooked(projection, fusion.LINEAR):
         return None
     # Torch only ever reads out_proj.weight; ours calls a module that is not plain. So the numbers
     # would change, to those the user may have wanted all along, but they would change.
-    if type(projection) in bypass.LINEAR:
+    if type(projection) in fusion.LINEAR:
         return "its out_proj has hooks, which torch never calls and ours would"
     return f"its out_proj is {a_kind(projection)}, which torch never calls and ours would"
 
@@ -167,17 +167,17 @@ def _skipped_in_inference(layer: Any) -> str | None:
         return None
     for name, plain in (
         ("self_attn", (torch.nn.MultiheadAttention, nn.MultiheadAttention)),
-        ("linear1", bypass.LINEAR),
-        ("linear2", bypass.LINEAR),
-        ("norm1", bypass.LAYER_NORM),
-        ("norm2", bypass.LAYER_NORM),
+        ("linear1", fusion.LINEAR),
+        ("linear2", fusion.LINEAR),
+        ("norm1", fusion.LAYER_NORM),
+        ("norm2", fusion.LAYER_NORM),
     ):
         inner = getattr(layer, name)
         known = any(type(inner).forward is cls.forward for cls in plain)
         if not known or "forward" in inner.__dict__:
             return f"in inference torch never calls its {name}, {a_kind(inner)}, {_WOULD}"
     reads = {1: "relu", 2: "gelu"}[layer.activation_relu_or_gelu]
-    if bypass.activation_name(layer.activation) != reads:
+    if fusion.activation_name(layer.activation) != reads:
         return f"in inference torch takes {reads} and never calls its activation, {_WOULD}"
     return None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _native, small
 from ..autograd import needs_function
-from ..dispatch import Call, Kernel, Yield, register, rows
+from ..dispatch import Call, Kernel, PreferLater, register, rows
 from ..functional import _pointwise as _pointwise  # its operators
 from ..functional._operator import OPERATORS
 from ..functional.attention import attention_on
@@ -18,7 +18,7 @@ from ..functional.cross_entropy import LINEAR_FORWARD, LinearCrossEntropy, cross
 from ..functional.feed_forward import feed_forward_on
 from ..functional.layer_norm import norm_kernels
 from ..functional.linear import CODES, linear_on
-from ..reference import in_parts, register_losses
+from ..reference import chunked_loss, register_losses
 from .cpu_packing import packed_weight
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -40,7 +40,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """An operator makes a part of the logits at a time."""
     if input.dtype != torch.float32:
-        return in_parts("cpu", input, weight, bias, target, ignore_index, label_smoothing, summed)
+        return chunked_loss(
+            "cpu", input, weight, bias, target, ignore_index, label_smoothing, summed
+        )
     arguments = (input, weight, bias, target, ignore_index, label_smoothing)
     if needs_function(input, weight, bias):
         return LinearCrossEntropy.apply("cpu", *arguments)
@@ -64,7 +66,7 @@ def _refuse_attention(call: Call) -> str | None:
 
 def _few(
     dtype: torch.dtype, sizes: range, weights: int, here: Callable[[], bool] | None = None
-) -> Yield:
+) -> PreferLater:
     """A step of training with few rows for so many weights: PyTorch's product takes less time.
 
     A step changes the weights that it multiplies by, so the kernels pack them each time, which few
@@ -76,7 +78,7 @@ def _few(
             return False
         return call.tensors[1].numel() >= weights and (here is None or here())  # type: ignore[union-attr]
 
-    return Yield(
+    return PreferLater(
         rows,
         sizes,
         f"PyTorch's product was measured to take less time on this CPU for {sizes[0]} to "
@@ -100,7 +102,7 @@ def _is_intel() -> bool:
 _FEW_FLOATS = (_few(torch.float32, range(16, 129), 1),) if _is_intel() else ()
 #: Measured with 1 to 512 rows and 2^14 to 2^24 weights, with one thread and with two; of AVX-512-BF16
 #: with 1 to 256 rows and 2^17 to 2^24 weights, with two.
-_YIELDS = {
+_PREFER_LATER = {
     "linear": (
         *_FEW_FLOATS,
         _few(torch.bfloat16, range(1, 257), 2**22, _in_use("avx512_bf16")),
@@ -152,7 +154,7 @@ def _register() -> None:
                 devices=("cpu",),
                 dtypes=_FLOATS,
                 unavailable=_native.why_not,
-                yields=(*small.yields(kernel.op), *_YIELDS.get(kernel.op, ())),
+                prefers_later=(*small.prefers_later(kernel.op), *_PREFER_LATER.get(kernel.op, ())),
             )
         )
 

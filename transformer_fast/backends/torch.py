@@ -239,7 +239,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     if is_exporting():
         return cross_entropy(F.linear(input, weight, bias), target, ignore_index, label_smoothing)
-    return reference.in_parts(
+    return reference.chunked_loss(
         "torch", input, weight, bias, target, ignore_index, label_smoothing, summed
     )
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from .. import _native, proof
 from ..dispatch import BACKENDS, OPS
 from ..measure import machine
+from ..measure.benchmark_case import BenchmarkCase, Row, run_case
 from ..measure.clock import QUICK, Plan
-from ..measure.contest import Contest, Row, run_contest
 from ..measure.roof import why_no_roof
 from ..measure.text import Batch, batches, pairs
 from ..proof import SHORT_DURATION
@@ -89,28 +89,28 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> t
 
 def _makers(
     options: argparse.Namespace, device: torch.device, text: list[Batch]
-) -> list[Callable[[], Contest]]:
+) -> list[Callable[[], BenchmarkCase]]:
     dtype = DTYPES[options.dtype]
     wanted = options.backend or BACKENDS
     inside: list[str | None] = [None] if options.backend is None else list(options.backend)
     pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
     given = text, pair, dtype, device, options.compile
-    return list(text_cases.contests(options.op, wanted, inside, *given))
+    return list(text_cases.benchmark_cases(options.op, wanted, inside, *given))
 
 
-def run(makers: Sequence[Callable[[], Contest]], plan: Plan) -> tuple[list[Row], list[str]]:
-    """All contests: their rows, and notes on what ran inside modules."""
+def run(makers: Sequence[Callable[[], BenchmarkCase]], plan: Plan) -> tuple[list[Row], list[str]]:
+    """All benchmark_cases: their rows, and notes on what ran inside modules."""
     rows: list[Row] = []
     remarks: list[str] = []
     with progress() as bar:
         task = bar.add_task("", total=len(makers))
         for make in makers:
             bar.update(task, description="preparing")
-            contest = make()
-            bar.update(task, description=f"{contest.op} {contest.case}")
+            benchmark_case = make()
+            bar.update(task, description=f"{benchmark_case.op} {benchmark_case.case}")
             # One measurement of the roof for each case: they take as long as the timing.
-            rows += run_contest(contest, plan, probe_before=False)
-            remarks += notes.inside(contest.op, contest.inside)
+            rows += run_case(benchmark_case, plan, probe_before=False)
+            remarks += notes.inside(benchmark_case.op, benchmark_case.inside)
             bar.advance(task)
     return rows, remarks
 
@@ -206,7 +206,7 @@ def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:
     if missing:
         return f"no result was checked for {', '.join(missing)}"
     named = options.backend or ()
-    absent = [name for name in named if all(row.contender != name for row in checked)]
+    absent = [name for name in named if all(row.candidate != name for row in checked)]
     if absent:
         return f"no result was checked for {', '.join(absent)}, which was named: see above for the reason"
     return None

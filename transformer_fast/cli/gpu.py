@@ -10,7 +10,7 @@ import torch
 
 from .. import proof
 from ..dispatch import OPS, kernels
-from ..measure.contest import Row, worse
+from ..measure.benchmark_case import Row, worse
 from ..measure.device import Finding
 from ..measure.summary import speed_up, summarise
 from ..proof import Proof

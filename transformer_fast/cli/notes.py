@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..measure.contest import Row
+from ..measure.benchmark_case import Row
 from . import form
 
 #: Kernels of ours, as opposed to what they are measured against.
@@ -12,44 +12,44 @@ _FALLBACKS = ("reference", "torch")
 
 
 def absent(rows: Iterable[Row]) -> list[str]:
-    """Contenders that were not measured, by reason: 'triton: it runs on ... (all 9 cases)'."""
+    """Candidates that were not measured, by reason: 'triton: it runs on ... (all 9 cases)'."""
     rows = list(rows)
     cases: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.time is None and not row.failed:
             place = f"{row.op} {row.case}"
-            cases.setdefault((row.contender, row.reason or "no reason given"), []).append(place)
+            cases.setdefault((row.candidate, row.reason or "no reason given"), []).append(place)
     lines = []
-    for (contender, reason), places in cases.items():
-        total = len({(row.op, row.case) for row in rows if row.contender == contender})
+    for (candidate, reason), places in cases.items():
+        total = len({(row.op, row.case) for row in rows if row.candidate == candidate})
         if len(places) == total and total > 1:
             where = f"all {total} cases"
         elif len(places) <= 3:
             where = "; ".join(places)
         else:
             where = form.count(len(places), "case")
-        lines.append(f"{contender}: {reason} ({where})")
+        lines.append(f"{candidate}: {reason} ({where})")
     return lines
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
-    return [f"{row.op} {row.case} on {row.contender}: {row.reason}" for row in rows if row.failed]
+    return [f"{row.op} {row.case} on {row.candidate}: {row.reason}" for row in rows if row.failed]
 
 
 def fallbacks(rows: Sequence[Row]) -> list[str]:
     """Cases that run on the reference or on PyTorch's ops, with the reasons."""
     lines = []
     for row in rows:
-        if row.chosen and row.contender in _FALLBACKS:
+        if row.chosen and row.candidate in _FALLBACKS:
             others = [
-                f"{other.contender}: {other.reason}"
+                f"{other.candidate}: {other.reason}"
                 for other in rows
                 if (other.op, other.case) == (row.op, row.case)
-                and other.contender not in _FALLBACKS
+                and other.candidate not in _FALLBACKS
                 and other.reason
             ]
             because = f", because {'; '.join(others)}" if others else ""
-            lines.append(f"{row.op} {row.case} runs on '{row.contender}'{because}")
+            lines.append(f"{row.op} {row.case} runs on '{row.candidate}'{because}")
     return lines
 
 

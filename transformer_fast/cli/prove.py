@@ -57,7 +57,7 @@ def _alone(op: str, short: bool) -> int:
     clock = DeviceClock(device)
     for trial in on_device.trials(op, short):
         try:
-            findings = on_device.judge(*trial, device, clock)
+            findings = on_device.checker(*trial, device, clock)
         except torch.OutOfMemoryError:
             findings = []
         print(json.dumps(findings), flush=True)

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ..measure.contest import Row
+from ..measure.benchmark_case import Row
 from ..measure.summary import Ratio
 from . import form
 
@@ -33,7 +33,7 @@ def _interval(ratio: Ratio | None) -> str:
 
 def _name(row: Row) -> Text:
     style = "bold" if row.chosen else "" if row.ours else "dim"
-    return Text(row.contender + (" *" if row.chosen else ""), style)
+    return Text(row.candidate + (" *" if row.chosen else ""), style)
 
 
 def _parity(row: Row) -> list[Text | str]:
@@ -69,7 +69,7 @@ def _cells(row: Row, wide: bool) -> list[Text | str]:
 
 
 def build(rows: Sequence[Row], width: int) -> Table:
-    """One line for each contender that has figures, or whose result is wrong."""
+    """One line for each candidate that has figures, or whose result is wrong."""
     wide = width >= WIDE
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("case", min_width=14)

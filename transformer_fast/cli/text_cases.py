@@ -9,11 +9,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from ..measure.contest import Arguments, Contender, Contest
+from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from ..measure.modules import compiled
-from ..measure.ops import op_contest
+from ..measure.ops import op_case
 from ..measure.text import PADDING, VOCABULARY, Batch
-from ..measure.transformers import Peers, Size, encoder_contest, no_peers, transformer_contest
+from ..measure.transformers import Peers, Size, encoder_case, no_peers, transformer_case
 from ..specs.spec import Draw
 
 MODELS = ("encoder_layer", "transformer")
@@ -142,9 +142,9 @@ def _op(
     text: Sequence[Batch],
     dtype: torch.dtype,
     device: torch.device,
-) -> Contest:
+) -> BenchmarkCase:
     inputs = [build(_drawn(text, dtype, device, seed)) for seed in range(_INPUTS)]
-    return op_contest(op, name, inputs, backends)
+    return op_case(op, name, inputs, backends)
 
 
 def _encoder_layer(
@@ -153,13 +153,13 @@ def _encoder_layer(
     dtype: torch.dtype,
     device: torch.device,
     peers: Peers,
-) -> Contest:
+) -> BenchmarkCase:
     inputs: list[list[Arguments]] = []
     for seed in range(_INPUTS):
         data = _drawn(text, dtype, device, seed)
         paired = zip(data.embedded, data.batches, strict=True)
         inputs.append([(x, None, ~batch.real) for x, batch in paired])
-    return encoder_contest(_SIZE.label, inputs, _SIZE, backends, peers)
+    return encoder_case(_SIZE.label, inputs, _SIZE, backends, peers)
 
 
 def _transformer(
@@ -168,19 +168,19 @@ def _transformer(
     dtype: torch.dtype,
     device: torch.device,
     peers: Peers,
-) -> Contest:
+) -> BenchmarkCase:
     # Two inputs that cost the same and differ: the pairs, and the pairs with each batch reversed.
     there = [tuple(batch.to(device) for batch in pair) for pair in pair]
     back = [tuple(Batch(b.tokens.flip(0), b.lengths.flip(0)) for b in pair) for pair in there]
     case = f"base, {_SIZE.layers}+{_SIZE.layers} layers"
-    return transformer_contest(case, [there, back], _SIZE, dtype, device, backends, peers)
+    return transformer_case(case, [there, back], _SIZE, dtype, device, backends, peers)
 
 
-def _compiled(module: nn.Module, arguments: Arguments) -> Sequence[Contender]:
-    return [Contender("torch.compile", compiled(module), ours=False)]
+def _compiled(module: nn.Module, arguments: Arguments) -> Sequence[Candidate]:
+    return [Candidate("torch.compile", compiled(module), ours=False)]
 
 
-def contests(
+def benchmark_cases(
     names: Collection[str],
     ops_on: Collection[str],
     models_on: Sequence[str | None],
@@ -189,7 +189,7 @@ def contests(
     dtype: torch.dtype,
     device: torch.device,
     compile: bool = False,
-) -> Iterator[Callable[[], Contest]]:
+) -> Iterator[Callable[[], BenchmarkCase]]:
     """Makers of the cases of these ops and models; inputs are created when a maker is called.
 
     ``ops_on`` and ``models_on`` are backends; None in the latter is the dispatcher's choice.

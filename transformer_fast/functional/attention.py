@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo, reference, small
+from .. import call_cache, reference, small
 from ..autograd import (
     Function,
     differentiates_again,
@@ -117,7 +117,7 @@ def attend(
     )  # fmt: skip
     kernel = select(call, backend)
     if call.dropout_p != 0.0:
-        arguments = memo.seeded(kernel, call, arguments)
+        arguments = call_cache.seeded(kernel, call, arguments)
     return kernel.run(*arguments)
 
 
@@ -237,7 +237,7 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
-    remembered, again = memo.look_up("attention", tensors, others)
+    remembered, again = call_cache.look_up("attention", tensors, others)
     if again is not None:
         return again(*tensors)
     if is_torchs(query, key, value, attn_mask):
@@ -264,8 +264,8 @@ def scaled_dot_product_attention(
     lead = result_lead(query, key, value, enable_gqa)
     if lead is None:
         finish = None if need_weights else _output
-        return memo.run(remembered, tensors, call, arguments, backend, finish)
-    output, weights = memo.run(None, tensors, call, arguments, backend)
+        return call_cache.run(remembered, tensors, call, arguments, backend, finish)
+    output, weights = call_cache.run(None, tensors, call, arguments, backend)
     output = output.reshape(*lead, *output.shape[-2:])
     return (output, weights.reshape(*lead, *weights.shape[-2:])) if need_weights else output
 
@@ -326,7 +326,7 @@ def varlen_attn(
     tensors = (q, k, v, None, cu_seq_k, cu_seq_q)
     longest = (max_q, max_k)
     others = (dropout_p, is_causal, scale, enable_gqa, backend, longest)
-    remembered, again = memo.look_up("attention", tensors, others)
+    remembered, again = call_cache.look_up("attention", tensors, others)
     if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
     if is_torchs(query, key, value):
@@ -336,7 +336,7 @@ def varlen_attn(
         q, k, v, None, dropout_p, is_causal, scale, enable_gqa, key_lengths=cu_seq_k,
         query_lengths=cu_seq_q, longest=longest,
     )  # fmt: skip
-    return memo.run(remembered, tensors, call, arguments, backend, _rows)  # type: ignore[no-any-return]
+    return call_cache.run(remembered, tensors, call, arguments, backend, _rows)  # type: ignore[no-any-return]
 
 
 def _rows(results: tuple[Tensor, Tensor | None]) -> Tensor:

@@ -349,7 +349,7 @@ for _backend in ("reference", "torch", "triton"):
     torch.library.impl(
         f"transformer_fast::linear_cross_entropy_gradients.{_backend}",
         "default",
-        partial(reference.gradients_in_parts, _backend),
+        partial(reference.chunked_gradients, _backend),
     )
 
 

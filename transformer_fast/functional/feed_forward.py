@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo, small
+from .. import call_cache, small
 from ..autograd import (
     Function,
     differentiates_again,
@@ -128,7 +128,7 @@ def feed_forward(
         hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
         return F.linear(hidden, weight2, bias2)
     tensors = (input, weight1, bias1, weight2, bias2)
-    key, again = memo.look_up("feed_forward", tensors, (activation, dropout_p, backend))
+    key, again = call_cache.look_up("feed_forward", tensors, (activation, dropout_p, backend))
     if again is not None:
         return again(*tensors)
     if is_torchs(input, weight1, bias1, weight2, bias2):
@@ -146,7 +146,7 @@ def feed_forward(
         dropout_p=dropout_p,
         cast=not casts_itself("feed_forward", input, backend),
     )
-    return memo.run(key, tensors, call, arguments, backend)
+    return call_cache.run(key, tensors, call, arguments, backend)
 
 
 # ``packed``: the backend's own copy of a weight. ``kept``, if ``keep``: what the activation was

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo, reference, small
+from .. import call_cache, reference, small
 from ..autograd import (
     Function,
     differentiates_again,
@@ -190,7 +190,7 @@ def dispatched_layer_norm(
         if run is not None:
             return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
     tensors = (input, weight, bias)
-    key, again = memo.look_up("layer_norm", tensors, (normalized_shape, eps, backend))
+    key, again = call_cache.look_up("layer_norm", tensors, (normalized_shape, eps, backend))
     if again is not None:
         return again(*tensors)
     if is_torchs(input, weight, bias):
@@ -198,7 +198,7 @@ def dispatched_layer_norm(
         shape = _as_sizes("layer_norm", 2, normalized_shape)
         return F.layer_norm(input, shape, weight, bias, eps)
     call, arguments = prepare_layer_norm(input, normalized_shape, weight, bias, eps)
-    return memo.run(key, tensors, call, arguments, backend)
+    return call_cache.run(key, tensors, call, arguments, backend)
 
 
 def _prepare_sum(
@@ -286,7 +286,7 @@ def add_layer_norm(
         total = residual + input
         return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
     tensors = (input, residual, weight, bias)
-    key, again = memo.look_up(
+    key, again = call_cache.look_up(
         "add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend)
     )
     if again is not None:
@@ -299,7 +299,7 @@ def add_layer_norm(
     call, arguments = prepare_add_layer_norm(
         input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p, backend=backend
     )
-    return memo.run(key, tensors, call, arguments, backend)
+    return call_cache.run(key, tensors, call, arguments, backend)
 
 
 def _rms_eps(eps: float | None, *tensors: Tensor) -> float:
@@ -351,14 +351,14 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     tensors = (input, weight)
-    key, again = memo.look_up("rms_norm", tensors, (normalized_shape, eps, backend))
+    key, again = call_cache.look_up("rms_norm", tensors, (normalized_shape, eps, backend))
     if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
     if is_torchs(input, weight) or (isinstance(input, Tensor) and input.is_complex()):
         require_unnamed("rms_norm", backend)
         return F.rms_norm(input, list(_as_sizes("rms_norm", 2, normalized_shape)), weight, eps)
     call, arguments = prepare_rms_norm(input, normalized_shape, weight, eps)
-    return memo.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
+    return call_cache.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
 
 
 def prepare_add_rms_norm(
@@ -408,7 +408,9 @@ def add_rms_norm(
     Source: Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4.
     """
     tensors = (input, residual, weight)
-    key, again = memo.look_up("add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend))
+    key, again = call_cache.look_up(
+        "add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend)
+    )
     if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
     if is_torchs(input, residual, weight):
@@ -419,7 +421,7 @@ def add_rms_norm(
     call, arguments = prepare_add_rms_norm(
         input, residual, normalized_shape, weight, eps, dropout_p=dropout_p, backend=backend
     )
-    return memo.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
+    return call_cache.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
 
 
 # ``dims``: how many trailing dimensions are normalised together. ``kind``: index in `_FORMULAS`.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import memo, reference, small
+from .. import call_cache, reference, small
 from ..autograd import (
     Function,
     differentiates_again,
@@ -197,7 +197,7 @@ def linear(
     ):
         return F.linear(input, weight, bias)
     tensors = (input, weight, bias, residual)
-    key, again = memo.look_up("linear", tensors, (activation, backend))
+    key, again = call_cache.look_up("linear", tensors, (activation, backend))
     if again is not None:
         return again(*tensors)
     if is_torchs(input, weight, bias, residual):
@@ -216,7 +216,7 @@ def linear(
         residual=residual,
         cast=not casts_itself("linear", input, backend),
     )
-    return memo.run(key, tensors, call, arguments, backend)
+    return call_cache.run(key, tensors, call, arguments, backend)
 
 
 #: Numbers of activations: as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and Triton's

@@ -1,6 +1,6 @@
-"""Interleaved timing of several contenders in one process, by the host's clock or by CUDA events.
+"""Interleaved timing of several candidates in one process, by the host's clock or by CUDA events.
 
-On a shared machine speed drifts by tens of per cent within seconds. Samples of different contenders
+On a shared machine speed drifts by tens of per cent within seconds. Samples of different candidates
 are therefore interleaved: drift affects all of them alike and cancels in their ratio.
 """
 
@@ -30,11 +30,11 @@ class Plan:
     least: int = 5
     #: Minimum duration of a sample in seconds; shorter calls are repeated within the sample.
     sample: float = 0.004
-    #: Seconds of warm-up calls before each sample: caches hold the previous contender's data, and
+    #: Seconds of warm-up calls before each sample: caches hold the previous candidate's data, and
     #: this one's threads sleep. Long calls need no warm-up.
     settle: float = 0.010
-    #: Maximum wait in seconds for the previous contender's threads. OpenMP threads spin for some
-    #: 10 ms after each call, which would slow down contenders with thread pools of their own.
+    #: Maximum wait in seconds for the previous candidate's threads. OpenMP threads spin for some
+    #: 10 ms after each call, which would slow down candidates with thread pools of their own.
     rest: float = 0.1
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ QUICK = Plan(rounds=7, seconds=0.6, least=3, sample=0.001, settle=0.0005, rest=0
 ORDINARY = Plan()
 THOROUGH = Plan(rounds=60, seconds=10.0, least=11, sample=0.010)
 
-#: ``call(i)`` runs the contender on the i-th of several equal inputs.
+#: ``call(i)`` runs the candidate on the i-th of several equal inputs.
 Call = Callable[[int], object]
 
 
@@ -113,9 +113,9 @@ def alternate(
     plan: Plan = ORDINARY,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contender, one sample per round.
+    """Seconds per call of each candidate, one sample per round.
 
-    All contenders get the same inputs in a round; inputs change from call to call. Contenders must
+    All candidates get the same inputs in a round; inputs change from call to call. Candidates must
     have run before (the parity check does that).
     """
     device = torch.device(device)

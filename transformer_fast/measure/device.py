@@ -16,9 +16,9 @@ from ..specs import OPS
 from ..specs.gpu import COMMON, GPU_CASES, GpuCase
 from ..testing import Parity, call_of, nan_memory, require_grad
 from . import torch_ops
+from .accuracy import BothWays, OpChecker, leaves
+from .benchmark_case import problem_of
 from .clock import Call, Clock, Times, in_turn, medians
-from .contest import problem_of
-from .judge import BothWays, OpJudge, leaves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -69,7 +69,7 @@ class Trial:
             self.inputs.append(require_grad(self.op, drawn) if gradients else drawn)
         with torch.set_grad_enabled(gradients):
             self.call = call_of(self.op, self.inputs[0])
-        self.judge = OpJudge(self.op, list(leaves(self.op, self.inputs[0])))
+        self.checker = OpChecker(self.op, list(leaves(self.op, self.inputs[0])))
 
     def work(self, run: Callable[..., Any]) -> Call:
         """The call to time, of a function with the reference's signature."""
@@ -81,7 +81,7 @@ class Trial:
         """Accuracy of the results, or gradients, on an input."""
         with nan_memory():
             got = work(number)
-        return self.judge(got, self.inputs[number])
+        return self.checker(got, self.inputs[number])
 
     def check(self, work: Call, number: int = 0) -> tuple[Parity | None, str | None]:
         """`parity` (None if ``work`` raises), and what is wrong, or None."""
@@ -121,7 +121,7 @@ class Finding(NamedTuple):
     torch_samples: list[float]
 
 
-def judge(
+def checker(
     case: GpuCase,
     dtype: torch.dtype,
     gradients: bool,
@@ -185,7 +185,7 @@ def cases_of(op: str, short: bool = False) -> list[GpuCase]:
 
 
 def trials(op: str, short: bool = False) -> Iterator[tuple[GpuCase, torch.dtype, bool]]:
-    """What is judged, one after the other."""
+    """What is checked, one after the other."""
     for case in cases_of(op, short):
         for dtype in DTYPES:
             for gradients in (False, True) if case.gradients else (False,):

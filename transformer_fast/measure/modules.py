@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import nn as our_nn
+from .accuracy import ModuleChecker
+from .benchmark_case import Arguments, BenchmarkCase, Candidate
 from .calls import Record, forced, record
-from .contest import Arguments, Contender, Contest
-from .judge import ModuleJudge
 
 #: Runs a module on one call's arguments.
 Forward = Callable[..., Tensor]
 #: From a call's arguments: (flops, useful flops, bytes).
 Work = Callable[..., tuple[float, float, float]]
 
-#: Contenders of which the fastest stands for PyTorch.
+#: Candidates of which the fastest stands for PyTorch.
 OF_TORCH = ("torch eager", "torch fast path", "torch.compile")
 
 
@@ -76,24 +76,24 @@ def parameter_bytes(module: nn.Module) -> float:
     return float(sum(p.numel() * p.element_size() for p in module.parameters()))
 
 
-def _automatic(ours: nn.Module, arguments: Arguments) -> tuple[Contender, Record]:
+def _automatic(ours: nn.Module, arguments: Arguments) -> tuple[Candidate, Record]:
     """The dispatcher's choice, named after the backends it selects, as 'cpu+torch'."""
     with record() as found:
         ours(*arguments)
-    return Contender(found.backends, ours), found
+    return Candidate(found.backends, ours), found
 
 
-def _of_backend(ours: nn.Module, backend: str, arguments: Arguments) -> Contender:
+def _of_backend(ours: nn.Module, backend: str, arguments: Arguments) -> Candidate:
     run = forced(ours, backend)
     try:
         run(*arguments)
     except NotImplementedError as error:
-        return Contender(backend, None, " ".join(str(error).split()))
-    return Contender(backend, run)
+        return Candidate(backend, None, " ".join(str(error).split()))
+    return Candidate(backend, run)
 
 
 @torch.no_grad()
-def module_contest(
+def module_case(
     op: str,
     case: str,
     ours: nn.Module,
@@ -102,9 +102,9 @@ def module_contest(
     real: Callable[..., Tensor],
     work: Work,
     backends: Sequence[str | None] = (None,),
-    peers: Sequence[Contender] = (),
-) -> Contest:
-    """A contest between two modules with the same state_dict, both in evaluation mode.
+    peers: Sequence[Candidate] = (),
+) -> BenchmarkCase:
+    """A benchmark case between two modules with the same state_dict, both in evaluation mode.
 
     Args:
         real: from a call's arguments, a bool tensor (B, T): the places whose results count.
@@ -117,27 +117,27 @@ def module_contest(
     first = inputs[0][0]
     parameters = next(theirs.parameters())
     automatic, found = _automatic(ours, first)
-    contenders = [
+    candidates = [
         automatic if backend is None else _of_backend(ours, backend, first)
         for backend in backends
         if backend not in ("reference", "torch")
     ]
     reference = forced(ours, "reference")
-    if "reference" not in [contender.name for contender in contenders]:
-        contenders.append(Contender("reference", reference))
-    contenders += [
-        Contender("torch eager", with_fast_path(theirs, False), ours=False),
-        Contender("torch fast path", with_fast_path(theirs, True), ours=False),
+    if "reference" not in [candidate.name for candidate in candidates]:
+        candidates.append(Candidate("reference", reference))
+    candidates += [
+        Candidate("torch eager", with_fast_path(theirs, False), ours=False),
+        Candidate("torch fast path", with_fast_path(theirs, True), ours=False),
     ]
     oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
     works = [work(*arguments) for arguments in inputs[0]]
     flops, useful, moved = (sum(part) for part in zip(*works, strict=True))
-    return Contest(
+    return BenchmarkCase(
         op=op,
         case=case,
         inputs=inputs,
-        contenders=[*contenders, *peers],
-        judge=ModuleJudge(oracle, reference, real),
+        candidates=[*candidates, *peers],
+        checker=ModuleChecker(oracle, reference, real),
         flops=flops,
         useful_flops=useful,
         bytes=moved,

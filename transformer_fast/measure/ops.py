@@ -1,4 +1,4 @@
-"""The contest of one op, forward or with gradients: all backends that take it, and PyTorch's op."""
+"""The benchmark case of one op, forward or with gradients: all backends that take it, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..dispatch import BACKENDS
 from ..specs import OPS
 from ..testing import call_of, require_grad
 from . import torch_ops
+from .accuracy import BothWays, OpChecker, checker_of, leaves, scores_of
+from .benchmark_case import Arguments, BenchmarkCase, Candidate
 from .calls import chosen
-from .contest import Arguments, Contender, Contest
-from .judge import BothWays, OpJudge, judge_of, leaves, scores_of
 
 
-def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list[Contender]:
+def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list[Candidate]:
     call = call_of(op, arguments)
     kernels = {kernel.backend: kernel for kernel in dispatch.kernels(op)}
     found = []
@@ -26,16 +26,16 @@ def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list
             continue
         kernel = kernels.get(backend)
         if kernel is None:
-            found.append(Contender(backend, None, "it has no kernel for this op"))
+            found.append(Candidate(backend, None, "it has no kernel for this op"))
         elif too_large := _too_large(op, backend, arguments):
-            found.append(Contender(backend, None, too_large))
+            found.append(Candidate(backend, None, too_large))
         elif reasons := dispatch.why_not(kernel, call):
-            found.append(Contender(backend, None, "; ".join(reasons)))
+            found.append(Candidate(backend, None, "; ".join(reasons)))
         elif backend == "triton" and arguments[0].device.type == "cpu":
             reason = "it would run in Triton's interpreter, whose speed says nothing"
-            found.append(Contender(backend, None, reason))
+            found.append(Candidate(backend, None, reason))
         else:
-            found.append(Contender(backend, kernel.run))
+            found.append(Candidate(backend, kernel.run))
     return found
 
 
@@ -51,9 +51,9 @@ def _too_large(op: str, backend: str, arguments: Arguments) -> str | None:
     return None
 
 
-def _of_torch(op: str, arguments: Arguments) -> Contender:
+def _of_torch(op: str, arguments: Arguments) -> Candidate:
     reason = torch_ops.why_not(OPS[op].named(arguments).get("dropout_p", 0.0))
-    return Contender("torch", None if reason else torch_ops.OPS[op], reason, ours=False)
+    return Candidate("torch", None if reason else torch_ops.OPS[op], reason, ours=False)
 
 
 #: Cost of forward and backward: backward computes two products for each of the forward's, reads the
@@ -62,15 +62,15 @@ TIMES_FORWARD = 3.0
 
 
 @torch.enable_grad()
-def op_contest(
+def op_case(
     op: str,
     case: str,
     inputs: Sequence[Sequence[Arguments]],
     backends: Collection[str] = BACKENDS,
-    peers: Sequence[Contender] = (),
+    peers: Sequence[Candidate] = (),
     gradients: bool = False,
-) -> Contest:
-    """The case for these inputs (see `Contest.inputs`); always includes the reference and torch.
+) -> BenchmarkCase:
+    """The case for these inputs (see `BenchmarkCase.inputs`); always includes the reference and torch.
 
     ``backends``: which get a row; a backend that cannot run the call is listed with the reason.
     ``gradients``: forward and backward; all inputs must then have the same shapes.
@@ -80,23 +80,23 @@ def op_contest(
     first = inputs[0][0]
     spec = OPS[op]
     wanted = {*backends, "reference"} - {"torch"}
-    contenders = _of_backends(op, first, wanted)
+    candidates = _of_backends(op, first, wanted)
     choice = chosen(op, first)
     # The same op in both cases; as the dispatcher's choice it is held to our error budget.
     as_choice = choice == "torch"
-    contenders.append(_of_backends(op, first, ("torch",))[0] if as_choice else _of_torch(op, first))
+    candidates.append(_of_backends(op, first, ("torch",))[0] if as_choice else _of_torch(op, first))
     if gradients:
-        contenders = [
-            c if c.run is None else replace(c, run=BothWays(op, c.run)) for c in contenders
+        candidates = [
+            c if c.run is None else replace(c, run=BothWays(op, c.run)) for c in candidates
         ]
     leading = next(x for x in first if isinstance(x, torch.Tensor))
     times = TIMES_FORWARD if gradients else 1.0
-    return Contest(
+    return BenchmarkCase(
         op=op,
         case=case,
         inputs=inputs,
-        contenders=[*contenders, *peers],
-        judge=OpJudge(op, list(leaves(op, first))) if gradients else judge_of(op, first),
+        candidates=[*candidates, *peers],
+        checker=OpChecker(op, list(leaves(op, first))) if gradients else checker_of(op, first),
         flops=times * sum(spec.flops(arguments) for arguments in inputs[0]),
         useful_flops=times * sum(spec.useful_flops(arguments) for arguments in inputs[0]),
         bytes=times * sum(spec.bytes(arguments) for arguments in inputs[0]),

@@ -1,7 +1,7 @@
 """The roof: the shortest time in which this machine could do a piece of work.
 
 The longer of arithmetic / peak rate and memory traffic / bandwidth, all rates measured (never read
-from a data sheet) beside the work they judge. On the CPU they are the native module's probes: a
+from a data sheet) beside the work they measure. On the CPU they are the native module's probes: a
 loop of multiply-adds in registers, and copying and reading as many bytes as the work touches, so
 that work which fits in a cache is held to that cache. What is written is held to the rate of
 copying, with as many bytes of what is read; the rest of the reading to the rate of reading. On a

@@ -60,7 +60,7 @@ def speed_up(base: Sequence[float], ours: Sequence[float]) -> Ratio:
     """``median(base) / median(ours)``: above 1, ours is the faster.
 
     The samples are pairs, taken in the same rounds. The interval is the bootstrap's over whole
-    rounds, so drift that hits both contenders cancels.
+    rounds, so drift that hits both candidates cancels.
     """
     if len(base) != len(ours) or not base:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Contests of encoder layers and of whole Transformers, and what they cost."""
+"""BenchmarkCases of encoder layers and of whole Transformers, and what they cost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .contest import Arguments, Contender, Contest
-from .modules import module_contest, parameter_bytes, twins
+from .benchmark_case import Arguments, BenchmarkCase, Candidate
+from .modules import module_case, parameter_bytes, twins
 from .text import Batch
 
 #: Makes peers for the module of torch.nn that they are to equal, and the arguments of a call.
-Peers = Callable[[nn.Module, Arguments], Sequence[Contender]]
+Peers = Callable[[nn.Module, Arguments], Sequence[Candidate]]
 
 
 class Size(NamedTuple):
@@ -31,7 +31,7 @@ class Size(NamedTuple):
         return f"{self.model}/{self.heads}/{self.hidden}"
 
 
-def no_peers(module: nn.Module, arguments: Arguments) -> Sequence[Contender]:
+def no_peers(module: nn.Module, arguments: Arguments) -> Sequence[Candidate]:
     return ()
 
 
@@ -70,14 +70,14 @@ def encoder_work(size: Size, weights: float, layers: int = 1) -> Callable[..., A
     return work
 
 
-def encoder_contest(
+def encoder_case(
     case: str,
     inputs: Sequence[Sequence[Arguments]],
     size: Size,
     backends: Sequence[str | None] = (None,),
     peers: Peers = no_peers,
     layers: int | None = None,
-) -> Contest:
+) -> BenchmarkCase:
     """One layer, or a `TransformerEncoder` of ``layers``.
 
     Calls are (x, None, padding): x (B, T, M), padding (B, T) bool, True = hidden, or None.
@@ -92,7 +92,7 @@ def encoder_contest(
     work = encoder_work(size, parameter_bytes(theirs), layers or 1)
     offered = peers(theirs, inputs[0][0])
     op = "encoder_layer" if layers is None else "encoder"
-    return module_contest(op, case, ours, theirs, inputs, real_places, work, backends, offered)
+    return module_case(op, case, ours, theirs, inputs, real_places, work, backends, offered)
 
 
 def _positions(length: int, model: int) -> Tensor:
@@ -164,7 +164,7 @@ def transformer_work(size: Size, weights: float, item: int) -> Callable[..., Any
     return work
 
 
-def transformer_contest(
+def transformer_case(
     case: str,
     inputs: Sequence[Sequence[Arguments]],
     size: Size,
@@ -172,12 +172,12 @@ def transformer_contest(
     device: torch.device | str,
     backends: Sequence[str | None] = (None,),
     peers: Peers = no_peers,
-) -> Contest:
+) -> BenchmarkCase:
     """Calls are (source, target), both `Batch`."""
     ours, theirs = twins(lambda nn: Seq2Seq(nn, size), dtype, device)
     work = transformer_work(size, parameter_bytes(theirs), dtype.itemsize)
     offered = peers(theirs, inputs[0][0])
-    return module_contest(
+    return module_case(
         "transformer", case, ours, theirs, inputs, lambda source, target: target.real, work,
         backends, offered,
     )  # fmt: skip

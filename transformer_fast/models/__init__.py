@@ -8,8 +8,8 @@ found = model.generate(source, models.BeamSearch(4))
 from .annotated_layer_norm import AnnotatedLayerNorm
 from .attention_weights import attention_weights
 from .embedding import OutputProjection, TokenEmbedding
+from .encoder_decoder import Decoder, Encoder
 from .generation import BeamSearch, Generated, Greedy, Sampling, generate, stream
-from .halves import Decoder, Encoder
 from .language_model import LanguageModel
 from .positions import LearnedPositions, SinusoidalPositions
 from .transformer import Transformer

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .embedding import OutputProjection
+from .encoder_decoder import Decoder, Encoder, config_of, options_of_half
 from .generation import Generated, Method, generate, stream
 from .generation.from_model import encoder_decoder_arguments
-from .halves import Decoder, Encoder, config_of, options_of_half
 from .tokens import check_token
 
 

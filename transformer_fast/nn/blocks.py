@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import dispatch
 from ..backends import cpu_blocks
 from ..backends.cpu_blocks import Kind, Sight, Sublayer
-from . import bypass, masks
+from . import fusion, masks
 from .multihead_attention import MultiheadAttention
 
 #: Cross-attention takes queries and keys from parts of one packed weight, cut between panels.
@@ -56,13 +56,13 @@ def _part(module: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _read_norm(norm: torch.nn.Module, width: int) -> tuple[Tensor | None, Tensor | None] | None:
-    if not bypass.is_plain(norm, bypass.LAYER_NORM) or norm.normalized_shape != (width,):
+    if not fusion.is_unhooked(norm, fusion.LAYER_NORM) or norm.normalized_shape != (width,):
         return None
-    return bypass.affine(norm)
+    return fusion.affine(norm)
 
 
 def _inactive(dropout: torch.nn.Module) -> bool:
-    return bypass.is_plain(dropout, bypass.DROPOUT) and (
+    return fusion.is_unhooked(dropout, fusion.DROPOUT) and (
         not dropout.training or bool(dropout.p == 0.0)
     )
 
@@ -79,7 +79,7 @@ def read_attention(
     if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
         return None
     if not (
-        bypass.is_plain(module, (MultiheadAttention,))
+        fusion.is_unhooked(module, (MultiheadAttention,))
         and isinstance(module, MultiheadAttention)
         and module.embed_dim == width
         and module._qkv_same_embed_dim
@@ -92,10 +92,10 @@ def read_attention(
         return None
     out, norm_module = _part(module, "out_proj"), _part(layer, norm)
     last = _read_norm(norm_module, width)
-    if last is None or not bypass.is_plain(out, bypass.LINEAR):
+    if last is None or not fusion.is_unhooked(out, fusion.LINEAR):
         return None
-    projection = bypass.affine(module, "in_proj_weight", "in_proj_bias")
-    parameters = (*projection, *bypass.affine(out), *last)
+    projection = fusion.affine(module, "in_proj_weight", "in_proj_bias")
+    parameters = (*projection, *fusion.affine(out), *last)
     kind = Kind.CROSS_ATTENTION if cross else Kind.SELF_ATTENTION
     if not cpu_blocks.fits(x, *parameters):
         return None
@@ -111,16 +111,16 @@ def read_feed_forward(
     last = _read_norm(norm_module, width)
     if not (
         last is not None
-        and bypass.activation_name(layer.activation) is not None
-        and bypass.is_plain(linear1, bypass.LINEAR)
-        and bypass.is_plain(linear2, bypass.LINEAR)
+        and fusion.activation_name(layer.activation) is not None
+        and fusion.is_unhooked(linear1, fusion.LINEAR)
+        and fusion.is_unhooked(linear2, fusion.LINEAR)
         and _inactive(_part(layer, "dropout"))
         and _inactive(_part(layer, dropout))
         and width == linear1.in_features == linear2.out_features
         and linear1.out_features == linear2.in_features
     ):
         return None
-    parameters = (*bypass.affine(linear1), *bypass.affine(linear2), *last)
+    parameters = (*fusion.affine(linear1), *fusion.affine(linear2), *last)
     if not cpu_blocks.fits(x, *parameters):
         return None
     return Sublayer(Kind.FEED_FORWARD, parameters, norm_module.eps)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def of_layer(
         return None
     activation = None
     if found[-1].kind == Kind.FEED_FORWARD:
-        activation = bypass.activation_name(layer.activation)
+        activation = fusion.activation_name(layer.activation)
     return Layers(
         layer, found, len(found), layer.norm_first, heads, batch_first, activation,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _native, dispatch, small
 from ..autograd import needs_function
 from ..functional._pointwise import EMBEDDING_BACKWARD
-from .swapped import Swapped
+from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
 
@@ -35,7 +35,7 @@ class _LookUp(torch.autograd.Function):
         return found, None, None
 
 
-class Embedding(Swapped, torch.nn.Embedding):
+class Embedding(DropIn, torch.nn.Embedding):
     """`torch.nn.Embedding`, whose gradient comes from a kernel of ours on the CPU.
 
     ``y[i] = table[tokens[i]]``: tokens (*), int64, to (*, embedding_dim). Its gradient is a table of

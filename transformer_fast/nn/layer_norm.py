@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .. import small
 from ..functional.layer_norm import dispatched_layer_norm, rms_norm
-from .swapped import Swapped
+from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
 
-class LayerNorm(Swapped, torch.nn.LayerNorm):
+class LayerNorm(DropIn, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, run by `transformer_fast.functional.layer_norm`.
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the trailing
@@ -38,7 +38,7 @@ class LayerNorm(Swapped, torch.nn.LayerNorm):
         return dispatched_layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-class RMSNorm(Swapped, torch.nn.RMSNorm):
+class RMSNorm(DropIn, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, run by `transformer_fast.functional.rms_norm`.
 
     ``y = x / sqrt(mean(x^2) + eps) * weight`` over the trailing ``normalized_shape``, with fp32

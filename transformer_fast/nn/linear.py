@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import functional, small
-from .swapped import Swapped
+from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
 _linear = torch.nn.functional.linear
 
 
-class Linear(Swapped, torch.nn.Linear):
+class Linear(DropIn, torch.nn.Linear):
     """`torch.nn.Linear`, run by `transformer_fast.functional.linear`.
 
     ``y = x W^T + b`` over the last dimension: (*, in_features) to (*, out_features), W of shape

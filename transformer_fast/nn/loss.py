@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import functional, small
-from .swapped import Swapped
+from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
 _cross_entropy = torch.nn.functional.cross_entropy
 
 
-class CrossEntropyLoss(Swapped, torch.nn.CrossEntropyLoss):
+class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss`, run by `transformer_fast.functional.cross_entropy`.
 
     ``(1 - s) * -log p[target] + s * mean of -log p`` with ``p = softmax(input)``, reduced over what

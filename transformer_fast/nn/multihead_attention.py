@@ -12,14 +12,14 @@ from .. import functional, small
 from ..autograd import savable
 from ..functional import _check
 from ..functional.attention import attend
-from . import bypass, masks
-from .swapped import Swapped
+from . import fusion, masks
+from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
 _in_one_call: Any = torch._native_multi_head_attention
 
 
-class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
+class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`, run by the ops of `transformer_fast.functional`.
 
     ``Concat(head_1, ..., head_H) W_o`` with ``head_i = Attention(Q W_q_i, K W_k_i, V W_v_i)``.
@@ -76,7 +76,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
         """
         nested = is_torchs(query) or key.is_nested or value.is_nested
-        plain = not nested and self._is_plain(
+        plain = not nested and self._is_unhooked(
             query, key, value, key_padding_mask, attn_mask, is_causal
         )
         if plain and not self.training and (found := self._for_one_call(query)) is not None:
@@ -136,7 +136,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             weights = None if weights is None else weights.squeeze(0)
         return output, weights
 
-    def _is_plain(
+    def _is_unhooked(
         self,
         query: Tensor,
         key: Tensor,
@@ -177,7 +177,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
             self.batch_first
             and self.num_heads % 2 == 0
             and small.multihead_attention(query)
-            and bypass.is_plain(out, bypass.LINEAR)
+            and fusion.is_unhooked(out, fusion.LINEAR)
         ):
             return None
         theirs = out._parameters
@@ -223,7 +223,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
         )
         # (B, H, T, D) to (B, T, H * D) or (T, B, H * D)
         merged = output.transpose(1, 2) if sequence == 1 else output.permute(2, 0, 1, 3)
-        output = bypass.linear(self.out_proj, merged.flatten(2))
+        output = fusion.linear(self.out_proj, merged.flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return output, weights
@@ -277,7 +277,7 @@ class MultiheadAttention(Swapped, torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
         width = self.embed_dim
-        weight, bias = bypass.affine(self, "in_proj_weight", "in_proj_bias")
+        weight, bias = fusion.affine(self, "in_proj_weight", "in_proj_bias")
         if self._qkv_same_embed_dim and same:
             packed = functional.linear(self._saved(query), weight, bias)  # type: ignore[arg-type]
             q, k, v = self._heads(packed, sequence, 3)

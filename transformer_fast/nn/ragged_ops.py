@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import dispatch, functional
 from ..functional.attention import attend
-from . import bypass
+from . import fusion
 from .multihead_attention import MultiheadAttention
 from .transformer_layers import TransformerEncoderLayer
 
@@ -43,9 +43,9 @@ def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
     """Whether running the layer on rows is what calling it would do, and nothing else."""
     base = torch.nn.TransformerEncoderLayer
     if not (
-        bypass.is_plain(layer, (TransformerEncoderLayer,))
-        and not any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
-        and bypass.is_plain(layer.self_attn, (MultiheadAttention,))
+        fusion.is_unhooked(layer, (TransformerEncoderLayer,))
+        and not any(fusion.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
+        and fusion.is_unhooked(layer.self_attn, (MultiheadAttention,))
         and not dispatch.is_traced()
         and type(x) in (Tensor, torch.nn.Parameter)
         and x.is_cpu
@@ -59,16 +59,16 @@ def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
         and not attention.add_zero_attn
         and x.shape[-1] == attention.embed_dim
         and all(
-            bypass.is_plain(part, kind)
+            fusion.is_unhooked(part, kind)
             for part, kind in (
-                (attention.out_proj, bypass.LINEAR),
-                (layer.linear1, bypass.LINEAR),
-                (layer.linear2, bypass.LINEAR),
-                (layer.norm1, bypass.LAYER_NORM),
-                (layer.norm2, bypass.LAYER_NORM),
-                (layer.dropout, bypass.DROPOUT),
-                (layer.dropout1, bypass.DROPOUT),
-                (layer.dropout2, bypass.DROPOUT),
+                (attention.out_proj, fusion.LINEAR),
+                (layer.linear1, fusion.LINEAR),
+                (layer.linear2, fusion.LINEAR),
+                (layer.norm1, fusion.LAYER_NORM),
+                (layer.norm2, fusion.LAYER_NORM),
+                (layer.dropout, fusion.DROPOUT),
+                (layer.dropout1, fusion.DROPOUT),
+                (layer.dropout2, fusion.DROPOUT),
             )
         )
     )
@@ -92,7 +92,7 @@ def _attend(module: MultiheadAttention, x: Tensor, places: Places, is_causal: bo
         dropout_p=module.dropout if module.training else 0.0,
     )
     rows = output.transpose(1, 2).reshape(batch * length, x.shape[1])
-    return bypass.linear(module.out_proj, rows.index_select(0, places.places))
+    return fusion.linear(module.out_proj, rows.index_select(0, places.places))
 
 
 def encoder_layer(
@@ -101,12 +101,12 @@ def encoder_layer(
     """The layer on rows (tokens, M)."""
 
     def feed_forward(y: Tensor) -> Tensor:
-        return bypass.feed_forward(y, layer.linear1, layer.activation, layer.dropout, layer.linear2)
+        return fusion.feed_forward(y, layer.linear1, layer.activation, layer.dropout, layer.linear2)
 
     if layer.norm_first:
         attended = _attend(layer.self_attn, layer.norm1(x), places, is_causal)
-        y, x = bypass.add_norm(attended, layer.dropout1, x, layer.norm2)
+        y, x = fusion.add_norm(attended, layer.dropout1, x, layer.norm2)
         return x + layer.dropout2(feed_forward(y))
     attended = _attend(layer.self_attn, x, places, is_causal)
-    x, _ = bypass.add_norm(attended, layer.dropout1, x, layer.norm1)
-    return bypass.add_norm(feed_forward(x), layer.dropout2, x, layer.norm2)[0]
+    x, _ = fusion.add_norm(attended, layer.dropout1, x, layer.norm1)
+    return fusion.add_norm(feed_forward(x), layer.dropout2, x, layer.norm2)[0]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import _native, dispatch
 from . import blocks, masks, ragged
+from .drop_in import DropIn
 from .layer_norm import LayerNorm
-from .swapped import Swapped
 from .tracing import by_torch, is_torchs, without_kernels
 from .transformer_layers import (
     TransformerDecoderLayer,
@@ -72,7 +72,7 @@ def _torchs_zeros(
     return None if others else padding
 
 
-class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
+class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`: N encoder layers, ours, torch's or the user's own.
 
     Arguments, attributes and state_dict are torch's.
@@ -149,7 +149,7 @@ class TransformerEncoder(Swapped, torch.nn.TransformerEncoder):
         return output if self.norm is None else self.norm(output)
 
 
-class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
+class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
     """`torch.nn.TransformerDecoder`: N decoder layers, ours, torch's or the user's own.
 
     Arguments, attributes and state_dict are torch's. ``tgt_is_causal=None`` is resolved as
@@ -217,7 +217,7 @@ class TransformerDecoder(Swapped, torch.nn.TransformerDecoder):
         return output if self.norm is None else self.norm(output)
 
 
-class Transformer(Swapped, torch.nn.Transformer):
+class Transformer(DropIn, torch.nn.Transformer):
     """`torch.nn.Transformer` with our encoder and decoder; all else is torch's.
 
     ``custom_encoder`` and ``custom_decoder`` are used as they are. The same seed gives the same

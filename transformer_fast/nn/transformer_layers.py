@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .. import dispatch
 from ..functional._check import autocast, wants_grad
-from . import blocks, bypass, masks
+from . import blocks, fusion, masks
+from .drop_in import DropIn
 from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
-from .swapped import Swapped
 from .tracing import by_torch, is_torchs
 
 
@@ -106,7 +106,7 @@ def _as_torchs_shortcut_has_it(layer: torch.nn.TransformerEncoderLayer, x: Tenso
     return autocast(x)[0]  # type: ignore[return-value]
 
 
-class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``, ``x = norm2(x + dropout2(ffn(x)))``; with
@@ -169,7 +169,7 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
         same_kind = masks.check_masks(
             src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask"
         )
-        replaced = bypass.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
+        replaced = fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
         if replaced or not same_kind or type(self.self_attn) is not MultiheadAttention:
             # Torch's layer hands float masks on, and code that is not ours may count on it.
             src_mask = masks.additive(src_mask, src.dtype)
@@ -199,28 +199,28 @@ class TransformerEncoderLayer(Swapped, torch.nn.TransformerEncoderLayer):
             return attended, self.dropout1
 
         if self.norm_first:
-            y, x = bypass.add_norm(*attend(self.norm1(src)), src, self.norm2)
+            y, x = fusion.add_norm(*attend(self.norm1(src)), src, self.norm2)
             y, dropout = self._feed_forward(y)
             return x + (y if dropout is None else dropout(y))
-        x, _ = bypass.add_norm(*attend(src), src, self.norm1)
-        return bypass.add_norm(*self._feed_forward(x), x, self.norm2)[0]
+        x, _ = fusion.add_norm(*attend(src), src, self.norm1)
+        return fusion.add_norm(*self._feed_forward(x), x, self.norm2)[0]
 
     def _feed_forward_and_norm(self, x: Tensor) -> Tensor:
         """The second sub-layer, with its residual and norm."""
         if self.norm_first:
             y, dropout = self._feed_forward(self.norm2(x))
             return x + (y if dropout is None else dropout(y))
-        return bypass.add_norm(*self._feed_forward(x), x, self.norm2)[0]
+        return fusion.add_norm(*self._feed_forward(x), x, self.norm2)[0]
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
         """The FFN's output, and the dropout that is still to be applied to it."""
-        if bypass.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
+        if fusion.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
             return self._ff_block(x), None
-        y = bypass.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
+        y = fusion.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
         return y, self.dropout2
 
 
-class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``,
@@ -295,7 +295,7 @@ class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
             return done
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
-            if bypass.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
+            if fusion.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
                 return self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), None
             attended = self.self_attn(
                 x,
@@ -309,7 +309,7 @@ class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
             return attended, self.dropout1
 
         def attend_to_memory(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
-            if bypass.overridden(self, "_mha_block", torch.nn.TransformerDecoderLayer):
+            if fusion.overridden(self, "_mha_block", torch.nn.TransformerDecoderLayer):
                 block = self._mha_block
                 return block(
                     x, memory, memory_mask, memory_key_padding_mask, memory_is_causal
@@ -326,19 +326,19 @@ class TransformerDecoderLayer(Swapped, torch.nn.TransformerDecoderLayer):
             return attended, self.dropout2
 
         if self.norm_first:
-            y, x = bypass.add_norm(*attend(self.norm1(tgt)), tgt, self.norm2)
-            y, x = bypass.add_norm(*attend_to_memory(y), x, self.norm3)
+            y, x = fusion.add_norm(*attend(self.norm1(tgt)), tgt, self.norm2)
+            y, x = fusion.add_norm(*attend_to_memory(y), x, self.norm3)
             y, dropout = self._feed_forward(y)
             return x + (y if dropout is None else dropout(y))
-        x, _ = bypass.add_norm(*attend(tgt), tgt, self.norm1)
-        x, _ = bypass.add_norm(*attend_to_memory(x), x, self.norm2)
-        return bypass.add_norm(*self._feed_forward(x), x, self.norm3)[0]
+        x, _ = fusion.add_norm(*attend(tgt), tgt, self.norm1)
+        x, _ = fusion.add_norm(*attend_to_memory(x), x, self.norm2)
+        return fusion.add_norm(*self._feed_forward(x), x, self.norm3)[0]
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
         """The FFN's output, and the dropout that is still to be applied to it."""
-        if bypass.overridden(self, "_ff_block", torch.nn.TransformerDecoderLayer):
+        if fusion.overridden(self, "_ff_block", torch.nn.TransformerDecoderLayer):
             return self._ff_block(x), None
-        y = bypass.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
+        y = fusion.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
         return y, self.dropout3
 
 
@@ -346,7 +346,7 @@ def _read_encoder_layer(
     layer: torch.nn.Module, x: Tensor, attention: blocks.Sublayer | None
 ) -> blocks.Layers | None:
     """The whole layer, whose attention has been read, for one call on x."""
-    if attention is None or bypass.overridden(layer, "_ff_block", torch.nn.TransformerEncoderLayer):
+    if attention is None or fusion.overridden(layer, "_ff_block", torch.nn.TransformerEncoderLayer):
         return None
     network = blocks.read_feed_forward(layer, "dropout2", "norm2", x)
     return blocks.of_layer(layer, [attention, network])
@@ -354,7 +354,7 @@ def _read_encoder_layer(
 
 def _read_decoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | None:
     base = torch.nn.TransformerDecoderLayer
-    if any(bypass.overridden(layer, f"_{name}_block", base) for name in ("sa", "mha", "ff")):
+    if any(fusion.overridden(layer, f"_{name}_block", base) for name in ("sa", "mha", "ff")):
         return None
     own = blocks.read_attention(layer, "self_attn", "dropout1", "norm1", x)
     if own is None:
@@ -371,8 +371,8 @@ def read_encoder(layers: torch.nn.ModuleList, x: Tensor) -> list[blocks.Layers] 
 
 def _read_plain_encoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | None:
     base = torch.nn.TransformerEncoderLayer
-    plain = bypass.is_plain(layer, (TransformerEncoderLayer,))
-    if not plain or bypass.overridden(layer, "_sa_block", base):
+    plain = fusion.is_unhooked(layer, (TransformerEncoderLayer,))
+    if not plain or fusion.overridden(layer, "_sa_block", base):
         return None
     attention = blocks.read_attention(layer, "self_attn", "dropout1", "norm1", x)
     return _read_encoder_layer(layer, x, attention)
@@ -382,7 +382,7 @@ def read_decoder(layers: torch.nn.ModuleList, x: Tensor) -> list[blocks.Layers] 
     """The same for decoder layers."""
     return blocks.of_stack(
         _read_decoder_layer(layer, x)
-        if bypass.is_plain(layer, (TransformerDecoderLayer,))
+        if fusion.is_unhooked(layer, (TransformerDecoderLayer,))
         else None
         for layer in layers
     )

@@ -4,6 +4,7 @@ Every backend's entry has the signature of the function of the same name here.
 """
 
 from .attention import attention, taking_query_lengths, values_are_known, visible_places
+from .chunked_loss import chunked_gradients, chunked_loss, recomputed_losses, register_losses
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .feed_forward import feed_forward
@@ -15,7 +16,6 @@ from .layer_norm import (
     rms_norm,
 )
 from .linear import ACTIVATIONS, activate, linear
-from .loss_in_parts import gradients_in_parts, in_parts, recomputed_losses, register_losses
 
 #: The ops, in the order in which they are told of. Everything else that is kept by op follows.
 OPS = (
@@ -38,11 +38,11 @@ __all__ = [
     "add_rms_norm",
     "annotated_layer_norm",
     "attention",
+    "chunked_gradients",
+    "chunked_loss",
     "cross_entropy",
     "dropout",
     "feed_forward",
-    "gradients_in_parts",
-    "in_parts",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

@@ -5,7 +5,7 @@
 with ``p = softmax(logits)``, in fp32 at least; 0 where ``target[n] == ignore_index``, and then
 nothing of that row counts. Without finite logits a row's loss is NaN, as PyTorch's is.
 
-Behind a linear map the logits of a vocabulary are far larger than all else: see `in_parts`.
+Behind a linear map the logits of a vocabulary are far larger than all else: see `chunked_loss`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .chunked_loss import chunked_loss, register_losses
 from .linear import linear
-from .loss_in_parts import in_parts, register_losses
 
 
 def cross_entropy(
@@ -40,7 +40,9 @@ def linear_cross_entropy(
     summed: bool = False,
 ) -> Tensor:
     """``summed``: the caller will add the losses up, so all have the same gradient (a hint)."""
-    return in_parts("reference", input, weight, bias, target, ignore_index, label_smoothing, summed)
+    return chunked_loss(
+        "reference", input, weight, bias, target, ignore_index, label_smoothing, summed
+    )
 
 
 register_losses("reference", linear, cross_entropy)

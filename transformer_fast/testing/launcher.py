@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import dispatch, memo
+from .. import call_cache, dispatch
 
 
 class Machine:
@@ -90,7 +90,7 @@ def stubbed() -> Iterator[Machine]:
         raise RuntimeError("the launcher is stubbed only without a GPU and without the interpreter")
     if _installed is None:
         _install(_installed := Machine())
-    state, on_cpu = dispatch._state, memo.on_cpu
+    state, on_cpu = dispatch._state, call_cache.on_cpu
     before = dict(state.kernels), dict(state.usable)
     try:
         if _installed.kernels[0] == before:
@@ -102,10 +102,10 @@ def stubbed() -> Iterator[Machine]:
             for kernel in backend.kernels(interpreted=True):
                 dispatch.register(kernel)
             _installed.kernels = before, (dict(state.kernels), dict(state.usable))
-        memo.on_cpu = True
+        call_cache.on_cpu = True
         with config.use_architecture(90), dispatch.use_backend("triton"):
             yield _installed
     finally:
-        memo.on_cpu = on_cpu
+        call_cache.on_cpu = on_cpu
         state.kernels.update(before[0])
         state.usable.update(before[1])

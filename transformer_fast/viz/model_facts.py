@@ -16,7 +16,7 @@ from ..models import (
     Transformer,
 )
 from ..models.embedding import OutputProjection
-from ..nn.bypass import activation_name
+from ..nn.fusion import activation_name
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ... import functional
 from .activation import rewrite_activations
 from .add_norm import rewrite_add_norm
 from .attention import rewrite_attention
+from .canonicalize import canonicalize
 from .conv import rewrite_convolutions
 from .editor import Editor
 from .feed_forward import rewrite_feed_forward, rewrite_linear
@@ -19,7 +20,6 @@ from .norm import rewrite_norms
 from .ops import read
 from .report import GraphReport
 from .softmax import rewrite_softmax
-from .tidy import tidy
 
 
 def rewrite(module: GraphModule) -> GraphReport:
@@ -29,7 +29,7 @@ def rewrite(module: GraphModule) -> GraphReport:
     while the graph was captured (``meta["example_value"]``).
     """
     report = GraphReport()
-    tidy(module.graph)
+    canonicalize(module.graph)
     editor = Editor(module.graph, report)
     rewrite_softmax(editor)
     rewrite_attention(editor)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import functional
-from ...nn import bypass
-from ...nn.swapped import Swapped
+from ...nn import fusion
+from ...nn.drop_in import DropIn
 
 #: Activation classes of transformers, by name, that compute what our kernels know.
 _ACTIVATIONS = {
@@ -28,14 +28,14 @@ _ACTIVATIONS = {
 def activation_name(activation: Any) -> str | None:
     """The name by which kernels know an activation of transformers."""
     kind = type(activation)
-    if kind.__module__ == "transformers.activations" and bypass.is_plain(activation, (kind,)):
+    if kind.__module__ == "transformers.activations" and fusion.is_unhooked(activation, (kind,)):
         return _ACTIVATIONS.get(kind.__name__)
-    return bypass.activation_name(activation)
+    return fusion.activation_name(activation)
 
 
 def _feed_forward(x: Tensor, first: Any, activation: Any, dropout_p: float, second: Any) -> Tensor:
     name = activation_name(activation)
-    if name is not None and all(bypass.is_plain(m, bypass.LINEAR) for m in (first, second)):
+    if name is not None and all(fusion.is_unhooked(m, fusion.LINEAR) for m in (first, second)):
         return functional.feed_forward(
             x, first.weight, first.bias, second.weight, second.bias, activation=name,
             dropout_p=dropout_p,
@@ -44,7 +44,7 @@ def _feed_forward(x: Tensor, first: Any, activation: Any, dropout_p: float, seco
 
 
 def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tensor:
-    if bypass.is_plain(norm, bypass.LAYER_NORM) and x.shape == residual.shape:
+    if fusion.is_unhooked(norm, fusion.LAYER_NORM) and x.shape == residual.shape:
         return functional.add_layer_norm(
             x, residual, norm.normalized_shape, norm.weight, norm.bias, norm.eps,
             dropout_p=dropout_p,
@@ -52,7 +52,7 @@ def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tenso
     return norm(residual + F.dropout(x, dropout_p))
 
 
-class RMSNorm(Swapped):
+class RMSNorm(DropIn):
     """T5LayerNorm and LlamaRMSNorm."""
 
     weight: Tensor
@@ -66,7 +66,7 @@ class RMSNorm(Swapped):
         )
 
 
-class _PostNorm(Swapped):
+class _PostNorm(DropIn):
     """What the encoder and decoder layers of BART and Marian share."""
 
     self_attn: Any
@@ -132,7 +132,7 @@ class DecoderLayer(_PostNorm):
         return self._whole_feed_forward(x)
 
 
-class Output(Swapped):
+class Output(DropIn):
     """BertSelfOutput and BertOutput: projection, dropout, residual, norm."""
 
     dense: Any
@@ -140,14 +140,14 @@ class Output(Swapped):
     LayerNorm: Any
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        x = bypass.linear(self.dense, hidden_states)
+        x = fusion.linear(self.dense, hidden_states)
         return self._end(x, input_tensor)
 
     def _end(self, x: Tensor, residual: Tensor) -> Tensor:
-        return bypass.add_norm(x, self.dropout, residual, self.LayerNorm)[0]
+        return fusion.add_norm(x, self.dropout, residual, self.LayerNorm)[0]
 
 
-class BertLayer(Swapped):
+class BertLayer(DropIn):
     """Its FFN is spread over two modules, which are called if anybody could tell."""
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
@@ -164,10 +164,10 @@ class BertLayer(Swapped):
 
 
 def _is_untouched(module: Any, name: str) -> bool:
-    return type(module).__name__ == name and bypass.is_plain(module, (type(module),))
+    return type(module).__name__ == name and fusion.is_unhooked(module, (type(module),))
 
 
-class T5DenseActDense(Swapped):
+class T5DenseActDense(DropIn):
     """T5's FFN, without biases."""
 
     wi: Any
@@ -178,7 +178,7 @@ class T5DenseActDense(Swapped):
     def forward(self, hidden_states: Tensor) -> Tensor:
         wi, wo, dropout = self.wi, self.wo, self.dropout
         same = hidden_states.dtype == wi.weight.dtype == wo.weight.dtype
-        if not (same and bypass.is_plain(dropout, bypass.DROPOUT)):
+        if not (same and fusion.is_unhooked(dropout, fusion.DROPOUT)):
             return super().forward(hidden_states)
         p = dropout.p if dropout.training else 0.0
         return _feed_forward(hidden_states, wi, self.act, float(p), wo)

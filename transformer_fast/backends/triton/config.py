@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import memo
+from ... import call_cache
 from ...dispatch import compute_capability
 from . import FEW_ROWS, table_for
 from .runtime import INTERPRETED, next_power_of_2
@@ -35,7 +35,7 @@ def use_architecture(architecture: int) -> Iterator[None]:
     global _forced
     before, _forced = _forced, architecture
     try:
-        with memo.under(architecture):
+        with call_cache.under(architecture):
             yield
     finally:
         _forced = before
@@ -380,7 +380,7 @@ def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
     else:
         globals()[name] = lambda *_: tile
     try:
-        with memo.under((name, tile)):
+        with call_cache.under((name, tile)):
             yield
     finally:
         globals()[name] = function

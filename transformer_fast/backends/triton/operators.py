@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import memo, reference
+from ... import call_cache, reference
 from ...functional._operator import OPERATORS, Operator
 from ...functional.attention import attention_on
 from ...functional.cross_entropy import cross_entropy_on
@@ -53,7 +53,7 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
         # PyTorch leaves defaults at the end out, too, and plans are kept by what it hands over.
         while len(arguments) > required and arguments[-1] is None:
             arguments = arguments[:-1]
-        if memo.quiet():
+        if call_cache.quiet():
             # PyTorch's way to an operator in Python takes longer than all else.
             result = planned.replay(arguments)
             if result is not NotImplemented:
@@ -182,4 +182,4 @@ linear = _unless_empty(linear_on("triton"), reference.linear, 0, 1)
 feed_forward = _unless_empty(feed_forward_on("triton"), reference.feed_forward, 0, 1, 3)
 cross_entropy = _unless_empty(cross_entropy_on("triton"), reference.cross_entropy, 0)
 reference.register_losses("triton", linear, cross_entropy)
-linear_cross_entropy = partial(reference.in_parts, "triton")
+linear_cross_entropy = partial(reference.chunked_loss, "triton")

@@ -1,9 +1,9 @@
 """Calls of launchers, replayed: what they allocate and launch, without what leads there.
 
 A launcher is Python that works out sizes, strides, tiles and constants, allocates results and
-launches kernels; PyTorch's ops may stand between. All of it depends on what `memo.describe` tells of
-its arguments and on nothing else. So when such a call is made the second time, a `Recorder` writes down
-what happens as the source of a Python function, which later calls run instead.
+launches kernels; PyTorch's ops may stand between. All of it depends on what `call_cache.describe` tells
+of its arguments and on nothing else. So when such a call is made the second time, a `Recorder` writes
+down what happens as the source of a Python function, which later calls run instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import memo
+from ... import call_cache
 
 aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -283,29 +283,29 @@ class Planned:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.store = memo.new_store()
+        self.store = call_cache.new_store()
 
     def __call__(self, *arguments: Any) -> Any:
         if _now.recorder is not None or not allowed():
             return self.function(*arguments)
-        key = memo.describe(arguments)
+        key = call_cache.describe(arguments)
         known = self.store.get(key)
         if key is None or known is _NEVER:
             return self.function(*arguments)
         if known is None:
-            memo.keep(self.store, key, _SEEN)
+            call_cache.keep(self.store, key, _SEEN)
             return self.function(*arguments)
         if known is not _SEEN:
             return _on(arguments[0].get_device(), known, arguments)
         result, plan = record(self.function, arguments)
-        memo.keep(self.store, key, plan or _NEVER)
+        call_cache.keep(self.store, key, plan or _NEVER)
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
         """The result of a call that can be replayed, or `NotImplemented`."""
         if not allowed():
             return NotImplemented
-        known = self.store.get(memo.describe(arguments))
+        known = self.store.get(call_cache.describe(arguments))
         if known is None or known is _NEVER or known is _SEEN:
             return NotImplemented
         return _on(arguments[0].get_device(), known, arguments)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .choose import top
+from .incremental import StepDecoder, Task, pays
 from .methods import BeamSearch, Generated
-from .one_by_one import StepDecoder, Task, pays
 
 
 def penalty(length: int, power: float) -> float:

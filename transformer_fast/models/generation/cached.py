@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...backends.cpu_blocks import empty_cache
-from ...nn import bypass
+from ...nn import fusion
 from ..embedding import OutputProjection
-from . import captured
+from . import cuda_graph
 from .kernels import Linear, bind_layer_norm, bind_linear, bind_stack, product_dtype
 from .layers import StackWeights
 from .reordering import Reordering, select_rows
@@ -25,13 +25,13 @@ Project = Callable[[Tensor], Tensor]
 
 def bind_project(project: Any, rows: int) -> Linear:
     """``project`` for (R, M), on our kernels where it is a plain matrix."""
-    if bypass.is_plain(project, bypass.LINEAR):
+    if fusion.is_unhooked(project, fusion.LINEAR):
         return bind_linear(rows, project.weight, project.bias)
-    if bypass.is_plain(project, (OutputProjection,)):
+    if fusion.is_unhooked(project, (OutputProjection,)):
         last = bind_linear(rows, project.weight, project.bias)
         if project.projection is None:
             return last
-        if bypass.is_plain(project.projection, bypass.LINEAR):
+        if fusion.is_unhooked(project.projection, fusion.LINEAR):
             first = bind_linear(rows, project.projection.weight, None)
             return lambda x: last(first(x))
     return lambda x: project(x[:, None]).squeeze(1)
@@ -118,7 +118,7 @@ class CachedDecoder:
     def _logits(self, x: Tensor) -> Tensor:
         return self.logits(x if self.final_norm is None else self.final_norm(x))
 
-    def _step_at(self, x: Tensor, caches: Tensor, place: captured.Place) -> Tensor:
+    def _step_at(self, x: Tensor, caches: Tensor, place: cuda_graph.Place) -> Tensor:
         for cache, (own, cross, feed_forward) in zip(caches, self.layers, strict=True):
             x = own.step_at(x, cache, place)
             if cross is not None:
@@ -142,9 +142,9 @@ class CachedDecoder:
         final = self.stack.final_norm
         self.final_norm = None if final is None else bind_layer_norm(x[:rows], final)
         self.logits = bind_project(self.project, rows)
-        self.steps: captured.Steps | None = None
-        if length == 1 and self.whole is None and captured.wanted(x):
-            self.steps = captured.Steps(x, self.capacity, self._step_at)
+        self.steps: cuda_graph.Steps | None = None
+        if length == 1 and self.whole is None and cuda_graph.wanted(x):
+            self.steps = cuda_graph.Steps(x, self.capacity, self._step_at)
 
     def spread(self, beams: int) -> None:
         """Make ``beams`` equal sequences of each."""

@@ -19,9 +19,9 @@ from .checks import (
     check_source_rows,
     check_stream,
 )
+from .incremental import StepDecoder, Task, generate_incrementally, one_by_one
 from .layers import Unreadable, read_stack
 from .methods import BeamSearch, Generated, Greedy, Method
-from .one_by_one import StepDecoder, Task, generate_one_by_one, one_by_one
 from .recomputed import RecomputedDecoder
 
 
@@ -54,7 +54,7 @@ def run(decoder: StepDecoder, task: Task, method: Method) -> Generated:
         if task.lengths is not None:
             raise ValueError("beam search needs prompts of one length")
         return beam_search(decoder, task, method)
-    return generate_one_by_one(decoder, task, None if isinstance(method, Greedy) else method)
+    return generate_incrementally(decoder, task, None if isinstance(method, Greedy) else method)
 
 
 def run_stream(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Tensor]:

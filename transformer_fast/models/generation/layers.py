@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ... import nn
-from ...nn import bypass
+from ...nn import fusion
 
 _ATTENTION = (torch.nn.MultiheadAttention, nn.MultiheadAttention)
 _LAYER_NORM = (torch.nn.LayerNorm, nn.LayerNorm)
-_LINEAR = bypass.LINEAR
+_LINEAR = fusion.LINEAR
 _DROPOUT = (torch.nn.Dropout, torch.nn.Identity)
 _ENCODER_LAYER = (torch.nn.TransformerEncoderLayer, nn.TransformerEncoderLayer)
 _DECODER_LAYER = (torch.nn.TransformerDecoderLayer, nn.TransformerDecoderLayer)
@@ -97,13 +97,13 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _attention(name: str, module: Any) -> AttentionWeights:
-    _require(bypass.is_plain(module, _ATTENTION), f"{name} is hooked or replaced")
+    _require(fusion.is_unhooked(module, _ATTENTION), f"{name} is hooked or replaced")
     _require(module._qkv_same_embed_dim, f"{name} has keys or values of another size")
     _require(
         module.bias_k is None and module.bias_v is None and not module.add_zero_attn,
         f"{name} appends keys",
     )
-    _require(bypass.is_plain(module.out_proj, _LINEAR), f"{name}.out_proj is hooked or replaced")
+    _require(fusion.is_unhooked(module.out_proj, _LINEAR), f"{name}.out_proj is hooked or replaced")
     out = module.out_proj
     return AttentionWeights(
         module.num_heads, module.in_proj_weight, module.in_proj_bias, out.weight, out.bias
@@ -112,27 +112,27 @@ def _attention(name: str, module: Any) -> AttentionWeights:
 
 def _feed_forward(name: str, layer: Any) -> FeedForwardWeights:
     for part in ("linear1", "linear2"):
-        plain = bypass.is_plain(getattr(layer, part), _LINEAR)
+        plain = fusion.is_unhooked(getattr(layer, part), _LINEAR)
         _require(plain, f"{name}.{part} is hooked or replaced")
-    activation = bypass.activation_name(layer.activation) or layer.activation
+    activation = fusion.activation_name(layer.activation) or layer.activation
     one, two = layer.linear1, layer.linear2
     return FeedForwardWeights(one.weight, one.bias, two.weight, two.bias, activation)
 
 
 def _norm(module: Any) -> NormWeights:
-    if bypass.is_plain(module, _LAYER_NORM) and len(module.normalized_shape) == 1:
+    if fusion.is_unhooked(module, _LAYER_NORM) and len(module.normalized_shape) == 1:
         return NormWeights(module.weight, module.bias, module.eps, None)
     return NormWeights(None, None, 0.0, module)
 
 
 def _check_layer(name: str, layer: Any, crossed: bool) -> None:
     kinds = _DECODER_LAYER if crossed else _ENCODER_LAYER
-    _require(bypass.is_plain(layer, kinds), f"{name} is hooked or has a forward of its own")
+    _require(fusion.is_unhooked(layer, kinds), f"{name} is hooked or has a forward of its own")
     for part in ("_sa_block", "_mha_block", "_ff_block"):
         _require(part not in layer.__dict__, f"{name}.{part} is replaced")
     for part in ("dropout", "dropout1", "dropout2", "dropout3"):
         module = getattr(layer, part, None)
-        plain = module is None or bypass.is_plain(module, _DROPOUT)
+        plain = module is None or fusion.is_unhooked(module, _DROPOUT)
         _require(plain, f"{name}.{part} is hooked or replaced")
 
 
@@ -141,7 +141,7 @@ def read_stack(stack: torch.nn.Module, crossed: bool) -> StackWeights:
 
     Raises `Unreadable` with the reason if it cannot be decoded with a cache.
     """
-    _require(bypass.is_plain(stack, _STACK), "the stack is hooked or has a forward of its own")
+    _require(fusion.is_unhooked(stack, _STACK), "the stack is hooked or has a forward of its own")
     modules: Any = stack.layers
     _require(len(modules) > 0, "the stack has no layers")
     for i, module in enumerate(modules):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cpu_blocks import empty_cache
-from .captured import Place
+from .cuda_graph import Place
 from .kernels import (
     bind_attention,
     bind_enter,

@@ -14,7 +14,7 @@ from .nodes import dtype, is_number, only_user, rank, shape, value
 from .ops import constant, mutates, read
 
 
-def tidy(graph: Graph) -> None:
+def canonicalize(graph: Graph) -> None:
     """All of it."""
     name_mutations(graph)
     name_dtypes(graph)

@@ -62,7 +62,7 @@ def _part_rows(weight: Tensor) -> int:
     return max(_LEAST_ROWS, MOST_LOGITS // max(1, weight.shape[0]))
 
 
-def in_parts(
+def chunked_loss(
     backend: str,
     input: Tensor,
     weight: Tensor,
@@ -275,7 +275,7 @@ def _gradients(
     )
 
 
-def gradients_in_parts(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
+def chunked_gradients(backend: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The operator ``linear_cross_entropy_gradients`` of a backend without kernels for it."""
     given: tuple[Any, ...] = (*arguments[:-3], arguments[-3:])
     # Behind autograd, as operators are called under modes, `_gradients` needs it nevertheless.

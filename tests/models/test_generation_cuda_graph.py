@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from harness import OnDevice, name_of
-from models_ruler import lively, small, small_language_model, tokens
+from models_checks import lively, small, small_language_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import models
-from transformer_fast.models.generation import cached, captured, one_by_one
+from transformer_fast.models.generation import cached, cuda_graph, incremental
 
 
 def storage(x: Tensor) -> Any:
@@ -68,7 +68,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recorder:
-    """Takes the place of `captured.record`."""
+    """Takes the place of `cuda_graph.record`."""
 
     def __init__(self) -> None:
         self.tried = self.recorded = self.replayed = 0
@@ -92,8 +92,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     one = Recorder()
-    monkeypatch.setattr(captured, "record", one)
-    monkeypatch.setattr(captured, "_LEAST_PLACES", 4)
+    monkeypatch.setattr(cuda_graph, "record", one)
+    monkeypatch.setattr(cuda_graph, "_LEAST_PLACES", 4)
     return one
 
 
@@ -101,9 +101,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def capturing(monkeypatch: pytest.MonkeyPatch, looks: int = 1):
     """Within the block CPU tensors are decoded as those on a GPU are."""
     with monkeypatch.context() as patch:
-        patch.setattr(captured, "wanted", lambda x: True)
+        patch.setattr(cuda_graph, "wanted", lambda x: True)
         patch.setattr(cached, "bind_stack", lambda *given: None)
-        patch.setattr(one_by_one.Task, "looks", property(lambda task: looks))
+        patch.setattr(incremental.Task, "looks", property(lambda task: looks))
         yield
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(recorder, monkeypatch):
 @pytest.mark.parametrize("crossed", [False, True])
 def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
     """On meta tensors, which have the candidates of a GPU without proven kernels, and no values."""
-    monkeypatch.setattr(captured, "wanted", lambda x: True)
+    monkeypatch.setattr(cuda_graph, "wanted", lambda x: True)
     with torch.device("meta"), torch.no_grad():
         if crossed:
             model: Any = small(norm_first=norm_first)
@@ -247,10 +247,10 @@ def test_recording_a_graph(fails, monkeypatch):
     begun = ["wait", "begin thread_local", "run", "end"]
     if fails:
         with pytest.raises(RuntimeError, match="not permitted"):
-            captured.record(run)
+            cuda_graph.record(run)
         assert told == begun
         return
-    replay = captured.record(run)
+    replay = cuda_graph.record(run)
     assert told == [*begun, "wait"]
     assert replay() is replay()
     assert told[5:] == ["replay", "replay"]
@@ -263,8 +263,8 @@ class OnAGpu(torch.Tensor):
 
 def test_only_where_it_is_switched_on(monkeypatch):
     there = torch.zeros(2, 3).as_subclass(OnAGpu)
-    assert not captured.wanted(there)
-    monkeypatch.setattr(captured, "_switched_on", True)
+    assert not cuda_graph.wanted(there)
+    monkeypatch.setattr(cuda_graph, "_switched_on", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert captured.wanted(there)
-    assert not captured.wanted(torch.zeros(2, 3))
+    assert cuda_graph.wanted(there)
+    assert not cuda_graph.wanted(torch.zeros(2, 3))

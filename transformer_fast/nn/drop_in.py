@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 RECORD = "_classes_of_accelerate"
 
 
-class Swapped(torch.nn.Module):
+class DropIn(torch.nn.Module):
     """Base of the classes that `accelerate` assigns to existing modules.
 
     Such a module is copied as it is, but pickled as what it was before: a pickle has to load where
@@ -50,9 +50,9 @@ class Swapped(torch.nn.Module):
         return copied
 
 
-def _remade(module: Swapped) -> tuple[Any, Any]:
+def _remade(module: DropIn) -> tuple[Any, Any]:
     """A new instance of the module's own class, and the state it is to get."""
-    reduced: Any = super(Swapped, module).__reduce_ex__(4)
+    reduced: Any = super(DropIn, module).__reduce_ex__(4)
     make, arguments, state = reduced[:3]
     return make(*arguments), state
 

@@ -483,9 +483,9 @@ def check_kernels(
     def of_gradients(orders: int) -> GradientTruth:
         return gradient_truth(op, arguments, names, orders)
 
-    def judged(judge: Callable[[int], Parity]) -> Parity:
-        found = judge(0)
-        return found if found.ok else judge(ORDERS)
+    def checked(checker: Callable[[int], Parity]) -> Parity:
+        found = checker(0)
+        return found if found.ok else checker(ORDERS)
 
     isa = _native.module.isa() if _native.module is not None else None
     try:
@@ -506,7 +506,7 @@ def check_kernels(
                     return kept[-1]
 
                 if wanted:
-                    found = judged(
+                    found = checked(
                         lambda orders, run=run: measure_gradients(  # type: ignore[misc]
                             op, run, arguments, names=names, truth=of_gradients(orders)
                         )
@@ -516,7 +516,7 @@ def check_kernels(
                 else:
                     with torch.no_grad():
                         run(*arguments)
-                found = judged(
+                found = checked(
                     lambda orders, kept=kept: measure(  # type: ignore[misc]
                         op, kept[0], arguments, truth=truth(orders)
                     )

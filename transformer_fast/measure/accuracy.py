@@ -1,4 +1,4 @@
-"""Accuracy of many contenders on the same inputs, by `testing`'s error budget; one oracle for all."""
+"""Accuracy of many candidates on the same inputs, by `testing`'s error budget; one oracle for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..testing import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, oracle, promote, r
 from ..testing.gradients import upstream
 from ..testing.oracle import FACTORS, as_results, scaled
 from ..testing.parity import compare, relative_error, worst_of
-from .contest import Arguments
+from .benchmark_case import Arguments
 
 Results = tuple["Tensor | None", ...]
 
@@ -93,7 +93,7 @@ def truth(op: str, arguments: Arguments, gradients: bool) -> tuple[Results, Resu
     )
 
 
-class _Judge:
+class _Checker:
     """Caches the reference's and the oracle's results by arguments."""
 
     names: Sequence[str]
@@ -125,25 +125,25 @@ class _Judge:
             message = f"{len(got)} results instead of {len(expected)}"
             return Parity(float("inf"), 0.0, float("inf"), 0.0, False, message)
 
-        def judged(units: Sequence[float]) -> Parity:
+        def checked(units: Sequence[float]) -> Parity:
             rows = zip(self.names, got, expected, true, units, strict=True)
             return worst_of(
                 [compare(name, a, b, c, self.factor, unit) for name, a, b, c, unit in rows]
             )
 
-        parity = judged([0.0] * len(got))
+        parity = checked([0.0] * len(got))
         if not parity.ok and math.isfinite(parity.error):
             # Of half a million elements one may err more than all of the reference's by chance.
             if id(arguments) not in self._known_units:
                 self._known_units[id(arguments)] = self._units(arguments)
             units = self._known_units[id(arguments)]
             if units is not None:
-                parity = judged(units)
+                parity = checked(units)
         return parity
 
 
-class OpJudge(_Judge):
-    """For ``judge(result, arguments)`` of one op, arguments being those of ``reference.<op>``.
+class OpChecker(_Checker):
+    """For ``checker(result, arguments)`` of one op, arguments being those of ``reference.<op>``.
 
     ``gradients_of``: the arguments whose gradients, as `BothWays` returns them, are the result.
     """
@@ -163,11 +163,11 @@ class OpJudge(_Judge):
         return list(map(max, *errors))
 
 
-#: With more scores than this a sample of the queries is judged.
+#: With more scores than this a sample of the queries is checked.
 MOST_SCORES = 1 << 27
 
 
-class SampledAttentionJudge(_Judge):
+class SampledAttentionChecker(_Checker):
     """For attention too long for an oracle of all scores: a random choice of queries.
 
     A query's result does not depend on other queries, so each one chosen is checked in full.
@@ -209,14 +209,14 @@ class SampledAttentionJudge(_Judge):
         return expected, oracle("attention", sampled)
 
 
-def judge_of(op: str, arguments: Arguments) -> _Judge:
-    """The judge for calls of that size."""
+def checker_of(op: str, arguments: Arguments) -> _Checker:
+    """The checker for calls of that size."""
     if op == "attention" and scores_of(arguments) > MOST_SCORES and arguments[7] == 0.0:
-        return SampledAttentionJudge()
-    return OpJudge(op)
+        return SampledAttentionChecker()
+    return OpChecker(op)
 
 
-class ModuleJudge(_Judge):
+class ModuleChecker(_Checker):
     """For modules that give one (B, T, ...) tensor, of which only real places count.
 
     Args:
@@ -249,7 +249,7 @@ class ModuleJudge(_Judge):
         )  # type: ignore[return-value]
 
 
-class StepJudge(_Judge):
+class StepChecker(_Checker):
     """For a training step that returns its loss and its gradients, named in that order."""
 
     factor = GRADIENT_FACTOR

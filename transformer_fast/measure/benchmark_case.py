@@ -1,4 +1,4 @@
-"""One case, its contenders, and what comes of it: parity first, then time, then the roof."""
+"""One case, its candidates, and what comes of it: parity first, then time, then the roof."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PEER_FACTOR = 256.0
 
 #: Positional arguments of one call.
 Arguments = tuple[Any, ...]
-Judge = Callable[[Any, Arguments], Verdict]
+Checker = Callable[[Any, Arguments], Verdict]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """An implementation to check and time, or the reason why it cannot run the case."""
 
     name: str
@@ -49,24 +49,24 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Contest:
-    """A benchmark case: its inputs, and the contenders that must compute the same result."""
+class BenchmarkCase:
+    """A benchmark case: its inputs, and the candidates that must compute the same result."""
 
     op: str
     case: str
     #: Several inputs of the same shapes with different data, each for one or more calls.
     inputs: Sequence[Sequence[Arguments]]
-    contenders: Sequence[Contender]
-    judge: Judge
+    candidates: Sequence[Candidate]
+    checker: Checker
     #: Cost of one input; useful_flops excludes masked positions. Zero: no roofline.
     flops: float = 0.0
     bytes: float = 0.0
     useful_flops: float = 0.0
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    #: The contender that the dispatcher would choose.
+    #: The candidate that the dispatcher would choose.
     chosen: str | None = None
-    #: Names of the contenders that others are measured against.
+    #: Names of the candidates that others are measured against.
     reference: str = "reference"
     torch: tuple[str, ...] = ("torch",)
     #: For modules: the (op, backend) that the dispatcher chose inside, and why not the others.
@@ -75,11 +75,11 @@ class Contest:
 
 @dataclass
 class Row:
-    """Result of one contender in one case; all figures are for one input."""
+    """Result of one candidate in one case; all figures are for one input."""
 
     op: str
     case: str
-    contender: str
+    candidate: str
     ours: bool
     chosen: bool
     #: Why it was not run, or not timed.
@@ -91,7 +91,7 @@ class Row:
     samples: list[float] = field(default_factory=list)
     vs_reference: Ratio | None = None
     vs_torch: Ratio | None = None
-    #: Which of torch's contenders was the fastest.
+    #: Which of torch's candidates was the fastest.
     best_torch: str | None = None
     #: Time at the roof / time taken.
     roof_share: float | None = None
@@ -125,25 +125,25 @@ def problem_of(error: Exception) -> str:
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
 
-def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
+def _check(benchmark_case: BenchmarkCase, candidate: Candidate, row: Row) -> float | None:
     """Fill in the row's parity; the bytes of its results, or None if it may not be timed."""
-    assert contender.run is not None
-    calls = contest.inputs[0]
+    assert candidate.run is not None
+    calls = benchmark_case.inputs[0]
     written = 0.0
     for arguments in calls:
         before = [x.detach().clone() for x in _tensors(arguments)]
         try:
-            result = contender.run(*arguments)
-            verdict = contest.judge(result, arguments)
+            result = candidate.run(*arguments)
+            verdict = benchmark_case.checker(result, arguments)
         except Exception as error:
             # A peer that raises is reported; a kernel of ours that raises fails the run.
-            row.ok, row.reason = (False if contender.ours else None), problem_of(error)
+            row.ok, row.reason = (False if candidate.ours else None), problem_of(error)
             return None
         for tensor, copy in zip(_tensors(arguments), before, strict=True):
             if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
                 row.ok, row.reason = False, "it changed its input"
                 return None
-        row.ok = _passes(contender, verdict) and row.ok is not False
+        row.ok = _passes(candidate, verdict) and row.ok is not False
         row.error = worse(row.error, verdict.error)
         row.error_ratio = worse(row.error_ratio, verdict.ratio)
         written += sum(x.numel() * x.element_size() for x in _tensors(result))
@@ -153,8 +153,8 @@ def _check(contest: Contest, contender: Contender, row: Row) -> float | None:
     return written
 
 
-def _passes(contender: Contender, verdict: Verdict) -> bool:
-    return verdict.ok or (not contender.ours and verdict.ratio <= PEER_FACTOR)
+def _passes(candidate: Candidate, verdict: Verdict) -> bool:
+    return verdict.ok or (not candidate.ours and verdict.ratio <= PEER_FACTOR)
 
 
 def worse(one: float | None, other: float) -> float:
@@ -163,21 +163,23 @@ def worse(one: float | None, other: float) -> float:
     return one if one != one else max(one, other)
 
 
-def _caller(contest: Contest, run: Callable[..., Any]) -> Callable[[int], None]:
+def _caller(benchmark_case: BenchmarkCase, run: Callable[..., Any]) -> Callable[[int], None]:
     def call(index: int) -> None:
-        for arguments in contest.inputs[index]:
+        for arguments in benchmark_case.inputs[index]:
             run(*arguments)
 
     return call
 
 
-def _recheck(contest: Contest, contenders: Mapping[str, Contender], rows: dict[str, Row]) -> None:
+def _recheck(
+    benchmark_case: BenchmarkCase, candidates: Mapping[str, Candidate], rows: dict[str, Row]
+) -> None:
     """After the timing, on data that parity has not seen yet."""
-    for name, contender in contenders.items():
-        assert contender.run is not None
-        arguments = contest.inputs[-1][-1]
+    for name, candidate in candidates.items():
+        assert candidate.run is not None
+        arguments = benchmark_case.inputs[-1][-1]
         try:
-            good = _passes(contender, contest.judge(contender.run(*arguments), arguments))
+            good = _passes(candidate, benchmark_case.checker(candidate.run(*arguments), arguments))
         except Exception:
             good = False
         if not good:
@@ -186,71 +188,77 @@ def _recheck(contest: Contest, contenders: Mapping[str, Contender], rows: dict[s
             row.reason = "its result was right before the timing and is wrong after it"
 
 
-def _compare(contest: Contest, rows: list[Row]) -> None:
-    timed = {row.contender: row for row in rows if row.time is not None}
-    reference = timed.get(contest.reference)
-    peers = [timed[name] for name in contest.torch if name in timed]
+def _compare(benchmark_case: BenchmarkCase, rows: list[Row]) -> None:
+    timed = {row.candidate: row for row in rows if row.time is not None}
+    reference = timed.get(benchmark_case.reference)
+    peers = [timed[name] for name in benchmark_case.torch if name in timed]
     best = min(peers, key=lambda row: row.time.median if row.time else 0.0, default=None)
     for row in timed.values():
         if reference is not None:
             row.vs_reference = speed_up(reference.samples, row.samples)
         if best is not None:
             row.vs_torch = speed_up(best.samples, row.samples)
-            row.best_torch = best.contender
+            row.best_torch = best.candidate
 
 
 @torch.no_grad()
-def run_contest(
-    contest: Contest,
+def run_case(
+    benchmark_case: BenchmarkCase,
     plan: Plan = ORDINARY,
     probe_before: bool = True,
     memory: bool = False,
 ) -> list[Row]:
-    """Check, time and compare the contenders of one case; a row for each, in their order.
+    """Check, time and compare the candidates of one case; a row for each, in their order.
 
-    No gradients are recorded, unless a contender turns them on. ``probe_before=False`` saves one
+    No gradients are recorded, unless a candidate turns them on. ``probe_before=False`` saves one
     of the two measurements of the roof; ``memory=True`` adds the peak memory.
     """
     rows = {
-        contender.name: Row(
-            contest.op,
-            contest.case,
-            contender.name,
-            contender.ours,
-            contender.name == contest.chosen,
-            contender.reason,
-            flops=contest.flops,
-            useful_flops=contest.useful_flops,
-            bytes=contest.bytes,
+        candidate.name: Row(
+            benchmark_case.op,
+            benchmark_case.case,
+            candidate.name,
+            candidate.ours,
+            candidate.name == benchmark_case.chosen,
+            candidate.reason,
+            flops=benchmark_case.flops,
+            useful_flops=benchmark_case.useful_flops,
+            bytes=benchmark_case.bytes,
         )
-        for contender in contest.contenders
+        for candidate in benchmark_case.candidates
     }
-    able: dict[str, Contender] = {}
+    able: dict[str, Candidate] = {}
     written = 0.0
-    for contender in contest.contenders:
-        if contender.run is not None:
-            size = _check(contest, contender, rows[contender.name])
+    for candidate in benchmark_case.candidates:
+        if candidate.run is not None:
+            size = _check(benchmark_case, candidate, rows[candidate.name])
             if size is not None:
-                able[contender.name] = contender
+                able[candidate.name] = candidate
                 written = size
-    work = contest.useful_flops, contest.bytes, written, contest.dtype, contest.device
-    has_roof = bool(able) and (contest.flops > 0.0 or contest.bytes > 0.0)
+    work = (
+        benchmark_case.useful_flops,
+        benchmark_case.bytes,
+        written,
+        benchmark_case.dtype,
+        benchmark_case.device,
+    )
+    has_roof = bool(able) and (benchmark_case.flops > 0.0 or benchmark_case.bytes > 0.0)
     top = roof.probe(*work) if probe_before and has_roof else None
     samples = alternate(
-        {name: _caller(contest, c.run) for name, c in able.items() if c.run is not None},
-        len(contest.inputs),
+        {name: _caller(benchmark_case, c.run) for name, c in able.items() if c.run is not None},
+        len(benchmark_case.inputs),
         plan,
-        contest.device,
+        benchmark_case.device,
     )
     after = roof.probe(*work) if has_roof else None
     for name, taken in samples.items():
         rows[name].samples, rows[name].time = taken, summarise(taken)
-    _recheck(contest, able, rows)
+    _recheck(benchmark_case, able, rows)
     if memory:
-        for name, contender in able.items():
-            if rows[name].ok and contender.run is not None:
-                work_once = functools.partial(_caller(contest, contender.run), 0)
-                rows[name].peak_bytes = peak(work_once, contest.device)
+        for name, candidate in able.items():
+            if rows[name].ok and candidate.run is not None:
+                work_once = functools.partial(_caller(benchmark_case, candidate.run), 0)
+                rows[name].peak_bytes = peak(work_once, benchmark_case.device)
     top = after.better(top) if after is not None else None
     for row in rows.values():
         if row.time is not None and top is not None:
@@ -258,5 +266,5 @@ def run_contest(
             split = top.split_seconds
             if split is not None and split < top.seconds:
                 row.split_share = split / row.time.median
-    _compare(contest, list(rows.values()))
+    _compare(benchmark_case, list(rows.values()))
     return list(rows.values())

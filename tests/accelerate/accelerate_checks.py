@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from module_ruler import assert_same_numbers
+from module_checks import assert_same_numbers
 from torch import Tensor
 
 from transformer_fast import compile_backend

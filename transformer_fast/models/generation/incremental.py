@@ -143,8 +143,8 @@ def one_by_one(decoder: StepDecoder, task: Task, method: Sampling | None) -> Ite
         logits = decoder.step(token)
 
 
-def generate_one_by_one(decoder: StepDecoder, task: Task, method: Sampling | None) -> Generated:
-    """All of `one_by_one`, each row from its prompt's end on."""
+def generate_incrementally(decoder: StepDecoder, task: Task, method: Sampling | None) -> Generated:
+    """All of `incremental`, each row from its prompt's end on."""
     columns = list(one_by_one(decoder, task, method))
     found = torch.stack(columns, dim=1)
     if task.lengths is not None:

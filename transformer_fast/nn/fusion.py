@@ -23,7 +23,7 @@ LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
 DROPOUT = (torch.nn.Dropout,)
 
 
-def is_plain(module: Any, classes: tuple[type, ...]) -> bool:
+def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
     """Whether the module is unhooked and unmodified: calling it runs its class's ``forward`` only."""
     return type(module) in classes and not (
         module._forward_hooks
@@ -60,11 +60,11 @@ def activation_name(activation: Any) -> str | None:
     if activation is torch.nn.functional.silu:
         return "silu"
     if isinstance(activation, torch.nn.Module):
-        if is_plain(activation, (torch.nn.ReLU,)):
+        if is_unhooked(activation, (torch.nn.ReLU,)):
             return "relu"
-        if is_plain(activation, (torch.nn.SiLU,)):
+        if is_unhooked(activation, (torch.nn.SiLU,)):
             return "silu"
-        if is_plain(activation, (torch.nn.GELU,)):
+        if is_unhooked(activation, (torch.nn.GELU,)):
             return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
     if (
         type(activation) is functools.partial
@@ -78,7 +78,7 @@ def activation_name(activation: Any) -> str | None:
 
 def linear(module: torch.nn.Module, input: Tensor) -> Tensor:
     """``module(input)``."""
-    if is_plain(module, LINEAR):
+    if is_unhooked(module, LINEAR):
         return functional.linear(input, *affine(module))  # type: ignore[arg-type]
     return module(input)
 
@@ -94,9 +94,9 @@ def feed_forward(
     name = activation_name(activation)
     if (
         name is not None
-        and is_plain(linear1, LINEAR)
-        and is_plain(dropout, DROPOUT)
-        and is_plain(linear2, LINEAR)
+        and is_unhooked(linear1, LINEAR)
+        and is_unhooked(dropout, DROPOUT)
+        and is_unhooked(linear2, LINEAR)
     ):
         return functional.feed_forward(
             input,
@@ -113,8 +113,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """``(norm(sum), sum)`` with ``sum = residual + dropout(input)``; no dropout if None."""
     if (
-        is_plain(norm, LAYER_NORM)
-        and (dropout is None or is_plain(dropout, DROPOUT))
+        is_unhooked(norm, LAYER_NORM)
+        and (dropout is None or is_unhooked(dropout, DROPOUT))
         and input.shape == residual.shape
     ):
         return functional.add_layer_norm(
