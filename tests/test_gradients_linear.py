@@ -230,11 +230,13 @@ def test_panels_packed_as_they_are_multiplied(rows: int, dtype: torch.dtype, isa
         wide = torch.nn.functional.pad(weight, (3, 5))[:, 3 : 3 + k]  # rows that are further apart
         packed = ops.cpu_pack_weight(weight, rows)
         turned = weight.t().contiguous()
-        expected = ops.linear.cpu(x, weight, packed, bias, None, 2)
-        by_columns = ops.linear.cpu(grad, turned, ops.cpu_pack_weight(turned, rows), None, None, 0)
+        expected = ops.linear_packed.cpu(x, weight, packed, bias, None, 2)
+        by_columns = ops.linear_packed.cpu(
+            grad, turned, ops.cpu_pack_weight(turned, rows), None, None, 0
+        )
         for w in (weight, wide):
             with nan_memory():
-                assert torch.equal(ops.linear.cpu(x, w, None, bias, None, 2), expected)
+                assert torch.equal(ops.linear_packed.cpu(x, w, None, bias, None, 2), expected)
                 found = ops.linear_backward.cpu(grad, x, w, None, 0, True, False, False)[0]
             assert torch.equal(found, by_columns)
 

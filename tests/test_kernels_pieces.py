@@ -306,7 +306,7 @@ def packed_both_ways(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_copy_of_the_other_kind_serves(rows):
     x, weight, bias, *_ = arguments = linear(rows, 70, 50)
     pieces, whole = packed_both_ways(weight)
-    got = [OPS.linear.cpu(x, weight, packed, bias, None, 0) for packed in (pieces, whole)]
+    got = [OPS.linear_packed.cpu(x, weight, packed, bias, None, 0) for packed in (pieces, whole)]
     for result in got:
         check("linear", result, arguments)
     assert not torch.equal(*got)
@@ -315,7 +315,7 @@ def test_a_copy_of_the_other_kind_serves(rows):
     assert torch.equal(got[1], plain) or rows < 144
     x, w1, b1, w2, b2, *_ = arguments = feed_forward(rows, 70, 50)
     for first, second in itertools.product(packed_both_ways(w1), packed_both_ways(w2)):
-        result = OPS.feed_forward.cpu(x, w1, first, b1, w2, second, b2, 2)
+        result = OPS.feed_forward_packed.cpu(x, w1, first, b1, w2, second, b2, 2)
         check("feed_forward", result, arguments)
 
 
@@ -323,11 +323,11 @@ def test_a_copy_that_cannot_be_read_is_not():
     x, weight, bias, *_ = arguments = linear(75, 70, 50)
     pieces, _ = packed_both_ways(weight)
     with in_use("avx512"):
-        result = OPS.linear.cpu(x, weight, pieces, bias, None, 0)
+        result = OPS.linear_packed.cpu(x, weight, pieces, bias, None, 0)
     assert torch.equal(result, result_of("linear", arguments, "avx512"))
     # Of 65 to 96 inputs a copy takes as much room as of 70.
     for wrong in (packed_both_ways(weight[:, 6:])[0], pieces[1:]):
-        result = OPS.linear.cpu(x, weight, wrong, bias, None, 0)
+        result = OPS.linear_packed.cpu(x, weight, wrong, bias, None, 0)
         assert torch.equal(result, result_of("linear", arguments))
 
 
@@ -336,8 +336,8 @@ def test_a_copy_is_used():
     x, weight, *_ = linear(150, 70, 50)
     pieces, _ = packed_both_ways(weight)
     assert torch.equal(
-        OPS.linear.cpu(x, weight + 1, pieces, None, None, 0),
-        OPS.linear.cpu(x, weight, None, None, None, 0),
+        OPS.linear_packed.cpu(x, weight + 1, pieces, None, None, 0),
+        OPS.linear_packed.cpu(x, weight, None, None, None, 0),
     )
 
 

@@ -104,10 +104,10 @@ def _activation_calls(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
     y, z = torch.randn(3, 5).to(dtype), torch.randn(3, 5).to(dtype)
     wanted = [True] * 5
     return {
-        "linear": lambda a: OPS.linear.cpu(x, w1, None, None, None, a),
+        "linear": lambda a: OPS.linear.cpu(x, w1, None, None, a),
         "linear, kept": lambda a: OPS.linear_training.cpu(x, w1, None, None, a, True),
         "linear backward": lambda a: OPS.linear_backward.cpu(y, x, w1, z, a, True, True, True),
-        "network": lambda a: OPS.feed_forward.cpu(x, w1, None, None, w2, None, None, a),
+        "network": lambda a: OPS.feed_forward.cpu(x, w1, None, w2, None, a),
         "training": lambda a: OPS.feed_forward_training.cpu(
             x, w1, None, w2, None, a, 0.0, None, True
         ),

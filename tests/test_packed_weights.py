@@ -354,9 +354,28 @@ def test_no_copy_is_taken_or_made_inside_a_mode() -> None:
     assert remembered([weight], 8) != [None]
     for mode in (Operators(), FakeTensorMode(allow_non_fake_inputs=True)):
         with mode:
-            assert cpu_packing.packed_weight(weight, 8) is None
             assert remembered([weight], 8) == [None]
     assert cpu_packing.packed_weight(weight, 8) is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inner", [None, "aot_eager"])
+def test_compiled_programs_find_copies_when_they_run(inner: str | None) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(96, 320), torch.nn.ReLU(), torch.nn.Linear(320, 96), torch.nn.Linear(96, 96)
+    ).eval()
+    x = torch.randn(40, 96)
+    compiled = torch.compile(
+        model, backend="transformer_fast", options={"inner": inner} if inner else {}
+    )
+    memory.forget_packed()
+    torch.testing.assert_close(compiled(x), model(x))
+    assert memory.packed() > 0
+    before = memory.packed()
+    for weight in model.parameters():
+        weight.mul_(-0.5)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert memory.packed() == before
 
 
 # How long copies are kept -------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from ..functional.feed_forward import feed_forward_on
 from ..functional.layer_norm import norm_kernels
 from ..functional.linear import CODES, linear_on
 from ..reference import chunked_loss, register_losses
-from .cpu_packing import packed_weight
+from .cpu_packing import implement_packed
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 attention = attention_on("cpu")
-linear = linear_on("cpu", packed_weight)
-feed_forward = feed_forward_on("cpu", packed_weight)
+linear = linear_on("cpu")
+feed_forward = feed_forward_on("cpu")
 cross_entropy = cross_entropy_on("cpu")
 
 
@@ -121,6 +121,7 @@ def _register() -> None:
     if _native.module is not None:
         for operator in OPERATORS.values():
             operator.define("cpu")
+        implement_packed()
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)

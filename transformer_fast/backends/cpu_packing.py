@@ -26,13 +26,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _native, _switches
+from ..functional.feed_forward import INFERENCE as FEED_FORWARD
+from ..functional.feed_forward import PACKED as FEED_FORWARD_PACKED
+from ..functional.linear import INFERENCE as LINEAR
+from ..functional.linear import PACKED as LINEAR_PACKED
 
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
@@ -103,17 +107,54 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
 
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
-    # In this order: torch.compile cannot trace a question to the native module.
-    if _is_traced() or _are_direct((weight,), rows):
-        return None
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if _are_direct((weight,), rows) or (torch.is_grad_enabled() and weight.requires_grad):
         return None
     entry = _entry_of(weight, rows)
     return None if entry is None else entry.packed
 
 
-def _is_traced() -> bool:
-    """Whether what is called now may be recorded: a copy would become a constant of the program."""
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
+) -> Tensor:
+    packed = packed_weight(weight, input.numel() // max(1, input.shape[-1]))
+    return LINEAR_PACKED.of["cpu"](input, weight, packed, bias, residual, activation)  # type: ignore[no-any-return]
+
+
+def _feed_forward(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: int,
+) -> Tensor:
+    rows = input.numel() // max(1, input.shape[-1])
+    packed1, packed2 = packed_weight(weight1, rows), packed_weight(weight2, rows)
+    return FEED_FORWARD_PACKED.of["cpu"](  # type: ignore[no-any-return]
+        input, weight1, packed1, bias1, weight2, packed2, bias2, activation
+    )
+
+
+def implement_packed() -> None:
+    """Implement ``linear.cpu`` and ``feed_forward.cpu``, which look packed copies up when they run.
+
+    So a compiled program finds them, too. Calls that are not recorded need no operator for that.
+    """
+    for operator, function in ((LINEAR, _linear), (FEED_FORWARD, _feed_forward)):
+        operator.of["cpu"] = _unless_recorded(operator.of["cpu"], function)
+
+
+def _unless_recorded(operator: Any, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    torch.library.impl(operator.name(), "cpu", function)
+
+    def run(*arguments: Any) -> Tensor:
+        return operator(*arguments) if _is_recorded() else function(*arguments)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _is_recorded() -> bool:
+    """Whether calls made now may be recorded: a packed copy would become a constant of the program."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -142,7 +183,7 @@ def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     now = next(_clock)
     entry = _entries.get(key)
     if entry is not None:
-        if entry.is_of(weight) and _hold((entry,), rows):
+        if entry.is_of(weight) and _native.module.all_hold([entry.fingerprint], rows):  # type: ignore[union-attr]
             entry.used = now
             return entry
         _drop(key)
@@ -204,7 +245,7 @@ class PackedWeights:
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if _is_traced() or _are_direct(weights, rows):
+        if _is_recorded() or _are_direct(weights, rows):
             return [None] * len(weights)
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last

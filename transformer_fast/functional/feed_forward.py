@@ -149,13 +149,19 @@ def feed_forward(
     return call_cache.run(key, tensors, call, arguments, backend)
 
 
-# ``packed``: the backend's own copy of a weight. ``kept``, if ``keep``: what the activation was
-# applied to, or anything else that the backward wants to know. What is not wanted comes back empty.
+# ``kept``, if ``keep``: what the activation was applied to, or anything else that the backward wants to
+# know. What is not wanted comes back empty. ``packed1``, ``packed2``: as in `linear`.
 _TENSORS = "input:...m weight1:fm bias1:f weight2:of bias2:o+f grad:...o kept:...f"
+_RULE = Rule(_TENSORS, "...o", ".of", ".mf .fo")
 INFERENCE = Operator(
-    "feed_forward(Tensor input, Tensor weight1, Tensor? packed1, Tensor? bias1, Tensor weight2,"
-    " Tensor? packed2, Tensor? bias2, int activation) -> Tensor",
-    Rule(_TENSORS, "...o", ".of", ".mf .fo"),
+    "feed_forward(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2,"
+    " int activation) -> Tensor",
+    _RULE,
+)
+PACKED = Operator(
+    "feed_forward_packed(Tensor input, Tensor weight1, Tensor? packed1, Tensor? bias1,"
+    " Tensor weight2, Tensor? packed2, Tensor? bias2, int activation) -> Tensor",
+    _RULE,
 )
 TRAINING = Operator(
     "feed_forward_training(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2,"
@@ -182,10 +188,8 @@ BACKWARD = Operator(
 _KEEP_PREACTIVATION = frozenset({"cpu"})
 
 
-def feed_forward_on(
-    backend: str, packed_weight: Callable[[Tensor, int], Tensor | None] | None = None
-) -> Callable[..., Tensor]:
-    """What the dispatcher runs of `feed_forward` for a backend; ``packed_weight`` as in `linear_on`."""
+def feed_forward_on(backend: str) -> Callable[..., Tensor]:
+    """What the dispatcher runs of `feed_forward` for a backend with operators."""
 
     def run(
         input: Tensor,
@@ -202,15 +206,11 @@ def feed_forward_on(
                 backend, input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
             )[0]
         code = CODES[activation]
-        if packed_weight is None or dropout_p > 0.0:
-            return TRAINING.of[backend](  # type: ignore[no-any-return]
-                input, weight1, bias1, weight2, bias2, code, dropout_p, seed, False
-            )[0]
-        rows = input.numel() // max(1, input.shape[-1])
-        packed1, packed2 = packed_weight(weight1, rows), packed_weight(weight2, rows)
-        return INFERENCE.of[backend](  # type: ignore[no-any-return]
-            input, weight1, packed1, bias1, weight2, packed2, bias2, code
-        )
+        if dropout_p == 0.0 and backend in INFERENCE.of:
+            return INFERENCE.of[backend](input, weight1, bias1, weight2, bias2, code)  # type: ignore[no-any-return]
+        return TRAINING.of[backend](  # type: ignore[no-any-return]
+            input, weight1, bias1, weight2, bias2, code, dropout_p, seed, False
+        )[0]
 
     return run
 

@@ -223,13 +223,18 @@ def linear(
 #: activation.py.
 CODES: dict[Any, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
-# ``packed``: the backend's own copy of weight. ``keep``: the preactivation, which the backward of an
-# activation asks for; else it comes back empty, as does what is not wanted.
+# ``keep``: the preactivation, which the backward of an activation asks for; else it comes back empty,
+# as does what is not wanted. ``packed``: the backend's own copy of weight, which its ``linear`` looks up.
 _TENSORS = "input:...i weight:oi bias:o+i residual:...o+i grad:...o preactivation:...o"
+_RULE = Rule(_TENSORS, "...o", ".oi", ".oi", if_linear="i")
 INFERENCE = Operator(
-    "linear(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual,"
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> Tensor",
+    _RULE,
+)
+PACKED = Operator(
+    "linear_packed(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor? residual,"
     " int activation) -> Tensor",
-    Rule(_TENSORS, "...o", ".oi", ".oi", if_linear="i"),
+    _RULE,
 )
 TRAINING = Operator(
     "linear_training(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation,"
@@ -247,13 +252,8 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
-def linear_on(
-    backend: str, packed_weight: Callable[[Tensor, int], Tensor | None] | None = None
-) -> Callable[..., Tensor]:
-    """What the dispatcher runs of `linear` for a backend with operators.
-
-    ``packed_weight``: a weight's copy for so many rows, for a backend with an operator that takes it.
-    """
+def linear_on(backend: str) -> Callable[..., Tensor]:
+    """What the dispatcher runs of `linear` for a backend with operators."""
 
     def run(
         input: Tensor,
@@ -265,10 +265,9 @@ def linear_on(
         if needs_function(input, weight, bias, residual):
             return LinearFunction.apply(backend, input, weight, bias, activation, residual)[0]  # type: ignore[no-any-return]
         code = CODES[activation]
-        if packed_weight is None:
-            return TRAINING.of[backend](input, weight, bias, residual, code, False)[0]  # type: ignore[no-any-return]
-        packed = packed_weight(weight, input.numel() // max(1, input.shape[-1]))
-        return INFERENCE.of[backend](input, weight, packed, bias, residual, code)  # type: ignore[no-any-return]
+        if backend in INFERENCE.of:
+            return INFERENCE.of[backend](input, weight, bias, residual, code)  # type: ignore[no-any-return]
+        return TRAINING.of[backend](input, weight, bias, residual, code, False)[0]  # type: ignore[no-any-return]
 
     return run
 

@@ -326,7 +326,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
 }  // namespace tf
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("feed_forward.cpu", TF_BOX(&tf::feed_forward));
+  m.impl("feed_forward_packed.cpu", TF_BOX(&tf::feed_forward));
   m.impl("feed_forward_training.cpu", TF_BOX(&tf::feed_forward_training));
   m.impl("feed_forward_backward.cpu", TF_BOX(&tf::feed_forward_backward));
 }

@@ -488,7 +488,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cpu_pack_weight", TF_BOX(&tf::pack_weight));
-  m.impl("linear.cpu", TF_BOX(&tf::linear));
+  m.impl("linear_packed.cpu", TF_BOX(&tf::linear));
   m.impl("linear_training.cpu", TF_BOX(&tf::linear_training));
   m.impl("linear_backward.cpu", TF_BOX(&tf::linear_backward));
 }
