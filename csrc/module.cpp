@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "build_config.h"
+#include "cpu/core/caching_allocator.h"
+#include "cpu/core/empty.h"
 #include "cpu/core/fingerprint.h"
-#include "cpu/core/fresh.h"
 #include "cpu/core/isa.h"
-#include "cpu/core/kept_memory.h"
 #include "cpu/probe/probe.h"
 
 namespace py = pybind11;
@@ -113,12 +113,12 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("set_batch_invariant", &tf::set_batch_invariant, py::arg("on"),
         "Whether a row of a result has the same bits whatever the number of rows.");
-  m.def("fill_fresh", &tf::fill_fresh, py::arg("fill"),
+  m.def("fill_fresh", &tf::fill_empty, py::arg("fill"),
         "Whether results of operators start as NaN, for tests; returns whether they did.");
   m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),
         "Up to how many rows a product reads a weight of float32, bfloat16 or float16, of so many "
         "elements, as it is.");
-  m.def("packs_pieces", &tf::packs_pieces, py::arg("rows"),
+  m.def("packs_pieces", &tf::packs_bf16x3, py::arg("rows"),
         "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),
         "Whether such products split weights packed in fp32 into bfloat16 pieces.");
@@ -130,10 +130,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("all_hold", &all_hold, py::arg("fingerprints"), py::arg("rows"),
         "Whether none of the matrices is seen to have changed, in products of so many rows.");
 
-  m.def("kept_bytes", &tf::kept_bytes, "Bytes kept for large results that no tensor uses.");
-  m.def("kept_limit", &tf::kept_limit, "Most bytes to keep.");
-  m.def("set_kept_limit", &tf::set_kept_limit, py::arg("bytes"), "Changes it.");
-  m.def("release_kept", &tf::release_kept, "Frees what is kept; whether that was anything.");
+  m.def("kept_bytes", &tf::cached_bytes, "Bytes kept for large results that no tensor uses.");
+  m.def("kept_limit", &tf::cache_limit, "Most bytes to keep.");
+  m.def("set_kept_limit", &tf::set_cache_limit, py::arg("bytes"), "Changes it.");
+  m.def("release_kept", &tf::release_cached, "Frees what is kept; whether that was anything.");
 
   m.def(
       "probe_fma",

@@ -56,7 +56,7 @@ def fits(input: Tensor, *others: Tensor | None) -> bool:
 
 
 class Kind(IntEnum):
-    """As in ``csrc/cpu/layers/block_host.h``."""
+    """As in ``csrc/cpu/layers/layer_runner.h``."""
 
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1

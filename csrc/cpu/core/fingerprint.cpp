@@ -31,9 +31,9 @@ Fingerprint::Fingerprint(const FingerprintArgs& matrix)
 
 bool Fingerprint::holds(int64_t rows) {
   const int64_t lines = matrix_.lines();
-  const int64_t enough = (kLeastLines + matrix_.rows - 1) / matrix_.rows;
+  const int64_t enough = (kMinLines + matrix_.rows - 1) / matrix_.rows;
   const int64_t count =
-      rows >= kAllFrom ? lines : std::min(lines, std::max<int64_t>(matrix_.step(), enough));
+      rows >= kReadAllRows ? lines : std::min(lines, std::max<int64_t>(matrix_.step(), enough));
   const int64_t first = static_cast<int64_t>(
       next_.fetch_add(static_cast<uint64_t>(count), std::memory_order_relaxed) %
       static_cast<uint64_t>(lines));

@@ -24,9 +24,9 @@ class Fingerprint {
 
  private:
   // Measured: to read everything takes as long as a dozen or two of the product's rows.
-  static constexpr int64_t kAllFrom = 1024;
+  static constexpr int64_t kReadAllRows = 1024;
   // To read so many lines takes no longer than the call.
-  static constexpr int64_t kLeastLines = 256;
+  static constexpr int64_t kMinLines = 256;
 
   FingerprintArgs matrix_;
   std::vector<uint64_t> slices_;

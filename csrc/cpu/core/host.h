@@ -16,9 +16,9 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/core/caching_allocator.h"
 #include "cpu/core/element.h"
-#include "cpu/core/fresh.h"
-#include "cpu/core/kept_memory.h"
+#include "cpu/core/empty.h"
 
 namespace tf {
 
@@ -29,8 +29,8 @@ class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
   float* floats(int64_t count) {
-    constexpr int64_t kMost = int64_t{1} << 57;
-    if (count > kMost) throw_out_of_memory(std::numeric_limits<int64_t>::max());
+    constexpr int64_t kMaxFloats = int64_t{1} << 57;
+    if (count > kMaxFloats) throw_out_of_memory(std::numeric_limits<int64_t>::max());
     const size_t bytes = static_cast<size_t>(count) * sizeof(float);
     if (bytes > size_ || (kExact && bytes != size_)) {
       std::free(memory_);
@@ -38,7 +38,7 @@ class Scratch {
       size_ = 0;
       const size_t rounded = kExact ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
       const auto make = [&] { return posix_memalign(&memory_, kAlign, rounded) == 0; };
-      if (!make() && !(release_kept() && make())) {
+      if (!make() && !(release_cached() && make())) {
         memory_ = nullptr;
         throw_out_of_memory(static_cast<int64_t>(rounded));
       }
@@ -112,7 +112,7 @@ void for_each_item(int64_t items, const F& f) {
 // The same for items of which each thread has to `enter` the first: it begins with a run of
 // neighbours of its own and then takes over what others have left.
 template <class Enter, class F>
-void for_each_after(int64_t items, const Enter& enter, const F& f) {
+void for_each_item_with_init(int64_t items, const Enter& enter, const F& f) {
   struct alignas(64) Run {
     std::atomic<int64_t> next;
     int64_t end;
@@ -148,7 +148,7 @@ inline void check_float(const char* op, const char* name, const Tensor& tensor) 
   check_type(op, name, tensor, ScalarType::Float, "");
 }
 
-inline bool is_half(const Tensor& tensor) {
+inline bool is_reduced_float(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::BFloat16 || tensor.scalar_type() == ScalarType::Half;
 }
 
@@ -164,12 +164,12 @@ inline Element element_of(const Tensor& tensor) {
 }
 
 // So many elements of that type after `first`, which may be nullptr.
-inline const void* place_of(const void* first, Element type, int64_t elements) {
+inline const void* offset_ptr(const void* first, Element type, int64_t elements) {
   if (first == nullptr) return nullptr;
   return static_cast<const char*>(first) + elements * element_bytes(type);
 }
-inline void* place_of(void* first, Element type, int64_t elements) {
-  return const_cast<void*>(place_of(static_cast<const void*>(first), type, elements));
+inline void* offset_ptr(void* first, Element type, int64_t elements) {
+  return const_cast<void*>(offset_ptr(static_cast<const void*>(first), type, elements));
 }
 
 // The number of an activation (activation.h).

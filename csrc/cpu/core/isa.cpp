@@ -121,7 +121,7 @@ std::atomic<Isa>& chosen() {
 
 std::atomic<bool> invariant{false};
 
-bool has_pieces() { return current_isa() == Isa::amx && !batch_invariant(); }
+bool has_bf16x3() { return current_isa() == Isa::amx && !batch_invariant(); }
 
 }  // namespace
 
@@ -159,28 +159,28 @@ const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
-bool goes_by_pieces(long rows) { return rows >= 72 && has_pieces(); }
+bool uses_bf16x3(long rows) { return rows >= 72 && has_bf16x3(); }
 
-bool packs_pieces(long rows) { return rows >= 144 && has_pieces(); }
+bool packs_bf16x3(long rows) { return rows >= 144 && has_bf16x3(); }
 
-bool splits_panels(long rows) { return rows >= 12 && has_pieces() && !packs_pieces(rows); }
+bool splits_panels(long rows) { return rows >= 12 && has_bf16x3() && !packs_bf16x3(rows); }
 
 long direct_rows(Element type, long elements) {
   // Weights that no cache keeps are read from memory in the time of more rows, and to look whether
   // a packed copy still holds would read them, too.
-  constexpr long kLeastBytes = 16L << 20;
+  constexpr long kMinBytes = 16L << 20;
   if (batch_invariant()) return 0;
   const Isa isa = current_isa();
-  const bool far = isa != Isa::amx && elements * element_bytes(type) >= kLeastBytes;
+  const bool uncached = isa != Isa::amx && elements * element_bytes(type) >= kMinBytes;
   switch (type) {
     case Element::float32:
-      return far ? 8 : 4;
+      return uncached ? 8 : 4;
     case Element::float16:  // where there are instructions that widen it
       return isa >= Isa::avx2 ? 4 : 0;
     case Element::bfloat16:
       // Widened, it is multiplied 1.3 to 2.2 times slower than packed. Tiles take 16 rows of panels
       // in the time of one.
-      return isa == Isa::amx ? 4 : isa != Isa::avx512_bf16 ? 0 : far ? 12 : 8;
+      return isa == Isa::amx ? 4 : isa != Isa::avx512_bf16 ? 0 : uncached ? 12 : 8;
     default:
       return 0;
   }
@@ -194,9 +194,9 @@ void wait_for_set_isa() {
 
 void set_isa(const char* name) {
   constexpr long kStoring = -(1L << 40);
-  constexpr auto kPatience = std::chrono::seconds(10);
+  constexpr auto kTimeout = std::chrono::seconds(10);
   const Isa isa = parse<std::invalid_argument>(name, "set_isa: name is ");
-  const auto end = std::chrono::steady_clock::now() + kPatience;
+  const auto end = std::chrono::steady_clock::now() + kTimeout;
   for (long none = 0; !running_operators.compare_exchange_strong(none, kStoring); none = 0) {
     if (std::chrono::steady_clock::now() > end)
       throw std::runtime_error("set_isa: operators of other threads have been running for 10 s");

@@ -38,13 +38,13 @@ void set_batch_invariant(bool on);
 // batch_invariant() for kernel files, which refer to no C++ symbol outside of their own namespace.
 extern "C" bool tf_batch_invariant();
 
-// How fp32 products of so many rows run on bfloat16 units (bf16_tiles.h), for which the instruction
+// How fp32 products of so many rows run on bfloat16 units (bf16_amx.h), for which the instruction
 // set in use must have tiles. All three were measured.
 //
 // Whether products of operands that are split for the call do.
-bool goes_by_pieces(long rows);
+bool uses_bf16x3(long rows);
 // Whether those with a weight do that is packed in pieces, of 6 bytes a weight.
-bool packs_pieces(long rows);
+bool packs_bf16x3(long rows);
 // Whether those with a weight do that is packed in fp32. Reading it is most of their work, and it
 // is split as it is read.
 bool splits_panels(long rows);
@@ -82,7 +82,7 @@ const CpuFeatures& cpu_features();
 #define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
 
 // fp32 in pieces on bfloat16 units: only where those are so fast that it pays.
-#define TF_KERNEL_SPLIT(...) TF_DECLARE_IN(amx, __VA_ARGS__)
+#define TF_KERNEL_BF16X3(...) TF_DECLARE_IN(amx, __VA_ARGS__)
 
 #if defined(TF_HAVE_AVX512_BF16) || defined(TF_HAVE_AMX)
 #define TF_HAVE_UNITS 1

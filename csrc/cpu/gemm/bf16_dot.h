@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/gemm/bf16_pairs.h"
-#include "cpu/gemm/bf16_pieces.h"
+#include "cpu/gemm/bf16x3.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -40,10 +40,10 @@ void dot_tile(const BFloat16* a, long a_stride, const BFloat16* panel, long pair
 class DotProduct {
  public:
   using Operand = BFloat16;
-  static constexpr bool kSplit = false, kRounds = true;
+  static constexpr bool kIsBf16x3 = false, kRounds = true;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = 4 * kTileRows;
-  static constexpr long kChain = 256;  // half a first-level cache of panel
+  static constexpr long kKBlock = 256;  // half a first-level cache of panel
 
   static void enter() {}
   static void leave() {}
@@ -65,9 +65,9 @@ class DotProduct {
       for (long p = 0; p < k; p += kPanel)
         _mm512_storeu_si512(chunk(block, k, i, p), load_values(from + i * from_stride + p, k - p));
   }
-  static void turn(const BFloat16* from, long from_stride, long depth, long columns, Operand* block,
-                   long k, long row, long column) {
-    turn_pairs(from, from_stride, depth, columns, chunk(block, k, row, column), stride(k));
+  static void fill_transposed(const BFloat16* from, long from_stride, long depth, long columns,
+                              Operand* block, long k, long row, long column) {
+    transpose_pairs(from, from_stride, depth, columns, chunk(block, k, row, column), stride(k));
   }
   static long depth(long k) { return pair_depth(k); }
   static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
@@ -84,7 +84,7 @@ class DotProduct {
     put(second_chunk, second[0], second[1]);
     put_pair(panel, pair, first, second);
   }
-  using Lost = WithoutPieces;
+  using RangeCheck = Bf16x3RangeCheck;
 
   static void pack_rows(const BFloat16* rows, long stride, long count, long k, Operand* panel) {
     pack_pair_rows(rows, stride, count, k, panel);
@@ -117,7 +117,7 @@ class DotProduct {
     const long depth = round_up(k, 2), count = (rows + kTileRows - 1) / kTileRows;
     long p = 0;
     do {
-      const long here = least(kChain, depth - p);
+      const long here = min(kKBlock, depth - p);
       const Operand* after = p + here == depth ? next : panel + (p + here) * kPanel;
       const char* ahead = reinterpret_cast<const char*>(after);
       const long step = 2 * kPanel * static_cast<long>(sizeof(Operand)) / count;

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/gemm/gemm.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -58,8 +58,8 @@ TF_INLINE void pack_pair_columns(const BFloat16* rows, long stride, long columns
 
 // Columns of a tensor as rows: to[i][j] = rows[j][i] for i < 16, j < kPairDepth, rows of `to`
 // to_stride (even) apart; 0 where j >= depth or i >= columns.
-TF_INLINE void turn_pairs(const BFloat16* rows, long stride, long depth, long columns, BFloat16* to,
-                          long to_stride) {
+TF_INLINE void transpose_pairs(const BFloat16* rows, long stride, long depth, long columns,
+                               BFloat16* to, long to_stride) {
   alignas(64) float block[16 * 16];
   const __mmask16 some = first_lanes(columns);
   const auto row = [&](long j) {

@@ -4,7 +4,7 @@
 //   enter, leave          prepare this thread's registers, give them back
 //   Operand, kBytes       what A and B are kept as; bytes for each value
 //   kSplit                a value takes several operands, and infinity does not survive a product:
-//                         plain_row works out such a row of C
+//                         fp32_row works out such a row of C
 //   block_size, fill      a block of rows of A from a tensor
 //   chunk, put            the same, computed, kPanel values at once
 //   add, kRounds          sums of what put() keeps of such values; whether that is less than fp32
@@ -19,9 +19,9 @@
 #pragma once
 
 #include "cpu/gemm/gemm.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 #if defined(__AMX_BF16__)
-#include "cpu/gemm/bf16_tiles.h"
+#include "cpu/gemm/bf16_amx.h"
 #elif defined(__AVX512BF16__)
 #include "cpu/gemm/bf16_dot.h"
 #endif
@@ -34,10 +34,10 @@ template <class T>
 class FloatProduct {
  public:
   using Operand = float;
-  static constexpr bool kSplit = false, kRounds = false;
+  static constexpr bool kIsBf16x3 = false, kRounds = false;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = (kLanes == 16 ? 4 : 8) * kTileRows;
-  static constexpr long kChain = tf::TF_ISA::kChain;
+  static constexpr long kKBlock = tf::TF_ISA::kKBlock;
 
   static void enter() {}
   static void leave() {}
@@ -63,8 +63,8 @@ class FloatProduct {
     return panel[k * kPanel + column];
   }
 
-  static void turn(const T* from, long from_stride, long depth, long columns, Operand* block,
-                   long k, long row, long column) {
+  static void fill_transposed(const T* from, long from_stride, long depth, long columns,
+                              Operand* block, long k, long row, long column) {
     constexpr long kRows = 16;
     float wide[kLanes * kLanes];
     for (long u = 0; u < depth; u += kLanes) {
@@ -84,7 +84,7 @@ class FloatProduct {
   static void pack_rows(const T* rows, long stride, long count, long k, Operand* panel) {
     float wide[kPanel * kWide];
     for (long p = 0; p < k; p += kWide) {
-      const long depth = least(kWide, k - p);
+      const long depth = min(kWide, k - p);
       for (long j = 0; j < count; ++j) widen(rows + j * stride + p, depth, wide + j * kWide);
       tf::TF_ISA::pack_rows(wide, kWide, count, depth, panel + p * kPanel);
     }
@@ -135,11 +135,11 @@ struct ProductOf {
 #if defined(__AMX_BF16__)
 template <>
 struct ProductOf<BFloat16> {
-  using Type = TileProduct<1>;
+  using Type = AmxProduct<1>;
 };
 template <>
 struct ProductOf<float> {
-  using Type = TileProduct<3>;
+  using Type = AmxProduct<3>;
 };
 #elif defined(__AVX512BF16__)
 template <>

@@ -14,18 +14,18 @@ template <class T>
 long block_rows(long row_bytes) {
   // Narrow operands mean fast products: those need tall blocks, lest the weights pass by too often.
   constexpr bool kNarrow = sizeof(typename Product<T>::Operand) < sizeof(float);
-  constexpr long kMost = kNarrow ? 256 : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
+  constexpr long kMaxRows = kNarrow ? 256 : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
   constexpr long kBudget = (kNarrow ? 1280 : 768) * 1024;
-  return most(kUnit, least(kMost, kBudget / most(1, row_bytes) / kUnit * kUnit));
+  return max(kUnit, min(kMaxRows, kBudget / max(1, row_bytes) / kUnit * kUnit));
 }
 
 // The end of kPanel columns of a linear map, from `column` on, of n.
 template <class T>
-class Ends {
+class Epilogue {
  public:
-  TF_INLINE Ends(const void* bias, long column, long n, int activation)
-      : count_(least(kPanel, n - column)),
-        least_(set1(activation == kRelu ? 0.0f : -kInf)),
+  TF_INLINE Epilogue(const void* bias, long column, long n, int activation)
+      : count_(min(kPanel, n - column)),
+        min_(set1(activation == kRelu ? 0.0f : -kInf)),
         activation_(activation) {
     if (bias == nullptr) return;
     low_ = read(static_cast<const T*>(bias) + column, 0);
@@ -34,17 +34,17 @@ class Ends {
 
   // Bias and activation.
   TF_INLINE void finish(Vec& low, Vec& high) const {
-    start(low, high);
+    add_bias(low, high);
     activate(low, high);
   }
-  TF_INLINE void start(Vec& low, Vec& high) const {
+  TF_INLINE void add_bias(Vec& low, Vec& high) const {
     low = low + low_;
     high = high + high_;
   }
   TF_INLINE void activate(Vec& low, Vec& high) const {
     // In this order NaN comes through.
-    low = max(least_, low);
-    high = max(least_, high);
+    low = max(min_, low);
+    high = max(min_, high);
     if (activation_ > kRelu) {
       low = tf::TF_ISA::activate(low, activation_);
       high = tf::TF_ISA::activate(high, activation_);
@@ -74,7 +74,7 @@ class Ends {
   }
 
   long count_;
-  Vec least_, low_ = zero(), high_ = zero();
+  Vec min_, low_ = zero(), high_ = zero();
   int activation_;
 };
 

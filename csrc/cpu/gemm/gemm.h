@@ -19,16 +19,16 @@ constexpr int kTileRows = 6;  // 12 + 2 + 1 of 16
 #endif
 
 TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
-TF_INLINE long least(long x, long y) { return x < y ? x : y; }
-TF_INLINE long most(long x, long y) { return x > y ? x : y; }
+TF_INLINE long min(long x, long y) { return x < y ? x : y; }
+TF_INLINE long max(long x, long y) { return x > y ? x : y; }
 
-// Steps of k in one go. A running sum of n terms errs like n; sums of kChain terms that are then
-// added up err like sqrt(n * kChain), which keeps long products as exact as the best libraries'.
-// And kChain rows of a panel stay in the first-level cache while all rows of A pass by.
-constexpr long kChain = 128;
+// Steps of k in one go. A running sum of n terms errs like n; sums of kKBlock terms that are then
+// added up err like sqrt(n * kKBlock), which keeps long products as exact as the best libraries'.
+// And kKBlock rows of a panel stay in the first-level cache while all rows of A pass by.
+constexpr long kKBlock = 128;
 
 // What becomes of a tile's sums.
-struct TileEnds {
+struct TileEpilogue {
   const float* bias;  // kPanel values to add, or nullptr
   bool accumulate;    // add to what C holds (then bias is not read)
   bool relu;          // clamp at the end
@@ -37,27 +37,27 @@ struct TileEnds {
 constexpr long kLine = 64;  // bytes of a cache line
 
 // Tiles of so few rows fetch two lines at a step.
-constexpr int kWideAhead = kPanel * sizeof(float) > kLine ? 9 : 0;
+constexpr int kTwoLineRows = kPanel * sizeof(float) > kLine ? 9 : 0;
 
 // Memory to fetch meanwhile: `step` bytes on at each step of k.
-struct Ahead {
+struct Prefetch {
   const char* place;
   long step;
 };
 
-// How a tile finds its rows of A: as they are, a_stride apart; turned by turn_rows() into columns,
-// kTurned values for each k, so that one pointer with constant offsets reaches them all; or as
+// How a tile finds its rows of A: as they are, a_stride apart; turned by pack_a() into columns,
+// kPackedRows values for each k, so that one pointer with constant offsets reaches them all; or as
 // columns of a matrix that is A transposed, a_stride apart for each k.
-enum class Form { rows, turned, columns };
-constexpr int kTurned = (kTileRows + kLanes - 1) / kLanes * kLanes;
+enum class Form { rows, packed, columns };
+constexpr int kPackedRows = (kTileRows + kLanes - 1) / kLanes * kLanes;
 
-template <Form kForm, int kRows, int kVecs, bool kSplits = (kRows < 3)>
+template <Form kForm, int kRows, int kVecs, bool kMultipleSums = (kRows < 3)>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
-          const TileEnds& ends, Ahead ahead) {
+          const TileEpilogue& epilogue, Prefetch ahead) {
   // Few rows have few sums, each of which waits for its last fma; so they get several.
-  constexpr int kSplit = !kSplits ? 1 : kRows == 1 ? 4 : 2;
-  Vec sums[kSplit][kRows][kVecs];
-  TF_UNROLL for (int h = 0; h < kSplit; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
+  constexpr int kAccumulators = !kMultipleSums ? 1 : kRows == 1 ? 4 : 2;
+  Vec sums[kAccumulators][kRows][kVecs];
+  TF_UNROLL for (int h = 0; h < kAccumulators; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
       TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[h][i][j] = zero();
   // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
   // pointers than that do not fit into registers.
@@ -69,10 +69,10 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     TF_UNROLL for (int j = 0; j < kVecs; ++j) b[j] = load(panel + u * kPanel + j * kLanes);
     TF_UNROLL for (int i = 0; i < kRows; ++i) {
       const Vec x = set1(kForm == Form::rows     ? row[i / 3 % kPointers][(i % 3) * a_stride + u]
-                         : kForm == Form::turned ? row[0][u * kTurned + i]
+                         : kForm == Form::packed ? row[0][u * kPackedRows + i]
                                                  : row[0][i]);
-      TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[u % kSplit][i][j] =
-          fma(x, b[j], sums[u % kSplit][i][j]);
+      TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[u % kAccumulators][i][j] =
+          fma(x, b[j], sums[u % kAccumulators][i][j]);
     }
     if (kForm == Form::columns) {
       row[0] += a_stride;
@@ -82,8 +82,8 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   };
   const auto advance = [&](int steps) __attribute__((always_inline)) {
     TF_UNROLL for (int i = 0; i < kPointers; ++i) row[i] += kForm == Form::rows ? steps
-                                                            : kForm == Form::turned
-                                                                ? steps * kTurned
+                                                            : kForm == Form::packed
+                                                                ? steps * kPackedRows
                                                                 : 0;
     panel += steps * kPanel;
   };
@@ -93,7 +93,7 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     TF_UNROLL for (int u = 0; u < 4; ++u) {
       _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
       // A single tile has to fetch all lines of the panel.
-      if (kRows <= kWideAhead) _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
+      if (kRows <= kTwoLineRows) _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
     }
     TF_UNROLL for (int u = 0; u < 4; ++u) step(u);
     ahead.place += 4 * ahead.step;
@@ -104,19 +104,19 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     advance(1);
   }
   Vec(&acc)[kRows][kVecs] = sums[0];
-  TF_UNROLL for (int h = kSplit / 2; h > 0; h /= 2) TF_UNROLL for (int g = 0; g < h; ++g)
+  TF_UNROLL for (int h = kAccumulators / 2; h > 0; h /= 2) TF_UNROLL for (int g = 0; g < h; ++g)
       TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
           sums[g][i][j] = sums[g][i][j] + sums[g + h][i][j];
-  if (ends.accumulate) {
+  if (epilogue.accumulate) {
     TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
         acc[i][j] + load(c + i * c_stride + j * kLanes);
-  } else if (ends.bias != nullptr) {
+  } else if (epilogue.bias != nullptr) {
     TF_UNROLL for (int j = 0; j < kVecs; ++j) {
-      const Vec bias = load(ends.bias + j * kLanes);
+      const Vec bias = load(epilogue.bias + j * kLanes);
       TF_UNROLL for (int i = 0; i < kRows; ++i) acc[i][j] = acc[i][j] + bias;
     }
   }
-  if (ends.relu) {
+  if (epilogue.relu) {
     // In this order NaN comes through, as it does in torch.
     TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
         max(zero(), acc[i][j]);
@@ -125,8 +125,8 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
       store(c + i * c_stride + j * kLanes, acc[i][j]);
 }
 
-using TileFunction = void (*)(const float*, long, const float*, long, float*, long, const TileEnds&,
-                              Ahead);
+using TileFunction = void (*)(const float*, long, const float*, long, float*, long,
+                              const TileEpilogue&, Prefetch);
 
 #if defined(__AVX512F__)
 #define TF_TILES(form, vecs)                                                               \
@@ -144,8 +144,9 @@ constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kFor
 
 // Tiles of one and two rows that add up in the order of the others.
 template <Form kForm>
-constexpr TileFunction kUnsplitTiles[2][2] = {{tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
-                                              {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
+constexpr TileFunction kSingleSumTiles[2][2] = {
+    {tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
+    {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
 
 // Rows split evenly into tiles, so that no tile is flat. f(tile, first row, rows).
 template <class F>
@@ -164,22 +165,22 @@ TF_INLINE void each_tile(long m, const F& f) {
 // turned.
 template <Form kForm>
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
-                          float* c, long c_stride, long columns, const TileEnds& ends,
+                          float* c, long c_stride, long columns, const TileEpilogue& epilogue,
                           const float* next) {
   const int vecs = columns > kLanes ? 1 : 0;
   const TileFunction* tiles =
-      m <= 2 && tf_batch_invariant() ? kUnsplitTiles<kForm>[vecs] : kTiles<kForm>[vecs];
+      m <= 2 && tf_batch_invariant() ? kSingleSumTiles<kForm>[vecs] : kTiles<kForm>[vecs];
   const long count = (m + kTileRows - 1) / kTileRows;
   const long step = kPanel * static_cast<long>(sizeof(float)) / count;
   long p = 0;
   do {
-    const long depth = least(kChain, k - p);
+    const long depth = min(kKBlock, k - p);
     const bool last = p + depth == k;
-    const TileEnds here{ends.bias, ends.accumulate || p > 0, ends.relu && last};
+    const TileEpilogue here{epilogue.bias, epilogue.accumulate || p > 0, epilogue.relu && last};
     const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
     each_tile(m, [&](long t, long i, long rows) {
       const float* from = kForm == Form::rows     ? a + i * a_stride + p
-                          : kForm == Form::turned ? a + t * a_stride + p * kTurned
+                          : kForm == Form::packed ? a + t * a_stride + p * kPackedRows
                                                   : a + p * a_stride + i;
       tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride, here,
                       {ahead, step});
@@ -189,21 +190,21 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
   } while (p < k);
 }
 
-// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kTurned * k.
-// May write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
-TF_INLINE void turn_rows(const float* from, long from_stride, long m, long k, float* to,
-                         long stride) {
+// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kPackedRows *
+// k. May write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
+TF_INLINE void pack_a(const float* from, long from_stride, long m, long k, float* to, long stride) {
   each_tile(m, [&](long t, long i, long rows) {
     const float* first = from + i * from_stride;
     float* out = to + t * stride;
     for (long r = 0; r < rows; r += kLanes) {
-      const long have = least(kLanes, rows - r);
+      const long have = min(kLanes, rows - r);
       long p = 0;
       for (; p + kLanes <= k; p += kLanes)
-        transpose_rows(first + r * from_stride + p, from_stride, have, out + p * kTurned + r,
-                       kTurned);
+        transpose_rows(first + r * from_stride + p, from_stride, have, out + p * kPackedRows + r,
+                       kPackedRows);
       for (; p < k; ++p)
-        for (long q = 0; q < have; ++q) out[p * kTurned + r + q] = first[(r + q) * from_stride + p];
+        for (long q = 0; q < have; ++q)
+          out[p * kPackedRows + r + q] = first[(r + q) * from_stride + p];
     }
   });
 }
@@ -212,7 +213,7 @@ TF_INLINE void turn_rows(const float* from, long from_stride, long m, long k, fl
 // zeros for the other j.
 TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, float* panel) {
   for (int half = 0; half < 2; ++half) {
-    const long have = most(0, least(kLanes, count - half * kLanes));
+    const long have = max(0, min(kLanes, count - half * kLanes));
     const float* from = rows + half * kLanes * stride;
     float* to = panel + half * kLanes;
     long p = 0;

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/gemm/engine.h"
-#include "cpu/gemm/spread.h"
+#include "cpu/gemm/interleave.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -33,8 +33,8 @@ class WeightGradientBlock {
         rows_(rows),
         columns_(columns),
         panels_(static_cast<const Operand*>(panels) + column / kPanel * P::panel_size(m)),
-        turned_(static_cast<Operand*>(scratch)),
-        sums_(reinterpret_cast<float*>(turned_ + P::block_size(kRows, kDepth))) {}
+        packed_grad_(static_cast<Operand*>(scratch)),
+        sums_(reinterpret_cast<float*>(packed_grad_ + P::block_size(kRows, kDepth))) {}
 
   // kColumns floats: those of the block, and anything behind them.
   float* sums(long row) const { return sums_ + row * kSumStride; }
@@ -50,7 +50,7 @@ class WeightGradientBlock {
     take_grad(0, m_, m_);
     for (long j = 0; j < columns_; j += kPanel) {
       const Operand* panel = panels_ + j / kPanel * P::panel_size(m_);
-      P::multiply(turned_, rows_, m_, panel, panel + P::panel_size(m_), sums_,
+      P::multiply(packed_grad_, rows_, m_, panel, panel + P::panel_size(m_), sums_,
                   [&](long i, Vec low, Vec high)
                       __attribute__((always_inline)) { sink(i, j, low, high); });
     }
@@ -58,36 +58,37 @@ class WeightGradientBlock {
   }
 
   // sums = dY^T X, or sums += dY^T X.
-  void multiply(bool onto) const {
+  void multiply(bool accumulate) const {
     P::enter();
     for (long p = 0; p < m_; p += kDepth) {
-      const long depth = least(kDepth, m_ - p);
+      const long depth = min(kDepth, m_ - p);
       take_grad(p, depth, kDepth);
-      multiply_part(p, depth, onto || p > 0);
+      multiply_part(p, depth, accumulate || p > 0);
     }
     P::leave();
   }
 
  private:
-  static constexpr long kDepth = P::kChain;
+  static constexpr long kDepth = P::kKBlock;
   static constexpr long kSumStride = kColumns + 16;  // off the powers of two
 
   // `block_depth`: of the block that `turned_` is.
   void take_grad(long p, long depth, long block_depth) const {
-    constexpr long kTurned = 16, kDeep = 32;
-    for (long u = 0; u < depth; u += kDeep)
-      for (long i = 0; i < rows_; i += kTurned)
-        P::turn(grad_ + (p + u) * grad_stride_ + i, grad_stride_, least(kDeep, depth - u),
-                least(kTurned, rows_ - i), turned_, block_depth, i, u);
+    constexpr long kTransposeRows = 16, kTransposeDepth = 32;
+    for (long u = 0; u < depth; u += kTransposeDepth)
+      for (long i = 0; i < rows_; i += kTransposeRows)
+        P::fill_transposed(grad_ + (p + u) * grad_stride_ + i, grad_stride_,
+                           min(kTransposeDepth, depth - u), min(kTransposeRows, rows_ - i),
+                           packed_grad_, block_depth, i, u);
   }
 
-  void multiply_part(long p, long depth, bool onto) const {
+  void multiply_part(long p, long depth, bool accumulate) const {
     const long size = P::panel_size(m_), calls = P::steps(rows_, depth);
     const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(Operand));
     for (long j = 0; j < columns_; j += kPanel) {
       const Operand* panel = panels_ + j / kPanel * size + P::panel_size(p);
       FetchAhead fetch(panel + size, bytes, calls);
-      P::multiply_to(turned_, kDepth, rows_, depth, panel, onto, sums_ + j, kSumStride,
+      P::multiply_to(packed_grad_, kDepth, rows_, depth, panel, accumulate, sums_ + j, kSumStride,
                      [&]() __attribute__((always_inline)) { fetch(); });
     }
   }
@@ -95,7 +96,7 @@ class WeightGradientBlock {
   const T* grad_;
   long grad_stride_, m_, rows_, columns_;
   const Operand* panels_;
-  Operand* turned_;
+  Operand* packed_grad_;
   float* sums_;
 };
 

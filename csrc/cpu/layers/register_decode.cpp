@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "cpu/core/box.h"
-#include "cpu/layers/block_host.h"
+#include "cpu/layers/layer_runner.h"
 
 namespace tf {
 namespace {
@@ -46,12 +46,12 @@ class Step {
                       const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
       char* projected = shared_bytes(kProjectedSlot, rows_ * 3 * width_ * element_);
-      ReadyMap(layer.first, rows_, 0).run(from, rows_, nullptr, projected);
+      PackedLinear(layer.first, rows_, 0).run(from, rows_, nullptr, projected);
       append(projected, cache, start);
       const int64_t length = rows_ / cache.rows;
       void* attended =
           attend(cache, start + length, projected, 3 * width_, length > 1, std::nullopt, nullptr);
-      ReadyMap(layer.second, rows_, 1).run(attended, rows_, residual, y);
+      PackedLinear(layer.second, rows_, 1).run(attended, rows_, residual, y);
     });
   }
 
@@ -59,9 +59,9 @@ class Step {
                        const int64_t* lengths, const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
       char* projected = shared_bytes(kProjectedSlot, rows_ * width_ * element_);
-      ReadyMap(layer.first, rows_, 0).run(from, rows_, nullptr, projected);
+      PackedLinear(layer.first, rows_, 0).run(from, rows_, nullptr, projected);
       void* attended = attend(memory, memory.places, projected, width_, false, mask, lengths);
-      ReadyMap(layer.second, rows_, 1).run(attended, rows_, residual, y);
+      PackedLinear(layer.second, rows_, 1).run(attended, rows_, residual, y);
     });
   }
 
@@ -176,7 +176,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   std::vector<int64_t> lengths;
   if (crossed) lengths = to_int64("key_lengths", key_lengths, memories[0].size(1));
   const Tensor x = as_contiguous(input);
-  Tensor output = fresh_like(x);
+  Tensor output = empty_tensor_like(x);
   if (rows * width == 0) return output;
 
   const Step step(x, norm_first, checked_activation(kOp, activation));
@@ -204,7 +204,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
 // (sizes), uninitialised and of like's dtype.
 Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
   STD_TORCH_CHECK(like.is_cpu(), "uninitialized: like must be on the CPU");
-  return fresh(like, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
+  return empty_tensor(like, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
 }
 
 }  // namespace

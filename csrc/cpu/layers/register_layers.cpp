@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/core/box.h"
-#include "cpu/layers/block_host.h"
+#include "cpu/layers/layer_runner.h"
 
 namespace tf {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 constexpr const char* kOp = "layers";
 
 // Where queries see which keys: everything about an attention but its tensors.
-struct Sight {
+struct AttentionCall {
   AttentionArgs args{};
   std::vector<int64_t> query_starts, key_starts;
 };
@@ -65,14 +65,14 @@ class Layers {
     if (memory_) set_shape(cross_, heads, starts, memory_starts, *memory_);
   }
 
-  void see(const MaybeTensor& mask, bool is_causal, const MaybeTensor& memory_mask,
-           bool memory_is_causal) {
-    set_sight(own_, mask, is_causal);
-    if (memory_) set_sight(cross_, memory_mask, memory_is_causal);
+  void set_masks(const MaybeTensor& mask, bool is_causal, const MaybeTensor& memory_mask,
+                 bool memory_is_causal) {
+    set_attention_mask(own_, mask, is_causal);
+    if (memory_) set_attention_mask(cross_, memory_mask, memory_is_causal);
   }
 
   Tensor run(const std::vector<Sublayer>& sublayers) const {
-    Tensor output = fresh_like(x_);
+    Tensor output = empty_tensor_like(x_);
     if (rows_ * width_ == 0) return output;
     run_sublayers(sublayers, x_.const_data_ptr(), output.mutable_data_ptr(),
                   rows_ * width_ * element_,
@@ -86,19 +86,19 @@ class Layers {
   }
 
  private:
-  void set_shape(Sight& sight, int64_t heads, const MaybeTensor& starts,
+  void set_shape(AttentionCall& call, int64_t heads, const MaybeTensor& starts,
                  const MaybeTensor& key_starts, const Tensor& source) const {
-    AttentionArgs& args = sight.args;
+    AttentionArgs& args = call.args;
     if (ragged_) {
-      sight.query_starts = read_starts(starts, rows_);
-      sight.key_starts = read_starts(key_starts, source.size(0));
-      STD_TORCH_CHECK(sight.query_starts.size() == sight.key_starts.size(), kOp,
+      call.query_starts = read_starts(starts, rows_);
+      call.key_starts = read_starts(key_starts, source.size(0));
+      STD_TORCH_CHECK(call.query_starts.size() == call.key_starts.size(), kOp,
                       ": starts come in pairs");
-      args.query_starts = sight.query_starts.data();
-      args.key_starts = sight.key_starts.data();
-      args.batch = static_cast<int64_t>(sight.query_starts.size()) - 1;
-      args.queries = largest_gap(sight.query_starts);
-      args.keys = largest_gap(sight.key_starts);
+      args.query_starts = call.query_starts.data();
+      args.key_starts = call.key_starts.data();
+      args.batch = static_cast<int64_t>(call.query_starts.size()) - 1;
+      args.queries = largest_gap(call.query_starts);
+      args.keys = largest_gap(call.key_starts);
     } else {
       const int64_t batch_dim = batch_first_ ? 0 : 1;
       STD_TORCH_CHECK(x_.size(batch_dim) == source.size(batch_dim), kOp, ": the batches differ");
@@ -112,8 +112,8 @@ class Layers {
     args.scale = 1.0f / __builtin_sqrtf(static_cast<float>(args.size));
   }
 
-  void set_sight(Sight& sight, const MaybeTensor& mask, bool is_causal) const {
-    AttentionArgs& args = sight.args;
+  void set_attention_mask(AttentionCall& call, const MaybeTensor& mask, bool is_causal) const {
+    AttentionArgs& args = call.args;
     args.causal = is_causal;
     set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, x_.scalar_type());
   }
@@ -124,31 +124,31 @@ class Layers {
     const void* attended = layer.kind == SublayerKind::self_attention
                                ? self_attention(layer.first, from)
                                : cross_attention(layer.first, from);
-    ReadyMap(layer.second, rows_, 1).run(attended, rows_, residual, to);
+    PackedLinear(layer.second, rows_, 1).run(attended, rows_, residual, to);
   }
 
   // Queries, keys and values of each row lie side by side.
-  const void* self_attention(const Map& in, const void* from) const {
+  const void* self_attention(const LinearParameters& in, const void* from) const {
     char* projected = shared_bytes(kProjectedSlot, rows_ * 3 * width_ * element_);
-    ReadyMap(in, rows_, 0).run(from, rows_, nullptr, projected);
+    PackedLinear(in, rows_, 0).run(from, rows_, nullptr, projected);
     return attend(own_, projected, 3 * width_, projected + width_ * element_, 3 * width_);
   }
 
   // The queries lie in a block of their own.
-  const void* cross_attention(const Map& in, const void* from) const {
+  const void* cross_attention(const LinearParameters& in, const void* from) const {
     char* queries = shared_bytes(kProjectedSlot, (rows_ + 2 * memory_rows_) * width_ * element_);
     char* keys = queries + rows_ * width_ * element_;
-    const ReadyMap ready(in, std::max(rows_, memory_rows_), 0);
+    const PackedLinear ready(in, std::max(rows_, memory_rows_), 0);
     ready.run_part(from, rows_, nullptr, queries, 0, width_);
     ready.run_part(memory_->const_data_ptr(), memory_rows_, nullptr, keys, width_, 2 * width_);
     return attend(cross_, queries, width_, keys, 2 * width_);
   }
 
   // Rows of queries are query_row apart; each row of keys, key_row from the next, ends in values.
-  const void* attend(const Sight& sight, const void* queries, int64_t query_row, const char* keys,
-                     int64_t key_row) const {
+  const void* attend(const AttentionCall& call, const void* queries, int64_t query_row,
+                     const char* keys, int64_t key_row) const {
     void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);
-    AttentionArgs args = sight.args;
+    AttentionArgs args = call.args;
     args.query = queries;
     args.key = keys;
     args.value = keys + width_ * element_;
@@ -172,7 +172,7 @@ class Layers {
   bool ragged_, batch_first_, norm_first_;
   int activation_;
   int64_t element_, width_ = 0, rows_ = 0, memory_rows_ = 0;
-  Sight own_, cross_;
+  AttentionCall own_, cross_;
 };
 
 Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
@@ -190,7 +190,7 @@ Tensor layers(Tensor input, MaybeTensor memory, std::vector<int64_t> kinds,
   }
   Layers run(input, memory, norm_first, heads, checked_activation(kOp, activation), batch_first,
              starts, memory_starts);
-  run.see(mask, is_causal, memory_mask, memory_is_causal);
+  run.set_masks(mask, is_causal, memory_mask, memory_is_causal);
   Tensor output = run.run(read_sublayers(kOp, each, parameters, packed, eps, input, 3));
   trim_shared_scratch();
   return output;

@@ -67,13 +67,13 @@ double fma_flops(long iterations) {
 
 double bf16_dot_flops(long iterations) {
   // Palette 1: eight tiles of 16 rows by 64 bytes; four accumulators cover the tile latency.
-  struct alignas(64) TileConfig {
+  struct alignas(64) AmxTileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
   // Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
-  static constexpr TileConfig kConfig;
+  static constexpr AmxTileConfig kConfig;
   _tile_loadconfig(&kConfig);
   _tile_zero(0);
   _tile_zero(1);

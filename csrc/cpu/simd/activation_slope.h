@@ -36,7 +36,7 @@ TF_INLINE Activated silu_with_slope(Vec x) {
 
 // The gradient before the activation from that behind it. x is what the activation was applied to,
 // and becomes what it made of that: the two share most of their work.
-TF_INLINE Vec through_activation(Vec grad, Vec& x, int activation) {
+TF_INLINE Vec activation_backward(Vec grad, Vec& x, int activation) {
   const auto through = [&](const Activated& made) __attribute__((always_inline)) {
     x = made.value;
     return grad * made.slope;
@@ -44,7 +44,7 @@ TF_INLINE Vec through_activation(Vec grad, Vec& x, int activation) {
   switch (activation) {
     case kRelu: {
       // NaN lets the gradient through, as it does in torch.
-      const Vec passed = select(less(zero(), x), grad, select(not_a_number(x), grad, zero()));
+      const Vec passed = select(less(zero(), x), grad, select(is_nan(x), grad, zero()));
       x = max(zero(), x);
       return passed;
     }

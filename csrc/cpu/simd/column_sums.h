@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/gemm/gemm.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -11,10 +11,10 @@ namespace {
 // Rows pass by as they lie in memory. Sums of 16 rows are summed up by 16 before they meet the
 // total: a running sum of n terms errs like n.
 template <class T>
-void column_sums(const T* rows, long stride, long m, long columns, bool onto, float* totals) {
-  constexpr long kBlock = 1024, kFew = 16, kMany = kFew * kFew;
+void column_sums(const T* rows, long stride, long m, long columns, bool accumulate, float* totals) {
+  constexpr long kBlock = 1024, kRun = 16, kLongRun = kRun * kRun;
   for (long column = 0; column < columns; column += kBlock) {
-    const long count = least(kBlock, columns - column);
+    const long count = min(kBlock, columns - column);
     float sums[3][kBlock + kLanes];
     const auto add = [&](int to, int from) {
       for (long j = 0; j < count; j += kLanes) {
@@ -22,15 +22,15 @@ void column_sums(const T* rows, long stride, long m, long columns, bool onto, fl
         store(sums[from] + j, zero());
       }
     };
-    copy_row(totals + column, onto ? count : 0, sums[0], round_up(count, kLanes));
+    copy_row(totals + column, accumulate ? count : 0, sums[0], round_up(count, kLanes));
     for (int level = 1; level < 3; ++level)
       for (long j = 0; j < count; j += kLanes) store(sums[level] + j, zero());
     for (long row = 0; row < m; ++row) {
       const T* from = rows + row * stride + column;
       for (long j = 0; j < count; j += kLanes)
         store(sums[2] + j, load(sums[2] + j) + load_some(from + j, count - j));
-      if (row % kFew == kFew - 1) add(1, 2);
-      if (row % kMany == kMany - 1) add(0, 1);
+      if (row % kRun == kRun - 1) add(1, 2);
+      if (row % kLongRun == kLongRun - 1) add(0, 1);
     }
     add(1, 2);
     add(0, 1);
@@ -55,7 +55,7 @@ TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
   Vec levels[48][kCount];
   long blocks = 0;
   for (long begin = 0; begin < n; begin += kBlock) {
-    const long end = least(n, begin + kBlock);
+    const long end = min(n, begin + kBlock);
     Vec sums[4][kCount];
     TF_UNROLL for (int u = 0; u < 4; ++u) TF_UNROLL for (int i = 0; i < kCount; ++i) sums[u][i] =
         zero();

@@ -32,9 +32,9 @@ TF_INLINE Words counters(uint64_t first) {
 using KeepBits = uint64_t;
 // A bit for each number, set where it is at least `limit`.
 TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
-  const __m512i least = _mm512_set1_epi16(static_cast<short>(limit));
-  return _mm512_cmpge_epu16_mask(even, least) |
-         static_cast<KeepBits>(_mm512_cmpge_epu16_mask(odd, least)) << 32;
+  const __m512i threshold = _mm512_set1_epi16(static_cast<short>(limit));
+  return _mm512_cmpge_epu16_mask(even, threshold) |
+         static_cast<KeepBits>(_mm512_cmpge_epu16_mask(odd, threshold)) << 32;
 }
 // `value` in the lanes whose bit is set, else 0.
 TF_INLINE Vec where_set(KeepBits bits, Vec value) {
@@ -60,9 +60,9 @@ TF_INLINE Words counters(uint64_t first) {
 }
 using KeepBits = uint32_t;
 TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
-  const __m256i least = _mm256_set1_epi16(static_cast<short>(limit));
-  even = _mm256_cmpeq_epi16(_mm256_max_epu16(even, least), even);
-  odd = _mm256_cmpeq_epi16(_mm256_max_epu16(odd, least), odd);
+  const __m256i threshold = _mm256_set1_epi16(static_cast<short>(limit));
+  even = _mm256_cmpeq_epi16(_mm256_max_epu16(even, threshold), even);
+  odd = _mm256_cmpeq_epi16(_mm256_max_epu16(odd, threshold), odd);
   return static_cast<KeepBits>(_mm256_movemask_epi8(_mm256_packs_epi16(even, odd)));
 }
 TF_INLINE Vec where_set(KeepBits bits, Vec value) {
@@ -90,9 +90,9 @@ TF_INLINE Words counters(uint64_t first) {
 using KeepBits = uint32_t;
 TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
   // There is no unsigned comparison: limit - a with saturation is 0 where a is at least the limit.
-  const __m128i least = _mm_set1_epi16(static_cast<short>(limit));
-  even = _mm_cmpeq_epi16(_mm_subs_epu16(least, even), _mm_setzero_si128());
-  odd = _mm_cmpeq_epi16(_mm_subs_epu16(least, odd), _mm_setzero_si128());
+  const __m128i threshold = _mm_set1_epi16(static_cast<short>(limit));
+  even = _mm_cmpeq_epi16(_mm_subs_epu16(threshold, even), _mm_setzero_si128());
+  odd = _mm_cmpeq_epi16(_mm_subs_epu16(threshold, odd), _mm_setzero_si128());
   return static_cast<KeepBits>(_mm_movemask_epi8(_mm_packs_epi16(even, odd)));
 }
 TF_INLINE Vec where_set(KeepBits bits, Vec value) {

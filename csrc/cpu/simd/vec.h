@@ -42,7 +42,7 @@ TF_INLINE Mask equal(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ)
 TF_INLINE Mask less(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
 // Lanes that hold NaN are not less.
 TF_INLINE Mask not_less(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
-TF_INLINE Mask not_a_number(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+TF_INLINE Mask is_nan(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 // mask ? x : y
 TF_INLINE Vec select(Mask m, Vec x, Vec y) { return _mm512_mask_blend_ps(m, y, x); }
 TF_INLINE bool any(Mask m) { return m != 0; }
@@ -80,7 +80,7 @@ TF_INLINE Vec round(Vec x) { return _mm256_round_ps(x, 8); }
 TF_INLINE Mask equal(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_EQ_OQ); }
 TF_INLINE Mask less(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_LT_OQ); }
 TF_INLINE Mask not_less(Vec x, Vec y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
-TF_INLINE Mask not_a_number(Vec x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
+TF_INLINE Mask is_nan(Vec x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
 TF_INLINE Vec select(Mask m, Vec x, Vec y) { return _mm256_blendv_ps(y, x, m); }
 TF_INLINE bool any(Mask m) { return _mm256_movemask_ps(m) != 0; }
 TF_INLINE float reduce_add(Vec x) {
@@ -129,7 +129,7 @@ TF_INLINE Vec round(Vec x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }  // |
 TF_INLINE Mask equal(Vec x, Vec y) { return _mm_cmpeq_ps(x, y); }
 TF_INLINE Mask less(Vec x, Vec y) { return _mm_cmplt_ps(x, y); }
 TF_INLINE Mask not_less(Vec x, Vec y) { return _mm_cmpnlt_ps(x, y); }
-TF_INLINE Mask not_a_number(Vec x) { return _mm_cmpunord_ps(x, x); }
+TF_INLINE Mask is_nan(Vec x) { return _mm_cmpunord_ps(x, x); }
 TF_INLINE Vec select(Mask m, Vec x, Vec y) {
   return _mm_or_ps(_mm_and_ps(m, x), _mm_andnot_ps(m, y));
 }
@@ -170,12 +170,12 @@ TF_INLINE Vec zero() { return set1(0.0f); }
 
 // Results below the smallest normal number cost hundreds of cycles on some CPUs, so e^x is 0 from
 // here on.
-constexpr float kLeastExponent = -87.3f;
+constexpr float kMinExponent = -87.3f;
 
 // e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 0 below -87.3, -inf
 // included; NaN stays NaN. x must not exceed 88.3 (callers subtract the maximum, or clamp).
 TF_INLINE Vec exp(Vec x) {
-  const Mask normal = not_less(x, set1(kLeastExponent));
+  const Mask normal = not_less(x, set1(kMinExponent));
   const Vec n = round(x * set1(1.44269504089f));
   Vec f = fma(x, set1(1.44269502162933349609375f), set1(0.0f) - n);
   f = fma(x, set1(1.9259629911266175e-8f), f);

@@ -49,15 +49,16 @@ void each_attention_item(const AttentionShape& args, const Run& run) {
 }
 
 // The shortest way for few queries a key head, if the call is of that kind.
-bool run_few_attention(const AttentionArgs& args) {
+bool run_decode_attention(const AttentionArgs& args) {
   // Measured; half types pay more for each query, which widens the keys again.
-  const int64_t most = args.type == Element::float32 ? 4 : 2;
+  const int64_t max_queries = args.type == Element::float32 ? 4 : 2;
   // A backward works the scores out again, and large ones have to be those of the forward.
-  const bool keeps = args.shift != nullptr;
-  if (batch_invariant() || args.heads / args.key_heads * args.queries > most || args.dropout.on ||
-      keeps || args.query_stride[3] != 1 || args.key_stride[3] != 1 || args.value_stride[3] != 1)
+  const bool saves_statistics = args.shift != nullptr;
+  if (batch_invariant() || args.heads / args.key_heads * args.queries > max_queries ||
+      args.dropout.on || saves_statistics || args.query_stride[3] != 1 || args.key_stride[3] != 1 ||
+      args.value_stride[3] != 1)
     return false;
-  const int64_t scratch = TF_DISPATCH(few_attention_scratch, args);
+  const int64_t scratch = TF_DISPATCH(decode_attention_scratch, args);
   // Waking a thread takes as long as reading this many elements.
   constexpr int64_t kGrain = 16384;
   const int64_t each = (args.size + args.value_size) * args.keys * args.heads / args.key_heads;
@@ -65,7 +66,7 @@ bool run_few_attention(const AttentionArgs& args) {
   const int64_t groups = args.batch * args.key_heads;
   torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group)
-      TF_DISPATCH(few_attention_queries, args, group / args.key_heads, group % args.key_heads,
+      TF_DISPATCH(decode_attention_queries, args, group / args.key_heads, group % args.key_heads,
                   bytes_of(kernel_scratch(), scratch));
     kernel_scratch().trim();
   });
@@ -76,19 +77,19 @@ bool run_few_attention(const AttentionArgs& args) {
 
 void run_attention(AttentionArgs args) {
   args.next_head = next_head(args);
-  if (run_few_attention(args)) return;
+  if (run_decode_attention(args)) return;
   const auto run = [&](int64_t bytes, auto&& kernel) {
     each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
       kernel(b, key_head, begin, end, bytes_of(kernel_scratch(), bytes));
     });
   };
   if (args.type != Element::float32)
-    return run(TF_DISPATCH(half_attention_scratch, args),
-               [&](auto... item) { TF_DISPATCH(half_attention_queries, args, item...); });
+    return run(TF_DISPATCH(lowp_attention_scratch, args),
+               [&](auto... item) { TF_DISPATCH(lowp_attention_queries, args, item...); });
 #ifdef TF_HAVE_AMX
-  if (goes_by_pieces(kPiecesFromQueries * args.queries))
-    return run(amx::split_attention_scratch(args),
-               [&](auto... item) { amx::split_attention_queries(args, item...); });
+  if (uses_bf16x3(kBf16x3RowsPerQuery * args.queries))
+    return run(amx::bf16x3_attention_scratch(args),
+               [&](auto... item) { amx::bf16x3_attention_queries(args, item...); });
 #endif
   run(TF_DISPATCH(attention_scratch, args),
       [&](auto... item) { TF_DISPATCH(attention_queries, args, item...); });
@@ -105,7 +106,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
                 const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
                 double dropout_p, const std::optional<Tensor>& seed, bool need_weights, bool keep) {
   const char* op = "attention";
-  const ScalarType type = is_half(query) ? query.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(query) ? query.scalar_type() : ScalarType::Float;
   check_type(op, "query", query, type, "query");
   check_type(op, "key", key, type, "query");
   check_type(op, "value", value, type, "query");
@@ -123,9 +124,9 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   set_mask(args, mask, {batch, heads, queries, keys}, type);
   const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
   if (key_lengths) args.key_lengths = lengths.data();
-  bool adjacent = is_half(query);
+  bool adjacent = is_reduced_float(query);
 #ifdef TF_HAVE_AMX
-  adjacent = adjacent || goes_by_pieces(kPiecesFromQueries * queries);
+  adjacent = adjacent || uses_bf16x3(kBf16x3RowsPerQuery * queries);
 #endif
   if (adjacent) {
     query = with_unit_stride(query);
@@ -133,13 +134,15 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
     value = with_unit_stride(value);
   }
   // Memory order (B, T, H, Dv): joining the heads again costs no copy.
-  Tensor output = torch::stable::transpose(fresh(query, {batch, queries, heads, value_size}), 1, 2);
+  Tensor output =
+      torch::stable::transpose(empty_tensor(query, {batch, queries, heads, value_size}), 1, 2);
   std::optional<Tensor> row_max, row_sum;
   if (keep) {
-    row_max = fresh_float(query, {batch, heads, queries});
-    row_sum = fresh_float(query, {batch, heads, queries});
+    row_max = empty_float_tensor(query, {batch, heads, queries});
+    row_sum = empty_float_tensor(query, {batch, heads, queries});
   }
-  Tensor weights = need_weights ? fresh(query, {batch, heads, queries, keys}) : fresh(query, {0});
+  Tensor weights =
+      need_weights ? empty_tensor(query, {batch, heads, queries, keys}) : empty_tensor(query, {0});
   args.type = element_of(query);
   args.query = query.const_data_ptr();
   args.key = key.const_data_ptr();

@@ -62,21 +62,21 @@ TF_KERNEL(void attention_queries(const AttentionArgs& args, long b, long key_hea
                                  long end, void* scratch))
 
 // bfloat16 and float16.
-TF_KERNEL_AMX(long half_attention_scratch(const AttentionArgs& args))
-TF_KERNEL_AMX(void half_attention_queries(const AttentionArgs& args, long b, long key_head,
+TF_KERNEL_AMX(long lowp_attention_scratch(const AttentionArgs& args))
+TF_KERNEL_AMX(void lowp_attention_queries(const AttentionArgs& args, long b, long key_head,
                                           long begin, long end, void* scratch))
 
-// float32 on bfloat16 units, by pieces (bf16_tiles.h).
-TF_KERNEL_SPLIT(long split_attention_scratch(const AttentionArgs& args))
-TF_KERNEL_SPLIT(void split_attention_queries(const AttentionArgs& args, long b, long key_head,
-                                             long begin, long end, void* scratch))
+// float32 on bfloat16 units, by pieces (bf16_amx.h).
+TF_KERNEL_BF16X3(long bf16x3_attention_scratch(const AttentionArgs& args))
+TF_KERNEL_BF16X3(void bf16x3_attention_queries(const AttentionArgs& args, long b, long key_head,
+                                               long begin, long end, void* scratch))
 
 // Few queries, as in decoding, without dropout: keys and values are read where they lie, once for
 // each query. Packing them for the register tiles would cost more than it saves. All queries of a
 // key head.
-TF_KERNEL(long few_attention_scratch(const AttentionArgs& args))
-TF_KERNEL(void few_attention_queries(const AttentionArgs& args, long b, long key_head,
-                                     void* scratch))
+TF_KERNEL(long decode_attention_scratch(const AttentionArgs& args))
+TF_KERNEL(void decode_attention_queries(const AttentionArgs& args, long b, long key_head,
+                                        void* scratch))
 
 // Gradients of attention without the (T, S) probabilities, recomputed from what the forward kept.
 //
@@ -107,7 +107,7 @@ struct AttentionBackwardArgs : AttentionShape {
 // `dominant` where the output that the forward kept is in fp32. In half types it is so large that
 // few rows have such a key: less care does where the others have many times what the output is
 // rounded by.
-constexpr float kDominantInFloat = 0.5f, kDominantInHalf = 1.0f - 0x1p-5f;
+constexpr float kDominantInFloat = 0.5f, kDominantInLowp = 1.0f - 0x1p-5f;
 
 // Rows [begin, end) of delta, counted over (B, H, T).
 TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))
@@ -129,22 +129,21 @@ TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b,
                                       const float* part, long parts, long begin, long end))
 
 // Attention backward on bfloat16 units: of bfloat16, where P and dS are rounded to it, and on AMX
-// tiles (bf16_tiles.h) of fp32 in pieces; sums are in fp32.
+// tiles (bf16_amx.h) of fp32 in pieces; sums are in fp32.
 
 // As attention_backward_keys(), _scratch (in bytes) and attention_backward() are without tiles; for
 // bfloat16, `part` must be given. They return false, with results not all written, where an
 // operand holds a number that pieces do not stand for.
-TF_KERNEL_UNITS(long tiles_attention_backward_keys(const AttentionBackwardArgs& args))
-TF_KERNEL_UNITS(long tiles_attention_backward_scratch(const AttentionBackwardArgs& args))
-TF_KERNEL_UNITS(bool tiles_attention_backward(const AttentionBackwardArgs& args, long b,
-                                              long key_head, long begin, long end, float* part,
-                                              void* scratch))
+TF_KERNEL_UNITS(long bf16_attention_backward_keys(const AttentionBackwardArgs& args))
+TF_KERNEL_UNITS(long bf16_attention_backward_scratch(const AttentionBackwardArgs& args))
+TF_KERNEL_UNITS(bool bf16_attention_backward(const AttentionBackwardArgs& args, long b,
+                                             long key_head, long begin, long end, float* part,
+                                             void* scratch))
 
 // Likewise attention_mask_backward() and the queries that it takes at a time.
-TF_KERNEL_UNITS(long tiles_attention_backward_queries())
-TF_KERNEL_UNITS(bool tiles_attention_mask_backward(const AttentionBackwardArgs& args, long b,
-                                                   long h, long tile, long begin, long end,
-                                                   void* scratch))
+TF_KERNEL_UNITS(long bf16_attention_backward_queries())
+TF_KERNEL_UNITS(bool bf16_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h,
+                                                  long tile, long begin, long end, void* scratch))
 
 // The gradient of what attention adds to its scores: scores are worked out once more.
 

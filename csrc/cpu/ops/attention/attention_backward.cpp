@@ -29,11 +29,11 @@ Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int
 
 // A gradient with heads and positions in memory as the tensor has them, or an empty one.
 Tensor gradient_like(const Tensor& tensor, bool wanted) {
-  if (!wanted) return fresh(tensor, {0});
+  if (!wanted) return empty_tensor(tensor, {0});
   const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
   if (tensor.stride(1) < tensor.stride(2))
-    return torch::stable::transpose(fresh(tensor, {b, t, h, d}), 1, 2);
-  return fresh(tensor, {b, h, t, d});
+    return torch::stable::transpose(empty_tensor(tensor, {b, t, h, d}), 1, 2);
+  return empty_tensor(tensor, {b, h, t, d});
 }
 
 template <int kDims>
@@ -50,9 +50,9 @@ void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
 // Parts that the keys of a group are shared out in, each with its own sum for grad_query. Depends
 // on the shape only: so does the order in which gradients are added up.
 int64_t key_parts(const AttentionBackwardArgs& args, int64_t tiles) {
-  constexpr int64_t kItems = 32, kMost = 8;
+  constexpr int64_t kItems = 32, kMaxParts = 8;
   const int64_t groups = args.batch * args.key_heads;
-  return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMost));
+  return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMaxParts));
 }
 
 // Calls f(item) for each item as for_each_item() does; false as soon as one returns false.
@@ -75,16 +75,17 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
   const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
   const int64_t part_size = heads * args.queries * args.size;
   // Sums are in fp32: of half types there is always a part.
-  const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
-  float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
+  const bool split_bf16x3 =
+      (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
+  float* sums = split_bf16x3 ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
   const bool did = all_items(groups * parts, [&](int64_t item) {
     // The first keys of a causal group have the most queries; they go first.
     const int64_t part = item / groups, group = item % groups;
     return kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
                   tiles * (part + 1) / parts * step,
-                  split ? sums + (group * parts + part) * part_size : nullptr);
+                  split_bf16x3 ? sums + (group * parts + part) * part_size : nullptr);
   });
-  if (!did || !split) return did;
+  if (!did || !split_bf16x3) return did;
   const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
   for_each_item(groups * blocks, [&](int64_t item) {
     const int64_t group = item / blocks, block = item % blocks;
@@ -96,12 +97,12 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
 }
 
 // Whether there is a kernel for the type as it is.
-bool takes(const Tensor& query) {
+bool has_bf16_kernel(const Tensor& query) {
 #ifdef TF_HAVE_UNITS
-  constexpr int64_t kFew = 16;
+  constexpr int64_t kMinQueries = 16;
   const Isa isa = current_isa();
   return query.scalar_type() == ScalarType::BFloat16 &&
-         (isa == Isa::amx || isa == Isa::avx512_bf16) && query.size(2) >= kFew;
+         (isa == Isa::amx || isa == Isa::avx512_bf16) && query.size(2) >= kMinQueries;
 #else
   return false;
 #endif
@@ -110,16 +111,16 @@ bool takes(const Tensor& query) {
 // False if bfloat16 is to be taken as float32.
 bool run_keys(const AttentionBackwardArgs& args) {
 #ifdef TF_HAVE_UNITS
-  const bool half = args.type != Element::float32;
-  if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
-    const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
+  const bool reduced_float = args.type != Element::float32;
+  if (reduced_float || uses_bf16x3(kBf16x3RowsPerQuery * args.queries)) {
+    const int64_t bytes = TF_DISPATCH_UNITS(bf16_attention_backward_scratch, args);
     const bool did =
-        run_keys(args, TF_DISPATCH_UNITS(tiles_attention_backward_keys, args),
+        run_keys(args, TF_DISPATCH_UNITS(bf16_attention_backward_keys, args),
                  [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-                   return TF_DISPATCH_UNITS(tiles_attention_backward, args, b, key_head, begin, end,
+                   return TF_DISPATCH_UNITS(bf16_attention_backward, args, b, key_head, begin, end,
                                             part, kernel_scratch().floats(bytes / 4));
                  });
-    if (did || half) return did;
+    if (did || reduced_float) return did;
   }
 #endif
   const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
@@ -155,17 +156,17 @@ bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
   args.grad_query = args.grad_key = args.grad_value = nullptr;
   torch::stable::zero_(grad_mask);
 #ifdef TF_HAVE_UNITS
-  const bool half = args.type != Element::float32;
-  if (half || goes_by_pieces(kPiecesFromQueries * args.queries)) {
-    const int64_t bytes = TF_DISPATCH_UNITS(tiles_attention_backward_scratch, args);
+  const bool reduced_float = args.type != Element::float32;
+  if (reduced_float || uses_bf16x3(kBf16x3RowsPerQuery * args.queries)) {
+    const int64_t bytes = TF_DISPATCH_UNITS(bf16_attention_backward_scratch, args);
     const bool did =
-        run_mask(args, TF_DISPATCH_UNITS(tiles_attention_backward_keys, args),
-                 TF_DISPATCH_UNITS(tiles_attention_backward_queries, ),
+        run_mask(args, TF_DISPATCH_UNITS(bf16_attention_backward_keys, args),
+                 TF_DISPATCH_UNITS(bf16_attention_backward_queries, ),
                  [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
-                   return TF_DISPATCH_UNITS(tiles_attention_mask_backward, args, b, h, tile, begin,
+                   return TF_DISPATCH_UNITS(bf16_attention_mask_backward, args, b, h, tile, begin,
                                             end, kernel_scratch().floats(bytes / 4));
                  });
-    if (did || half) return did;
+    if (did || reduced_float) return did;
     torch::stable::zero_(grad_mask);
   }
 #endif
@@ -183,13 +184,13 @@ bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
 Tensor widened(const Tensor& tensor) {
   const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
   Tensor copy = tensor.stride(1) < tensor.stride(2)
-                    ? torch::stable::transpose(fresh_float(tensor, {b, t, h, d}), 1, 2)
-                    : fresh_float(tensor, {b, h, t, d});
+                    ? torch::stable::transpose(empty_float_tensor(tensor, {b, t, h, d}), 1, 2)
+                    : empty_float_tensor(tensor, {b, h, t, d});
   return torch::stable::copy_(copy, tensor);
 }
 
 std::optional<Tensor> in_float(const std::optional<Tensor>& tensor) {
-  if (!tensor || !is_half(*tensor)) return tensor;
+  if (!tensor || !is_reduced_float(*tensor)) return tensor;
   return widened(*tensor);
 }
 
@@ -213,8 +214,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
                 key_heads = key.size(1);
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0), kOp,
                   ": the number of query heads must be a multiple of that of key heads");
-  const bool half = is_half(query);
-  const ScalarType type = half ? query.scalar_type() : ScalarType::Float;
+  const bool reduced_float = is_reduced_float(query);
+  const ScalarType type = reduced_float ? query.scalar_type() : ScalarType::Float;
   query = with_unit_stride(checked("query", query, {batch, heads, queries, size}, type));
   key = with_unit_stride(checked("key", key, {batch, key_heads, keys, size}, type));
   value = with_unit_stride(checked("value", value, {batch, key_heads, keys, value_size}, type));
@@ -225,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   // The sums for a mask are in fp32.
   const auto mask_like = [&](const Tensor& sums) {
     if (!want_mask || sums.scalar_type() == mask->scalar_type()) return sums;
-    Tensor rounded = fresh(*mask, mask->sizes());
+    Tensor rounded = empty_tensor(*mask, mask->sizes());
     return torch::stable::copy_(rounded, sums);
   };
   const auto all_in_float = [&] {
@@ -236,10 +237,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
                   want_mask, grad_weights ? kDominantInFloat : dominant);
     return std::tuple(narrowed(dquery, query, want_query), narrowed(dkey, key, want_key),
                       narrowed(dvalue, value, want_value),
-                      want_mask ? mask_like(dmask) : fresh(query, {0}));
+                      want_mask ? mask_like(dmask) : empty_tensor(query, {0}));
   };
   // The gradients of probabilities are there for float32 only.
-  if (half && (grad_weights || !takes(query))) return all_in_float();
+  if (reduced_float && (grad_weights || !has_bf16_kernel(query))) return all_in_float();
   AttentionBackwardArgs args{};
   args.type = element_of(query);
   args.dominant = dominant;
@@ -281,11 +282,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   args.grad_query = set_gradient(grad_query, want_query, args.grad_query_stride);
   args.grad_key = set_gradient(grad_key, want_key, args.grad_key_stride);
   args.grad_value = set_gradient(grad_value, want_value, args.grad_value_stride);
-  Tensor grad_mask = fresh(query, {0});
+  Tensor grad_mask = empty_tensor(query, {0});
   if (want_mask) {
     STD_TORCH_CHECK(mask.has_value() && mask->scalar_type() != ScalarType::Bool, kOp,
                     ": only a float mask has a gradient");
-    grad_mask = fresh(*mask, mask->sizes(), true);
+    grad_mask = empty_tensor(*mask, mask->sizes(), true);
     for (int d = 0; d < 4; ++d) args.mask_size[d] = mask->size(d);
     args.grad_mask = static_cast<float*>(grad_mask.mutable_data_ptr());
   }
@@ -314,7 +315,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor row_max, Tensor row_sum, bool want_query, bool want_key, bool want_value, bool want_mask,
     std::optional<Tensor> query_lengths, int64_t longest_queries, int64_t longest_keys) {
   check_no_query_lengths(kOp, query_lengths, longest_queries, longest_keys);
-  const float dominant = is_half(output) ? kDominantInHalf : kDominantInFloat;
+  const float dominant = is_reduced_float(output) ? kDominantInLowp : kDominantInFloat;
   return gradients(grad, grad_weights, query, key, value, mask, key_lengths, is_causal, scale,
                    dropout_p, seed, output, weights, row_max, row_sum, want_query, want_key,
                    want_value, want_mask, dominant);

@@ -9,7 +9,7 @@
 // factor. Sums go in a fixed order. For kernel files only.
 #pragma once
 
-#include "cpu/ops/attention/attention_backward_walk.h"
+#include "cpu/ops/attention/attention_backward_loop.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
@@ -24,7 +24,7 @@ constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;
 // Marks a hidden place among P and dS: arithmetic takes it for 0.
-constexpr float kHidden = -0.0f;
+constexpr float kMasked = -0.0f;
 // Exponents below this count as hidden: their share of a row is below 2^-100, and products with it
 // could fall below the smallest normal number, which costs hundreds of cycles on some CPUs.
 constexpr float kNegligible = -69.0f;
@@ -36,13 +36,13 @@ long keys_per_tile(const AttentionBackwardArgs& args) {
 
 // A matrix as the products want it: rows turned for the left, columns in panels for the right.
 struct Forms {
-  float *turned, *panels;
-  bool wild;  // holds NaN or inf
+  float *packed, *panels;
+  bool nonfinite;  // holds NaN or inf
 };
 
 struct Workspace {
   long size_up, value_up;
-  float *keys_turned, *values_turned, *keys, *query_turned, *grad_turned, *query, *grad;
+  float *keys_transposed, *values_transposed, *keys, *query_packed, *grad_packed, *query, *grad;
   float *p, *ds, *grad_key, *grad_value, *grad_query, *bias, *factors;
   long floats = 0;
 
@@ -53,12 +53,12 @@ struct Workspace {
       floats += round_up(count, 16);
       return place;
     };
-    const long turned_rows = kQueryBlock / kTileRows * kTurned;
-    keys_turned = take(kKeyTile * args.size);
-    values_turned = take(kKeyTile * args.value_size);
+    const long packed_rows = kQueryBlock / kTileRows * kPackedRows;
+    keys_transposed = take(kKeyTile * args.size);
+    values_transposed = take(kKeyTile * args.value_size);
     keys = take(kKeyTile * size_up);
-    query_turned = take(turned_rows * round_up(args.size, kLanes));
-    grad_turned = take(turned_rows * round_up(args.value_size, kLanes));
+    query_packed = take(packed_rows * round_up(args.size, kLanes));
+    grad_packed = take(packed_rows * round_up(args.value_size, kLanes));
     query = take(kQueryBlock * size_up);
     grad = take(kQueryBlock * value_up);
     p = take(kQueryBlock * kScoreStride);
@@ -68,7 +68,7 @@ struct Workspace {
     grad_query = take(kQueryBlock * (size_up + kPad));
     bias = take(kScoreStride);
     factors = take(kScoreStride);
-    take(kPanel * most(size_up, value_up));  // room for prefetching
+    take(kPanel * max(size_up, value_up));  // room for prefetching
   }
 };
 
@@ -77,7 +77,7 @@ struct Workspace {
 bool copy_panels(const float* from, long stride, long rows, long n, const float* factors, float* to,
                  long capacity) {
   // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
-  Vec wild = zero();
+  Vec nonfinite = zero();
   for (long j = 0; j < n; j += kPanel) {
     float* panel = to + j * capacity;
     for (long i = 0; i < rows; ++i) {
@@ -86,23 +86,23 @@ bool copy_panels(const float* from, long stride, long rows, long n, const float*
         const long have = n - j - v;
         const Vec x = have > 0 ? load_some(from + i * stride + j + v, have) * factor : zero();
         store(panel + i * kPanel + v, x);
-        wild = wild + (x - x);
+        nonfinite = nonfinite + (x - x);
       }
     }
   }
-  return !(reduce_add(wild) == 0.0f);
+  return !(reduce_add(nonfinite) == 0.0f);
 }
 
 // Panels of kQueryBlock rows as the left factor of a product.
-void turn_panels(const float* panels, long rows, long n, float* to) {
+void pack_a_panels(const float* panels, long rows, long n, float* to) {
   for (long j = 0; j < n; j += kPanel)
-    turn_rows(panels + j * kQueryBlock, kPanel, rows, least(kPanel, n - j), to + j * kTurned,
-              kTurned * round_up(n, kLanes));
+    pack_a(panels + j * kQueryBlock, kPanel, rows, min(kPanel, n - j), to + j * kPackedRows,
+           kPackedRows * round_up(n, kLanes));
 }
 
 // Sums over the queries for each key of a tile: c (m x n) gathers A^T B from blocks of k queries, A
 // (k, m) with rows kScoreStride apart, B (k, n) in panels of kQueryBlock rows.
-struct Gathered {
+struct KeySums {
   float* sums;
   long stride;
   bool started = false;
@@ -129,7 +129,7 @@ struct Gathered {
   }
 
   // The same one by one, leaving hidden places out: rows of B hold NaN or inf.
-  void add_wild(const float* a, long m, const float* b, long k, long n, long rows) {
+  void add_nonfinite(const float* a, long m, const float* b, long k, long n, long rows) {
     start(m, rows, true);
     started = true;
     for (long i = 0; i < k; ++i)
@@ -157,9 +157,9 @@ struct Gathered {
 struct KeyTile : KeyRange {
   const AttentionBackwardArgs& args;
   const Workspace& work;
-  bool wild = false;  // its keys hold NaN or inf
-  Gathered grad_key = {work.grad_key, work.size_up + kPad};
-  Gathered grad_value = {work.grad_value, work.value_up + kPad};
+  bool nonfinite = false;  // its keys hold NaN or inf
+  KeySums grad_key = {work.grad_key, work.size_up + kPad};
+  KeySums grad_value = {work.grad_value, work.value_up + kPad};
 
   KeyTile(const AttentionBackwardArgs& call, const Workspace& place, const KeyRange& range)
       : KeyRange(range), args(call), work(place) {}
@@ -172,19 +172,19 @@ struct KeyTile : KeyRange {
                      head_offset(args.key_starts, args.value_stride, b, key_head) +
                      start * args.value_stride[2];
     for (long s = 0; s < count; s += kPanel) {
-      const long rows = least(kPanel, count - s);
+      const long rows = min(kPanel, count - s);
       pack_rows(k + s * args.key_stride[2], args.key_stride[2], rows, args.size,
-                work.keys_turned + s * args.size);
+                work.keys_transposed + s * args.size);
       pack_rows(v + s * args.value_stride[2], args.value_stride[2], rows, args.value_size,
-                work.values_turned + s * args.value_size);
+                work.values_transposed + s * args.value_size);
     }
-    wild = copy_panels(k, args.key_stride[2], count, args.size, nullptr, work.keys, kKeyTile);
+    nonfinite = copy_panels(k, args.key_stride[2], count, args.size, nullptr, work.keys, kKeyTile);
     return true;
   }
 
   // dK and dV.
   void write() {
-    const auto put = [&](Gathered& sums, long n, float scale, void* grad, const long* stride) {
+    const auto put = [&](KeySums& sums, long n, float scale, void* grad, const long* stride) {
       if (grad != nullptr)
         sums.write(rows, n, scale,
                    static_cast<float*>(grad) + head_offset(args.key_starts, stride, b, key_head) +
@@ -200,64 +200,69 @@ struct KeyTile : KeyRange {
 struct Block {
   const AttentionBackwardArgs& args;
   const Workspace& work;
-  const Sight sight;
-  bool wild_query = false, wild_grad = false;  // hold NaN or inf
+  const BlockMask block_mask;
+  bool nonfinite_query = false, nonfinite_grad = false;  // hold NaN or inf
   // As in the forward, so that scores are the same to the last bit.
   bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
   float factor = scaled ? 1.0f : args.scale;
-  long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
+  long row = (block_mask.b * args.heads + block_mask.head) * args.queries + block_mask.first;
 
-  Block(const AttentionBackwardArgs& call, const Workspace& place, const Sight& seen)
-      : args(call), work(place), sight(seen) {}
+  Block(const AttentionBackwardArgs& call, const Workspace& place, const BlockMask& mask)
+      : args(call), work(place), block_mask(mask) {}
 
   bool pass(KeyTile& tile, long count) {
     load_rows();
     differentiate(tile.start, count);
-    give_keys(tile, count);
+    accumulate_dk_dv(tile, count);
     return true;
   }
 
   // dO is multiplied by norm, so that P need not be.
   void load_rows() {
-    const long rows = sight.rows;
-    const float* q = static_cast<const float*>(args.query) +
-                     head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
-                     sight.first * args.query_stride[2];
-    const float* g = static_cast<const float*>(args.grad) +
-                     head_offset(args.query_starts, args.grad_stride, sight.b, sight.head) +
-                     sight.first * args.grad_stride[2];
-    wild_query =
+    const long rows = block_mask.rows;
+    const float* q =
+        static_cast<const float*>(args.query) +
+        head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
+        block_mask.first * args.query_stride[2];
+    const float* g =
+        static_cast<const float*>(args.grad) +
+        head_offset(args.query_starts, args.grad_stride, block_mask.b, block_mask.head) +
+        block_mask.first * args.grad_stride[2];
+    nonfinite_query =
         copy_panels(q, args.query_stride[2], rows, args.size, nullptr, work.query, kQueryBlock);
-    wild_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, args.norm + row,
-                            work.grad, kQueryBlock);
-    turn_panels(work.query, rows, args.size, work.query_turned);
-    turn_panels(work.grad, rows, args.value_size, work.grad_turned);
+    nonfinite_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, args.norm + row,
+                                 work.grad, kQueryBlock);
+    pack_a_panels(work.query, rows, args.size, work.query_packed);
+    pack_a_panels(work.grad, rows, args.value_size, work.grad_packed);
   }
 
-  static void scores(const float* turned, long size, long rows, const float* panels, long count,
+  static void scores(const float* packed, long size, long rows, const float* panels, long count,
                      float* to) {
     for (long j = 0; j < count; j += kPanel)
-      panel_rows<Form::turned>(turned, kTurned * round_up(size, kLanes), rows, panels + j * size,
-                               size, to + j, kScoreStride, least(kPanel, count - j),
-                               {nullptr, false, false}, panels + (j + kPanel) * size);
+      panel_rows<Form::packed>(packed, kPackedRows * round_up(size, kLanes), rows,
+                               panels + j * size, size, to + j, kScoreStride,
+                               min(kPanel, count - j), {nullptr, false, false},
+                               panels + (j + kPanel) * size);
   }
 
   // P M and dS for keys [start, start + count), kHidden where hidden, in work.p and work.ds.
   void differentiate(long start, long count) const {
-    const long rows = sight.rows;
-    scores(work.query_turned, args.size, rows, work.keys_turned, count, work.p);
-    scores(work.grad_turned, args.value_size, rows, work.values_turned, count, work.ds);
+    const long rows = block_mask.rows;
+    scores(work.query_packed, args.size, rows, work.keys_transposed, count, work.p);
+    scores(work.grad_packed, args.value_size, rows, work.values_transposed, count, work.ds);
     const float* shared = nullptr;
-    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = sight.mask_row(0, start, count);
+    if (args.mask != nullptr && args.mask_stride[2] == 0)
+      shared = block_mask.mask_row(0, start, count);
     for (long i = 0; i < rows; ++i) {
       float* s = work.p + i * kScoreStride;
-      const long seen = sight.visible(i, start, count);
+      const long visible = block_mask.visible(i, start, count);
       if (args.mask != nullptr) {
-        sight.add_mask(s, shared != nullptr ? shared : sight.mask_row(i, start, seen), seen);
+        block_mask.add_mask(s, shared != nullptr ? shared : block_mask.mask_row(i, start, visible),
+                            visible);
       } else if (scaled) {
-        for (long j = 0; j < seen; ++j) s[j] *= args.scale;
+        for (long j = 0; j < visible; ++j) s[j] *= args.scale;
       }
-      for (long j = seen; j < round_up(count, kLanes); ++j) s[j] = -kInf;
+      for (long j = visible; j < round_up(count, kLanes); ++j) s[j] = -kInf;
       differentiate_row(i, start, count);
     }
   }
@@ -266,7 +271,7 @@ struct Block {
     float* p = work.p + i * kScoreStride;
     float* ds = work.ds + i * kScoreStride;
     const float shift = args.shift[row + i];
-    const Vec minus = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
+    const Vec neg_shift = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
     const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]) * norm;
     const float* extra =
         args.grad_weights != nullptr ? args.grad_weights + (row + i) * args.keys + start : nullptr;
@@ -274,20 +279,20 @@ struct Block {
       dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
                       count, work.factors);
     for (long j = 0; j < count; j += kLanes) {
-      const Vec x = fma(load(p + j), times, zero()) + minus;
+      const Vec x = fma(load(p + j), times, zero()) + neg_shift;
       const auto none = less(x, set1(kNegligible));  // -inf, where hidden, is
       Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
       if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
-      const Vec unmixed = weight;
+      const Vec undropped = weight;
       if (args.dropout.on) {
         const Vec f = load(work.factors + j);
         weight = weight * f;
         slope = drop(slope, f);
       }
       // Adding 0 turns -0 into 0: only hidden places are kHidden.
-      const Vec score = fma(unmixed, slope - delta, zero());
-      store(p + j, select(none, set1(kHidden), weight));
-      store(ds + j, select(none, set1(kHidden), score));
+      const Vec score = fma(undropped, slope - delta, zero());
+      store(p + j, select(none, set1(kMasked), weight));
+      store(ds + j, select(none, set1(kMasked), score));
     }
     // The norm is the largest probability, at least, where shift is the largest score, as in fp32.
     if (args.norm[row + i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
@@ -304,29 +309,30 @@ struct Block {
       } else if (p[j] > dominant) {
         const float probability = p[j] / factor * norm;
         work.ds[i * kScoreStride + j] =
-            probability * dominant_slope<float>(args, probability, sight.b, sight.head,
-                                                sight.first + i, start + j, factor);
+            probability * dominant_slope<float>(args, probability, block_mask.b, block_mask.head,
+                                                block_mask.first + i, start + j, factor);
       }
     }
   }
 
   // dS times the keys of the tile, into or onto rows of `to`.
-  void give_query(const KeyTile& tile, long count, float* to, long stride, bool onto) const {
+  void accumulate_dq(const KeyTile& tile, long count, float* to, long stride,
+                     bool accumulate) const {
     const long n = args.size, c_stride = work.size_up + kPad;
-    if (tile.wild) {
-      clear(work.grad_query, sight.rows * c_stride);
-      query_wild(count);
+    if (tile.nonfinite) {
+      clear(work.grad_query, block_mask.rows * c_stride);
+      query_nonfinite(count);
     } else {
       for (long j = 0; j < n; j += kPanel)
-        panel_rows<Form::rows>(work.ds, kScoreStride, sight.rows, work.keys + j * kKeyTile, count,
-                               work.grad_query + j, c_stride, least(kPanel, n - j),
+        panel_rows<Form::rows>(work.ds, kScoreStride, block_mask.rows, work.keys + j * kKeyTile,
+                               count, work.grad_query + j, c_stride, min(kPanel, n - j),
                                {nullptr, false, false}, work.keys + (j + kPanel) * kKeyTile);
     }
-    put_query(work.grad_query, c_stride, sight.rows, n, args.scale, to, stride, onto);
+    write_dq(work.grad_query, c_stride, block_mask.rows, n, args.scale, to, stride, accumulate);
   }
 
-  void query_wild(long count) const {
-    for (long i = 0; i < sight.rows; ++i)
+  void query_nonfinite(long count) const {
+    for (long i = 0; i < block_mask.rows; ++i)
       for (long s = 0; s < count; ++s) {
         const float x = work.ds[i * kScoreStride + s];
         if (x == 0.0f && __builtin_signbit(x)) continue;
@@ -337,17 +343,18 @@ struct Block {
   }
 
   // What the tile's keys and values gather from this block.
-  void give_keys(KeyTile& tile, long count) const {
-    const auto give = [&](Gathered& sums, const float* a, const float* b, long n, bool wild) {
-      if (wild) {
-        sums.add_wild(a, count, b, sight.rows, n, tile.rows);
+  void accumulate_dk_dv(KeyTile& tile, long count) const {
+    const auto add = [&](KeySums& sums, const float* a, const float* b, long n, bool nonfinite) {
+      if (nonfinite) {
+        sums.add_nonfinite(a, count, b, block_mask.rows, n, tile.rows);
       } else {
-        sums.add(a, count, b, sight.rows, n, tile.rows);
+        sums.add(a, count, b, block_mask.rows, n, tile.rows);
       }
     };
     if (args.grad_value != nullptr)
-      give(tile.grad_value, work.p, work.grad, args.value_size, wild_grad);
-    if (args.grad_key != nullptr) give(tile.grad_key, work.ds, work.query, args.size, wild_query);
+      add(tile.grad_value, work.p, work.grad, args.value_size, nonfinite_grad);
+    if (args.grad_key != nullptr)
+      add(tile.grad_key, work.ds, work.query, args.size, nonfinite_query);
   }
 };
 
@@ -355,28 +362,28 @@ struct Block {
 struct MaskBlock {
   Block block;
 
-  MaskBlock(const AttentionBackwardArgs& args, const Workspace& work, const Sight& sight)
-      : block(args, work, sight) {}
+  MaskBlock(const AttentionBackwardArgs& args, const Workspace& work, const BlockMask& block_mask)
+      : block(args, work, block_mask) {}
 
   bool pass(const KeyTile& tile, long count, const MaskSums& sums) {
     block.load_rows();
     block.differentiate(tile.start, count);
-    const Sight& sight = block.sight;
+    const BlockMask& block_mask = block.block_mask;
     float* ds = block.work.ds;
     if (sums.stride == 0 && sums.by_column) {
       // Over the block's rows first, as they all go to one place.
-      for (long i = 1; i < sight.rows; ++i)
+      for (long i = 1; i < block_mask.rows; ++i)
         for (long s = 0; s < count; ++s) ds[s] += ds[i * kScoreStride + s];
-      sums.add(sight.first, tile.start, ds, count);
+      sums.add(block_mask.first, tile.start, ds, count);
       return true;
     }
-    for (long i = 0; i < sight.rows; ++i)
-      sums.add(sight.first + i, tile.start, ds + i * kScoreStride, count);
+    for (long i = 0; i < block_mask.rows; ++i)
+      sums.add(block_mask.first + i, tile.start, ds + i * kScoreStride, count);
     return true;
   }
 };
 
-// For walk() and walk_mask().
+// For walk() and loop_mask().
 struct Products {
   using Workspace = TF_ISA::Workspace;
   using Tile = KeyTile;

@@ -55,8 +55,8 @@ long attention_backward_scratch(const AttentionBackwardArgs& args) {
 
 void attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
                         long end, float* part, float* scratch) {
-  walk<Products>(args, Workspace(args, scratch), keys_per_tile(args), b, key_head, begin, end,
-                 part);
+  loop_keys<Products>(args, Workspace(args, scratch), keys_per_tile(args), b, key_head, begin, end,
+                      part);
 }
 
 void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "cpu/gemm/engine.h"
-#include "cpu/gemm/spread.h"
-#include "cpu/ops/attention/attention_backward_walk.h"
+#include "cpu/gemm/interleave.h"
+#include "cpu/ops/attention/attention_backward_loop.h"
 #include "cpu/ops/attention/attention_scores.h"
 #include "cpu/simd/philox.h"
 
@@ -34,10 +34,11 @@ struct BackwardWorkspace {
   long key_panel, value_panel, column_panel;
   // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
   // turned; of a panel: P and dS as right factors; of the block: dS as a left one.
-  Operand *keys, *values, *key_rows, *query, *grad, *query_turned, *grad_turned, *p, *ds, *ds_rows;
+  Operand *keys, *values, *key_rows, *query, *grad, *query_transposed, *grad_transposed, *p, *ds,
+      *ds_rows;
   float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
   // Per row of the block; the row's norm is split between dO and the exponents of P.
-  float *minus, *norm, *log2_norm, *delta, *dominant;
+  float *neg_shift, *norm, *log2_norm, *delta, *dominant;
   float *read, *grad_key, *grad_value, *grad_query, *bias;
   KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
   bool* started;   // per panel: its sums for keys are begun
@@ -45,7 +46,7 @@ struct BackwardWorkspace {
 
   BackwardWorkspace(const AttentionBackwardArgs& args, void* scratch)
       : tile_keys(keys_per_tile(args)),
-        wide(round_up(most(args.size, args.value_size), kPanel) + kPad),
+        wide(round_up(max(args.size, args.value_size), kPanel) + kPad),
         sum_stride(tile_keys + kPad),
         query_stride(round_up(args.size, kPanel) + kPad),
         key_panel(P::panel_size(args.size)),
@@ -62,8 +63,8 @@ struct BackwardWorkspace {
     take(key_rows, size_up / kPanel * column_panel);
     take(query, P::block_size(kRows, args.size));
     take(grad, P::block_size(kRows, args.value_size));
-    take(query_turned, P::block_size(size_up, kRows));
-    take(grad_turned, P::block_size(value_up, kRows));
+    take(query_transposed, P::block_size(size_up, kRows));
+    take(grad_transposed, P::block_size(value_up, kRows));
     take(p, P::panel_size(kRows));
     take(ds, P::panel_size(kRows));
     take(ds_rows, P::block_size(kRows, tile_keys));
@@ -71,7 +72,7 @@ struct BackwardWorkspace {
       take(scores[slot], kRows * kPanel);
       take(slopes[slot], kRows * kPanel);
     }
-    take(minus, kRows);
+    take(neg_shift, kRows);
     take(norm, kRows);
     take(log2_norm, kRows);
     take(delta, kRows);
@@ -88,11 +89,11 @@ struct BackwardWorkspace {
 
 // Whether any of `rows` rows of n values is one that products cannot take.
 template <class T>
-bool any_lost(const T* from, long stride, long rows, long n) {
-  typename Product<T>::Lost lost;
+bool any_out_of_range(const T* from, long stride, long rows, long n) {
+  typename Product<T>::RangeCheck check;
   for (long i = 0; i < rows; ++i)
-    for (long j = 0; j < n; j += kLanes) lost.see(load_some(from + i * stride + j, n - j));
-  return lost.any();
+    for (long j = 0; j < n; j += kLanes) check.add(load_some(from + i * stride + j, n - j));
+  return check.any();
 }
 
 // A tile of keys, packed.
@@ -114,10 +115,11 @@ struct BackwardTile : KeyRange {
                  head_offset(args.key_starts, args.key_stride, b, key_head) + start * k_stride;
     const T* v = static_cast<const T*>(args.value) +
                  head_offset(args.key_starts, args.value_stride, b, key_head) + start * v_stride;
-    if (any_lost(k, k_stride, count, args.size) || any_lost(v, v_stride, count, args.value_size))
+    if (any_out_of_range(k, k_stride, count, args.size) ||
+        any_out_of_range(v, v_stride, count, args.value_size))
       return false;
     for (long s = 0; s < count; s += kPanel) {
-      const long here = least(kPanel, count - s);
+      const long here = min(kPanel, count - s);
       P::pack_rows(k + s * k_stride, k_stride, here, args.size,
                    work.keys + s / kPanel * work.key_panel);
       P::pack_rows(v + s * v_stride, v_stride, here, args.value_size,
@@ -125,7 +127,7 @@ struct BackwardTile : KeyRange {
     }
     if (args.grad_query != nullptr)
       for (long j = 0; j < args.size; j += kPanel)
-        P::pack_columns(k + j, k_stride, least(kPanel, args.size - j), count,
+        P::pack_columns(k + j, k_stride, min(kPanel, args.size - j), count,
                         work.key_rows + j / kPanel * work.column_panel);
     return true;
   }
@@ -141,26 +143,27 @@ struct BackwardTile : KeyRange {
     if (tensor == nullptr) return;
     T* grad = static_cast<T*>(tensor) + head_offset(args.key_starts, stride, b, key_head) +
               start * stride[2];
-    alignas(64) float turned[kLanes * kLanes];
+    alignas(64) float transposed[kLanes * kLanes];
     for (long s = 0; s < rows; s += kLanes)
       for (long d = 0; d < n; d += kLanes) {
         const bool any = work.started[s / kPanel];
-        if (any) transpose_block(sums + d * work.sum_stride + s, work.sum_stride, turned, kLanes);
-        for (long i = 0; i < least(kLanes, rows - s); ++i)
+        if (any)
+          transpose_block(sums + d * work.sum_stride + s, work.sum_stride, transposed, kLanes);
+        for (long i = 0; i < min(kLanes, rows - s); ++i)
           store_some(grad + (s + i) * stride[2] + d,
-                     any ? load(turned + i * kLanes) * set1(scale) : zero(), n - d);
+                     any ? load(transposed + i * kLanes) * set1(scale) : zero(), n - d);
       }
   }
 };
 
 // P and dS of a block of queries against a tile of keys. Derived::soften(until) takes those of the
-// waiting panel, in parts from softened_ on, of `parts` in all; Derived::finish_waiting() the rest.
+// waiting panel, in parts from done_ on, of `parts` in all; Derived::finish_pending() the rest.
 template <class T, class Derived>
 class BackwardRows : protected Scores {
  public:
   BackwardRows(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
-               const Sight& seen)
-      : Scores(call, seen, place.scores), args(call), work(place) {}
+               const BlockMask& mask)
+      : Scores(call, mask, place.scores), args(call), work(place) {}
 
  protected:
   using P = Product<T>;
@@ -170,28 +173,28 @@ class BackwardRows : protected Scores {
     if (!load_rows()) return false;
     auto& derived = static_cast<Derived&>(*this);
     const long steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
-    const long share = (parts + steps - 1) / most(1, steps);
-    waiting_.count = 0;
-    softened_ = parts;
+    const long share = (parts + steps - 1) / max(1, steps);
+    pending_.count = 0;
+    done_ = parts;
     const long panels = (count + kPanel - 1) / kPanel;
     for (Panel panel = panel_from(tile.start, 0); panel.count > 0;) {
       const long index = (panel.start - tile.start) / kPanel;
       prefetch(index, panels);
       const auto meanwhile = [&]() __attribute__((always_inline)) {
-        derived.soften(least(parts, softened_ + share));
+        derived.differentiate_rows(min(parts, done_ + share));
       };
       P::multiply_to(work.query, args.size, rows, args.size, work.keys + index * work.key_panel,
                      false, scores[panel.slot], kPanel, meanwhile);
       P::multiply_to(work.grad, args.value_size, rows, args.value_size,
                      work.values + index * work.value_panel, false, work.slopes[panel.slot], kPanel,
                      meanwhile);
-      derived.finish_waiting();
-      panel.draws = waiting_.count == 0 || panel.start / kDraw != waiting_.start / kDraw;
-      waiting_ = panel;
-      softened_ = 0;
+      derived.finish_pending();
+      panel.draws = pending_.count == 0 || panel.start / kDraw != pending_.start / kDraw;
+      pending_ = panel;
+      done_ = 0;
       panel = panel_from(panel.start + kPanel, 1 - panel.slot);
     }
-    derived.finish_waiting();
+    derived.finish_pending();
     return true;
   }
 
@@ -204,12 +207,12 @@ class BackwardRows : protected Scores {
     }
     const float* s = scores[panel.slot] + i * kPanel;
     Vec x[2];
-    if (panel.plain) {
+    if (panel.unmasked) {
       TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = scaled(s + u * kLanes);
     } else {
-      see(panel, i, shared, x);
+      apply_mask(panel, i, shared, x);
     }
-    const Vec minus = set1(work.minus[i]), log2_norm = set1(work.log2_norm[i]);
+    const Vec neg_shift = set1(work.neg_shift[i]), log2_norm = set1(work.log2_norm[i]);
     const Vec delta = set1(work.delta[i]);
     const float* slopes = work.slopes[panel.slot] + i * kPanel;
     const long row = row_of(i);
@@ -217,16 +220,16 @@ class BackwardRows : protected Scores {
     if (args.dropout.on)
       panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
-      const Vec y = fma(x[u] + minus, set1(kLog2E), log2_norm);
+      const Vec y = fma(x[u] + neg_shift, set1(kLog2E), log2_norm);
       const auto none = less(y, set1(kNegligible));
-      const Vec unmixed = select(none, zero(), power_of_two(y, T{}));
+      const Vec undropped = select(none, zero(), exp2(y, T{}));
       Vec slope = load_slope(panel, i, slopes, u);
-      p[u] = unmixed;
+      p[u] = undropped;
       if (args.dropout.on) {
-        p[u] = unmixed * f[u];
+        p[u] = undropped * f[u];
         slope = drop(slope, f[u]);
       }
-      ds[u] = select(none, zero(), unmixed * (slope - delta));
+      ds[u] = select(none, zero(), undropped * (slope - delta));
     }
     refine(panel, i, p, ds);
   }
@@ -247,9 +250,9 @@ class BackwardRows : protected Scores {
       for (int j = 0; j < kLanes; ++j) {
         if (!(weight[j] > work.dominant[i])) continue;
         const float probability = weight[j] / factor * norm;
-        slope[j] =
-            probability * dominant_slope<T>(args, probability, sight.b, sight.head, sight.first + i,
-                                            panel.start + u * kLanes + j, factor);
+        slope[j] = probability * dominant_slope<T>(args, probability, block_mask.b, block_mask.head,
+                                                   block_mask.first + i,
+                                                   panel.start + u * kLanes + j, factor);
       }
       ds[u] = load(slope);
     }
@@ -267,13 +270,14 @@ class BackwardRows : protected Scores {
   const AttentionBackwardArgs& args;
   const BackwardWorkspace<T>& work;
   const long pairs_ = round_up(rows, kPairDepth) / 2;
-  Panel waiting_{};    // scored, not yet softened
-  long softened_ = 0;  // parts of it that are
+  Panel pending_{};  // scored, not yet softened
+  long done_ = 0;    // parts of it that are
 
  private:
   const T* at(const void* tensor, const long* strides) const {
     return static_cast<const T*>(tensor) +
-           head_offset(args.query_starts, strides, sight.b, sight.head) + sight.first * strides[2];
+           head_offset(args.query_starts, strides, block_mask.b, block_mask.head) +
+           block_mask.first * strides[2];
   }
 
   // Queries and dO, as they are and, for the keys, turned. In fp32 dO is multiplied by norm, so
@@ -287,16 +291,16 @@ class BackwardRows : protected Scores {
       work.norm[i] = grad_takes_norm ? norm : 1.0f;
       work.log2_norm[i] = grad_takes_norm || norm == 1.0f ? 0.0f : __builtin_log2f(norm);
     }
-    if (!fill(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
-              work.query, args.grad_key != nullptr ? work.query_turned : nullptr) ||
-        !fill(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
-              grad_takes_norm ? work.norm : nullptr, work.grad,
-              args.grad_value != nullptr ? work.grad_turned : nullptr))
+    if (!load_operand(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
+                      work.query, args.grad_key != nullptr ? work.query_transposed : nullptr) ||
+        !load_operand(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
+                      grad_takes_norm ? work.norm : nullptr, work.grad,
+                      args.grad_value != nullptr ? work.grad_transposed : nullptr))
       return false;
     const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
     for (long i = 0; i < rows; ++i) {
       const float shift = args.shift[row + i];
-      work.minus[i] = shift == -kInf ? 0.0f : -shift;
+      work.neg_shift[i] = shift == -kInf ? 0.0f : -shift;
       work.delta[i] = args.delta[row + i] * work.norm[i];
       // As P with dropout, and without the norm that dO has.
       work.dominant[i] = args.dominant * factor / work.norm[i];
@@ -306,9 +310,9 @@ class BackwardRows : protected Scores {
 
   // Rows of n values, times factors if given, as left factors, and turned if asked for; false if
   // products cannot take them.
-  bool fill(const T* from, long stride, long n, const float* factors, typename P::Operand* block,
-            typename P::Operand* turned) const {
-    typename P::Lost lost;
+  bool load_operand(const T* from, long stride, long n, const float* factors,
+                    typename P::Operand* block, typename P::Operand* transposed) const {
+    typename P::RangeCheck check;
     for (long i = 0; i < 2 * pairs_; ++i) {
       float* row = work.read + i * work.wide;
       const Vec factor = set1(i < rows && factors != nullptr ? factors[i] : 1.0f);
@@ -318,7 +322,7 @@ class BackwardRows : protected Scores {
           TF_UNROLL for (int u = 0; u < 2; ++u) {
             const long left = n - j - u * kLanes;
             if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left) * factor;
-            lost.see(x[u]);
+            check.add(x[u]);
           }
           P::put(P::chunk(block, n, i, j), x[0], x[1]);
         }
@@ -326,27 +330,27 @@ class BackwardRows : protected Scores {
         store(row + kLanes, x[1]);
       }
     }
-    if (turned != nullptr) turn(n, turned);
-    return !lost.any();
+    if (transposed != nullptr) transpose(n, transposed);
+    return !check.any();
   }
 
-  void turn(long n, typename P::Operand* block) const {
-    alignas(64) float turned[2][kLanes * kLanes];
+  void transpose(long n, typename P::Operand* block) const {
+    alignas(64) float transposed[2][kLanes * kLanes];
     for (long i = 0; i < 2 * pairs_; i += kPanel)
       for (long j = 0; j < n; j += kLanes) {
         TF_UNROLL for (int u = 0; u < 2; ++u) transpose_block(
-            work.read + (i + u * kLanes) * work.wide + j, work.wide, turned[u], kLanes);
+            work.read + (i + u * kLanes) * work.wide + j, work.wide, transposed[u], kLanes);
         for (long d = 0; d < kLanes; ++d)
-          P::put(P::chunk(block, kRows, j + d, i), load(turned[0] + d * kLanes),
-                 load(turned[1] + d * kLanes));
+          P::put(P::chunk(block, kRows, j + d, i), load(transposed[0] + d * kLanes),
+                 load(transposed[1] + d * kLanes));
       }
   }
 
   // The share of one of `panels` panels in what the next block will read.
   void prefetch(long panel, long panels) const {
-    const long next = least(2 * rows, query_count(args, sight.b) - sight.first);
-    const long begin = least(next, rows + rows * panel / panels);
-    const long end = least(next, rows + rows * (panel + 1) / panels);
+    const long next = min(2 * rows, query_count(args, block_mask.b) - block_mask.first);
+    const long begin = min(next, rows + rows * panel / panels);
+    const long end = min(next, rows + rows * (panel + 1) / panels);
     const auto fetch = [&](const T* from, long stride, long n) {
       for (long i = begin; i < end; ++i) fetch_row(from + i * stride, n);
     };
@@ -374,32 +378,33 @@ class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
   }
 
   // dS times the keys of the tile, into or onto rows of `to`.
-  void give_query(const BackwardTile<T>&, long, float* to, long stride, bool onto) const {
+  void accumulate_dq(const BackwardTile<T>&, long, float* to, long stride, bool accumulate) const {
     for (long j = 0; j < args.size; j += kPanel)
       P::multiply_to(work.ds_rows, work.tile_keys, rows, covered_,
                      work.key_rows + j / kPanel * work.column_panel, false, work.grad_query + j,
                      work.query_stride, [] {});
-    put_query(work.grad_query, work.query_stride, rows, args.size, args.scale, to, stride, onto);
+    write_dq(work.grad_query, work.query_stride, rows, args.size, args.scale, to, stride,
+             accumulate);
   }
 
  private:
-  using Rows::args, Rows::work, Rows::rows, Rows::pairs_, Rows::waiting_, Rows::softened_;
+  using Rows::args, Rows::work, Rows::rows, Rows::pairs_, Rows::pending_, Rows::done_;
   using Rows::take, Rows::differentiate, Rows::shared_mask;
   using typename Rows::P;
 
   // P and dS of the waiting panel's pairs of rows up to `until`. Not inlined: the tile loop would
   // have it in many places.
-  [[gnu::noinline]] void soften(long until) {
-    const long from = softened_;
+  [[gnu::noinline]] void differentiate_rows(long until) {
+    const long from = done_;
     if (until <= from) return;
-    softened_ = until;
-    const float* shared = shared_mask(waiting_);
-    const long column = waiting_.start - start_;
+    done_ = until;
+    const float* shared = shared_mask(pending_);
+    const long column = pending_.start - start_;
     for (long pair = from; pair < until; ++pair) {
       const long first = P::pair_row(pair, 0), second = P::pair_row(pair, 1);
       Vec p[2][2], ds[2][2];
-      differentiate(waiting_, first, shared, p[0], ds[0]);
-      differentiate(waiting_, second, shared, p[1], ds[1]);
+      differentiate(pending_, first, shared, p[0], ds[0]);
+      differentiate(pending_, second, shared, p[1], ds[1]);
       P::put_pair(work.p, pair, p[0], p[1]);
       P::put_both(P::chunk(work.ds_rows, work.tile_keys, first, column),
                   P::chunk(work.ds_rows, work.tile_keys, second, column), work.ds, pair, ds[0],
@@ -408,24 +413,24 @@ class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
   }
 
   // The rest of the waiting panel, and what its keys gather from it.
-  void finish_waiting() {
-    if (waiting_.count == 0) return;
-    soften(pairs_);
-    const long column = waiting_.start - start_;
+  void finish_pending() {
+    if (pending_.count == 0) return;
+    differentiate_rows(pairs_);
+    const long column = pending_.start - start_;
     // Panels that no row sees take part in dQ.
     for (; covered_ < column; covered_ += kPanel)
       for (long i = 0; i < rows; ++i)
         P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
     covered_ = column + kPanel;
     bool& started = work.started[column / kPanel];
-    const auto gather = [&](const void* wanted, const auto* turned, const auto* panel, long n,
-                            float* sums) {
+    const auto add_products = [&](const void* wanted, const auto* transposed, const auto* panel,
+                                  long n, float* sums) {
       if (wanted != nullptr)
-        P::multiply_to(turned, kRows, n, rows, panel, started, sums + column, work.sum_stride,
+        P::multiply_to(transposed, kRows, n, rows, panel, started, sums + column, work.sum_stride,
                        [] {});
     };
-    gather(args.grad_value, work.grad_turned, work.p, args.value_size, work.grad_value);
-    gather(args.grad_key, work.query_turned, work.ds, args.size, work.grad_key);
+    add_products(args.grad_value, work.grad_transposed, work.p, args.value_size, work.grad_value);
+    add_products(args.grad_key, work.query_transposed, work.ds, args.size, work.grad_key);
     started = true;
   }
 
@@ -448,44 +453,44 @@ class BackwardMaskBlock : BackwardRows<T, BackwardMaskBlock<T>> {
   }
 
  private:
-  using Rows::rows, Rows::waiting_, Rows::softened_, Rows::sight;
+  using Rows::rows, Rows::pending_, Rows::done_, Rows::block_mask;
   using Rows::take, Rows::differentiate, Rows::shared_mask;
 
-  [[gnu::noinline]] void soften(long until) {
-    const long from = softened_;
+  [[gnu::noinline]] void differentiate_rows(long until) {
+    const long from = done_;
     if (until <= from) return;
-    softened_ = until;
-    const float* shared = shared_mask(waiting_);
+    done_ = until;
+    const float* shared = shared_mask(pending_);
     // Over the block's rows first, where they all go to one place.
     const bool together = sums_->stride == 0 && sums_->by_column;
     for (long i = from; i < until; ++i) {
       Vec p[2], ds[2];
-      differentiate(waiting_, i, shared, p, ds);
+      differentiate(pending_, i, shared, p, ds);
       if (!together) {
         float row[kPanel];
         TF_UNROLL for (int u = 0; u < 2; ++u) store(row + u * kLanes, ds[u]);
-        sums_->add(sight.first + i, waiting_.start, row, waiting_.count);
+        sums_->add(block_mask.first + i, pending_.start, row, pending_.count);
         continue;
       }
       TF_UNROLL for (int u = 0; u < 2; ++u) {
         float* sum = together_ + u * kLanes;
         store(sum, i == 0 ? ds[u] : load(sum) + ds[u]);
       }
-      if (i + 1 == rows) sums_->add(sight.first, waiting_.start, together_, waiting_.count);
+      if (i + 1 == rows) sums_->add(block_mask.first, pending_.start, together_, pending_.count);
     }
   }
 
-  void finish_waiting() {
-    if (waiting_.count > 0) soften(rows);
+  void finish_pending() {
+    if (pending_.count > 0) differentiate_rows(rows);
   }
 
   const MaskSums* sums_ = nullptr;
   float together_[kPanel];
 };
 
-// For walk() and walk_mask().
+// For walk() and loop_mask().
 template <class T>
-struct TypedProducts {
+struct Bf16Products {
   using Workspace = BackwardWorkspace<T>;
   using Tile = BackwardTile<T>;
   using Block = BackwardBlock<T>;

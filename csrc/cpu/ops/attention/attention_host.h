@@ -56,6 +56,6 @@ inline Tensor with_unit_stride(const Tensor& tensor) {
 
 // Keys and values are packed anyway, so that pieces pay for fewer queries than rows of a product:
 // times this. The backward, which works out the same scores, follows.
-constexpr int64_t kPiecesFromQueries = 2;
+constexpr int64_t kBf16x3RowsPerQuery = 2;
 
 }  // namespace tf

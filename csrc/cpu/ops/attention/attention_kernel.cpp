@@ -20,12 +20,12 @@ constexpr long kScoreStride = kKeyTile + kPad;
 
 struct Workspace {
   long query_stride, value_columns, sum_stride, keys_up;
-  float *keys, *values, *query, *scores, *bias, *sums, *peak, *total;
-  unsigned char* wild;  // per key tile: its values hold NaN or inf
+  float *keys, *values, *query, *scores, *bias, *sums, *row_max, *row_sum;
+  unsigned char* nonfinite;  // per key tile: its values hold NaN or inf
   long floats = 0;
 
   Workspace(const AttentionArgs& args, float* scratch)
-      : query_stride(kTurned * round_up(args.size, kLanes)),
+      : query_stride(kPackedRows * round_up(args.size, kLanes)),
         value_columns(round_up(args.value_size, kPanel)),
         sum_stride(value_columns + kPad),
         keys_up(round_up(args.keys, kPanel)) {
@@ -40,9 +40,9 @@ struct Workspace {
     scores = take(kQueryBlock * kScoreStride);
     bias = take(kScoreStride);
     sums = take(kQueryBlock * sum_stride);
-    peak = take(kQueryBlock);
-    total = take(kQueryBlock);
-    wild = reinterpret_cast<unsigned char*>(take(args.keys / kKeyTile + 1));
+    row_max = take(kQueryBlock);
+    row_sum = take(kQueryBlock);
+    nonfinite = reinterpret_cast<unsigned char*>(take(args.keys / kKeyTile + 1));
   }
 };
 
@@ -50,8 +50,8 @@ struct Workspace {
 struct Block {
   const AttentionArgs& args;
   const Workspace& work;
-  const Sight sight;
-  long b = sight.b, head = sight.head, first = sight.first, rows = sight.rows;
+  const BlockMask block_mask;
+  long b = block_mask.b, head = block_mask.head, first = block_mask.first, rows = block_mask.rows;
   // The scale is applied to a score where it is read (factor); a mask, or a scale that would not
   // keep the order of scores, asks for it at once.
   bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
@@ -61,29 +61,31 @@ struct Block {
   // panels.
   void score_tile(long start, long count) const {
     for (long j = 0; j < count; j += kPanel)
-      panel_rows<Form::turned>(work.query, work.query_stride, rows,
+      panel_rows<Form::packed>(work.query, work.query_stride, rows,
                                work.keys + (start + j) * args.size, args.size, work.scores + j,
-                               kScoreStride, least(kPanel, count - j), {nullptr, false, false},
+                               kScoreStride, min(kPanel, count - j), {nullptr, false, false},
                                work.keys + (start + j + kPanel) * args.size);
     const float* shared = nullptr;
-    if (args.mask != nullptr && args.mask_stride[2] == 0) shared = sight.mask_row(0, start, count);
+    if (args.mask != nullptr && args.mask_stride[2] == 0)
+      shared = block_mask.mask_row(0, start, count);
     for (long i = 0; i < rows; ++i) {
       float* s = work.scores + i * kScoreStride;
-      const long seen = sight.visible(i, start, count);
+      const long visible = block_mask.visible(i, start, count);
       if (args.mask != nullptr) {
-        sight.add_mask(s, shared != nullptr ? shared : sight.mask_row(i, start, seen), seen);
+        block_mask.add_mask(s, shared != nullptr ? shared : block_mask.mask_row(i, start, visible),
+                            visible);
       } else if (scaled) {
-        for (long j = 0; j < seen; ++j) s[j] *= args.scale;
+        for (long j = 0; j < visible; ++j) s[j] *= args.scale;
       }
-      for (long j = seen; j < round_up(count, kPanel); ++j) s[j] = -kInf;
+      for (long j = visible; j < round_up(count, kPanel); ++j) s[j] = -kInf;
     }
   }
 
   // Turns a row of scores into weights exp(factor * s - peak), hidden ones into 0; returns their
   // sum. The product is rounded before the peak, which is such a product, is taken from it: inside
   // one fma, large scores would come out above their own maximum.
-  float exponentiate(float* s, long count, float peak) const {
-    const Vec minus = set1(peak == -kInf ? 0.0f : -peak), times = set1(factor);
+  float exponentiate(float* s, long count, float row_max) const {
+    const Vec minus = set1(row_max == -kInf ? 0.0f : -row_max), times = set1(factor);
     Vec sum[2] = {zero(), zero()};
     for (long j = 0; j < count; j += 2 * kLanes) {
       TF_UNROLL for (int u = 0; u < 2; ++u) {
@@ -103,23 +105,23 @@ struct Block {
       highest[0] = max(load(s + j), highest[0]);
       highest[1] = max(load(s + j + kLanes), highest[1]);
     }
-    const float before = work.peak[i];
+    const float before = work.row_max[i];
     const float here = reduce_max(max(highest[0], highest[1])) * factor;
-    const float peak = before > here ? before : here;
-    const float sum = exponentiate(s, count, peak);
-    float keep = 1.0f;
-    if (peak != before && before != -kInf) {
+    const float row_max = before > here ? before : here;
+    const float sum = exponentiate(s, count, row_max);
+    float rescale = 1.0f;
+    if (row_max != before && before != -kInf) {
       float one[kLanes];
-      store(one, exp(set1(before - peak)));
-      keep = one[0];
+      store(one, exp(set1(before - row_max)));
+      rescale = one[0];
       float* o = work.sums + i * work.sum_stride;
       // Sums that count for nothing may have overflowed.
-      const bool drop = keep == 0.0f && clean;
+      const bool drop = rescale == 0.0f && clean;
       for (long j = 0; j < args.value_size; j += kLanes)
-        store(o + j, drop ? zero() : load(o + j) * set1(keep));
+        store(o + j, drop ? zero() : load(o + j) * set1(rescale));
     }
-    work.total[i] = work.total[i] * keep + sum;
-    work.peak[i] = peak;
+    work.row_sum[i] = work.row_sum[i] * rescale + sum;
+    work.row_max[i] = row_max;
   }
 
   long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
@@ -133,30 +135,30 @@ struct Block {
   }
 
   // Weights times values where the values hold NaN or inf: hidden ones are left out one by one.
-  void mix_wild(long start, long count) const {
+  void accumulate_pv_nonfinite(long start, long count) const {
     for (long i = 0; i < rows; ++i) {
       const float* p = work.scores + i * kScoreStride;
       float* o = work.sums + i * work.sum_stride;
-      const long seen = sight.visible(i, start, count);
-      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, start, seen);
-      for (long s = 0; s < seen; ++s) {
+      const long visible = block_mask.visible(i, start, count);
+      const float* mask = args.mask == nullptr ? nullptr : block_mask.mask_row(i, start, visible);
+      for (long s = 0; s < visible; ++s) {
         if (mask != nullptr && mask[s] == -kInf) continue;
         for (long j = 0; j < args.value_size; j += kPanel) {
           const float* v = work.values + j * work.keys_up + (start + s) * kPanel;
-          for (long c = 0; c < least(kPanel, args.value_size - j); ++c)
+          for (long c = 0; c < min(kPanel, args.value_size - j); ++c)
             o[j + c] = fma(p[s], v[c], o[j + c]);
         }
       }
     }
   }
 
-  void mix(long start, long count) const {
-    if (work.wild[start / kKeyTile]) return mix_wild(start, count);
+  void accumulate_pv(long start, long count) const {
+    if (work.nonfinite[start / kKeyTile]) return accumulate_pv_nonfinite(start, count);
     for (long j = 0; j < args.value_size; j += kPanel)
       panel_rows<Form::rows>(
           work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
-          work.sums + j, work.sum_stride, least(kPanel, args.value_size - j),
-          {nullptr, true, false}, work.values + (j + kPanel) * work.keys_up + start * kPanel);
+          work.sums + j, work.sum_stride, min(kPanel, args.value_size - j), {nullptr, true, false},
+          work.values + (j + kPanel) * work.keys_up + start * kPanel);
   }
 
   static void scale_row(const float* from, long n, float by, float* to) {
@@ -176,12 +178,12 @@ struct Block {
                      head_offset(args.query_starts, args.query_stride, b, head) +
                      first * args.query_stride[2];
     if (args.query_stride[3] == 1) {
-      turn_rows(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
+      pack_a(q, args.query_stride[2], rows, args.size, work.query, work.query_stride);
     } else {
       each_tile(rows, [&](long t, long i, long count) {
         for (long d = 0; d < args.size; ++d)
           for (long r = 0; r < count; ++r)
-            work.query[t * work.query_stride + d * kTurned + r] =
+            work.query[t * work.query_stride + d * kPackedRows + r] =
                 q[(i + r) * args.query_stride[2] + d * args.query_stride[3]];
       });
     }
@@ -191,41 +193,41 @@ struct Block {
       const float* out = output_row(i);
       for (long d = 0; d < args.value_size; d += 16)
         _mm_prefetch(reinterpret_cast<const char*>(out + d), _MM_HINT_T1);
-      work.peak[i] = -kInf;
-      work.total[i] = 0.0f;
+      work.row_max[i] = -kInf;
+      work.row_sum[i] = 0.0f;
     }
   }
 
   void finish() const {
     for (long i = 0; i < rows; ++i) {
-      const float total = work.total[i];
+      const float row_sum = work.row_sum[i];
       const float* o = work.sums + i * work.sum_stride;
       float* out = output_row(i);
       // What was never added to is 0 already.
-      scale_row(o, args.value_size, total == 0.0f ? 1.0f : 1.0f / total, out);
+      scale_row(o, args.value_size, row_sum == 0.0f ? 1.0f : 1.0f / row_sum, out);
       if (args.shift == nullptr) continue;
-      args.shift[row(i)] = work.peak[i];
-      args.norm[row(i)] = total == 0.0f ? 0.0f : 1.0f / total;
+      args.shift[row(i)] = work.row_max[i];
+      args.norm[row(i)] = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
     }
   }
 
   // The probabilities, from the peaks and sums of the first pass.
   void write_weights() const {
     for (long start = 0; start < args.keys; start += kKeyTile) {
-      const long count = least(kKeyTile, args.keys - start);
-      const long seen = most(0, least(count, sight.limit - start));
-      const bool none = seen == 0 || sight.mask_hides_tile(start, seen);
-      if (!none) score_tile(start, seen);
+      const long count = min(kKeyTile, args.keys - start);
+      const long visible = max(0, min(count, block_mask.limit - start));
+      const bool none = visible == 0 || block_mask.fully_masked(start, visible);
+      if (!none) score_tile(start, visible);
       for (long i = 0; i < rows; ++i) {
         float* to = static_cast<float*>(args.weights) + row(i) * args.keys + start;
-        const bool blank = none || work.total[i] == 0.0f;
+        const bool blank = none || work.row_sum[i] == 0.0f;
         if (!blank) {
           float* s = work.scores + i * kScoreStride;
-          exponentiate(s, seen, work.peak[i]);
-          if (args.dropout.on) drop_row(i, start, seen);
-          for (long j = 0; j < seen; ++j) to[j] = s[j] / work.total[i];
+          exponentiate(s, visible, work.row_max[i]);
+          if (args.dropout.on) drop_row(i, start, visible);
+          for (long j = 0; j < visible; ++j) to[j] = s[j] / work.row_sum[i];
         }
-        for (long j = blank ? 0 : seen; j < count; ++j) to[j] = 0.0f;
+        for (long j = blank ? 0 : visible; j < count; ++j) to[j] = 0.0f;
       }
     }
   }
@@ -233,16 +235,16 @@ struct Block {
   void run() const {
     begin();
     bool clean = true;
-    for (long start = 0; start < sight.limit; start += kKeyTile) {
-      const long count = least(kKeyTile, sight.limit - start);
-      if (sight.mask_hides_tile(start, count)) continue;
+    for (long start = 0; start < block_mask.limit; start += kKeyTile) {
+      const long count = min(kKeyTile, block_mask.limit - start);
+      if (block_mask.fully_masked(start, count)) continue;
       score_tile(start, count);
       for (long i = 0; i < rows; ++i) {
         softmax_row(i, count, clean);
         if (args.dropout.on) drop_row(i, start, count);
       }
-      mix(start, count);
-      clean = clean && !work.wild[start / kKeyTile];
+      accumulate_pv(start, count);
+      clean = clean && !work.nonfinite[start / kKeyTile];
     }
     finish();
     if (args.weights != nullptr) write_weights();
@@ -254,7 +256,7 @@ void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long he
   const float* k =
       static_cast<const float*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
   for (long s = 0; s < limit; s += kPanel) {
-    const long count = least(kPanel, limit - s);
+    const long count = min(kPanel, limit - s);
     float* panel = work.keys + s * args.size;
     if (args.key_stride[3] == 1) {
       pack_rows(k + s * args.key_stride[2], args.key_stride[2], count, args.size, panel);
@@ -273,26 +275,26 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
   for (long s = 0; s < limit; ++s) {
     const float* row = v + s * args.value_stride[2];
     // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
-    Vec wild = zero();
-    float wild_rest = 0.0f;
+    Vec nonfinite = zero();
+    float nonfinite_rest = 0.0f;
     for (long j = 0; j < args.value_size; j += kPanel) {
-      const long columns = least(kPanel, args.value_size - j);
+      const long columns = min(kPanel, args.value_size - j);
       float* to = work.values + j * work.keys_up + s * kPanel;
       if (columns == kPanel && args.value_stride[3] == 1) {
         const Vec x = load(row + j), y = load(row + j + kLanes);
         store(to, x);
         store(to + kLanes, y);
-        wild = wild + ((x - x) + (y - y));
+        nonfinite = nonfinite + ((x - x) + (y - y));
       } else {
         for (long c = 0; c < kPanel; ++c) {
           const float x = c < columns ? row[(j + c) * args.value_stride[3]] : 0.0f;
           to[c] = x;
-          wild_rest += x - x;
+          nonfinite_rest += x - x;
         }
       }
     }
-    const float sum = reduce_add(wild) + wild_rest;
-    unsigned char& flag = work.wild[s / kKeyTile];
+    const float sum = reduce_add(nonfinite) + nonfinite_rest;
+    unsigned char& flag = work.nonfinite[s / kKeyTile];
     if (s % kKeyTile == 0) flag = 0;
     flag |= !(sum == 0.0f);
   }
@@ -309,22 +311,22 @@ void attention_queries(const AttentionArgs& args, long b, long key_head, long be
   const Workspace work(args, static_cast<float*>(scratch));
   const long queries = query_count(args, b);
   long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
   // The furthest key that a query of this range may see.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
-  const long packed = args.causal ? least(limit, last) : limit;
+  const long packed = args.causal ? min(limit, last) : limit;
   pack_keys(args, work, b, key_head, packed);
   pack_values(args, work, b, key_head, packed);
   const long group = args.heads / args.key_heads;
   for (long item = begin; item < end;) {
     const long first = item % queries;
-    const long left = least(queries - first, end - item);
+    const long left = min(queries - first, end - item);
     const long blocks = (left + kQueryBlock - 1) / kQueryBlock;
     const long rows = (left + blocks - 1) / blocks;
-    const long seen = args.causal ? least(limit, first + rows) : limit;
+    const long visible = args.causal ? min(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
-    const Block block{args, work, Sight{args, b, head, first, rows, seen, work.bias}};
+    const Block block{args, work, BlockMask{args, b, head, first, rows, visible, work.bias}};
     block.run();
     item += rows;
   }

@@ -4,7 +4,7 @@
 
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/attention/attention.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -26,13 +26,13 @@ inline bool all_zero(const char* place, long step, long n) {
 
 // Whether all of n values that a mask adds, `step` apart, are -inf.
 template <class T>
-bool all_hide(const T* value, long step, long n) {
+bool all_minus_inf(const T* value, long step, long n) {
   long j = 0;
   if (step == 1) {
     for (; j + kLanes <= n; j += kLanes) {
       const Vec x = load(value + j);
       // NaN is not hidden; it compares false with everything, so ask for what is not -inf.
-      if (any(less(set1(-kInf), x)) || any(not_a_number(x))) return false;
+      if (any(less(set1(-kInf), x)) || any(is_nan(x))) return false;
     }
   }
   for (; j < n; ++j)
@@ -50,7 +50,7 @@ void widen_row(const T* from, long step, long n, float* to) {
 }
 
 // The queries [first, first + rows) of one head.
-struct Sight {
+struct BlockMask {
   const AttentionShape& shape;
   long b, head, first, rows;
   long limit;   // keys from here on are hidden from the whole block
@@ -59,8 +59,8 @@ struct Sight {
   // Keys of the tile [start, start + count) that the row may see by causality and length.
   long visible(long row, long start, long count) const {
     long end = limit - start;
-    if (shape.causal) end = least(end, first + row + 1 - start);
-    return most(0, least(count, end));
+    if (shape.causal) end = min(end, first + row + 1 - start);
+    return max(0, min(count, end));
   }
 
   const char* mask_at(long row, long s) const {
@@ -69,27 +69,27 @@ struct Sight {
     return static_cast<const char*>(shape.mask) + offset * element_bytes(shape.mask_type);
   }
 
-  bool row_hides(long row, long start, long count) const {
+  bool row_fully_masked(long row, long start, long count) const {
     const char* place = mask_at(row, start);
     const long step = shape.mask_stride[3], n = visible(row, start, count);
     switch (shape.mask_type) {
       case Element::boolean:
         return all_zero(place, step, n);
       case Element::float32:
-        return all_hide(reinterpret_cast<const float*>(place), step, n);
+        return all_minus_inf(reinterpret_cast<const float*>(place), step, n);
       case Element::bfloat16:
-        return all_hide(reinterpret_cast<const BFloat16*>(place), step, n);
+        return all_minus_inf(reinterpret_cast<const BFloat16*>(place), step, n);
       default:
-        return all_hide(reinterpret_cast<const Float16*>(place), step, n);
+        return all_minus_inf(reinterpret_cast<const Float16*>(place), step, n);
     }
   }
 
   // Whether the mask hides the whole tile from the whole block.
-  bool mask_hides_tile(long start, long count) const {
+  bool fully_masked(long start, long count) const {
     if (shape.mask == nullptr) return false;
-    if (shape.mask_stride[2] == 0) return row_hides(rows - 1, start, count);
+    if (shape.mask_stride[2] == 0) return row_fully_masked(rows - 1, start, count);
     for (long i = 0; i < rows; ++i)
-      if (!row_hides(i, start, count)) return false;
+      if (!row_fully_masked(i, start, count)) return false;
     return true;
   }
 
@@ -136,14 +136,14 @@ struct Sight {
   }
 
   // scores * scale + mask for the first `seen` of a row, -inf where hidden.
-  void add_mask(float* scores, const float* mask, long seen) const {
+  void add_mask(float* scores, const float* mask, long count) const {
     const Vec scale = set1(shape.scale);
     long j = 0;
-    for (; j + kLanes <= seen; j += kLanes) {
+    for (; j + kLanes <= count; j += kLanes) {
       const Vec m = load(mask + j);
       store(scores + j, select(equal(m, set1(-kInf)), m, fma(load(scores + j), scale, m)));
     }
-    for (; j < seen; ++j) scores[j] = mask[j] == -kInf ? -kInf : scores[j] * shape.scale + mask[j];
+    for (; j < count; ++j) scores[j] = mask[j] == -kInf ? -kInf : scores[j] * shape.scale + mask[j];
   }
 };
 

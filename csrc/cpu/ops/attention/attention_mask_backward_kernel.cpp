@@ -15,7 +15,7 @@ long attention_mask_backward_scratch(const AttentionBackwardArgs& args) {
 
 void attention_mask_backward(const AttentionBackwardArgs& args, long mask_b, long mask_h, long tile,
                              long begin, long end, float* scratch) {
-  walk_mask<Products>(args, Workspace(args, scratch), keys_per_tile(args), mask_b, mask_h, tile,
+  loop_mask<Products>(args, Workspace(args, scratch), keys_per_tile(args), mask_b, mask_h, tile,
                       begin, end);
 }
 

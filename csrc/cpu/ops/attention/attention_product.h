@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cpu/gemm/engine.h"
-#include "cpu/gemm/spread.h"
+#include "cpu/gemm/interleave.h"
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/ops/attention/attention_scores.h"
@@ -19,28 +19,27 @@ namespace {
 // Fetches the keys and values that this thread will pack next, as far as can be told, into the
 // second-level cache: some rows at a time.
 template <class T>
-class NextKeys {
+class KeyPrefetcher {
  public:
   // Next to those of a head; shared out over `turns` calls.
-  NextKeys(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
+  KeyPrefetcher(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
     // More would drive out what is being worked on.
-    constexpr long kMost = 256 * 1024;
+    constexpr long kMaxBytes = 256 * 1024;
     const long next = b * args.key_heads + key_head + args.next_head;
     const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
-    if (args.next_head == 0 || bytes > kMost || args.key_starts != nullptr ||
+    if (args.next_head == 0 || bytes > kMaxBytes || args.key_starts != nullptr ||
         next >= args.batch * args.key_heads)
       return;
     b = next / args.key_heads;
     key_head = next % args.key_heads;
     k_ = static_cast<const T*>(args.key) + head_offset(nullptr, args.key_stride, b, key_head);
     v_ = static_cast<const T*>(args.value) + head_offset(nullptr, args.value_stride, b, key_head);
-    rows_ =
-        args.key_lengths == nullptr ? args.keys : most(0, least(args.keys, args.key_lengths[b]));
-    share_ = (rows_ + turns - 1) / most(1, turns);
+    rows_ = args.key_lengths == nullptr ? args.keys : max(0, min(args.keys, args.key_lengths[b]));
+    share_ = (rows_ + turns - 1) / max(1, turns);
   }
 
-  void some() {
-    for (const long until = least(rows_, at_ + share_); at_ < until; ++at_) {
+  void prefetch_some() {
+    for (const long until = min(rows_, at_ + share_); at_ < until; ++at_) {
       fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
       fetch_row(v_ + at_ * args_.value_stride[2], args_.value_size);
     }
@@ -55,7 +54,7 @@ class NextKeys {
 // Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of
 // it.
 template <class T>
-constexpr long kGroupKeys = Product<T>::kSplit ? 128 : 256;
+constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
 template <class T>
 struct Workspace {
   using P = Product<T>;
@@ -67,13 +66,13 @@ struct Workspace {
   // Per row, kLanes partial sums of the probabilities: as rounded to multiply the values, and as
   // they were before, for the backward and the returned probabilities.
   float *total, *exact;
-  float* minus;  // per row: what is added to scores before the exponential
+  float* neg_max;  // per row: what is added to scores before the exponential
   float* bias;
-  KeepBits* keep;       // per row: which of two panels of probabilities dropout keeps
-  bool* known;          // per row: whether `minus` is set
-  bool* plain;          // per row: done again, with the slower exponents()
-  bool* broken;         // per row: done again, without pieces
-  unsigned char* wild;  // per panel of keys: its values hold NaN or inf
+  KeepBits* keep;            // per row: which of two panels of probabilities dropout keeps
+  bool* has_max;             // per row: whether `minus` is set
+  bool* recomputed;          // per row: done again, with the slower exponents()
+  bool* fp32_scores;         // per row: done again, without pieces
+  unsigned char* nonfinite;  // per panel of keys: its values hold NaN or inf
   long bytes = 0;
 
   Workspace(const AttentionArgs& args, void* scratch)
@@ -98,31 +97,32 @@ struct Workspace {
     } else {
       exact = total;
     }
-    take(minus, rows);
+    take(neg_max, rows);
     take(bias, kPanel + 16);
     take(keep, rows);
-    take(known, rows);
-    take(plain, rows);
-    take(broken, rows);
-    take(wild, args.keys / kPanel + 1);
+    take(has_max, rows);
+    take(recomputed, rows);
+    take(fp32_scores, rows);
+    take(nonfinite, args.keys / kPanel + 1);
   }
 };
 
 // Where a panel's values hold NaN or inf or, in pieces, any number without.
 template <class T>
-void find_wild(const AttentionArgs& args, const T* value, long keys, unsigned char* wild) {
+void find_nonfinite(const AttentionArgs& args, const T* value, long keys,
+                    unsigned char* nonfinite) {
   for (long start = 0; start < keys; start += kPanel) {
     Vec sum = zero();
-    for (long s = start; s < least(keys, start + kPanel); ++s) {
+    for (long s = start; s < min(keys, start + kPanel); ++s) {
       const T* row = value + s * args.value_stride[2];
       for (long j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load_some(row + j, args.value_size - j);
         sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
-        if constexpr (Product<T>::kSplit)
-          sum = select(Product<T>::is_lost(x), set1(kInf) - set1(kInf), sum);
+        if constexpr (Product<T>::kIsBf16x3)
+          sum = select(Product<T>::not_representable(x), set1(kInf) - set1(kInf), sum);
       }
     }
-    wild[start / kPanel] = any(not_a_number(sum));
+    nonfinite[start / kPanel] = any(is_nan(sum));
   }
 }
 
@@ -132,39 +132,39 @@ void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head
   const T* k =
       static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
   for (long s = 0; s < keys; s += kPanel)
-    P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], least(kPanel, keys - s), args.size,
+    P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], min(kPanel, keys - s), args.size,
                  work.keys + s / kPanel * work.key_panel);
   const T* v =
       static_cast<const T*>(args.value) + head_offset(args.key_starts, args.value_stride, b, head);
   for (long j = 0; j < args.value_size; j += kPanel) {
-    const long columns = least(kPanel, args.value_size - j);
+    const long columns = min(kPanel, args.value_size - j);
     auto* panel = work.values + j / kPanel * work.value_panel;
-    if constexpr (P::kSplit) {
-      P::pack_clean_columns(v + j, args.value_stride[2], columns, keys, panel);
+    if constexpr (P::kIsBf16x3) {
+      P::pack_representable_columns(v + j, args.value_stride[2], columns, keys, panel);
     } else {
       P::pack_columns(v + j, args.value_stride[2], columns, keys, panel);
     }
   }
-  find_wild(args, v, keys, work.wild);
+  find_nonfinite(args, v, keys, work.nonfinite);
 }
 
 // Scores below this are not referred to: as a rule they stand for a hidden place.
-constexpr float kLow = -1e30f;
+constexpr float kMinRowMax = -1e30f;
 // References beyond this have no room for the logarithm of a sum beside them.
 constexpr float kFar = 256.0f;
 // Probabilities that sum up to more are too far from their reference. In fp32 the rounding errors
 // of their exponents grow with the distance, and a total that the backward divides dO by must leave
 // it a normal number. Else there has to be room for the reciprocal, which is flushed to 0 from
 // 2^126 on, where the total itself is still finite.
-constexpr float kMostTotal = 1e6f, kMostHalfTotal = 0x1p96f;
+constexpr float kMaxTotal = 1e6f, kMaxLowpTotal = 0x1p96f;
 
 // One block of queries of one head against the packed keys.
 template <class T>
 class Block : Scores {
  public:
-  Block(const AttentionArgs& call, const Workspace<T>& place, const Sight& seen, long key_head,
-        NextKeys<T>& next)
-      : Scores(call, seen, place.scores),
+  Block(const AttentionArgs& call, const Workspace<T>& place, const BlockMask& mask, long key_head,
+        KeyPrefetcher<T>& next)
+      : Scores(call, mask, place.scores),
         args(call),
         work(place),
         key_head_(key_head),
@@ -193,14 +193,14 @@ class Block : Scores {
   };
 
   // The reference of a row, if this panel shows it one.
-  void refer(long i, const Vec (&x)[2]) {
+  void set_row_max(long i, const Vec (&x)[2]) {
     const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
-    if (highest > kLow) {
-      work.minus[i] = -highest;
-      work.known[i] = true;
-      --unknown_;
+    if (highest > kMinRowMax) {
+      work.neg_max[i] = -highest;
+      work.has_max[i] = true;
+      --rows_without_max_;
     } else if (highest != -kInf) {
-      low_ = true;
+      low_scores_ = true;
     }
   }
 
@@ -216,7 +216,7 @@ class Block : Scores {
     if (args.dropout.on) drop_row(panel, i, e);
     // Infinite ones are found by their sums.
     auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
-    if constexpr (P::kSplit) {
+    if constexpr (P::kIsBf16x3) {
       P::put_finite(chunk, e[0], e[1]);
     } else {
       P::put(chunk, e[0], e[1]);
@@ -236,19 +236,19 @@ class Block : Scores {
     P::multiply_to(work.query, args.size, rows, args.size,
                    work.keys + panel.start / kPanel * work.key_panel, false, scores[panel.slot],
                    kPanel, meanwhile);
-    if constexpr (P::kSplit)
-      if (exact_) score_plain(panel);
+    if constexpr (P::kIsBf16x3)
+      if (exact_max_) score_fp32(panel);
   }
 
   // Rows whose queries or keys are infinite, or nearly.
-  void score_plain(const Panel& panel) const {
+  void score_fp32(const Panel& panel) const {
     for (long i = 0; i < rows; ++i) {
-      if (!work.broken[i]) continue;
+      if (!work.fp32_scores[i]) continue;
       const auto query = [&](long d) {
         return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
       };
       Vec low, high;
-      P::plain_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
+      P::fp32_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
       float* s = scores[panel.slot] + i * kPanel;
       store(s, low);
       store(s + kLanes, high);
@@ -261,82 +261,84 @@ class Block : Scores {
   // floats can hold; rows that are done again get 0 for their largest score, and so do all where a
   // backward is to work them out again.
   TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
-    const Vec minus = set1(work.minus[i]);
-    if (args.mask != nullptr || for_backward() || work.plain[i]) {
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exponent(x[u], minus);
+    const Vec neg_max = set1(work.neg_max[i]);
+    if (args.mask != nullptr || for_backward() || work.recomputed[i]) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exponent(x[u], neg_max);
       return;
     }
     const float* s = scores[panel.slot] + i * kPanel;
     TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
-        fma(load(s + u * kLanes), set1(args.scale * kLog2E), minus * set1(kLog2E));
-    hide(panel, i, x);
+        fma(load(s + u * kLanes), set1(args.scale * kLog2E), neg_max * set1(kLog2E));
+    mask_out_of_range(panel, i, x);
   }
 
   // In pieces, the backward takes the same steps from scores to probabilities.
-  bool for_backward() const { return P::kSplit && args.shift != nullptr; }
+  bool for_backward() const { return P::kIsBf16x3 && args.shift != nullptr; }
 
   // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined:
   // the tile loop would have it in many places.
-  [[gnu::noinline]] void soften(long until) {
-    const long from = softened_;
+  [[gnu::noinline]] void exp_rows(long until) {
+    const long from = done_;
     if (until <= from) return;
-    softened_ = until;
-    const float* s = work.scores[waiting_.slot] + from * kPanel;
-    if (waiting_.plain && unknown_ == 0 && args.mask == nullptr && !exact_ && !for_backward()) {
+    done_ = until;
+    const float* s = work.scores[pending_.slot] + from * kPanel;
+    if (pending_.unmasked && rows_without_max_ == 0 && args.mask == nullptr && !exact_max_ &&
+        !for_backward()) {
       const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
       for (long i = from; i < until; ++i, s += kPanel) {
-        const Vec minus = set1(work.minus[i]) * base;
+        const Vec neg_max = set1(work.neg_max[i]) * base;
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
-            power_of_two(fma(load(s + u * kLanes), factor, minus), T{});
-        put(waiting_, i, e);
+            exp2(fma(load(s + u * kLanes), factor, neg_max), T{});
+        put(pending_, i, e);
       }
       return;
     }
-    if (waiting_.plain && unknown_ == 0) {
+    if (pending_.unmasked && rows_without_max_ == 0) {
       for (long i = from; i < until; ++i, s += kPanel) {
         Vec e[2];
         TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = scaled(s + u * kLanes);
-        exponents(waiting_, i, e);
-        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = power_of_two(e[u], T{});
-        put(waiting_, i, e);
+        exponents(pending_, i, e);
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = exp2(e[u], T{});
+        put(pending_, i, e);
       }
       return;
     }
-    const float* shared = shared_mask(waiting_);
+    const float* shared = shared_mask(pending_);
     for (long i = from; i < until; ++i) {
       Vec x[2];
-      see(waiting_, i, shared, x);
-      if (!work.known[i]) refer(i, x);
-      exponents(waiting_, i, x);
-      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
-      put(waiting_, i, x);
+      apply_mask(pending_, i, shared, x);
+      if (!work.has_max[i]) set_row_max(i, x);
+      exponents(pending_, i, x);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exp2(x[u], T{});
+      put(pending_, i, x);
     }
   }
 
   // Calls f(row, key, probability) for the keys of a panel that a row may see.
   template <class F>
-  void each_seen(const Panel& panel, const F& f) const {
+  void each_visible(const Panel& panel, const F& f) const {
     for (long i = 0; i < rows; ++i) {
-      const long seen = sight.visible(i, panel.start, panel.count);
-      const float* mask = args.mask == nullptr ? nullptr : sight.mask_row(i, panel.start, seen);
+      const long visible = block_mask.visible(i, panel.start, panel.count);
+      const float* mask =
+          args.mask == nullptr ? nullptr : block_mask.mask_row(i, panel.start, visible);
       const auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
-      for (long s = 0; s < seen; ++s)
+      for (long s = 0; s < visible; ++s)
         if (mask == nullptr || mask[s] != -kInf) f(i, panel.start + s, P::value(chunk, s));
     }
   }
 
   // Probabilities times values where the values hold NaN or inf: hidden ones are left out. In
   // pieces, only what was packed as 0 is missing.
-  void mix_wild(const Panel& panel) const {
+  void accumulate_pv_nonfinite(const Panel& panel) const {
     const T* value = static_cast<const T*>(args.value) +
-                     head_offset(args.key_starts, args.value_stride, sight.b, key_head_);
-    each_seen(panel, [&](long i, long key, float p) {
+                     head_offset(args.key_starts, args.value_stride, block_mask.b, key_head_);
+    each_visible(panel, [&](long i, long key, float p) {
       float* sums = work.sums + i * work.sum_stride;
       for (long j = 0; j < args.value_size; ++j) {
-        if constexpr (P::kSplit) {
+        if constexpr (P::kIsBf16x3) {
           const float v = value[key * args.value_stride[2] + j];
-          if (P::is_lost(v)) sums[j] = fma(p, v, sums[j]);
+          if (P::not_representable(v)) sums[j] = fma(p, v, sums[j]);
         } else {
           const float v = P::element(work.values + j / kPanel * work.value_panel, key, j % kPanel);
           sums[j] = fma(p, v, sums[j]);
@@ -346,7 +348,7 @@ class Block : Scores {
   }
 
   // Multiplies the probabilities of adjacent panels into the sums.
-  void mix_adjacent(const Panel& first, const Panel& last) const {
+  void accumulate_pv_adjacent(const Panel& first, const Panel& last) const {
     const long keys = last.start + last.count - first.start;
     for (long j = 0; j < args.value_size; j += kPanel)
       P::multiply_to(P::chunk(work.weights, kWidth, 0, column(first)), kWidth, rows, keys,
@@ -354,31 +356,31 @@ class Block : Scores {
                      work.sums + j, work.sum_stride, [] {});
   }
 
-  bool is_wild(const Panel& panel) const { return work.wild[panel.start / kPanel]; }
+  bool is_nonfinite(const Panel& panel) const { return work.nonfinite[panel.start / kPanel]; }
 
-  void mix(const Group& group) const {
+  void accumulate_pv(const Group& group) const {
     const Panel* end = group.panel + group.count;
-    if (P::kSplit) {
-      if (group.count > 0) mix_adjacent(group.panel[0], end[-1]);
+    if (P::kIsBf16x3) {
+      if (group.count > 0) accumulate_pv_adjacent(group.panel[0], end[-1]);
       for (const Panel* panel = group.panel; panel < end; ++panel)
-        if (is_wild(*panel)) mix_wild(*panel);
+        if (is_nonfinite(*panel)) accumulate_pv_nonfinite(*panel);
       return;
     }
     for (const Panel *from = group.panel, *to; from < end; from = to) {
       to = from + 1;
-      if (is_wild(*from)) {
-        mix_wild(*from);
+      if (is_nonfinite(*from)) {
+        accumulate_pv_nonfinite(*from);
         continue;
       }
-      while (to < end && to->start == to[-1].start + kPanel && !is_wild(*to)) ++to;
-      mix_adjacent(*from, to[-1]);
+      while (to < end && to->start == to[-1].start + kPanel && !is_nonfinite(*to)) ++to;
+      accumulate_pv_adjacent(*from, to[-1]);
     }
   }
 
   // In pieces, the sums over a group are added up apart, so panels of it that no row sees take
   // part, lest sums depend on which rows make up a block.
   void add_to(Group& group, const Panel& panel) const {
-    if (P::kSplit && group.count > 0)
+    if (P::kIsBf16x3 && group.count > 0)
       for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
            start += kPanel)
         for (long i = 0; i < rows; ++i)
@@ -396,29 +398,30 @@ class Block : Scores {
   }
 
   void begin() {
-    const T* query = static_cast<const T*>(args.query) +
-                     head_offset(args.query_starts, args.query_stride, sight.b, sight.head) +
-                     sight.first * args.query_stride[2];
+    const T* query =
+        static_cast<const T*>(args.query) +
+        head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
+        block_mask.first * args.query_stride[2];
     P::fill(query, args.query_stride[2], rows, args.size, work.query);
     clear();
     for (long i = 0; i < rows; ++i) {
-      work.minus[i] = 0.0f;
-      work.known[i] = work.plain[i] = work.broken[i] = false;
+      work.neg_max[i] = 0.0f;
+      work.has_max[i] = work.recomputed[i] = work.fp32_scores[i] = false;
     }
-    unknown_ = rows;
+    rows_without_max_ = rows;
   }
 
   // Calls f(row, scores) with all scores of the rows that have no reference.
   template <class F>
-  void each_unknown(const F& f) const {
+  void each_row_without_max(const F& f) const {
     for (Panel panel = panel_from(0, 0); panel.count > 0;
          panel = panel_from(panel.start + kPanel, 0)) {
       score(panel, [] {});
       const float* shared = shared_mask(panel);
       for (long i = 0; i < rows; ++i) {
-        if (work.known[i]) continue;
+        if (work.has_max[i]) continue;
         Vec x[2];
-        see(panel, i, shared, x);
+        apply_mask(panel, i, shared, x);
         f(i, x);
       }
     }
@@ -427,26 +430,26 @@ class Block : Scores {
   // The true maximum as the reference of every row that has none that does.
   void find_maxima() {
     for (long i = 0; i < rows; ++i) {
-      work.plain[i] = !work.known[i];
-      work.broken[i] = work.plain[i] && !for_backward();
-      if (!work.known[i]) work.minus[i] = kInf;
+      work.recomputed[i] = !work.has_max[i];
+      work.fp32_scores[i] = work.recomputed[i] && !for_backward();
+      if (!work.has_max[i]) work.neg_max[i] = kInf;
     }
     // The backward's scores are those in pieces, so as many rows as can stay with them.
     if (for_backward())
-      each_unknown([&](long i, const Vec(&x)[2]) {
-        TF_UNROLL for (int u = 0; u < 2; ++u) work.broken[i] |=
-            any(not_a_number(x[u])) || any(equal(x[u], set1(kInf)));
+      each_row_without_max([&](long i, const Vec(&x)[2]) {
+        TF_UNROLL for (int u = 0; u < 2; ++u) work.fp32_scores[i] |=
+            any(is_nan(x[u])) || any(equal(x[u], set1(kInf)));
       });
-    exact_ = true;
-    each_unknown([&](long i, const Vec(&x)[2]) {
+    exact_max_ = true;
+    each_row_without_max([&](long i, const Vec(&x)[2]) {
       const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
-      if (-highest < work.minus[i]) work.minus[i] = -highest;
+      if (-highest < work.neg_max[i]) work.neg_max[i] = -highest;
     });
     for (long i = 0; i < rows; ++i) {
-      if (work.minus[i] == kInf) work.minus[i] = 0.0f;
-      work.known[i] = true;
+      if (work.neg_max[i] == kInf) work.neg_max[i] = 0.0f;
+      work.has_max[i] = true;
     }
-    unknown_ = 0;
+    rows_without_max_ = 0;
   }
 
   // The whole block; false if its references did not do.
@@ -454,51 +457,50 @@ class Block : Scores {
     const long steps = P::steps(rows, args.size);
     const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
     Group group;  // the waiting panel included
-    waiting_.count = 0;
-    softened_ = rows;
+    pending_.count = 0;
+    done_ = rows;
     for (Panel panel = panel_from(0, 0); panel.count > 0;) {
-      next_.some();
-      score(panel,
-            [&]() __attribute__((always_inline)) { soften(least(rows, softened_ + share)); });
-      soften(rows);
+      next_.prefetch_some();
+      score(panel, [&]() __attribute__((always_inline)) { exp_rows(min(rows, done_ + share)); });
+      exp_rows(rows);
       if (group.count > 0 && panel.start / kWidth != group.panel[0].start / kWidth) {
-        mix(group);
+        accumulate_pv(group);
         group.count = 0;
       }
       add_to(group, panel);
-      panel.draws = waiting_.count == 0 || panel.start / kDraw != waiting_.start / kDraw;
-      waiting_ = panel;
-      softened_ = 0;
+      panel.draws = pending_.count == 0 || panel.start / kDraw != pending_.start / kDraw;
+      pending_ = panel;
+      done_ = 0;
       panel = panel_from(panel.start + kPanel, 1 - panel.slot);
     }
-    soften(rows);
-    mix(group);
+    exp_rows(rows);
+    accumulate_pv(group);
     return finish();
   }
 
   bool finish() {
     T* output = static_cast<T*>(args.output) +
-                head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
-                sight.first * args.output_stride[2];
+                head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
+                block_mask.first * args.output_stride[2];
     bool did = true;
     for (long i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.total + i * kLanes));
       const float* o = work.sums + i * work.sum_stride;
-      Vec odd = set1(total - total);  // NaN once any result is not finite
+      Vec nonfinite = set1(total - total);  // NaN once any result is not finite
       // What was never added to is 0 already.
       const Vec by = set1(total == 0.0f ? 1.0f : kept_factor() / total);
       for (long j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load(o + j);
-        odd = odd + (x - x);
+        nonfinite = nonfinite + (x - x);
         store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
       }
       // A row that saw but scores too low to refer to, and one whose reference was too far off or
       // that missed it: what it refers to is 1 of the total.
-      const bool divides = P::kSplit || work.minus[i] > kFar || work.minus[i] < -kFar;
-      const bool far = any(not_a_number(odd)) || total > (divides ? kMostTotal : kMostHalfTotal) ||
-                       (work.known[i] && total < 0.5f);
-      if (!exact_ && (far || (!work.known[i] && low_))) {
-        work.known[i] = did = false;
+      const bool divides = P::kIsBf16x3 || work.neg_max[i] > kFar || work.neg_max[i] < -kFar;
+      const bool far = any(is_nan(nonfinite)) || total > (divides ? kMaxTotal : kMaxLowpTotal) ||
+                       (work.has_max[i] && total < 0.5f);
+      if (!exact_max_ && (far || (!work.has_max[i] && low_scores_))) {
+        work.has_max[i] = did = false;
         continue;
       }
       if (args.shift == nullptr) continue;
@@ -508,10 +510,10 @@ class Block : Scores {
         args.norm[row_of(i)] = 0.0f;
       } else if (divides) {
         // Exact; the logarithm leaves the backward of half types a factor less.
-        args.shift[row_of(i)] = -work.minus[i];
+        args.shift[row_of(i)] = -work.neg_max[i];
         args.norm[row_of(i)] = 1.0f / exact;
       } else {
-        args.shift[row_of(i)] = __builtin_logf(exact) - work.minus[i];
+        args.shift[row_of(i)] = __builtin_logf(exact) - work.neg_max[i];
         args.norm[row_of(i)] = 1.0f;
       }
     }
@@ -520,15 +522,15 @@ class Block : Scores {
 
   // The probabilities, once sums and references are known.
   void write_weights() {
-    unknown_ = 0;
+    rows_without_max_ = 0;
     for (long i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.exact + i * kLanes));
       work.exact[i * kLanes] = total == 0.0f ? 0.0f : kept_factor() / total;
     }
     T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
     for (long start = 0; start < args.keys; start += kPanel) {
-      const Panel panel = start < sight.limit ? panel_from(start, 0) : Panel{};
-      const long count = least(kPanel, args.keys - start);
+      const Panel panel = start < block_mask.limit ? panel_from(start, 0) : Panel{};
+      const long count = min(kPanel, args.keys - start);
       if (panel.count == 0 || panel.start != start) {
         for (long i = 0; i < rows; ++i)
           for (long j = 0; j < count; j += kLanes)
@@ -539,10 +541,10 @@ class Block : Scores {
       const float* shared = shared_mask(panel);
       for (long i = 0; i < rows; ++i) {
         Vec x[2];
-        see(panel, i, shared, x);
+        apply_mask(panel, i, shared, x);
         exponents(panel, i, x);
         const Vec by = set1(work.exact[i * kLanes]);
-        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = power_of_two(x[u], T{});
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exp2(x[u], T{});
         if (args.dropout.on) drop_row(panel, i, x);
         TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = x[u] * by;
         TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
@@ -554,12 +556,12 @@ class Block : Scores {
   const AttentionArgs& args;
   const Workspace<T>& work;
   const long key_head_;
-  NextKeys<T>& next_;
-  bool exact_ = false;  // references are the true maxima
-  Panel waiting_{};     // scored, not yet softened
-  long softened_ = 0;   // rows of it that are
-  long unknown_ = 0;    // rows without a reference
-  bool low_ = false;    // a row saw scores too low to refer to
+  KeyPrefetcher<T>& next_;
+  bool exact_max_ = false;     // references are the true maxima
+  Panel pending_{};            // scored, not yet softened
+  long done_ = 0;              // rows of it that are
+  long rows_without_max_ = 0;  // rows without a reference
+  bool low_scores_ = false;    // a row saw scores too low to refer to
 };
 
 // Queries of the heads that share a key head, block by block.
@@ -568,28 +570,29 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   const Workspace<T> work(args, scratch);
   const long queries = query_count(args, b);
   long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
   // The furthest key that a query of this range may see.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
-  pack<T>(args, work, b, key_head, args.causal ? least(limit, last) : limit);
+  pack<T>(args, work, b, key_head, args.causal ? min(limit, last) : limit);
   const long group = args.heads / args.key_heads;
   constexpr long kBlockRows = Product<T>::kBlockRows;
   const long blocks = (end - begin + kBlockRows - 1) / kBlockRows;
-  NextKeys<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
+  KeyPrefetcher<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
   const unsigned mode = flush_denormals();
   Product<T>::enter();
   for (long item = begin; item < end;) {
     const long first = item % queries;
-    const long left = least(queries - first, end - item),
+    const long left = min(queries - first, end - item),
                parts = (left + kBlockRows - 1) / kBlockRows;
     // Evenly where blocks are made of tiles of gemm.h, of which those of one or two rows add up in
     // an order of their own.
     const long rows =
-        kBlockRows % kTileRows == 0 ? (left + parts - 1) / parts : least(left, kBlockRows);
-    const long seen = args.causal ? least(limit, first + rows) : limit;
+        kBlockRows % kTileRows == 0 ? (left + parts - 1) / parts : min(left, kBlockRows);
+    const long visible = args.causal ? min(limit, first + rows) : limit;
     const long head = key_head * group + item / queries;
-    Block<T>(args, work, Sight{args, b, head, first, rows, seen, work.bias}, key_head, next).run();
+    Block<T>(args, work, BlockMask{args, b, head, first, rows, visible, work.bias}, key_head, next)
+        .run();
     item += rows;
   }
   Product<T>::leave();

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/ops/attention/attention_mask.h"
-#include "cpu/simd/half_softmax.h"
+#include "cpu/simd/exp2.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -14,29 +14,29 @@ constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13
 // row.
 class Scores {
  public:
-  Scores(const AttentionShape& call, const Sight& seen, float* const* products)
-      : shape(call), sight(seen), rows(seen.rows), scores(products) {}
+  Scores(const AttentionShape& call, const BlockMask& mask, float* const* products)
+      : shape(call), block_mask(mask), rows(mask.rows), scores(products) {}
 
  protected:
   struct Panel {
     long start, count;  // keys; count 0: there is none
     int slot;           // of its scores
-    bool plain;         // all rows see all of it, and no mask adds to it
+    bool unmasked;      // all rows see all of it, and no mask adds to it
     bool direct;        // all rows see all of it but for a mask whose values can be loaded
     bool draws = true;  // its dropout is not known from the panel before
   };
 
   // A row of the block among those of all queries.
   long row_of(long i) const {
-    return (sight.b * shape.heads + sight.head) * shape.queries + sight.first + i;
+    return (block_mask.b * shape.heads + block_mask.head) * shape.queries + block_mask.first + i;
   }
 
   // The first panel from `start` on that any row sees.
   Panel panel_from(long start, int slot) const {
-    for (; start < sight.limit; start += kPanel) {
-      const long count = least(kPanel, sight.limit - start);
-      if (sight.mask_hides_tile(start, count)) continue;
-      const bool whole = count == kPanel && sight.visible(0, start, count) == count;
+    for (; start < block_mask.limit; start += kPanel) {
+      const long count = min(kPanel, block_mask.limit - start);
+      if (block_mask.fully_masked(start, count)) continue;
+      const bool whole = count == kPanel && block_mask.visible(0, start, count) == count;
       const bool direct = whole && shape.mask != nullptr && shape.mask_stride[3] == 1;
       return {start, count, slot, whole && !mask_adds(start, count), direct, true};
     }
@@ -48,7 +48,7 @@ class Scores {
   bool mask_adds(long start, long count) const {
     if (shape.mask == nullptr) return false;
     if (shape.mask_stride[2] != 0) return true;
-    const float* mask = sight.mask_row(0, start, count);
+    const float* mask = block_mask.mask_row(0, start, count);
     for (long j = 0; j < count; ++j)
       if (mask[j] != 0.0f) return true;
     return false;
@@ -57,14 +57,14 @@ class Scores {
   // The mask of a row of a panel, or nullptr; `shared` if all rows have that one.
   const float* mask_of(const Panel& panel, long i, const float* shared) const {
     if (shape.mask == nullptr || shared != nullptr) return shared;
-    return sight.mask_row(i, panel.start, sight.visible(i, panel.start, panel.count));
+    return block_mask.mask_row(i, panel.start, block_mask.visible(i, panel.start, panel.count));
   }
 
   // -inf where a row of a panel is hidden by causality or length.
-  TF_INLINE void hide(const Panel& panel, long i, Vec (&x)[2]) const {
-    const long seen = sight.visible(i, panel.start, panel.count);
+  TF_INLINE void mask_out_of_range(const Panel& panel, long i, Vec (&x)[2]) const {
+    const long visible = block_mask.visible(i, panel.start, panel.count);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
-      const long left = seen - u * kLanes;
+      const long left = visible - u * kLanes;
       if (left < kLanes)
         x[u] = select(less(load(kLaneNumbers), set1(static_cast<float>(left))), x[u], set1(-kInf));
     }
@@ -80,39 +80,39 @@ class Scores {
   }
 
   // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
-  TF_INLINE void see(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
+  TF_INLINE void apply_mask(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
     const float* s = scores[panel.slot] + i * kPanel;
     if (panel.direct) {
-      const char* place = sight.mask_at(i, panel.start);
+      const char* place = block_mask.mask_at(i, panel.start);
       const long bytes = element_bytes(shape.mask_type);
       TF_UNROLL for (int u = 0; u < 2; ++u) {
         _mm_prefetch(place + (kPanel + u * kLanes) * bytes, _MM_HINT_T1);
-        x[u] = masked(s + u * kLanes, sight.mask_vector(place, u * kLanes));
+        x[u] = masked(s + u * kLanes, block_mask.mask_vector(place, u * kLanes));
       }
       return;
     }
     const float* mask = mask_of(panel, i, shared);
-    const long seen = sight.visible(i, panel.start, panel.count);
+    const long visible = block_mask.visible(i, panel.start, panel.count);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
       if (mask != nullptr) {
-        const long left = seen - u * kLanes;
+        const long left = visible - u * kLanes;
         x[u] = masked(s + u * kLanes, left > 0 ? load_some(mask + u * kLanes, left) : set1(-kInf));
       } else {
         x[u] = scaled(s + u * kLanes);
       }
     }
-    hide(panel, i, x);
+    mask_out_of_range(panel, i, x);
   }
 
   // The mask of a panel where it is alike for all rows and not read where it lies.
   const float* shared_mask(const Panel& panel) const {
     return shape.mask != nullptr && shape.mask_stride[2] == 0 && !panel.direct
-               ? sight.mask_row(0, panel.start, panel.count)
+               ? block_mask.mask_row(0, panel.start, panel.count)
                : nullptr;
   }
 
   const AttentionShape& shape;
-  const Sight sight;
+  const BlockMask block_mask;
   const long rows;
   float* const* const scores;
 };

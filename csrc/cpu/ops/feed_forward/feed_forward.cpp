@@ -15,10 +15,10 @@ namespace {
 // One map after the other, first(args) and second(args), for few rows: threads share the columns of
 // each, and the small hidden block, in shared scratch `slot`, stays in cache.
 template <class First, class Second>
-void feed_forward_by_maps(const FeedForwardArgs& args, int slot, const First& first,
+void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& first,
                           const Second& second) {
-  const bool in_floats = args.type == Element::float32, after = in_floats && trains(args);
-  float* hidden = shared_scratch(slot).floats(in_floats ? args.m : (args.m + 1) / 2, args.f);
+  const bool in_fp32 = args.type == Element::float32, after = in_fp32 && trains(args);
+  float* hidden = shared_scratch(slot).floats(in_fp32 ? args.m : (args.m + 1) / 2, args.f);
   first(LinearArgs{args.type, args.x, nullptr, args.bias1, nullptr, hidden, args.m, args.k, args.f,
                    args.x_stride, 0, args.f, after ? 0 : args.activation,
                    after ? nullptr : args.preactivation});
@@ -41,17 +41,17 @@ void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panel
   args.packed2 = panels2.data;
   const FeedForwardKernels* kernels = nullptr;
   if (args.type != Element::float32) {
-    kernels = TF_DISPATCH(half_feed_forward_kernels, args.type);
-  } else if (panels1.kernels->in_floats) {
+    kernels = TF_DISPATCH(lowp_feed_forward_kernels, args.type);
+  } else if (panels1.kernels->in_fp32) {
     kernels = TF_DISPATCH(feed_forward_kernels, );
 #ifdef TF_HAVE_AMX
   } else {
-    kernels = amx::split_feed_forward_kernels();
+    kernels = amx::bf16x3_feed_forward_kernels();
 #endif
   }
   const int64_t threads = torch::stable::get_num_threads(), unit = kernels->row_unit;
-  const int64_t most = kernels->row_block(args);
-  const int64_t blocks = ((args.m + most - 1) / most + threads - 1) / threads * threads;
+  const int64_t max_rows = kernels->row_block(args);
+  const int64_t blocks = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
   for_each_item(blocks, [&](int64_t item) {
     const int64_t begin = row_of_part(args.m, item, blocks, unit);
     const int64_t end = row_of_part(args.m, item + 1, blocks, unit);
@@ -64,13 +64,13 @@ void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panel
 // The same, or, of few rows of fp32, map by map.
 void run_packed(const FeedForwardArgs& args, const Panels& panels1, const Panels& panels2,
                 int slot) {
-  const bool mixed = args.y != nullptr && panels1.kernels->in_floats != panels2.kernels->in_floats;
+  const bool mixed = args.y != nullptr && panels1.kernels->in_fp32 != panels2.kernels->in_fp32;
   if (args.type != Element::float32 ||
       (args.m >= 56 * torch::stable::get_num_threads() && !mixed && !splits_panels(args.m)))
     return run_blocks(args, panels1, panels2);
-  feed_forward_by_maps(
-      args, slot, [&](const LinearArgs& map) { run_linear(map, panels1); },
-      [&](const LinearArgs& map) { run_linear(map, panels2); });
+  feed_forward_unfused(
+      args, slot, [&](const LinearArgs& linear) { run_linear(linear, panels1); },
+      [&](const LinearArgs& linear) { run_linear(linear, panels2); });
 }
 
 }  // namespace
@@ -79,11 +79,11 @@ void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
                       const std::optional<Tensor>& packed2, int slot) {
   const int64_t threads = torch::stable::get_num_threads();
-  const bool in_floats = args.type == Element::float32;
-  if (in_floats ? args.m < 56 * threads : args.m < 64 * threads && !args.dropout.on)
-    return feed_forward_by_maps(
-        args, slot, [&](const LinearArgs& map) { run_linear(map, weight1, packed1, 0); },
-        [&](const LinearArgs& map) { run_linear(map, weight2, packed2, 1); });
+  const bool in_fp32 = args.type == Element::float32;
+  if (in_fp32 ? args.m < 56 * threads : args.m < 64 * threads && !args.dropout.on)
+    return feed_forward_unfused(
+        args, slot, [&](const LinearArgs& linear) { run_linear(linear, weight1, packed1, 0); },
+        [&](const LinearArgs& linear) { run_linear(linear, weight2, packed2, 1); });
   run_packed(args, panels_of(weight1, packed1, 0, args.m), panels_of(weight2, packed2, 1, args.m),
              slot);
 }
@@ -91,21 +91,19 @@ void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
 namespace {
 
 // preactivation: where x W1^T + b1 is kept for the backward, or nullptr.
-Tensor feed_forward_keeping(const Tensor& input, const Tensor& weight1,
-                            const std::optional<Tensor>& packed1,
-                            const std::optional<Tensor>& bias1, const Tensor& weight2,
-                            const std::optional<Tensor>& packed2,
-                            const std::optional<Tensor>& bias2, int64_t activation,
-                            double dropout_p, const std::optional<Tensor>& seed,
-                            Tensor* preactivation) {
+Tensor feed_forward_impl(const Tensor& input, const Tensor& weight1,
+                         const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
+                         const Tensor& weight2, const std::optional<Tensor>& packed2,
+                         const std::optional<Tensor>& bias2, int64_t activation, double dropout_p,
+                         const std::optional<Tensor>& seed, Tensor* preactivation) {
   const char* op = "feed_forward";
-  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
   check_type(op, "input", input, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1, op, ": input must have a dimension");
   check_weight(op, "weight1", weight1, input.size(input.dim() - 1), bias1, type);
   check_weight(op, "weight2", weight2, weight1.size(0), bias2, type);
   const int64_t m = row_count(input), k = weight1.size(1), f = weight1.size(0), n = weight2.size(0);
-  Tensor output = fresh_rows(input, n);
+  Tensor output = empty_rows(input, n);
   if (m == 0 || (n == 0 && preactivation == nullptr)) return output;
   const Rows x = as_rows(input);
   const std::optional<Tensor> b1 = as_contiguous(bias1), b2 = as_contiguous(bias2);
@@ -131,8 +129,8 @@ Tensor feed_forward_keeping(const Tensor& input, const Tensor& weight1,
 Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
                     std::optional<Tensor> bias1, Tensor weight2, std::optional<Tensor> packed2,
                     std::optional<Tensor> bias2, int64_t activation) {
-  return feed_forward_keeping(input, weight1, packed1, bias1, weight2, packed2, bias2, activation,
-                              0.0, std::nullopt, nullptr);
+  return feed_forward_impl(input, weight1, packed1, bias1, weight2, packed2, bias2, activation, 0.0,
+                           std::nullopt, nullptr);
 }
 
 // kept: the preactivation, empty if it is not to be kept.
@@ -142,10 +140,10 @@ std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
                                                  double dropout_p, std::optional<Tensor> seed,
                                                  bool keep) {
   STD_TORCH_CHECK(input.dim() >= 1, "feed_forward: input must have a dimension");
-  Tensor kept = keep ? fresh_rows(input, weight1.size(0)) : fresh(input, {0});
-  Tensor output = feed_forward_keeping(input, weight1, std::nullopt, bias1, weight2, std::nullopt,
-                                       bias2, activation, dropout_p, seed, keep ? &kept : nullptr);
-  return {output, kept};
+  Tensor saved = keep ? empty_rows(input, weight1.size(0)) : empty_tensor(input, {0});
+  Tensor output = feed_forward_impl(input, weight1, std::nullopt, bias1, weight2, std::nullopt,
+                                    bias2, activation, dropout_p, seed, keep ? &saved : nullptr);
+  return {output, saved};
 }
 
 // Of y = dropout(act(x W1^T + b1)) W2^T + b2; m and n are positive.
@@ -160,7 +158,7 @@ struct Gradients {
   void* results[5] = {};  // of input, weight1, bias1, weight2, bias2; nullptr where not wanted
 
   // Whether the gradient of x W1^T + b1 is needed for itself.
-  bool through() const { return results[0] || results[1] || results[2]; }
+  bool needs_grad_z() const { return results[0] || results[1] || results[2]; }
   WeightGradientArgs first() const {
     return {.type = type,
             .x = x.data,
@@ -186,23 +184,24 @@ struct Gradients {
 };
 
 // For few rows of fp32, product by product.
-void backward_few(const Gradients& call) {
+void backward_small_m(const Gradients& call) {
   const int64_t m = call.m, f = call.f;
   float* grad = shared_scratch(2).floats(m, f);  // of hidden units, then of z
   float* hidden = shared_scratch(3).floats(m, f);
-  if (call.through()) run_input_gradient(call.dy.data, call.dy.stride, call.weight2, m, grad, 0);
+  if (call.needs_grad_z())
+    run_input_gradient(call.dy.data, call.dy.stride, call.weight2, m, grad, 0);
   // What nobody wants of the two is worked out from what the scratch holds; it is not looked at.
   const bool second = call.results[3] != nullptr;
-  const FewMiddleArgs middle{static_cast<const float*>(call.z),
-                             grad,
-                             second ? hidden : nullptr,
-                             f,
-                             call.activation,
-                             call.dropout};
-  if (call.through() || second)
+  const HiddenBackwardArgs middle{static_cast<const float*>(call.z),
+                                  grad,
+                                  second ? hidden : nullptr,
+                                  f,
+                                  call.activation,
+                                  call.dropout};
+  if (call.needs_grad_z() || second)
     torch::stable::parallel_for(0, m, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, f)),
                                 [&](int64_t begin, int64_t end) {
-                                  TF_DISPATCH(few_middle, middle, begin, end,
+                                  TF_DISPATCH(hidden_backward, middle, begin, end,
                                               kernel_scratch().floats(f + 64));
                                 });
   if (call.results[0]) run_input_gradient(grad, f, call.weight1, m, call.results[0], 0);
@@ -215,29 +214,29 @@ void backward_few(const Gradients& call) {
 
 void feed_forward_gradients(const Gradients& call) {
   const int64_t m = call.m, k = call.k, f = call.f, n = call.n;
-  if (f > 0 && is_few_backward(call.weight1, m) && is_few_backward(call.weight2, m))
-    return backward_few(call);
+  if (f > 0 && is_small_m_backward(call.weight1, m) && is_small_m_backward(call.weight2, m))
+    return backward_small_m(call);
   const Element type = call.type;
-  const bool in_floats = type == Element::float32, first = call.results[1] || call.results[2];
-  const bool second = call.results[3] != nullptr, through = call.through();
+  const bool in_fp32 = type == Element::float32, first = call.results[1] || call.results[2];
+  const bool second = call.results[3] != nullptr, through = call.needs_grad_z();
   // fp32 works the hidden units out again by themselves, if nothing else is wanted.
-  const bool back_wanted = through || (!in_floats && second);
+  const bool back_wanted = through || (!in_fp32 && second);
   Panels panels2, panels1;
   if (back_wanted) panels2 = column_panels_of(call.weight2, 0, m);
   if (call.results[0]) panels1 = column_panels_of(call.weight1, 1, m);
-  const int64_t most = weight_gradient_part_rows(type, std::max(k, f));
+  const int64_t max_rows = weight_gradient_part_rows(type, std::max(k, f));
   WeightGradientArgs sums1 = call.first(), sums2 = call.second();
-  if (!in_floats) {
-    const bool parts = most < m;
+  if (!in_fp32) {
+    const bool parts = max_rows < m;
     const int64_t floats = sum_floats(sums1, parts);
     float* place = shared_scratch(5).floats(floats + sum_floats(sums2, parts));
     set_sums(sums1, place, parts);
     set_sums(sums2, place + floats, parts);
   }
-  for (int64_t begin = 0; begin < m; begin += most) {
-    const int64_t rows = std::min(most, m - begin);
-    const void* z = place_of(call.z, type, begin * f);
-    const void* dy = place_of(call.dy.data, type, begin * call.dy.stride);
+  for (int64_t begin = 0; begin < m; begin += max_rows) {
+    const int64_t rows = std::min(max_rows, m - begin);
+    const void* z = offset_ptr(call.z, type, begin * f);
+    const void* dy = offset_ptr(call.dy.data, type, begin * call.dy.stride);
     sums1.m = sums2.m = rows;
     sums1.row = sums2.row = begin;
     sums1.first = sums2.first = begin == 0;
@@ -245,7 +244,7 @@ void feed_forward_gradients(const Gradients& call) {
     if (back_wanted) {
       FeedForwardArgs back{.type = type,
                            .x = dy,
-                           .y = place_of(call.results[0], type, begin * k),
+                           .y = offset_ptr(call.results[0], type, begin * k),
                            .m = rows,
                            .k = n,
                            .f = f,
@@ -255,12 +254,12 @@ void feed_forward_gradients(const Gradients& call) {
                            .dropout = call.dropout,
                            .row = begin,
                            .slope_at = z};
-      if (first) back.hidden = shared_scratch(2).floats(in_floats ? rows : (rows + 1) / 2, f);
+      if (first) back.hidden = shared_scratch(2).floats(in_fp32 ? rows : (rows + 1) / 2, f);
       if (second) sums2.panels = back.panels = weight_gradient_panels(type, rows, f, 4);
       run_packed(back, panels2, panels1, 3);
       if (first) {
         sums1.grad = back.hidden;
-        sums1.x = place_of(call.x.data, type, begin * call.x.stride);
+        sums1.x = offset_ptr(call.x.data, type, begin * call.x.stride);
         run_weight_gradient_part(sums1, 3);
       }
     }
@@ -280,7 +279,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     int64_t activation, double dropout_p, std::optional<Tensor> seed, bool want_input,
     bool want_weight1, bool want_bias1, bool want_weight2, bool want_bias2) {
   const char* op = "feed_forward_backward";
-  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
   check_type(op, "input", input, type, "input");
   check_type(op, "grad", grad, type, "input");
   check_type(op, "preactivation", preactivation, type, "input");
@@ -295,11 +294,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
                   ": preactivation must have one value per row and hidden unit");
   const Tensor z = as_contiguous(preactivation);
   const bool wants[] = {want_input, want_weight1, want_bias1, want_weight2, want_bias2};
-  Tensor results[] = {want_input ? fresh_rows(input, k) : fresh(input, {0}),
-                      want_weight1 ? fresh(weight1, {f, k}) : fresh(weight1, {0}),
-                      fresh(weight1, {want_bias1 ? f : 0}),
-                      want_weight2 ? fresh(weight2, {n, f}) : fresh(weight2, {0}),
-                      fresh(weight2, {want_bias2 ? n : 0})};
+  Tensor results[] = {want_input ? empty_rows(input, k) : empty_tensor(input, {0}),
+                      want_weight1 ? empty_tensor(weight1, {f, k}) : empty_tensor(weight1, {0}),
+                      empty_tensor(weight1, {want_bias1 ? f : 0}),
+                      want_weight2 ? empty_tensor(weight2, {n, f}) : empty_tensor(weight2, {0}),
+                      empty_tensor(weight2, {want_bias2 ? n : 0})};
   Gradients call{.type = element_of(input),
                  .m = m,
                  .k = k,

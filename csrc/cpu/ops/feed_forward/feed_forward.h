@@ -48,8 +48,8 @@ struct FeedForwardKernels {
 };
 
 TF_KERNEL(const FeedForwardKernels* feed_forward_kernels())
-TF_KERNEL_AMX(const FeedForwardKernels* half_feed_forward_kernels(Element type))
-TF_KERNEL_SPLIT(const FeedForwardKernels* split_feed_forward_kernels())
+TF_KERNEL_AMX(const FeedForwardKernels* lowp_feed_forward_kernels(Element type))
+TF_KERNEL_BF16X3(const FeedForwardKernels* bf16x3_feed_forward_kernels())
 
 // Turns rows [begin, end) of x W1^T + b1 in fp32, whole and `f` apart, into what meets W2.
 TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin, long end,

@@ -20,8 +20,8 @@ constexpr long kBudget = 768 * 1024 / sizeof(float);
 struct Layout {
   long x_tile, hidden_tile, y_stride;
   explicit Layout(const FeedForwardArgs& args)
-      : x_tile(kTurned * round_up(args.k, kLanes)),
-        hidden_tile(kTurned * least(kHidden, round_up(args.f, kPanel))),
+      : x_tile(kPackedRows * round_up(args.k, kLanes)),
+        hidden_tile(kPackedRows * min(kHidden, round_up(args.f, kPanel))),
         y_stride(round_up(args.n, kPanel) + kPad) {}
   long tiles(long rows) const {
     return (rows + kTileRows - 1) / kTileRows * (x_tile + hidden_tile);
@@ -30,8 +30,8 @@ struct Layout {
 
 // Columns [unit, unit + columns) of one row between the two products, in place, with room for whole
 // vectors; `factors` has room for round_up(columns, kPanel).
-void between(const FeedForwardArgs& args, long row, long unit, long columns, float* hidden,
-             float* factors) {
+void activate_hidden(const FeedForwardArgs& args, long row, long unit, long columns, float* hidden,
+                     float* factors) {
   const long place = row * args.f + unit;
   if (args.preactivation != nullptr)
     copy_row(hidden, columns, floats(args.preactivation) + place, columns);
@@ -45,7 +45,7 @@ void between(const FeedForwardArgs& args, long row, long unit, long columns, flo
     if (args.slope_at != nullptr) {
       const float* at = floats(args.slope_at) + place + j;
       Vec h = columns - j >= kLanes ? load(at) : load_n(at, columns - j);
-      x = through_activation(x, h, args.activation);
+      x = activation_backward(x, h, args.activation);
       if (args.panels != nullptr)
         store(floats(args.panels) + weight_gradient_place(args.m, row, unit + j),
               args.dropout.on ? drop(h, load(factors + j)) : h);
@@ -58,7 +58,7 @@ void between(const FeedForwardArgs& args, long row, long unit, long columns, flo
 long row_block(const FeedForwardArgs& args) {
   const Layout layout(args);
   const long tile = layout.tiles(1) + kTileRows * layout.y_stride;
-  return kTileRows * most(2, least(8, kBudget / tile));
+  return kTileRows * max(2, min(8, kBudget / tile));
 }
 
 long scratch_bytes(const FeedForwardArgs& args, long rows) {
@@ -79,7 +79,7 @@ void all_rows(const FeedForwardArgs& args, long begin, long end, void* scratch) 
   float* edge_bias = slice + rows * kPanel;
   float* factors = edge_bias + kPanel;
   const bool training = trains(args), fused_relu = args.activation == kRelu && !training;
-  turn_rows(floats(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x, layout.x_tile);
+  pack_a(floats(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x, layout.x_tile);
   for (long i = 0; i < rows; ++i) {
     if (bias2 != nullptr) {
       copy_row(bias2, args.n, y + i * layout.y_stride, round_up(args.n, kLanes));
@@ -88,28 +88,28 @@ void all_rows(const FeedForwardArgs& args, long begin, long end, void* scratch) 
     }
   }
   for (long f = 0; f < args.f; f += kHidden) {
-    const long units = least(kHidden, args.f - f);
+    const long units = min(kHidden, args.f - f);
     for (long j = 0; j < units; j += kPanel) {
-      const long columns = least(kPanel, units - j);
+      const long columns = min(kPanel, units - j);
       const float* bias = bias1 != nullptr ? bias1 + f + j : nullptr;
       if (bias != nullptr && columns < kPanel) {
         copy_row(bias, columns, edge_bias, kPanel);
         bias = edge_bias;
       }
-      panel_rows<Form::turned>(x, layout.x_tile, rows, w1 + (f + j) * args.k, args.k, slice, kPanel,
+      panel_rows<Form::packed>(x, layout.x_tile, rows, w1 + (f + j) * args.k, args.k, slice, kPanel,
                                columns, {bias, false, fused_relu}, w1 + (f + j + kPanel) * args.k);
       if (training) {
         for (long i = 0; i < rows; ++i)
-          between(args, begin + i, f + j, columns, slice + i * kPanel, factors);
+          activate_hidden(args, begin + i, f + j, columns, slice + i * kPanel, factors);
       } else if (args.activation > kRelu) {
         activate_rows(slice, kPanel, rows, columns, args.activation);
       }
       if (args.y == nullptr) continue;
-      turn_rows(slice, kPanel, rows, columns, hidden + j * kTurned, layout.hidden_tile);
+      pack_a(slice, kPanel, rows, columns, hidden + j * kPackedRows, layout.hidden_tile);
     }
     for (long j = 0; j < args.n && args.y != nullptr; j += kPanel)
-      panel_rows<Form::turned>(hidden, layout.hidden_tile, rows, w2 + j * args.f + f * kPanel,
-                               units, y + j, layout.y_stride, least(kPanel, args.n - j),
+      panel_rows<Form::packed>(hidden, layout.hidden_tile, rows, w2 + j * args.f + f * kPanel,
+                               units, y + j, layout.y_stride, min(kPanel, args.n - j),
                                {nullptr, true, false}, w2 + (j + kPanel) * args.f + f * kPanel);
   }
   for (long i = 0; i < rows && args.y != nullptr; ++i) {
@@ -139,7 +139,7 @@ void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin,
   float* factors = scratch + round_up(args.f, kPanel) + kPanel;
   for (long i = begin; i < end; ++i) {
     copy_row(hidden + i * args.f, args.f, scratch, round_up(args.f, kLanes));
-    between(args, i, 0, args.f, scratch, factors);
+    activate_hidden(args, i, 0, args.f, scratch, factors);
     copy_row(scratch, args.f, hidden + i * args.f, args.f);
   }
 }

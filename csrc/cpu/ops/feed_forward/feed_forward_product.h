@@ -42,11 +42,11 @@ void two_products(const FeedForwardArgs& args, long begin, long end, void* scrat
   const auto* w2 = static_cast<const Operand*>(args.packed2);
   P::fill(static_cast<const T*>(args.x) + begin * args.x_stride, args.x_stride, rows, args.k, x);
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
-    const auto middle = first(j);
+    const auto activate_hidden = first(j);
     P::multiply(x, rows, args.k, w1,
                 j + kPanel < args.f || w2 == nullptr ? w1 + P::panel_size(args.k) : w2, sums,
                 [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                  middle(i, low, high, keep[i]);
+                  activate_hidden(i, low, high, keep[i]);
                   P::put(P::chunk(hidden, args.f, i, j), low, high);
                 });
     after(j);
@@ -55,13 +55,13 @@ void two_products(const FeedForwardArgs& args, long begin, long end, void* scrat
   const T* residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) residual += begin * args.residual_stride;
   for (long j = 0; y != nullptr && j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
-    const Ends<T> ends(args.bias2, j, args.n, kIdentity);
+    const Epilogue<T> epilogue(args.bias2, j, args.n, kIdentity);
     P::multiply(hidden, rows, args.f, w2, w2 + P::panel_size(args.f), sums,
                 [=, &args](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                  ends.finish(low, high);
+                  epilogue.finish(low, high);
                   if (residual != nullptr)
-                    ends.add(residual + i * args.residual_stride + j, low, high);
-                  ends.write(y + i * args.n + j, low, high);
+                    epilogue.add(residual + i * args.residual_stride + j, low, high);
+                  epilogue.write(y + i * args.n + j, low, high);
                 });
   }
   P::leave();

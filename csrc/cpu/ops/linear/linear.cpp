@@ -16,7 +16,7 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
                   columns, ")");
   // So that sizes which are rounded up to whole panels are numbers, too.
-  STD_TORCH_CHECK(weight.numel() <= kMostElements, op, ": ", name, " is too large");
+  STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
   if (bias) {
     check_type(op, "bias", *bias, type, "input");
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
@@ -28,9 +28,9 @@ namespace {
 
 // For products of m rows.
 const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
-  if (type != Element::float32) return *TF_DISPATCH(half_linear_kernels, type);
+  if (type != Element::float32) return *TF_DISPATCH(lowp_linear_kernels, type);
 #ifdef TF_HAVE_AMX
-  if (packs_pieces(m)) return *amx::split_linear_kernels();
+  if (packs_bf16x3(m)) return *amx::bf16x3_linear_kernels();
 #endif
   return *TF_DISPATCH(linear_kernels, );
 }
@@ -39,9 +39,9 @@ const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
 void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, void* place) {
   const Rows w = as_rows(weight);
   const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
-  const auto run = transposed ? kernels.pack_turned : kernels.pack;
-  const bool by_rows = transposed && kernels.pack_turned_by > 0;
-  const int64_t unit = by_rows ? kernels.pack_turned_by : kernels.panel;
+  const auto run = transposed ? kernels.pack_transposed : kernels.pack;
+  const bool by_rows = transposed && kernels.pack_transposed_rows > 0;
+  const int64_t unit = by_rows ? kernels.pack_transposed_rows : kernels.panel;
   const int64_t along = by_rows ? k : n, across = by_rows ? n : k;
   torch::stable::parallel_for(
       0, (along + unit - 1) / unit,
@@ -49,12 +49,12 @@ void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, v
       [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
 }
 
-constexpr int64_t kAhead = 4096;  // bytes behind panels in scratch, for prefetching
+constexpr int64_t kPrefetchBytes = 4096;  // bytes behind panels in scratch, for prefetching
 
 Panels pack_now(const Tensor& weight, bool transposed, int slot, int64_t m) {
   const LinearKernels& kernels = kernels_for(element_of(weight), m);
   const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
-  void* place = bytes_of(shared_scratch(slot), kernels.packed_bytes(n, k) + kAhead);
+  void* place = bytes_of(shared_scratch(slot), kernels.packed_bytes(n, k) + kPrefetchBytes);
   pack(kernels, weight, transposed, place);
   return {&kernels, place};
 }
@@ -76,7 +76,7 @@ Panels given_panels(const Tensor& weight, const Tensor& packed) {
   if (given == type) kernels = &kernels_for(element_of(weight), 0);
 #ifdef TF_HAVE_AMX
   else if (type == ScalarType::Float && given == ScalarType::BFloat16 && current_isa() == Isa::amx)
-    kernels = amx::split_linear_kernels();
+    kernels = amx::bf16x3_linear_kernels();
 #endif
   if (kernels == nullptr || !packed.is_cpu() || !packed.is_contiguous()) return {};
   const int64_t bytes = kernels->packed_bytes(weight.size(0), weight.size(1));
@@ -89,13 +89,13 @@ Panels given_panels(const Tensor& weight, const Tensor& packed) {
 // A copy of a weight for products of that many rows.
 Tensor pack_weight(Tensor weight, int64_t rows) {
   check_type("pack_weight", "weight", weight,
-             is_half(weight) ? weight.scalar_type() : ScalarType::Float, "weight");
+             is_reduced_float(weight) ? weight.scalar_type() : ScalarType::Float, "weight");
   STD_TORCH_CHECK(weight.dim() == 2, "pack_weight: weight must be a matrix");
   const LinearKernels& kernels = kernels_for(element_of(weight), rows);
-  const bool in_pieces = !is_half(weight) && !kernels.in_floats;
-  const int64_t element = in_pieces ? 2 : static_cast<int64_t>(weight.element_size());
+  const bool bf16x3 = !is_reduced_float(weight) && !kernels.in_fp32;
+  const int64_t element = bf16x3 ? 2 : static_cast<int64_t>(weight.element_size());
   const int64_t bytes = kernels.packed_bytes(weight.size(0), weight.size(1));
-  Tensor packed = fresh_weight(weight, bytes / element + kPackedTail, in_pieces);
+  Tensor packed = empty_packed_weight(weight, bytes / element + kPackedTail, bf16x3);
   char* place = static_cast<char*>(packed.mutable_data_ptr());
   if (weight.numel() > 0) pack(kernels, weight, false, place);
   std::memset(place + bytes, 0, static_cast<size_t>(kPackedTail * element));
@@ -105,24 +105,26 @@ Tensor pack_weight(Tensor weight, int64_t rows) {
 
 // Whether a thread takes all rows through panels, one after the other.
 bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
-  return args.k > 0 && args.k <= kernels.deepest &&
-         args.n >= kernels.least_panels * kernels.panel * torch::stable::get_num_threads() &&
+  return args.k > 0 && args.k <= kernels.max_depth &&
+         args.n >= kernels.min_panels * kernels.panel * torch::stable::get_num_threads() &&
          args.m <= kernels.row_block(args);
 }
 
 void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
   const int64_t scratch = kernels.panels_scratch(args);
   const auto place = [&] { return bytes_of(kernel_scratch(), scratch); };
-  for_each_after((args.n + kernels.panel - 1) / kernels.panel, [&] { kernels.fill(args, place()); },
-                 [&](int64_t panel) { kernels.panels(args, panel, panel + 1, place()); });
+  for_each_item_with_init((args.n + kernels.panel - 1) / kernels.panel,
+                          [&] { kernels.fill(args, place()); },
+                          [&](int64_t panel) { kernels.panels(args, panel, panel + 1, place()); });
 }
 
 // The same by a weight that is packed for this call only, panel by panel.
-void run_panels(const LinearKernels& kernels, LinearArgs args, const Tensor& weight, bool turned) {
+void run_panels(const LinearKernels& kernels, LinearArgs args, const Tensor& weight,
+                bool transposed) {
   const Rows w = as_rows(weight);
   args.weight = w.data;
   args.weight_stride = w.stride;
-  args.turned = turned;
+  args.transposed = transposed;
   run_panels(kernels, args);
 }
 
@@ -145,7 +147,7 @@ bool is_direct(const Tensor& weight, const std::optional<Tensor>& packed, int64_
 void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
   const LinearKernels& kernels = kernels_for(args.type, 0);
   args.weight_stride = weight.stride(0);
-  args.weight = place_of(weight.const_data_ptr(), args.type, row * args.weight_stride);
+  args.weight = offset_ptr(weight.const_data_ptr(), args.type, row * args.weight_stride);
   const int64_t unit = kernels.direct_unit;
   const int64_t grain = std::max<int64_t>(16 / unit, 32768 / (unit * std::max<int64_t>(1, args.k)));
   torch::stable::parallel_for(
@@ -162,27 +164,27 @@ void run_linear(LinearArgs args, const Panels& panels) {
   const int64_t count = (args.n + kernels->panel - 1) / kernels->panel;
   const int64_t threads = torch::stable::get_num_threads();
   int64_t row_items = 1, column_items = 1;
-  constexpr int64_t kDeepest = 16384;  // each thread keeps all rows, split
-  if (kernels->in_floats && splits_panels(args.m) && args.k > 0 && args.k <= kDeepest) {
+  constexpr int64_t kMaxDepth = 16384;  // each thread keeps all rows, split
+  if (kernels->in_fp32 && splits_panels(args.m) && args.k > 0 && args.k <= kMaxDepth) {
 #ifdef TF_HAVE_AMX
-    kernels = amx::few_split_linear_kernels();
+    kernels = amx::bf16x3_small_m_linear_kernels();
 #endif
     // Each item splits the rows, so there are more items than threads only where those are long.
     constexpr int64_t kPanels = 32;
     column_items = std::min(count, std::max(threads, std::min(4 * threads, count / kPanels)));
-  } else if (kernels->in_floats) {
-    const bool many = args.m >= 56 * threads;
-    if (!many && is_one_block(*kernels, args)) return run_panels(*kernels, args);
+  } else if (kernels->in_fp32) {
+    const bool large_m = args.m >= 56 * threads;
+    if (!large_m && is_one_block(*kernels, args)) return run_panels(*kernels, args);
     constexpr int64_t kRows = 112;
-    if (!many) column_items = std::min<int64_t>(count, std::max<int64_t>(1, 2 * threads));
+    if (!large_m) column_items = std::min<int64_t>(count, std::max<int64_t>(1, 2 * threads));
     if (column_items > 1 || args.m < kRows) {
       row_items = std::max<int64_t>(1, args.m / kRows);
     } else {
       row_items = ((args.m + kRows - 1) / kRows + threads - 1) / threads * threads;
     }
   } else {
-    const int64_t most = kernels->row_block(args);
-    row_items = (args.m + most - 1) / most;
+    const int64_t max_rows = kernels->row_block(args);
+    row_items = (args.m + max_rows - 1) / max_rows;
     if (args.m >= 64 * threads) {
       row_items = (row_items + threads - 1) / threads * threads;
     } else {
@@ -204,39 +206,40 @@ void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tenso
                 int slot) {
   if (args.m == 0) return;
   if (is_direct(weight, packed, args.m)) return run_direct_linear(args, weight, 0);
-  const bool by_pieces =
-      args.type == Element::float32 && (packs_pieces(args.m) || splits_panels(args.m));
+  const bool bf16x3 =
+      args.type == Element::float32 && (packs_bf16x3(args.m) || splits_panels(args.m));
   const LinearKernels& kernels = kernels_for(args.type, args.m);
-  if (!packed && !by_pieces && is_one_block(kernels, args))
+  if (!packed && !bf16x3 && is_one_block(kernels, args))
     return run_panels(kernels, args, weight, false);
   // Large weights that are packed for this call only are packed a part at a time.
-  constexpr int64_t kMost = 4096;
-  const bool parts = !packed && by_pieces && args.preactivation == nullptr;
-  const int64_t n = args.n, step = parts ? kMost : n;
+  constexpr int64_t kMaxPartRows = 4096;
+  const bool parts = !packed && bf16x3 && args.preactivation == nullptr;
+  const int64_t n = args.n, step = parts ? kMaxPartRows : n;
   for (int64_t begin = 0; begin < n; begin += step) {
     LinearArgs part = args;
     part.n = std::min(step, n - begin);
-    part.y = place_of(part.y, part.type, begin);
-    part.bias = place_of(part.bias, part.type, begin);
-    part.residual = place_of(part.residual, part.type, begin);
+    part.y = offset_ptr(part.y, part.type, begin);
+    part.bias = offset_ptr(part.bias, part.type, begin);
+    part.residual = offset_ptr(part.residual, part.type, begin);
     Tensor rows = weight;
     if (part.n < n) rows = torch::stable::narrow(rows, 0, begin, part.n);
     run_linear(part, panels_of(rows, packed, slot, args.m));
   }
 }
 
-bool is_few_backward(const Tensor& weight, int64_t m) {
-  return !is_half(weight) && m <= kFewRows && (weight.size(1) <= 1 || weight.stride(1) == 1);
+bool is_small_m_backward(const Tensor& weight, int64_t m) {
+  return !is_reduced_float(weight) && m <= kSmallM &&
+         (weight.size(1) <= 1 || weight.stride(1) == 1);
 }
 
 namespace {
 
-void run_few_input_gradient(const FewInputArgs& args) {
-  const int64_t width = TF_DISPATCH(few_columns, );
+void run_small_m_input_gradient(const SmallMInputArgs& args) {
+  const int64_t width = TF_DISPATCH(small_m_columns, );
   const int64_t grain = std::max<int64_t>(1, 32768 / (width * std::max<int64_t>(1, args.n)));
   torch::stable::parallel_for(
       0, (args.k + width - 1) / width, grain, [&](int64_t begin, int64_t end) {
-        TF_DISPATCH(few_input_gradient, args, begin * width, std::min(args.k, end * width));
+        TF_DISPATCH(small_m_input_gradient, args, begin * width, std::min(args.k, end * width));
       });
 }
 
@@ -245,22 +248,22 @@ void run_few_input_gradient(const FewInputArgs& args) {
 void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& weight, int64_t m,
                         void* grad_input, int slot) {
   const int64_t n = weight.size(0), k = weight.size(1);
-  if (is_few_backward(weight, m))
-    return run_few_input_gradient(
+  if (is_small_m_backward(weight, m))
+    return run_small_m_input_gradient(
         {static_cast<const float*>(grad), static_cast<const float*>(weight.const_data_ptr()),
          static_cast<float*>(grad_input), m, n, k, grad_stride, weight.stride(0)});
   const Element type = element_of(weight);
   LinearArgs args{type, grad, nullptr, nullptr, nullptr, grad_input, m, n, k, grad_stride, k, k, 0};
   const LinearKernels& kernels = kernels_for(type, m);
-  if (!kernels.in_floats && is_one_block(kernels, args))
+  if (!kernels.in_fp32 && is_one_block(kernels, args))
     return run_panels(kernels, args, weight, true);
   // W's rows are packed a part at a time where they are many, as a vocabulary's are: the parts'
   // products are added up, and no part leaves the cache before it was used.
-  constexpr int64_t kMost = 4096;
-  const int64_t step = type == Element::float32 && packs_pieces(m) ? kMost : n;
+  constexpr int64_t kMaxPartRows = 4096;
+  const int64_t step = type == Element::float32 && packs_bf16x3(m) ? kMaxPartRows : n;
   for (int64_t begin = 0; begin < n; begin += step) {
     args.k = std::min(step, n - begin);
-    args.x = place_of(grad, type, begin);
+    args.x = offset_ptr(grad, type, begin);
     if (begin > 0) args.residual = grad_input;
     Tensor part = weight;
     if (args.k < n) part = torch::stable::narrow(part, 0, begin, args.k);
@@ -275,11 +278,11 @@ constexpr int64_t kPartMultiple = 512;
 
 const WeightGradientKernels* weight_gradient_kernels_for(Element type) {
   return type == Element::float32 ? TF_DISPATCH(weight_gradient_kernels, )
-                                  : TF_DISPATCH(half_weight_gradient_kernels, type);
+                                  : TF_DISPATCH(lowp_weight_gradient_kernels, type);
 }
 
 void* room_for(const WeightGradientKernels& kernels, int64_t m, int64_t k, int slot) {
-  return bytes_of(shared_scratch(slot), kernels.packed_bytes(m, k) + kAhead);
+  return bytes_of(shared_scratch(slot), kernels.packed_bytes(m, k) + kPrefetchBytes);
 }
 
 // f(row_begin, row_end, column_begin, column_end) for blocks of dW that begin at multiples of
@@ -313,7 +316,7 @@ void* weight_gradient_panels(Element type, int64_t m, int64_t k, int slot) {
 }
 
 void run_weight_gradient_part(WeightGradientArgs args, int slot) {
-  const bool in_floats = args.type == Element::float32;
+  const bool in_fp32 = args.type == Element::float32;
   const WeightGradientKernels* kernels = weight_gradient_kernels_for(args.type);
   if (args.grad_bias != nullptr) {
     const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
@@ -321,10 +324,10 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
         0, args.n, grain, [&](int64_t begin, int64_t end) { kernels->bias(args, begin, end); });
   }
   if (args.grad_weight == nullptr || args.k == 0) return;
-  if (in_floats && args.m <= kFewRows && args.first && reads_x(args)) {
+  if (in_fp32 && args.m <= kSmallM && args.first && reads_x(args)) {
     const int64_t grain = std::max<int64_t>(6, 32768 / args.k);
     torch::stable::parallel_for(0, args.n, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(few_weight_gradient, args, begin, end);
+      TF_DISPATCH(small_m_weight_gradient, args, begin, end);
     });
     return;
   }
@@ -340,12 +343,12 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
                                 });
     return panels;
   };
-  const bool by_pieces = in_floats && goes_by_pieces(std::min(args.m, args.n));
-  if (args.panels == nullptr && !(by_pieces && reads_x(args))) args.panels = pack(slot);
+  const bool bf16x3 = in_fp32 && uses_bf16x3(std::min(args.m, args.n));
+  if (args.panels == nullptr && !(bf16x3 && reads_x(args))) args.panels = pack(slot);
 #ifdef TF_HAVE_AMX
-  if (by_pieces) {
-    kernels = amx::split_weight_gradient_kernels();
-    args.pieces = pack(kPiecesSlot);
+  if (bf16x3) {
+    kernels = amx::bf16x3_weight_gradient_kernels();
+    args.bf16x3_panels = pack(kBf16x3Slot);
   }
 #endif
   for_each_weight_block(*kernels, args.n, args.k, panel_columns(),
@@ -354,16 +357,15 @@ void run_weight_gradient_part(WeightGradientArgs args, int slot) {
 
 namespace {
 
-Tensor linear_keeping(const Tensor& input, const Tensor& weight,
-                      const std::optional<Tensor>& packed, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& residual, int64_t activation,
-                      void* preactivation) {
+Tensor linear_impl(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& packed,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                   int64_t activation, void* preactivation) {
   const char* op = "linear";
-  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
   check_type(op, "input", input, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
   check_weight(op, "weight", weight, input.size(input.dim() - 1), bias, type);
-  Tensor output = fresh_rows(input, weight.size(0));
+  Tensor output = empty_rows(input, weight.size(0));
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   if (residual) {
     check_type(op, "residual", *residual, type, "input");
@@ -383,22 +385,22 @@ Tensor linear_keeping(const Tensor& input, const Tensor& weight,
 
 Tensor linear(Tensor input, Tensor weight, std::optional<Tensor> packed, std::optional<Tensor> bias,
               std::optional<Tensor> residual, int64_t activation) {
-  return linear_keeping(input, weight, packed, bias, residual, activation, nullptr);
+  return linear_impl(input, weight, packed, bias, residual, activation, nullptr);
 }
 
 std::tuple<Tensor, Tensor> linear_training(Tensor input, Tensor weight, std::optional<Tensor> bias,
                                            std::optional<Tensor> residual, int64_t activation,
                                            bool keep) {
   STD_TORCH_CHECK(input.dim() >= 1, "linear: input must have a dimension");
-  Tensor preactivation = keep ? fresh_rows(input, weight.size(0)) : fresh(input, {0});
-  Tensor output = linear_keeping(input, weight, std::nullopt, bias, residual, activation,
-                                 data_if(keep, preactivation));
+  Tensor preactivation = keep ? empty_rows(input, weight.size(0)) : empty_tensor(input, {0});
+  Tensor output = linear_impl(input, weight, std::nullopt, bias, residual, activation,
+                              data_if(keep, preactivation));
   return {output, preactivation};
 }
 
 // The gradient dy (m, n) before the activation, in shared scratch.
-void* through_activation(const Rows& dy, int64_t m, int64_t n,
-                         const std::optional<Tensor>& preactivation, int64_t activation) {
+void* activation_backward(const Rows& dy, int64_t m, int64_t n,
+                          const std::optional<Tensor>& preactivation, int64_t activation) {
   const char* op = "linear_backward";
   STD_TORCH_CHECK(preactivation.has_value(), op, ": an activation needs preactivation");
   check_type(op, "preactivation", *preactivation, dy.owner.scalar_type(), "input");
@@ -417,15 +419,15 @@ void* through_activation(const Rows& dy, int64_t m, int64_t n,
 
 // A part of the rows at a time.
 void run_weight_gradient(const WeightGradientArgs& whole) {
-  const int64_t most = weight_gradient_part_rows(whole.type, whole.k);
+  const int64_t max_rows = weight_gradient_part_rows(whole.type, whole.k);
   WeightGradientArgs part = whole;
-  const bool parts = most < whole.m;
+  const bool parts = max_rows < whole.m;
   if (whole.type != Element::float32)
     set_sums(part, shared_scratch(3).floats(sum_floats(whole, parts)), parts);
-  for (int64_t begin = 0; begin < whole.m; begin += most) {
-    part.m = std::min<int64_t>(most, whole.m - begin);
-    part.grad = place_of(whole.grad, whole.type, begin * whole.grad_stride);
-    part.x = place_of(whole.x, whole.type, begin * whole.x_stride);
+  for (int64_t begin = 0; begin < whole.m; begin += max_rows) {
+    part.m = std::min<int64_t>(max_rows, whole.m - begin);
+    part.grad = offset_ptr(whole.grad, whole.type, begin * whole.grad_stride);
+    part.x = offset_ptr(whole.x, whole.type, begin * whole.x_stride);
     part.row = begin;
     part.first = begin == 0;
     part.last = begin + part.m == whole.m;
@@ -439,7 +441,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
                                                    int64_t activation, bool want_input,
                                                    bool want_weight, bool want_bias) {
   const char* op = "linear_backward";
-  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
   check_type(op, "input", input, type, "input");
   check_type(op, "grad", grad, type, "input");
   STD_TORCH_CHECK(input.dim() >= 1 && grad.dim() == input.dim(), op,
@@ -448,9 +450,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   const int64_t m = row_count(input), n = weight.size(0), k = weight.size(1);
   STD_TORCH_CHECK(row_count(grad) == m && grad.size(grad.dim() - 1) == n, op,
                   ": grad must have the shape of the result");
-  Tensor grad_input = want_input ? fresh_rows(input, k) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
-  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
+  Tensor grad_input = want_input ? empty_rows(input, k) : empty_tensor(input, {0});
+  Tensor grad_weight = want_weight ? empty_tensor(weight, {n, k}) : empty_tensor(weight, {0});
+  Tensor grad_bias = empty_tensor(weight, {want_bias ? n : 0});
   if (m == 0 || n == 0) {
     for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
     return {grad_input, grad_weight, grad_bias};
@@ -459,7 +461,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Te
   const void* dy = rows.data;
   int64_t stride = rows.stride;
   if (activation != 0) {
-    dy = through_activation(rows, m, n, preactivation, activation);
+    dy = activation_backward(rows, m, n, preactivation, activation);
     stride = n;
   }
   if (want_input && k > 0)

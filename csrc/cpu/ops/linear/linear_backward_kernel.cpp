@@ -5,7 +5,7 @@
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
 #include "cpu/simd/column_sums.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
@@ -13,9 +13,9 @@ namespace {
 
 constexpr long kRowBlock = 252;  // a multiple of kTileRows, whatever the instruction set
 constexpr long kColumnBlock = 512;
-constexpr long kDepth = kChain;
+constexpr long kDepth = kKBlock;
 constexpr long kPad = 16;  // keeps tiles and panels out of each other's cache sets
-constexpr long kTileStride = kTurned * kDepth + kPad;
+constexpr long kTileStride = kPackedRows * kDepth + kPad;
 constexpr long kSumStride = kColumnBlock + kPad;
 
 struct Workspace {
@@ -41,7 +41,7 @@ struct Fetch {
 
   TF_INLINE void some(long count) {
     while (count > 0 && rows > 0) {
-      const long here = least(count, lines - at);
+      const long here = min(count, lines - at);
       for (long i = 0; i < here; ++i) _mm_prefetch(row + (at + i) * kLine, _MM_HINT_T1);
       count -= here;
       at += here;
@@ -68,9 +68,9 @@ struct Block {
     for (long u = 0; u < depth; ++u) {
       const float* from = static_cast<const float*>(args.grad) + (p + u) * args.grad_stride + row;
       each_tile(rows, [&](long t, long i, long) {
-        TF_UNROLL for (int v = 0; v < kTurned; v += kLanes) {
+        TF_UNROLL for (int v = 0; v < kPackedRows; v += kLanes) {
           const long have = rows - i - v;
-          store(work.tiles + t * kTileStride + u * kTurned + v,
+          store(work.tiles + t * kTileStride + u * kPackedRows + v,
                 have > 0 ? load_some(from + i + v, have) : zero());
         }
       });
@@ -85,13 +85,13 @@ struct Block {
                                                      next * args.grad_stride + row),
                 .stride = args.grad_stride * static_cast<long>(sizeof(float)),
                 .lines = rows * static_cast<long>(sizeof(float)) / kLine + 1,
-                .rows = least(kDepth, args.m - next)};
+                .rows = min(kDepth, args.m - next)};
     const long share = fetch.lines * fetch.rows / (tiles * panels) + 1;
     for (long j = 0; j < columns; j += kPanel) {
       const float* panel = static_cast<const float*>(args.panels) +
                            (column + j) / kPanel * panel_stride(args) + p * kPanel;
       const char* ahead = reinterpret_cast<const char*>(panel + panel_stride(args));
-      const TileFunction* functions = kTiles<Form::turned>[columns - j > kLanes ? 1 : 0];
+      const TileFunction* functions = kTiles<Form::packed>[columns - j > kLanes ? 1 : 0];
       each_tile(rows, [&](long t, long i, long count) {
         fetch.some(share);
         functions[count - 1](work.tiles + t * kTileStride, 0, panel, depth,
@@ -111,7 +111,7 @@ struct Block {
       copy_row(weight_row(i), args.first ? 0 : columns, work.sums + i * kSumStride,
                round_up(columns, kPanel));
     for (long p = 0; p < args.m; p += kDepth) {
-      const long depth = least(kDepth, args.m - p);
+      const long depth = min(kDepth, args.m - p);
       take_grad(p, depth);
       multiply(p, depth);
     }
@@ -129,7 +129,7 @@ void slope_rows(const SlopeArgs& args, long begin, long end) {
     T* to = static_cast<T*>(args.to) + i * n;
     for (long j = 0; j < n; j += kLanes) {
       Vec x = load_some(z + j, n - j);
-      const Vec y = through_activation(load_some(grad + j, n - j), x, args.activation);
+      const Vec y = activation_backward(load_some(grad + j, n - j), x, args.activation);
       store_some(to + j, y, n - j);
     }
   }
@@ -165,7 +165,7 @@ void pack_x(const WeightGradientArgs& args, void* panels, long begin, long end, 
 }
 
 long scratch_bytes(const WeightGradientArgs& args) {
-  return most(Workspace(nullptr).floats, args.dropout.on ? args.k + kPanel : 0) *
+  return max(Workspace(nullptr).floats, args.dropout.on ? args.k + kPanel : 0) *
          static_cast<long>(sizeof(float));
 }
 
@@ -194,7 +194,7 @@ constexpr WeightGradientKernels kKernels{.pack_rows = 1,
 const WeightGradientKernels* weight_gradient_kernels() { return &kKernels; }
 
 void multiply_by_slope(const SlopeArgs& args, long begin, long end) {
-  by_element(args.type, [&](auto type) { slope_rows<decltype(type)>(args, begin, end); });
+  dispatch_element(args.type, [&](auto type) { slope_rows<decltype(type)>(args, begin, end); });
 }
 
 }  // namespace tf::TF_ISA

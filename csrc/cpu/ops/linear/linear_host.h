@@ -9,7 +9,7 @@
 namespace tf {
 
 // More than any machine has memory for; views that repeat elements may have more.
-constexpr int64_t kMostElements = int64_t{1} << 56;
+constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 // The weight (out, columns), and the bias, if any, are of that type.
 void check_weight(const char* op, const char* name, const Tensor& weight, int64_t columns,
@@ -64,8 +64,8 @@ void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tenso
                 int slot);
 
 // Gradients of so many rows of fp32 read everything where it lies: packing would take longer.
-constexpr int64_t kFewRows = 48;
-bool is_few_backward(const Tensor& weight, int64_t m);
+constexpr int64_t kSmallM = 48;
+bool is_small_m_backward(const Tensor& weight, int64_t m);
 
 // dX = dY W, dY (m, n) with rows grad_stride apart; W is packed into shared scratch `slot`.
 void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& weight, int64_t m,
@@ -75,7 +75,7 @@ void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& wei
 int64_t weight_gradient_part_rows(Element type, int64_t columns);
 
 // Shared scratch of X in pieces, which callers use for nothing else in fp32.
-constexpr int kPiecesSlot = 5;
+constexpr int kBf16x3Slot = 5;
 
 // Room for the panels of X (m, k), which callers fill.
 void* weight_gradient_panels(Element type, int64_t m, int64_t k, int slot);

@@ -82,7 +82,7 @@ void dot_products(const LinearArgs& args, long row, long column) {
 template <int kColumns>
 void direct_columns(const LinearArgs& args, long column) {
   for (long row = 0; row < args.m; row += kDirectRows) {
-    switch (least(args.m - row, kDirectRows)) {
+    switch (min(args.m - row, kDirectRows)) {
       case 1:
         dot_products<1, kColumns>(args, row, column);
         break;
@@ -106,7 +106,7 @@ struct Block {
 
   Block(const LinearArgs& call, float* scratch)
       : args(call),
-        a_stride(kTurned * round_up(least(call.k, kDepth), kLanes)),
+        a_stride(kPackedRows * round_up(min(call.k, kDepth), kLanes)),
         a(scratch),
         edge(a + kRowBlock / kTileRows * a_stride),
         edge_bias(edge + kRowBlock * kPanel) {}
@@ -115,21 +115,21 @@ struct Block {
   void panels(long row, long rows, long depth, long k, long begin, long end) const {
     const bool first = depth == 0, last = depth + k >= args.k;
     for (long p = begin; p < end; ++p) {
-      const long column = p * kPanel, columns = least(kPanel, args.n - column);
+      const long column = p * kPanel, columns = min(kPanel, args.n - column);
       const float* panel = floats(args.packed) + column * args.k + depth * kPanel;
       const float* next = panel + kPanel * args.k;
       float* y = floats(args.y) + row * args.y_stride + column;
       const float* bias = args.bias != nullptr && first ? floats(args.bias) + column : nullptr;
       const bool relu = last && args.activation == kRelu && args.preactivation == nullptr;
       if (columns == kPanel) {
-        panel_rows<Form::turned>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
+        panel_rows<Form::packed>(a, a_stride, rows, panel, k, y, args.y_stride, columns,
                                  {bias, !first, relu}, next);
       } else {
         if (bias != nullptr) copy_row(bias, columns, edge_bias, kPanel);
         if (!first)
           for (long i = 0; i < rows; ++i)
             copy_row(y + i * args.y_stride, columns, edge + i * kPanel, kPanel);
-        panel_rows<Form::turned>(a, a_stride, rows, panel, k, edge, kPanel, columns,
+        panel_rows<Form::packed>(a, a_stride, rows, panel, k, edge, kPanel, columns,
                                  {bias != nullptr ? edge_bias : nullptr, !first, relu}, next);
         for (long i = 0; i < rows; ++i)
           copy_row(edge + i * kPanel, columns, y + i * args.y_stride, columns);
@@ -154,23 +154,23 @@ long packed_bytes(long n, long k) {
 void pack(const void* weight, long stride, long n, long k, void* packed, long begin, long end) {
   for (long p = begin; p < end; ++p) {
     const long row = p * kPanel;
-    pack_rows(floats(weight) + row * stride, stride, least(kPanel, n - row), k,
+    pack_rows(floats(weight) + row * stride, stride, min(kPanel, n - row), k,
               floats(packed) + row * k);
   }
 }
 
-void pack_turned(const void* turned, long stride, long n, long k, void* packed, long begin,
-                 long end) {
+void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
+                     long end) {
   for (long j = 0; j < k; ++j)
     for (long p = begin; p < end; ++p)
-      copy_row(floats(turned) + j * stride + p * kPanel, least(kPanel, n - p * kPanel),
+      copy_row(floats(transposed) + j * stride + p * kPanel, min(kPanel, n - p * kPanel),
                floats(packed) + (p * k + j) * kPanel, kPanel);
 }
 
 long row_block(const LinearArgs&) { return kRowBlock; }
 
 long scratch_floats(const LinearArgs& args) {
-  return kRowBlock / kTileRows * kTurned * round_up(least(args.k, kDepth), kLanes) +
+  return kRowBlock / kTileRows * kPackedRows * round_up(min(args.k, kDepth), kLanes) +
          kRowBlock * kPanel + kPanel;
 }
 
@@ -179,12 +179,12 @@ long scratch_bytes(const LinearArgs& args) {
 }
 
 long panels_scratch(const LinearArgs& args) {
-  return scratch_bytes(args) + kPanel * kChain * static_cast<long>(sizeof(float));
+  return scratch_bytes(args) + kPanel * kKBlock * static_cast<long>(sizeof(float));
 }
 
 void fill(const LinearArgs& args, void* scratch) {
   const Block block(args, floats(scratch));
-  turn_rows(floats(args.x), args.x_stride, args.m, args.k, block.a, block.a_stride);
+  pack_a(floats(args.x), args.x_stride, args.m, args.k, block.a, block.a_stride);
 }
 
 void panels(const LinearArgs& args, long panel_begin, long panel_end, void* scratch) {
@@ -195,11 +195,11 @@ void panels(const LinearArgs& args, long panel_begin, long panel_end, void* scra
   for (long p = panel_begin; p < panel_end; ++p) {
     const long row = p * kPanel;
     const float* weight = floats(args.weight) + row * args.weight_stride;
-    for (long depth = 0; depth < args.k; depth += kChain) {
-      const long k = least(kChain, args.k - depth);
-      pack_rows(weight + depth, args.weight_stride, least(kPanel, args.n - row), k, part);
+    for (long depth = 0; depth < args.k; depth += kKBlock) {
+      const long k = min(kKBlock, args.k - depth);
+      pack_rows(weight + depth, args.weight_stride, min(kPanel, args.n - row), k, part);
       packed.packed = part - row * args.k - depth * kPanel;
-      block.a = floats(scratch) + depth * kTurned;
+      block.a = floats(scratch) + depth * kPackedRows;
       block.panels(0, args.m, depth, k, p, p + 1);
     }
   }
@@ -213,9 +213,9 @@ void blocks(const LinearArgs& args, long row_begin, long row_end, long panel_beg
     const long rows = (row_end - row + count - item - 1) / (count - item);
     long depth = 0;
     do {
-      const long k = least(kDepth, args.k - depth);
-      turn_rows(floats(args.x) + row * args.x_stride + depth, args.x_stride, rows, k, block.a,
-                block.a_stride);
+      const long k = min(kDepth, args.k - depth);
+      pack_a(floats(args.x) + row * args.x_stride + depth, args.x_stride, rows, k, block.a,
+             block.a_stride);
       block.panels(row, rows, depth, k, panel_begin, panel_end);
       depth += k;
     } while (depth < args.k);
@@ -223,19 +223,19 @@ void blocks(const LinearArgs& args, long row_begin, long row_end, long panel_beg
   }
 }
 
-constexpr LinearKernels kKernels{.in_floats = true,
+constexpr LinearKernels kKernels{.in_fp32 = true,
                                  .layout = kPanel,
                                  .panel = kPanel,
                                  .row_unit = 1,
-                                 .pack_turned_by = 0,
+                                 .pack_transposed_rows = 0,
                                  .packed_bytes = packed_bytes,
                                  .pack = pack,
-                                 .pack_turned = pack_turned,
+                                 .pack_transposed = pack_transposed,
                                  .row_block = row_block,
                                  .scratch = scratch_bytes,
                                  .block = blocks,
-                                 .deepest = kDepth,
-                                 .least_panels = 0,
+                                 .max_depth = kDepth,
+                                 .min_panels = 0,
                                  .panels_scratch = panels_scratch,
                                  .fill = fill,
                                  .panels = panels,

@@ -20,7 +20,7 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
   auto* panels = static_cast<typename P::Operand*>(packed);
   for (long p = begin; p < end; ++p) {
     const long row = p * kPanel;
-    P::pack_rows(static_cast<const T*>(weight) + row * stride, stride, least(kPanel, n - row), k,
+    P::pack_rows(static_cast<const T*>(weight) + row * stride, stride, min(kPanel, n - row), k,
                  panels + p * P::panel_size(k));
   }
 }
@@ -28,57 +28,59 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
 // Blocks of so many rows of W^T.
 constexpr long kPackRows = 32;
 template <class T>
-void pack_turned(const void* turned, long stride, long n, long k, void* packed, long begin,
-                 long end) {
+void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
+                     long end) {
   using P = Product<T>;
   for (long block = begin; block < end; ++block) {
-    const long p = block * kPackRows, depth = least(kPackRows, k - p);
-    const T* rows = static_cast<const T*>(turned) + p * stride;
+    const long p = block * kPackRows, depth = min(kPackRows, k - p);
+    const T* rows = static_cast<const T*>(transposed) + p * stride;
     auto* panel = static_cast<typename P::Operand*>(packed) + P::panel_size(p);
     for (long j = 0; j < n; j += kPanel, panel += P::panel_size(k))
-      P::pack_columns(rows + j, stride, least(kPanel, n - j), depth, panel);
+      P::pack_columns(rows + j, stride, min(kPanel, n - j), depth, panel);
   }
 }
 
 // What becomes of the sums of rows from `row` on.
 template <class T>
-class RowEnds {
+class RowEpilogue {
   using P = Product<T>;
 
  public:
-  RowEnds(const LinearArgs& call, long row)
+  RowEpilogue(const LinearArgs& call, long row)
       : args_(call),
         x_(static_cast<const T*>(call.x) + row * call.x_stride),
         y_(static_cast<T*>(call.y) + row * call.y_stride),
         residual_(static_cast<const T*>(call.residual)),
-        keep_(static_cast<T*>(call.preactivation)) {
+        preactivation_(static_cast<T*>(call.preactivation)) {
     if (residual_ != nullptr) residual_ += row * call.residual_stride;
-    if (keep_ != nullptr) keep_ += row * call.n;
+    if (preactivation_ != nullptr) preactivation_ += row * call.n;
   }
 
-  Ends<T> of_panel(long p) const {
-    return Ends<T>(args_.bias, p * kPanel, args_.n, args_.activation);
+  Epilogue<T> of_panel(long p) const {
+    return Epilogue<T>(args_.bias, p * kPanel, args_.n, args_.activation);
   }
 
-  TF_INLINE void finish(const Ends<T>& ends, long i, long p, Vec low, Vec high) const {
-    if constexpr (P::kSplit) {
-      if (P::is_odd(low, high))
-        P::plain_row(
+  TF_INLINE void finish(const Epilogue<T>& epilogue, long i, long p, Vec low, Vec high) const {
+    if constexpr (P::kIsBf16x3) {
+      if (P::needs_fp32(low, high))
+        P::fp32_row(
             [&](long k) { return x(i, k); }, args_.k,
             static_cast<const typename P::Operand*>(args_.packed) + p * P::panel_size(args_.k), low,
             high);
     }
-    finish_sound(ends, i, p, low, high);
+    finish_checked(epilogue, i, p, low, high);
   }
 
   // The same for sums that are known to be right.
-  TF_INLINE void finish_sound(const Ends<T>& ends, long i, long p, Vec low, Vec high) const {
+  TF_INLINE void finish_checked(const Epilogue<T>& epilogue, long i, long p, Vec low,
+                                Vec high) const {
     const long column = p * kPanel;
-    ends.start(low, high);
-    if (keep_ != nullptr) ends.write(keep_ + i * args_.n + column, low, high);
-    ends.activate(low, high);
-    if (residual_ != nullptr) ends.add(residual_ + i * args_.residual_stride + column, low, high);
-    ends.write(y_ + i * args_.y_stride + column, low, high);
+    epilogue.add_bias(low, high);
+    if (preactivation_ != nullptr) epilogue.write(preactivation_ + i * args_.n + column, low, high);
+    epilogue.activate(low, high);
+    if (residual_ != nullptr)
+      epilogue.add(residual_ + i * args_.residual_stride + column, low, high);
+    epilogue.write(y_ + i * args_.y_stride + column, low, high);
   }
 
   float x(long i, long k) const { return load_one(x_ + i * args_.x_stride + k); }
@@ -88,7 +90,7 @@ class RowEnds {
   const T* x_;
   T* y_;
   const T* residual_;
-  T* keep_;
+  T* preactivation_;
 };
 
 template <class T>
@@ -97,20 +99,21 @@ void block(const LinearArgs& args, long row_begin, long row_end, long panel_begi
   using P = Product<T>;
   P::enter();
   const auto* packed = static_cast<const typename P::Operand*>(args.packed);
-  const long most_rows = row_block<T>(args);
+  const long max_rows = row_block<T>(args);
   auto* a = static_cast<typename P::Operand*>(scratch);
-  float* sums = reinterpret_cast<float*>(a + P::block_size(most_rows, args.k));
-  const long count = (row_end - row_begin + most_rows - 1) / most_rows;
+  float* sums = reinterpret_cast<float*>(a + P::block_size(max_rows, args.k));
+  const long count = (row_end - row_begin + max_rows - 1) / max_rows;
   for (long item = 0, row = row_begin; item < count; ++item) {
     const long rows = (row_end - row + count - item - 1) / (count - item);
     P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
-    const RowEnds<T> row_ends(args, row);
+    const RowEpilogue<T> row_epilogue(args, row);
     for (long p = panel_begin; p < panel_end; ++p) {
       const auto* panel = packed + p * P::panel_size(args.k);
-      const Ends<T> ends = row_ends.of_panel(p);
+      const Epilogue<T> epilogue = row_epilogue.of_panel(p);
       P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
-                  [=](long i, Vec low, Vec high)
-                      __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
+                  [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                    row_epilogue.finish(epilogue, i, p, low, high);
+                  });
     }
     row += rows;
   }

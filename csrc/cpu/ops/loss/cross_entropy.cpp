@@ -11,8 +11,9 @@ namespace tf {
 namespace {
 
 void check_logits(const char* op, const Tensor& input) {
-  STD_TORCH_CHECK(input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_half(input)),
-                  op, ": input must be float32, bfloat16 or float16, and on the CPU");
+  STD_TORCH_CHECK(
+      input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)), op,
+      ": input must be float32, bfloat16 or float16, and on the CPU");
   STD_TORCH_CHECK(input.dim() == 2, op, ": input must be (rows, classes)");
 }
 
@@ -48,9 +49,9 @@ std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ig
   CrossEntropyRows so_far(rows);
   so_far.set(args);
   run_cross_entropy(args, rows);
-  float* peaks = static_cast<float*>(known.mutable_data_ptr());
-  CrossEntropyRows::finish(args, rows, static_cast<float*>(losses.mutable_data_ptr()), peaks,
-                           peaks + rows);
+  float* row_maxima = static_cast<float*>(known.mutable_data_ptr());
+  CrossEntropyRows::finish(args, rows, static_cast<float*>(losses.mutable_data_ptr()), row_maxima,
+                           row_maxima + rows);
   return {losses, known};
 }
 
@@ -64,7 +65,7 @@ Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor k
   grad = as_contiguous(grad);
   known = as_contiguous(known);
   const Tensor x = with_adjacent_classes(input);
-  Tensor result = fresh(input, {rows, classes});
+  Tensor result = empty_tensor(input, {rows, classes});
   const CrossEntropyGradientArgs args{describe(x, target, ignored, smoothing),
                                       static_cast<const float*>(known.const_data_ptr()),
                                       static_cast<const float*>(known.const_data_ptr()) + rows,

@@ -16,28 +16,28 @@ class CrossEntropyRows {
   explicit CrossEntropyRows(int64_t rows) : values_(4 * rows), rows_(rows) {}
 
   void set(CrossEntropyArgs& args) {
-    args.peak = values_.data();
-    args.sum = args.peak + rows_;
-    args.below = args.sum + rows_;
-    args.picked = args.below + rows_;
+    args.row_max = values_.data();
+    args.sum = args.row_max + rows_;
+    args.shifted_sum = args.sum + rows_;
+    args.target_logit = args.shifted_sum + rows_;
   }
 
   // The loss of each row, its largest logit, and the log of the sum of exp(logit - largest).
-  static void finish(const CrossEntropyArgs& args, int64_t rows, float* losses, float* peaks,
+  static void finish(const CrossEntropyArgs& args, int64_t rows, float* losses, float* row_maxima,
                      float* logs) {
     const double s = args.smoothing;
     for (int64_t i = 0; i < rows; ++i) {
       if (args.target[i] == args.ignored) {
-        losses[i] = peaks[i] = logs[i] = 0.0f;
+        losses[i] = row_maxima[i] = logs[i] = 0.0f;
         continue;
       }
-      const bool none = args.peak[i] == -std::numeric_limits<float>::infinity();
+      const bool none = args.row_max[i] == -std::numeric_limits<float>::infinity();
       const double log = none ? std::nan("") : std::log(static_cast<double>(args.sum[i]));
-      const double peak = args.peak[i];
-      double loss = log + (peak - args.picked[i]);
-      if (s != 0.0) loss = (1.0 - s) * loss + s * (log - args.below[i] / args.classes);
+      const double row_max = args.row_max[i];
+      double loss = log + (row_max - args.target_logit[i]);
+      if (s != 0.0) loss = (1.0 - s) * loss + s * (log - args.shifted_sum[i] / args.classes);
       losses[i] = static_cast<float>(loss);
-      peaks[i] = args.peak[i];
+      row_maxima[i] = args.row_max[i];
       logs[i] = static_cast<float>(log);
     }
   }

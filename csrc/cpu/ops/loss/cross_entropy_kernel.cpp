@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -31,26 +31,26 @@ TF_INLINE float add_up(const Vec (&sums)[kSums]) {
 }
 
 template <class T>
-void look_at_row(const CrossEntropyArgs& args, long row) {
+void scan_row(const CrossEntropyArgs& args, long row) {
   const T* x = static_cast<const T*>(args.logits) + row * args.stride;
-  const bool fresh = args.first == 0;
-  float peak = fresh ? -kInf : args.peak[row], sum = fresh ? 0.0f : args.sum[row];
-  float below = fresh ? 0.0f : args.below[row];
+  const bool first = args.first == 0;
+  float row_max = first ? -kInf : args.row_max[row], sum = first ? 0.0f : args.sum[row];
+  float shifted_sum = first ? 0.0f : args.shifted_sum[row];
   for (long begin = 0; begin < args.columns; begin += kBlock) {
     const long n = args.columns - begin < kBlock ? args.columns - begin : kBlock;
-    Vec most[kSums];
-    TF_UNROLL for (int u = 0; u < kSums; ++u) most[u] = set1(-kInf);
+    Vec maxima[kSums];
+    TF_UNROLL for (int u = 0; u < kSums; ++u) maxima[u] = set1(-kInf);
     each(x + begin, n, -kInf,
-         [&](int u, Vec y) __attribute__((always_inline)) { most[u] = max(y, most[u]); });
-    const float here = reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
-    if (here > peak) {
-      if (peak != -kInf) sum *= std::exp(peak - here);
+         [&](int u, Vec y) __attribute__((always_inline)) { maxima[u] = max(y, maxima[u]); });
+    const float here = reduce_max(max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3])));
+    if (here > row_max) {
+      if (row_max != -kInf) sum *= std::exp(row_max - here);
       const long before = args.first + begin;
-      if (before > 0) below -= static_cast<float>(before) * (here - peak);
-      peak = here;
+      if (before > 0) shifted_sum -= static_cast<float>(before) * (here - row_max);
+      row_max = here;
     }
     // Where all are -inf nothing counts; NaN, which no maximum shows, does.
-    const float top = peak == -kInf ? 0.0f : peak;
+    const float top = row_max == -kInf ? 0.0f : row_max;
     Vec exponentials[kSums], distances[kSums];
     TF_UNROLL for (int u = 0; u < kSums; ++u) exponentials[u] = distances[u] = zero();
     const auto add = [&](int u, Vec y) __attribute__((always_inline)) {
@@ -61,18 +61,18 @@ void look_at_row(const CrossEntropyArgs& args, long row) {
     const long whole = n / kLanes * kLanes;
     each(x + begin, whole, 0.0f, add);
     sum += add_up(exponentials);
-    below += add_up(distances);
+    shifted_sum += add_up(distances);
     for (long j = begin + whole; j < begin + n; ++j) {
       const float distance = load_one(x + j) - top;
-      sum += distance < kLeastExponent ? 0.0f : std::exp(distance);
-      below += distance;
+      sum += distance < kMinExponent ? 0.0f : std::exp(distance);
+      shifted_sum += distance;
     }
   }
-  args.peak[row] = peak;
+  args.row_max[row] = row_max;
   args.sum[row] = sum;
-  args.below[row] = below;
+  args.shifted_sum[row] = shifted_sum;
   const int64_t place = args.target[row] - args.first;
-  if (place >= 0 && place < args.columns) args.picked[row] = load_one(x + place);
+  if (place >= 0 && place < args.columns) args.target_logit[row] = load_one(x + place);
 }
 
 template <class T>
@@ -87,17 +87,17 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
   }
   const float scale = args.scale[row];
   // One after the other: their sum would lose what is small beside large logits.
-  const Vec peak = set1(args.peak[row]), log = set1(args.log[row]), by = set1(scale);
+  const Vec row_max = set1(args.row_max[row]), log = set1(args.log[row]), by = set1(scale);
   const Vec even = set1(-scale * call.smoothing / static_cast<float>(call.classes));
   const int64_t place = call.target[row] - call.first;
   const bool has = place >= 0 && place < n;
   const float logit = has ? load_one(x + place) : 0.0f;  // before it is written over
   for (long j = 0; j < n; j += kLanes)
-    store_some(to + j, fma(exp((load_some(x + j, n - j) - peak) - log), by, even), n - j);
+    store_some(to + j, fma(exp((load_some(x + j, n - j) - row_max) - log), by, even), n - j);
   if (!has) return;
   // In double, since a target that is almost certain leaves but the difference to 1.
   const double s = call.smoothing;
-  const double p = std::exp(static_cast<double>(logit) - args.peak[row] - args.log[row]);
+  const double p = std::exp(static_cast<double>(logit) - args.row_max[row] - args.log[row]);
   const double y = scale * (p - (1.0 - s) - s / static_cast<double>(call.classes));
   store_some(to + place, set1(static_cast<float>(y)), 1);
 }
@@ -107,13 +107,14 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
 void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end) {
   for (long row = begin; row < end; ++row) {
     if (args.target[row] == args.ignored) continue;
-    by_element(args.type, [&](auto type) { look_at_row<decltype(type)>(args, row); });
+    dispatch_element(args.type, [&](auto type) { scan_row<decltype(type)>(args, row); });
   }
 }
 
 void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin, long end) {
   for (long row = begin; row < end; ++row) {
-    by_element(args.call.type, [&](auto type) { gradient_of_row<decltype(type)>(args, row); });
+    dispatch_element(args.call.type,
+                     [&](auto type) { gradient_of_row<decltype(type)>(args, row); });
   }
 }
 

@@ -16,17 +16,17 @@ struct CrossEntropyArgs {
   float smoothing;
   // What is known of each row, from class 0 up to these: the largest logit, the sum of
   // exp(logit - largest), the sum of logit - largest, the target's logit. The first call sets them.
-  float *peak, *sum, *below, *picked;
+  float *row_max, *sum, *shifted_sum, *target_logit;
 };
 TF_KERNEL(void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end))
 
 // gradient = scale (softmax(logits) - (1 - smoothing) [class is target] - smoothing / classes)
 struct CrossEntropyGradientArgs {
   CrossEntropyArgs call;
-  const float* peak;   // (rows): the largest logit
-  const float* log;    // (rows): log of the sum of exp(logit - largest)
-  const float* scale;  // (rows)
-  void* gradient;      // (rows, columns), rows gradient_stride apart; may be the logits
+  const float* row_max;  // (rows): the largest logit
+  const float* log;      // (rows): log of the sum of exp(logit - largest)
+  const float* scale;    // (rows)
+  void* gradient;        // (rows, columns), rows gradient_stride apart; may be the logits
   long gradient_stride;
 };
 TF_KERNEL(void cross_entropy_gradient_rows(const CrossEntropyGradientArgs& args, long begin,

@@ -46,7 +46,7 @@ struct Call {
   }
 
   const void* rows_from(int64_t row) const {
-    return place_of(x.data, Element::float32, row * x.stride);
+    return offset_ptr(x.data, Element::float32, row * x.stride);
   }
 
   // f(args, first row, rows, weights of the classes): the logits are in args.
@@ -60,7 +60,7 @@ struct Call {
         const Tensor part = torch::stable::narrow(whole, 0, first, n);
         float* logits = shared_scratch(kLogitsSlot).floats(m * n);
         run_linear({Element::float32, rows_from(row), nullptr,
-                    place_of(data_of(bias), Element::float32, first), nullptr, logits, m, k, n,
+                    offset_ptr(data_of(bias), Element::float32, first), nullptr, logits, m, k, n,
                     x.stride, 0, n, 0},
                    part, std::nullopt, 0);
         CrossEntropyArgs args{};
@@ -84,19 +84,19 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
                                                 int64_t ignored, double smoothing) {
   const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
   const int64_t rows = call.x.rows;
-  Tensor losses = fresh(input, {rows}), known = fresh(input, {2, rows});
+  Tensor losses = empty_tensor(input, {rows}), known = empty_tensor(input, {2, rows});
   if (call.classes == 0) {  // all rows are ignored
     for (Tensor* tensor : {&losses, &known}) torch::stable::zero_(*tensor);
     return {losses, known};
   }
-  float* peaks = static_cast<float*>(known.mutable_data_ptr());
+  float* row_maxima = static_cast<float*>(known.mutable_data_ptr());
   CrossEntropyRows so_far(std::min(kRows, rows));
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {
     so_far.set(args);
     run_cross_entropy(args, m);
     if (args.first + args.columns == args.classes)
       CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
-                               peaks + row, peaks + rows + row);
+                               row_maxima + row, row_maxima + rows + row);
   });
   return {losses, known};
 }
@@ -112,21 +112,21 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
   check_rows(op, grad, known, rows);
   grad = as_contiguous(grad);
   known = as_contiguous(known);
-  Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh(weight, {n, k}) : fresh(weight, {0});
-  Tensor grad_bias = fresh(weight, {want_bias ? n : 0});
+  Tensor grad_input = want_input ? empty_tensor(input, {rows, k}) : empty_tensor(input, {0});
+  Tensor grad_weight = want_weight ? empty_tensor(weight, {n, k}) : empty_tensor(weight, {0});
+  Tensor grad_bias = empty_tensor(weight, {want_bias ? n : 0});
   if (rows == 0 || n == 0) {
     for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
     return {grad_input, grad_weight, grad_bias};
   }
-  const auto* peaks = static_cast<const float*>(known.const_data_ptr());
+  const auto* row_maxima = static_cast<const float*>(known.const_data_ptr());
   auto* dx = static_cast<float*>(grad_input.mutable_data_ptr());
   auto* dw = static_cast<float*>(grad_weight.mutable_data_ptr());
   auto* db = static_cast<float*>(grad_bias.mutable_data_ptr());
   call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor& part) {
     float* logits = const_cast<float*>(static_cast<const float*>(args.logits));
     run_cross_entropy_gradient(
-        {args, peaks + row, peaks + rows + row,
+        {args, row_maxima + row, row_maxima + rows + row,
          static_cast<const float*>(grad.const_data_ptr()) + row, logits, args.stride},
         m);
     if (want_input && k > 0) {
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     Tensor target, int64_t part_rows, int64_t ignored, double smoothing, bool want_input,
     bool want_weight, bool want_bias) {
   const char* op = "linear_cross_entropy_gradients";
-  STD_TORCH_CHECK(input.is_cpu() && is_half(input) && input.dim() == 2, op,
+  STD_TORCH_CHECK(input.is_cpu() && is_reduced_float(input) && input.dim() == 2, op,
                   ": input must be (rows, inputs), bfloat16 or float16, and on the CPU");
   check_weight(op, "weight", weight, input.size(1), bias, input.scalar_type());
   STD_TORCH_CHECK(part_rows > 0, op, ": part_rows must be positive");
@@ -174,10 +174,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     grad = as_contiguous(*grad);
   }
   bias = as_contiguous(bias);
-  Tensor losses = fresh_float(input, {rows});
-  Tensor grad_input = want_input ? fresh(input, {rows, k}) : fresh(input, {0});
-  Tensor grad_weight = want_weight ? fresh_float(weight, {n, k}) : fresh(weight, {0});
-  Tensor grad_bias = want_bias ? fresh_float(weight, {n}) : fresh(weight, {0});
+  Tensor losses = empty_float_tensor(input, {rows});
+  Tensor grad_input = want_input ? empty_tensor(input, {rows, k}) : empty_tensor(input, {0});
+  Tensor grad_weight = want_weight ? empty_float_tensor(weight, {n, k}) : empty_tensor(weight, {0});
+  Tensor grad_bias = want_bias ? empty_float_tensor(weight, {n}) : empty_tensor(weight, {0});
   if (rows == 0 || n == 0) {
     for (Tensor* tensor : {&losses, &grad_input, &grad_weight, &grad_bias})
       torch::stable::zero_(*tensor);
@@ -202,13 +202,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
 
   // Parts of about as many rows each.
   const int64_t parts = (rows + part_rows - 1) / part_rows;
-  const int64_t most = (rows + parts - 1) / parts;
-  CrossEntropyRows so_far(most);
-  std::vector<float> ones(grad ? 0 : most, 1.0f), known(2 * most);
-  void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * most * n);
-  for (int64_t row = 0; row < rows; row += most) {
-    const int64_t m = std::min(most, rows - row);
-    const void* x_rows = place_of(x.data, type, row * x.stride);
+  const int64_t max_rows = (rows + parts - 1) / parts;
+  CrossEntropyRows so_far(max_rows);
+  std::vector<float> ones(grad ? 0 : max_rows, 1.0f), known(2 * max_rows);
+  void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * max_rows * n);
+  for (int64_t row = 0; row < rows; row += max_rows) {
+    const int64_t m = std::min(max_rows, rows - row);
+    const void* x_rows = offset_ptr(x.data, type, row * x.stride);
     run_linear({type, x_rows, nullptr, data_of(bias), nullptr, logits, m, k, n, x.stride, 0, n, 0},
                panels);
     CrossEntropyArgs args{};
@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     run_cross_entropy_gradient({args, known.data(), known.data() + m, scale, logits, n}, m);
     if (through)
       run_linear({type, logits, nullptr, nullptr, nullptr,
-                  place_of(grad_input.mutable_data_ptr(), type, row * k), m, n, k, n, k, k, 0},
+                  offset_ptr(grad_input.mutable_data_ptr(), type, row * k), m, n, k, n, k, k, 0},
                  columns);
     if (!sums) continue;
     gradient.grad = logits;

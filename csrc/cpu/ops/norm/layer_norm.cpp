@@ -17,13 +17,13 @@ void run_layer_norm(const LayerNormArgs& args, long rows) {
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, args.n));
   const bool in_float = args.type == Element::float32;
   const int64_t scratch =
-      in_float ? TF_DISPATCH(layer_norm_scratch, args) : TF_DISPATCH(half_layer_norm_scratch, args);
+      in_float ? TF_DISPATCH(layer_norm_scratch, args) : TF_DISPATCH(lowp_layer_norm_scratch, args);
   torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     void* place = bytes_of(kernel_scratch(), scratch);
     if (in_float)
       TF_DISPATCH(layer_norm_rows, args, begin, end, place);
     else
-      TF_DISPATCH(half_layer_norm_rows, args, begin, end, place);
+      TF_DISPATCH(lowp_layer_norm_rows, args, begin, end, place);
   });
 }
 
@@ -71,7 +71,7 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
                      int64_t dims, double eps, double dropout_p, const std::optional<Tensor>& seed,
                      bool keep, int64_t kind) {
   const char* op = "layer_norm";
-  const ScalarType type = is_half(input) ? input.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(input) ? input.scalar_type() : ScalarType::Float;
   check_type(op, "input", input, type, "input");
   const int64_t n = normalized_size(op, input, dims);
   if (residual) {
@@ -89,11 +89,11 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
   STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
                   ": weight and bias must have the same dtype");
   const std::optional<Tensor> weight_row = as_contiguous(weight), bias_row = as_contiguous(bias);
-  Normalized result{fresh_like(input), {}, {}, {}};
-  if (residual) result.sum = fresh_like(input);
+  Normalized result{empty_tensor_like(input), {}, {}, {}};
+  if (residual) result.sum = empty_tensor_like(input);
   if (keep) {
-    result.mean = fresh_statistics(input, dims);
-    result.rstd = fresh_statistics(input, dims);
+    result.mean = empty_statistics(input, dims);
+    result.rstd = empty_statistics(input, dims);
   }
   if (input.numel() == 0) return result;
   const NormRows x = norm_rows(input, n);
@@ -140,16 +140,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_training(
     std::optional<Tensor> seed) {
   const Normalized result =
       normalize(input, residual, weight, bias, dims, eps, dropout_p, seed, true, kind);
-  return {result.output, result.sum ? *result.sum : fresh(input, {0}), *result.mean, *result.rstd};
+  return {result.output, result.sum ? *result.sum : empty_tensor(input, {0}), *result.mean,
+          *result.rstd};
 }
 
 Tensor wanted_like(const Tensor& like, bool wanted) {
-  return wanted ? fresh_like(like) : fresh(like, {0});
+  return wanted ? empty_tensor_like(like) : empty_tensor(like, {0});
 }
 
 // A gradient that was summed up in float32, in the type of the others.
 Tensor as_type(const Tensor& sums, const Tensor& like) {
-  if (!is_half(like)) return sums;
+  if (!is_reduced_float(like)) return sums;
   return torch::stable::to(sums, like.scalar_type());
 }
 
@@ -162,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     std::optional<Tensor> seed, bool want_source, bool want_input, bool want_weight,
     bool want_bias) {
   const char* op = "layer_norm_backward";
-  const ScalarType type = is_half(source) ? source.scalar_type() : ScalarType::Float;
+  const ScalarType type = is_reduced_float(source) ? source.scalar_type() : ScalarType::Float;
   check_type(op, "source", source, type, "source");
   check_type(op, "grad", grad, type, "source");
   for (auto [name, tensor] : {std::pair("mean", &mean), std::pair("rstd", &rstd)})
@@ -179,16 +180,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
                   ": mean and rstd must have one value per row");
   std::optional<Tensor> weight_row;
   if (weight) {
-    check_type(op, "weight", *weight, is_half(*weight) ? type : ScalarType::Float, "source");
+    check_type(op, "weight", *weight, is_reduced_float(*weight) ? type : ScalarType::Float,
+               "source");
     STD_TORCH_CHECK(weight->numel() == n, op, ": weight must have ", n, " elements");
-    weight_row =
-        as_contiguous(is_half(*weight) ? torch::stable::to(*weight, ScalarType::Float) : *weight);
+    weight_row = as_contiguous(
+        is_reduced_float(*weight) ? torch::stable::to(*weight, ScalarType::Float) : *weight);
   }
   Tensor grad_source = wanted_like(source, want_source);
   Tensor grad_input = wanted_like(source, want_input);
   const auto shape = source.sizes().slice(static_cast<size_t>(source.dim() - dims));
-  Tensor grad_weight = want_weight ? fresh(source, shape, true) : fresh(source, {0});
-  Tensor grad_bias = want_bias ? fresh(source, shape, true) : fresh(source, {0});
+  Tensor grad_weight = want_weight ? empty_tensor(source, shape, true) : empty_tensor(source, {0});
+  Tensor grad_bias = want_bias ? empty_tensor(source, shape, true) : empty_tensor(source, {0});
   if (source.numel() == 0) {
     torch::stable::zero_(grad_weight);
     torch::stable::zero_(grad_bias);

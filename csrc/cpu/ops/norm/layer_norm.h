@@ -59,10 +59,10 @@ void run_layer_norm(const LayerNormArgs& args, long rows);
 
 // Bytes of scratch that layer_norm_rows needs; of float32, and of bfloat16 and float16.
 TF_KERNEL(long layer_norm_scratch(const LayerNormArgs& args))
-TF_KERNEL_AMX(long half_layer_norm_scratch(const LayerNormArgs& args))
+TF_KERNEL_AMX(long lowp_layer_norm_scratch(const LayerNormArgs& args))
 
 TF_KERNEL(void layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch))
-TF_KERNEL_AMX(void half_layer_norm_rows(const LayerNormArgs& args, long begin, long end,
+TF_KERNEL_AMX(void lowp_layer_norm_rows(const LayerNormArgs& args, long begin, long end,
                                         void* scratch))
 
 // Of the same y.

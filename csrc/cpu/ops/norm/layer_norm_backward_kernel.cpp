@@ -151,7 +151,7 @@ void run_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
 long layer_norm_backward_scratch(const LayerNormBackwardArgs& args) { return 3 * args.n + kWide; }
 
 void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block, float* scratch) {
-  by_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
+  dispatch_element(args.type, [&](auto type) { run_block<decltype(type)>(args, block, scratch); });
 }
 
 void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total, long begin,

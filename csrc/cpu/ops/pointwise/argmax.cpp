@@ -14,7 +14,7 @@ namespace {
 Tensor argmax(Tensor input) {
   const char* op = "argmax";
   const ScalarType type = input.scalar_type();
-  STD_TORCH_CHECK(input.is_cpu() && (type == ScalarType::Float || is_half(input)), op,
+  STD_TORCH_CHECK(input.is_cpu() && (type == ScalarType::Float || is_reduced_float(input)), op,
                   ": input must be float32, bfloat16 or float16, and on the CPU");
   STD_TORCH_CHECK(input.dim() == 2 && input.size(1) > 0, op,
                   ": input must be (rows, columns) with at least one column");

@@ -1,6 +1,6 @@
 // Argmax: a row is read for its maximum, then from a near cache up to the place that has it.
 #include "cpu/ops/pointwise/pointwise.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -17,24 +17,24 @@ TF_INLINE long first_place(const T* x, long n, const Lanes& lanes, const One& on
 template <class T>
 long largest(const T* x, long n) {
   constexpr int kChains = 4;
-  Vec most[kChains], wrong[kChains];
-  TF_UNROLL for (int u = 0; u < kChains; ++u) most[u] = set1(-kInf), wrong[u] = zero();
-  const auto look = [&](int u, Vec y) __attribute__((always_inline)) {
-    most[u] = max(y, most[u]);  // in this order NaN is passed over
-    wrong[u] = select(not_a_number(y), y, wrong[u]);
+  Vec maxima[kChains], nans[kChains];
+  TF_UNROLL for (int u = 0; u < kChains; ++u) maxima[u] = set1(-kInf), nans[u] = zero();
+  const auto scan = [&](int u, Vec y) __attribute__((always_inline)) {
+    maxima[u] = max(y, maxima[u]);  // in this order NaN is passed over
+    nans[u] = select(is_nan(y), y, nans[u]);
   };
   long j = 0;
   for (; j + kChains * kLanes <= n; j += kChains * kLanes)
-    TF_UNROLL for (int u = 0; u < kChains; ++u) look(u, load(x + j + u * kLanes));
-  for (; j + kLanes <= n; j += kLanes) look(0, load(x + j));
-  for (; j < n; ++j) look(0, set1(load_one(x + j)));
+    TF_UNROLL for (int u = 0; u < kChains; ++u) scan(u, load(x + j + u * kLanes));
+  for (; j + kLanes <= n; j += kLanes) scan(0, load(x + j));
+  for (; j < n; ++j) scan(0, set1(load_one(x + j)));
   bool none = true;
-  TF_UNROLL for (int u = 0; u < kChains; ++u) none = none && !any(not_a_number(wrong[u]));
+  TF_UNROLL for (int u = 0; u < kChains; ++u) none = none && !any(is_nan(nans[u]));
   if (!none)
-    return first_place(x, n, [](Vec y) { return not_a_number(y); }, [](float y) { return y != y; });
-  const float peak = reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
+    return first_place(x, n, [](Vec y) { return is_nan(y); }, [](float y) { return y != y; });
+  const float row_max = reduce_max(max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3])));
   return first_place(
-      x, n, [&](Vec y) { return equal(y, set1(peak)); }, [&](float y) { return y == peak; });
+      x, n, [&](Vec y) { return equal(y, set1(row_max)); }, [&](float y) { return y == row_max; });
 }
 
 template <class T>
@@ -46,7 +46,7 @@ void rows_of(const ArgmaxArgs& args, long begin, long end) {
 }  // namespace
 
 void argmax_rows(const ArgmaxArgs& args, long begin, long end) {
-  by_element(args.type, [&](auto type) { rows_of<decltype(type)>(args, begin, end); });
+  dispatch_element(args.type, [&](auto type) { rows_of<decltype(type)>(args, begin, end); });
 }
 
 }  // namespace tf::TF_ISA

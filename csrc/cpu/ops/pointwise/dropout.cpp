@@ -12,10 +12,11 @@ namespace tf {
 namespace {
 
 Tensor dropout(Tensor input, double p, std::optional<Tensor> seed) {
-  STD_TORCH_CHECK(input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_half(input)),
-                  "dropout: input must be float32, bfloat16 or float16, and on the CPU");
+  STD_TORCH_CHECK(
+      input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)),
+      "dropout: input must be float32, bfloat16 or float16, and on the CPU");
   const Tensor x = as_contiguous(input);
-  Tensor output = fresh_like(x);
+  Tensor output = empty_tensor_like(x);
   const int64_t n = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
   if (x.numel() == 0) return output;
   const DropoutArgs args{element_of(x), x.const_data_ptr(), output.mutable_data_ptr(), n,

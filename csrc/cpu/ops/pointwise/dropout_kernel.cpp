@@ -1,5 +1,5 @@
 #include "cpu/ops/pointwise/pointwise.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
@@ -23,7 +23,8 @@ long dropout_scratch(const DropoutArgs& args) {
 }
 
 void dropout_rows(const DropoutArgs& args, long begin, long end, float* scratch) {
-  by_element(args.type, [&](auto type) { rows_of<decltype(type)>(args, begin, end, scratch); });
+  dispatch_element(args.type,
+                   [&](auto type) { rows_of<decltype(type)>(args, begin, end, scratch); });
 }
 
 }  // namespace tf::TF_ISA

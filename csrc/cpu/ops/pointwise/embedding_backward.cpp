@@ -30,7 +30,7 @@ Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padd
                     " is not in [0, ", rows, ")");
   const Rows from = as_rows(grad);
   const auto* values = static_cast<const float*>(from.data);
-  Tensor result = fresh(grad, {rows, width});
+  Tensor result = empty_tensor(grad, {rows, width});
   auto* table = static_cast<float*>(result.mutable_data_ptr());
   if (width == 0) return result;
   constexpr int64_t kBytes = int64_t{1} << 20;  // of an item

@@ -12,14 +12,14 @@ namespace {
 // Queries in even blocks of at most so many rows.
 struct Cut {
   long queries, blocks;
-  Cut(const AttentionBackwardArgs& args, long b, long most_rows)
-      : queries(query_count(args, b)), blocks((queries + most_rows - 1) / most_rows) {}
+  Cut(const AttentionBackwardArgs& args, long b, long max_rows)
+      : queries(query_count(args, b)), blocks((queries + max_rows - 1) / max_rows) {}
   long first(long index) const { return queries * index / blocks; }
 };
 
 inline long key_limit(const AttentionBackwardArgs& args, long b) {
   const long keys = key_count(args, b);
-  return args.key_lengths == nullptr ? keys : most(0, least(keys, args.key_lengths[b]));
+  return args.key_lengths == nullptr ? keys : max(0, min(keys, args.key_lengths[b]));
 }
 
 // A tile of keys of one key head.
@@ -30,17 +30,17 @@ struct KeyRange {
 // Calls f(sight, count) for the blocks [begin, end) of queries of a head that see keys of the tile:
 // the first `count` of them.
 template <class F>
-void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, long most_rows,
+void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, long max_rows,
                 long begin, long end, float* bias, const F& f) {
-  const Cut cut(args, tile.b, most_rows);
-  for (long index = begin; index < least(end, cut.blocks); ++index) {
+  const Cut cut(args, tile.b, max_rows);
+  for (long index = begin; index < min(end, cut.blocks); ++index) {
     const long first = cut.first(index), rows = cut.first(index + 1) - first;
     const long stop = tile.start + tile.count;
-    const long limit = args.causal ? least(stop, first + rows) : stop;
+    const long limit = args.causal ? min(stop, first + rows) : stop;
     if (limit <= tile.start) continue;
-    const Sight sight{args, tile.b, head, first, rows, limit, bias};
-    if (sight.mask_hides_tile(tile.start, limit - tile.start)) continue;
-    f(sight, limit - tile.start);
+    const BlockMask block_mask{args, tile.b, head, first, rows, limit, bias};
+    if (block_mask.fully_masked(tile.start, limit - tile.start)) continue;
+    f(block_mask, limit - tile.start);
   }
 }
 
@@ -50,7 +50,7 @@ inline float weights_delta(const AttentionBackwardArgs& args, long row) {
   const float* dw = args.grad_weights + row * args.keys;
   Vec sum = zero();
   for (long s = 0; s < args.keys; s += kLanes) {
-    const long here = least(kLanes, args.keys - s);
+    const long here = min(kLanes, args.keys - s);
     const Vec weight = load_some(w + s, here);
     // Hidden places have no say, whatever gradient they are given.
     sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
@@ -82,7 +82,7 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
   const long at = (b * args.heads + head) * args.queries + query;
   float bias[kLanes];
   const long limit = key_limit(args, b);
-  const Sight sight{args, b, head, query, 1, limit, bias};
+  const BlockMask block_mask{args, b, head, query, 1, limit, bias};
   const T* q = row_at<T>(args.query, args.query_starts, args.query_stride, b, head, query);
   const T* grad = row_at<T>(args.grad, args.query_starts, args.grad_stride, b, head, query);
   const auto slope_of = [&](long s) {
@@ -91,8 +91,8 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
   };
   const float own = slope_of(key) * factor;
   float sum = 0.0f;
-  for (long s = 0; s < sight.visible(0, 0, limit); ++s) {
-    const float mask = args.mask == nullptr ? 0.0f : *sight.mask_row(0, s, 1);
+  for (long s = 0; s < block_mask.visible(0, 0, limit); ++s) {
+    const float mask = args.mask == nullptr ? 0.0f : *block_mask.mask_row(0, s, 1);
     if (s == key || mask == -kInf) continue;
     const T* k = row_at<T>(args.key, args.key_starts, args.key_stride, b, key_head, s);
     const float x = sum_of_products(q, k, args.size) * args.scale + mask - args.shift[at];
@@ -159,13 +159,13 @@ inline void clear(float* p, long n) {
 }
 
 // scale times rows of n sums into, or onto, rows of dQ.
-inline void put_query(const float* sums, long sum_stride, long rows, long n, float scale, float* to,
-                      long stride, bool onto) {
+inline void write_dq(const float* sums, long sum_stride, long rows, long n, float scale, float* to,
+                     long stride, bool accumulate) {
   for (long i = 0; i < rows; ++i, sums += sum_stride, to += stride) {
     long d = 0;
     for (; d + kLanes <= n; d += kLanes)
-      store(to + d, fma(load(sums + d), set1(scale), onto ? load(to + d) : zero()));
-    for (; d < n; ++d) to[d] = sums[d] * scale + (onto ? to[d] : 0.0f);
+      store(to + d, fma(load(sums + d), set1(scale), accumulate ? load(to + d) : zero()));
+    for (; d < n; ++d) to[d] = sums[d] * scale + (accumulate ? to[d] : 0.0f);
   }
 }
 
@@ -174,21 +174,21 @@ inline void put_query(const float* sums, long sum_stride, long rows, long n, flo
 //
 //   Tile(args, work, range)     pack(); write(), for dK and dV
 //   Block(args, work, sight)    pass(tile, count), for P, dS and what the keys gather from them;
-//                               give_query(tile, count, to, stride, onto), for dQ
+//                               accumulate_dq(tile, count, to, stride, onto), for dQ
 //
 // Returns false as soon as pack() or pass() does: the kind cannot do it.
 template <class Kind>
-bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
-          long b, long key_head, long begin, long end, float* part) {
+bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+               long b, long key_head, long begin, long end, float* part) {
   const long group = args.heads / args.key_heads, queries = query_count(args, b);
   const bool wants_query = args.grad_query != nullptr;
   const QueryRows out =
       wants_query ? query_rows(args, b, key_head, part) : QueryRows{nullptr, 0, 0};
-  const long keys = least(end, key_count(args, b)), limit = key_limit(args, b);
+  const long keys = min(end, key_count(args, b)), limit = key_limit(args, b);
   // Once even without keys, for dQ.
   for (long start = begin; start == begin || start < keys; start += step) {
-    const long rows = most(0, least(step, keys - start));
-    const KeyRange range{b, key_head, start, most(0, least(rows, limit - start)), rows};
+    const long rows = max(0, min(step, keys - start));
+    const KeyRange range{b, key_head, start, max(0, min(rows, limit - start)), rows};
     typename Kind::Tile tile(args, work, range);
     if (range.count > 0 && !tile.pack()) return false;
     bool did = true;
@@ -202,15 +202,15 @@ bool walk(const AttentionBackwardArgs& args, const typename Kind::Workspace& wor
       };
       if (range.count > 0)
         each_block(args, range, key_head * group + h, Kind::query_rows(args), 0, queries, work.bias,
-                   [&](const Sight& sight, long count) {
+                   [&](const BlockMask& block_mask, long count) {
                      if (!did) return;
-                     typename Kind::Block block(args, work, sight);
+                     typename Kind::Block block(args, work, block_mask);
                      did = block.pass(tile, count);
                      if (!did || !wants_query) return;
-                     clear_to(sight.first);
-                     block.give_query(tile, count, to + sight.first * out.stride, out.stride,
-                                      start != begin);
-                     written = sight.first + sight.rows;
+                     clear_to(block_mask.first);
+                     block.accumulate_dq(tile, count, to + block_mask.first * out.stride,
+                                         out.stride, start != begin);
+                     written = block_mask.first + block_mask.rows;
                    });
       if (!did) return false;
       if (wants_query) clear_to(queries);
@@ -231,15 +231,14 @@ struct MaskSums {
     float* to = first + row * stride;
     if (by_column) {
       for (long s = 0; s < count; s += kLanes) {
-        const long here = least(kLanes, count - s);
+        const long here = min(kLanes, count - s);
         float* place = to + start + s;
         store_some(place, load_some(place, here) + load_some(ds + s, here), here);
       }
       return;
     }
     Vec sum = zero();
-    for (long s = 0; s < count; s += kLanes)
-      sum = sum + load_some(ds + s, least(kLanes, count - s));
+    for (long s = 0; s < count; s += kLanes) sum = sum + load_some(ds + s, min(kLanes, count - s));
     *to += reduce_add(sum);
   }
 };
@@ -250,7 +249,7 @@ struct MaskSums {
 //
 // Returns false as soon as pack() or pass() does.
 template <class Kind>
-bool walk_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
+bool loop_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
                long mask_b, long mask_h, long tile, long begin, long end) {
   const long* size = args.mask_size;
   const long group = args.heads / args.key_heads;
@@ -262,15 +261,16 @@ bool walk_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace
   for (long b = first_b; b < last_b; ++b) {
     const long limit = key_limit(args, b);
     const long first = sums.by_column ? tile * step : 0;
-    const long stop = sums.by_column ? least(limit, first + step) : limit;
+    const long stop = sums.by_column ? min(limit, first + step) : limit;
     for (long start = first; start < stop; start += step) {
-      const long rows = least(step, stop - start);
+      const long rows = min(step, stop - start);
       for (long h = first_h; h < last_h; ++h) {
         typename Kind::Tile keys(args, work, {b, h / group, start, rows, rows});
         if (!keys.pack()) return false;
         each_block(args, keys, h, Kind::query_rows(args), begin, end, work.bias,
-                   [&](const Sight& sight, long count) {
-                     did = did && typename Kind::Mask(args, work, sight).pass(keys, count, sums);
+                   [&](const BlockMask& block_mask, long count) {
+                     did =
+                         did && typename Kind::Mask(args, work, block_mask).pass(keys, count, sums);
                    });
         if (!did) return false;
       }

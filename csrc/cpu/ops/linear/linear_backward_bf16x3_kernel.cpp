@@ -20,7 +20,7 @@ long x_stride(const WeightGradientArgs& args) { return reads_x(args) ? args.x_st
 
 // kPanel columns, from `column` on, of a row of the result by fp32 FMA, for numbers that have no
 // pieces.
-void plain(const WeightGradientArgs& args, long row, long column, long width, float* sums) {
+void fp32_columns(const WeightGradientArgs& args, long row, long column, long width, float* sums) {
   const float* x = x_at(args, 0, column);
   const long stride = x_stride(args);
   copy_row(static_cast<float*>(args.grad_weight) + row * args.k + column, args.first ? 0 : width,
@@ -31,17 +31,17 @@ void plain(const WeightGradientArgs& args, long row, long column, long width, fl
   }
 }
 
-long pieces_bytes(long m, long k) {
+long panels_bytes(long m, long k) {
   return round_up(k, kPanel) / kPanel * P::panel_size(m) * static_cast<long>(sizeof(Operand));
 }
 
-void split_x(const WeightGradientArgs& args, void* pieces, long begin, long end, void*) {
+void pack_x(const WeightGradientArgs& args, void* panels, long begin, long end, void*) {
   for (long p = begin; p < end; p += kPairDepth) {
     for (long pair = 0; pair < kPairDepth / 2; ++pair) {
-      auto* to = static_cast<Operand*>(pieces) + P::panel_size(p);
+      auto* to = static_cast<Operand*>(panels) + P::panel_size(p);
       for (long j = 0; j < args.k; j += kPanel, to += P::panel_size(args.m))
-        split_pair(x_at(args, p, j), x_stride(args), least(kPanel, args.k - j),
-                   least(kPairDepth, args.m - p), pair, to);
+        pack_bf16x3_pair(x_at(args, p, j), x_stride(args), min(kPanel, args.k - j),
+                         min(kPairDepth, args.m - p), pair, to);
     }
   }
 }
@@ -51,8 +51,8 @@ long scratch_bytes(const WeightGradientArgs&) { return Block::scratch_bytes(); }
 void weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
                      long column_begin, long column_end, void* scratch) {
   const long rows = row_end - row_begin, columns = column_end - column_begin;
-  const Block block(static_cast<const float*>(args.grad), args.grad_stride, args.m, args.pieces,
-                    row_begin, rows, column_begin, columns, scratch);
+  const Block block(static_cast<const float*>(args.grad), args.grad_stride, args.m,
+                    args.bf16x3_panels, row_begin, rows, column_begin, columns, scratch);
   const auto row = [&](long i) {
     return static_cast<float*>(args.grad_weight) + (row_begin + i) * args.k + column_begin;
   };
@@ -63,16 +63,16 @@ void weight_gradient(const WeightGradientArgs& args, long row_begin, long row_en
   for (long i = 0; i < rows; ++i) {
     for (long j = 0; j < columns; j += kPanel) {
       float* sums = block.sums(i) + j;
-      if (P::is_odd(load(sums), load(sums + kLanes)))
-        plain(args, row_begin + i, column_begin + j, least(kPanel, columns - j), sums);
+      if (P::needs_fp32(load(sums), load(sums + kLanes)))
+        fp32_columns(args, row_begin + i, column_begin + j, min(kPanel, columns - j), sums);
     }
     copy_row(block.sums(i), columns, row(i), columns);
   }
 }
 
 constexpr WeightGradientKernels kKernels{.pack_rows = kPairDepth,
-                                         .packed_bytes = pieces_bytes,
-                                         .pack = split_x,
+                                         .packed_bytes = panels_bytes,
+                                         .pack = pack_x,
                                          .rows = Block::kRows,
                                          .columns = Block::kColumns,
                                          .scratch = scratch_bytes,
@@ -80,6 +80,6 @@ constexpr WeightGradientKernels kKernels{.pack_rows = kPairDepth,
 
 }  // namespace
 
-const WeightGradientKernels* split_weight_gradient_kernels() { return &kKernels; }
+const WeightGradientKernels* bf16x3_weight_gradient_kernels() { return &kKernels; }
 
 }  // namespace tf::TF_ISA

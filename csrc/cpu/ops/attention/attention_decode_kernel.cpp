@@ -7,14 +7,14 @@ namespace tf::TF_ISA {
 namespace {
 
 constexpr long kTile = 128;       // keys that are masked, skipped and summed up together
-constexpr float kHidden = -1.0f;  // in place of a probability
+constexpr float kMasked = -1.0f;  // in place of a probability
 constexpr int kColumns = 4;       // vectors of a value row in registers
 constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 template <class T>
 struct Row {
   const AttentionArgs& args;
-  const Sight sight;
+  const BlockMask block_mask;
   float* scores;  // round_up(S, kLanes)
   float* query;   // D, filled up to whole vectors with zeros
   float* sums;    // Dv, likewise
@@ -22,7 +22,7 @@ struct Row {
   const T* next;  // what is read after this head: its first key
 
   const T* at(const void* place, const int64_t* starts, const long* stride, long head) const {
-    return static_cast<const T*>(place) + head_offset(starts, stride, sight.b, head);
+    return static_cast<const T*>(place) + head_offset(starts, stride, block_mask.b, head);
   }
 
   // Meanwhile fetches a row that is read later. Runs of keys are short and far from each other, so
@@ -53,10 +53,10 @@ struct Row {
   }
 
   // Scales and masks a tile; returns its largest score.
-  float mask(long start, long count) const {
+  float scale_and_mask(long start, long count) const {
     float* s = scores + start;
     if (args.mask != nullptr) {
-      sight.add_mask(s, sight.mask_row(0, start, count), count);
+      block_mask.add_mask(s, block_mask.mask_row(0, start, count), count);
     } else {
       for (long j = 0; j < count; ++j) s[j] *= args.scale;
     }
@@ -73,22 +73,22 @@ struct Row {
   }
 
   // Scores into probabilities times their sum, kHidden where hidden; returns the sum.
-  float exponentiate(float peak) const {
-    const Vec minus = set1(-peak);
+  float exponentiate(float row_max) const {
+    const Vec minus = set1(-row_max);
     Vec sum = zero();
     for (long j = 0; j < last; j += kLanes) {
       const Vec x = load_to(scores + j, last - j);
-      const Mask hidden = equal(x, set1(-kInf));
+      const Mask masked = equal(x, set1(-kInf));
       const Vec e = exp(x + minus);
-      sum = sum + select(hidden, zero(), e);
-      store_some(scores + j, select(hidden, set1(kHidden), e), last - j);
+      sum = sum + select(masked, zero(), e);
+      store_some(scores + j, select(masked, set1(kMasked), e), last - j);
     }
     return reduce_add(sum);
   }
 
   // Probabilities of a tile times kVecs vectors of its values, added to the sums.
   template <int kVecs>
-  void mix(const T* value, long start, long count, long column) const {
+  void accumulate_pv(const T* value, long start, long count, long column) const {
     Vec sum[kVecs];
     TF_UNROLL for (int u = 0; u < kVecs; ++u) sum[u] = zero();
     const long stride = args.value_stride[2];
@@ -115,60 +115,61 @@ struct Row {
   }
 
   void run() const {
-    const long head = sight.head, group = args.heads / args.key_heads;
+    const long head = block_mask.head, group = args.heads / args.key_heads;
     const T* q = at(args.query, args.query_starts, args.query_stride, head) +
-                 sight.first * args.query_stride[2];
+                 block_mask.first * args.query_stride[2];
     for (long d = 0; d < args.size; d += kLanes) store(query + d, load_some(q + d, args.size - d));
     const T* key = at(args.key, args.key_starts, args.key_stride, head / group);
     const T* value = at(args.value, args.key_starts, args.value_stride, head / group);
-    float peak = -kInf;
+    float row_max = -kInf;
     for (long start = 0; start < last; start += kTile) {
-      const long count = least(kTile, last - start);
-      if (sight.mask_hides_tile(start, count)) {
+      const long count = min(kTile, last - start);
+      if (block_mask.fully_masked(start, count)) {
         for (long j = 0; j < count; ++j) scores[start + j] = -kInf;
         continue;
       }
       score(key, value, start, count);
-      const float here = mask(start, count);
-      peak = here > peak ? here : peak;
+      const float here = scale_and_mask(start, count);
+      row_max = here > row_max ? here : row_max;
     }
     // Sums of NaN scores alone must stay NaN.
-    const float total = exponentiate(peak == -kInf ? 0.0f : peak);
+    const float row_sum = exponentiate(row_max == -kInf ? 0.0f : row_max);
     for (long j = 0; j < args.value_size; j += kLanes) store(sums + j, zero());
     for (long start = 0; start < last; start += kTile) {
-      const long count = least(kTile, last - start);
+      const long count = min(kTile, last - start);
       for (long j = 0; j < args.value_size; j += kColumns * kLanes) {
-        switch ((least(args.value_size - j, kColumns * kLanes) + kLanes - 1) / kLanes) {
+        switch ((min(args.value_size - j, kColumns * kLanes) + kLanes - 1) / kLanes) {
           case 1:
-            mix<1>(value, start, count, j);
+            accumulate_pv<1>(value, start, count, j);
             break;
           case 2:
-            mix<2>(value, start, count, j);
+            accumulate_pv<2>(value, start, count, j);
             break;
           case 3:
-            mix<3>(value, start, count, j);
+            accumulate_pv<3>(value, start, count, j);
             break;
           default:
-            mix<kColumns>(value, start, count, j);
+            accumulate_pv<kColumns>(value, start, count, j);
         }
       }
     }
-    finish(total == 0.0f ? 0.0f : 1.0f / total);
+    finish(row_sum == 0.0f ? 0.0f : 1.0f / row_sum);
   }
 
   void finish(float norm) const {
     T* out = static_cast<T*>(args.output) +
-             head_offset(args.query_starts, args.output_stride, sight.b, sight.head) +
-             sight.first * args.output_stride[2];
+             head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
+             block_mask.first * args.output_stride[2];
     // What was never added to is 0 already.
     const Vec by = set1(norm == 0.0f ? 1.0f : norm);
     for (long j = 0; j < args.value_size; j += kLanes)
       store_some(out + j, load(sums + j) * by, args.value_size - j);
     if (args.weights == nullptr) return;
-    const long row = (sight.b * args.heads + sight.head) * args.queries + sight.first;
+    const long row =
+        (block_mask.b * args.heads + block_mask.head) * args.queries + block_mask.first;
     T* weights = static_cast<T*>(args.weights) + row * args.keys;
     for (long j = 0; j < args.keys; j += kLanes) {
-      Vec p = j < last ? load_to(scores + j, last - j) : set1(kHidden);
+      Vec p = j < last ? load_to(scores + j, last - j) : set1(kMasked);
       p = select(less(p, zero()), zero(), p * set1(norm));
       store_some(weights + j, p, args.keys - j);
     }
@@ -176,41 +177,42 @@ struct Row {
 };
 
 template <class T>
-void few(const AttentionArgs& args, long b, long key_head, float* scratch) {
+void attend(const AttentionArgs& args, long b, long key_head, float* scratch) {
   float* query = scratch;
   float* sums = query + round_up(args.size, kLanes);
   float* bias = sums + round_up(args.value_size, kColumns * kLanes);
   float* scores = bias + kTile;
   const long group = args.heads / args.key_heads, queries = query_count(args, b);
   long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = most(0, least(limit, args.key_lengths[b]));
+  if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
   const long last_head = (key_head + 1) * group - 1;
   for (long head = key_head * group; head <= last_head; ++head) {
     for (long t = 0; t < queries; ++t) {
-      const long last = args.causal ? least(limit, t + 1) : limit;
+      const long last = args.causal ? min(limit, t + 1) : limit;
       // Further queries find the keys in cache; behind the last one comes the next key head.
       const bool same = head < last_head || t + 1 < queries;
-      const bool row_ends = key_head + 1 == args.key_heads;
-      const long next_b = !same && row_ends && b + 1 < args.batch ? b + 1 : b;
-      const long next_head = same ? key_head : row_ends ? 0 : key_head + 1;
+      const bool last_key_head = key_head + 1 == args.key_heads;
+      const long next_b = !same && last_key_head && b + 1 < args.batch ? b + 1 : b;
+      const long next_head = same ? key_head : last_key_head ? 0 : key_head + 1;
       const T* next = static_cast<const T*>(args.key) +
                       head_offset(args.key_starts, args.key_stride, next_b, next_head);
-      Row<T>{args, Sight{args, b, head, t, 1, last, bias}, scores, query, sums, last, next}.run();
+      Row<T>{args, BlockMask{args, b, head, t, 1, last, bias}, scores, query, sums, last, next}
+          .run();
     }
   }
 }
 
 }  // namespace
 
-long few_attention_scratch(const AttentionArgs& args) {
+long decode_attention_scratch(const AttentionArgs& args) {
   return (round_up(args.size, kLanes) + round_up(args.value_size, kColumns * kLanes) + kTile +
           round_up(args.keys, kLanes)) *
          static_cast<long>(sizeof(float));
 }
 
-void few_attention_queries(const AttentionArgs& args, long b, long key_head, void* scratch) {
-  by_element(args.type, [&](auto type) {
-    few<decltype(type)>(args, b, key_head, static_cast<float*>(scratch));
+void decode_attention_queries(const AttentionArgs& args, long b, long key_head, void* scratch) {
+  dispatch_element(args.type, [&](auto type) {
+    attend<decltype(type)>(args, b, key_head, static_cast<float*>(scratch));
   });
 }
 

@@ -1,4 +1,4 @@
-#include "cpu/core/fresh.h"
+#include "cpu/core/empty.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/core/box.h"
-#include "cpu/core/kept_memory.h"
+#include "cpu/core/caching_allocator.h"
 
 // In PyTorch from 2.11 on; the binary serves older ones too.
 extern "C" [[gnu::weak]] AOTITorchError torch_from_blob(
@@ -29,20 +29,20 @@ std::atomic<bool> filling{false};
 // the page. The largest are mapped anew at each call, and gathering so many huge pages may cost
 // the kernel more than they save.
 void prefer_huge_pages(const Tensor& tensor) {
-  constexpr uintptr_t kPage = kHuge, kMost = uintptr_t{96} << 20;
+  constexpr uintptr_t kPage = kHuge, kMaxBytes = uintptr_t{96} << 20;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
-  if (end - begin > kMost) return;
+  if (end - begin > kMaxBytes) return;
   const uintptr_t first = (begin + kPage - 1) & ~(kPage - 1), last = end & ~(kPage - 1);
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
-void come_back(void* place, void* bytes) {
-  give_back({place, static_cast<size_t>(reinterpret_cast<uintptr_t>(bytes))});
+void free_block(void* data, void* bytes) {
+  cached_free({data, static_cast<size_t>(reinterpret_cast<uintptr_t>(bytes))});
 }
 
 // The tensor, filled if all are to be.
-Tensor filled(AtenTensorHandle handle, size_t bytes) {
+Tensor maybe_fill(AtenTensorHandle handle, size_t bytes) {
   Tensor result(handle);
   if (bytes > 0 && filling.load(std::memory_order_relaxed))
     std::memset(result.mutable_data_ptr(), 0xff, bytes);
@@ -59,76 +59,76 @@ AtenTensorHandle empty_strided(int64_t dims, const int64_t* sizes, const int64_t
     return aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(),
                                     device_index, &handle) == AOTI_TORCH_SUCCESS;
   };
-  if (!make() && !(release_kept() && make())) throw_out_of_memory(bytes);
+  if (!make() && !(release_cached() && make())) throw_out_of_memory(bytes);
   return handle;
 }
 
 }  // namespace
 
-bool fill_fresh(bool fill) { return filling.exchange(fill, std::memory_order_relaxed); }
+bool fill_empty(bool fill) { return filling.exchange(fill, std::memory_order_relaxed); }
 
 void throw_out_of_memory(int64_t bytes) {
   STD_TORCH_CHECK(false, "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
                   bytes, " bytes.");
 }
 
-Tensor fresh(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
+Tensor empty_tensor(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float) {
   const auto dims = static_cast<int64_t>(sizes.size());
-  constexpr int64_t kUsual = 8;
-  int64_t few[kUsual];
-  std::vector<int64_t> many(dims > kUsual ? sizes.size() : 0);
-  int64_t* strides = dims > kUsual ? many.data() : few;
+  constexpr int64_t kInlineDims = 8;
+  int64_t small_strides[kInlineDims];
+  std::vector<int64_t> large_strides(dims > kInlineDims ? sizes.size() : 0);
+  int64_t* strides = dims > kInlineDims ? large_strides.data() : small_strides;
   int64_t stride = 1;
-  bool empty = false, beyond = false;
+  bool is_empty = false, overflow = false;
   for (int64_t d = dims - 1; d >= 0; --d) {
     const int64_t size = sizes[static_cast<size_t>(d)];
     strides[d] = stride;
-    beyond |= __builtin_mul_overflow(stride, std::max<int64_t>(1, size), &stride);
-    empty |= size == 0;
+    overflow |= __builtin_mul_overflow(stride, std::max<int64_t>(1, size), &stride);
+    is_empty |= size == 0;
   }
   int32_t dtype = aoti_torch_dtype_float32(), device_index = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   if (!in_float) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   const int64_t element = in_float ? 4 : static_cast<int64_t>(like.element_size());
   int64_t bytes = 0;
-  beyond |= __builtin_mul_overflow(stride, element, &bytes);
-  STD_TORCH_CHECK(empty || !beyond,
+  overflow |= __builtin_mul_overflow(stride, element, &bytes);
+  STD_TORCH_CHECK(is_empty || !overflow,
                   "Storage size calculation overflowed: the result has more than ", "2^63 bytes");
-  if (empty) bytes = 0;
-  const bool large = bytes >= static_cast<int64_t>(kLeastKept);
-  if (large && torch_from_blob != nullptr && kept_limit() > 0) {
-    const KeptBlock block = take_memory(static_cast<size_t>(bytes));
-    if (block.place == nullptr) throw_out_of_memory(bytes);
+  if (is_empty) bytes = 0;
+  const bool large = bytes >= static_cast<int64_t>(kMinCachedBytes);
+  if (large && torch_from_blob != nullptr && cache_limit() > 0) {
+    const CachedBlock block = cached_allocate(static_cast<size_t>(bytes));
+    if (block.data == nullptr) throw_out_of_memory(bytes);
     AtenTensorHandle handle;
-    TORCH_ERROR_CODE_CHECK(torch_from_blob(block.place, dims, sizes.data(), strides, 0, dtype,
+    TORCH_ERROR_CODE_CHECK(torch_from_blob(block.data, dims, sizes.data(), strides, 0, dtype,
                                            aoti_torch_device_type_cpu(), device_index, &handle,
-                                           aoti_torch_layout_strided(), nullptr, 0, come_back,
+                                           aoti_torch_layout_strided(), nullptr, 0, free_block,
                                            reinterpret_cast<void*>(block.bytes)));
-    return filled(handle, static_cast<size_t>(bytes));
+    return maybe_fill(handle, static_cast<size_t>(bytes));
   }
-  Tensor result = filled(empty_strided(dims, sizes.data(), strides, dtype, device_index, bytes),
-                         static_cast<size_t>(bytes));
+  Tensor result = maybe_fill(empty_strided(dims, sizes.data(), strides, dtype, device_index, bytes),
+                             static_cast<size_t>(bytes));
   if (large) prefer_huge_pages(result);
   return result;
 }
 
-Tensor fresh_rows(const Tensor& input, int64_t columns) {
+Tensor empty_rows(const Tensor& input, int64_t columns) {
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = columns;
-  return fresh(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
+  return empty_tensor(input, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
 }
 
-Tensor fresh_statistics(const Tensor& input, int64_t dims) {
-  return fresh(input, input.sizes().slice(0, static_cast<size_t>(input.dim() - dims)), true);
+Tensor empty_statistics(const Tensor& input, int64_t dims) {
+  return empty_tensor(input, input.sizes().slice(0, static_cast<size_t>(input.dim() - dims)), true);
 }
 
-Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16) {
+Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16) {
   int32_t dtype = aoti_torch_dtype_bfloat16(), device_index = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
   if (!in_bfloat16) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   const int64_t element = in_bfloat16 ? 2 : static_cast<int64_t>(like.element_size());
   const int64_t bytes = count * element, one = 1;
-  const bool huge = static_cast<size_t>(bytes) >= kLeastKept;
+  const bool huge = static_cast<size_t>(bytes) >= kMinCachedBytes;
   const int64_t size = huge ? count + kHuge / element : count;
   Tensor all(empty_strided(1, &size, &one, dtype, device_index, size * element));
   if (!huge) return all;
@@ -142,7 +142,7 @@ Tensor fresh_weight(const Tensor& like, int64_t count, bool in_bfloat16) {
 
 namespace {
 
-Tensor uninitialised(Tensor like) { return fresh_like(like); }
+Tensor uninitialised(Tensor like) { return empty_tensor_like(like); }
 
 }  // namespace
 }  // namespace tf

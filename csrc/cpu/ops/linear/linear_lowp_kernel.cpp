@@ -90,24 +90,25 @@ void direct_columns(const LinearArgs& args, const T* w, float* sums) {
       dot_products<T, 4, kColumns>};
   const auto* x = static_cast<const T*>(args.x);
   for (long i = 0; i < args.m; i += kDirectRows)
-    kByRows[least(args.m - i, kDirectRows) - 1](args, x + i * args.x_stride, w, sums + i * kPanel);
+    kByRows[min(args.m - i, kDirectRows) - 1](args, x + i * args.x_stride, w, sums + i * kPanel);
 }
 
 template <class T, int kColumns>
 void direct_panels(const LinearArgs& args, long begin, long end) {
-  const RowEnds<T> row_ends(args, 0);
+  const RowEpilogue<T> row_epilogue(args, 0);
   const long stride = args.weight_stride;
-  float sums[kMostDirectRows * kPanel] = {};
+  float sums[kMaxDirectRows * kPanel] = {};
   for (long p = begin; p < end; ++p) {
-    const long columns = least(kPanel, args.n - p * kPanel);
+    const long columns = min(kPanel, args.n - p * kPanel);
     const auto* w = static_cast<const T*>(args.weight) + p * kPanel * stride;
     long j = 0;
     for (; j + kColumns <= columns; j += kColumns)
       direct_columns<T, kColumns>(args, w + j * stride, sums + j);
     for (; j < columns; ++j) direct_columns<T, 1>(args, w + j * stride, sums + j);
-    const Ends<T> ends = row_ends.of_panel(p);
+    const Epilogue<T> epilogue = row_epilogue.of_panel(p);
     for (long i = 0; i < args.m; ++i)
-      row_ends.finish_sound(ends, i, p, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
+      row_epilogue.finish_checked(epilogue, i, p, load(sums + i * kPanel),
+                                  load(sums + i * kPanel + kLanes));
   }
 }
 
@@ -138,12 +139,12 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
   auto* a = static_cast<typename P::Operand*>(scratch);
   auto* panel = a + P::block_size(args.m, k);
   float* sums = reinterpret_cast<float*>(panel + P::panel_size(k));
-  const RowEnds<T> row_ends(args, 0);
+  const RowEpilogue<T> row_epilogue(args, 0);
   P::enter();
   for (long p = begin; p < end; ++p) {
-    const long column = p * kPanel, columns = least(kPanel, args.n - column);
+    const long column = p * kPanel, columns = min(kPanel, args.n - column);
     const typename P::Operand* next = panel;
-    if (args.turned) {
+    if (args.transposed) {
       P::pack_columns(weight + column, stride, columns, k, panel);
     } else {
       P::pack_rows(weight + column * stride, stride, columns, k, panel);
@@ -151,10 +152,11 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
       if constexpr (sizeof(typename P::Operand) == sizeof(T))
         next = weight + (column + kPanel) * stride;
     }
-    const Ends<T> ends = row_ends.of_panel(p);
+    const Epilogue<T> epilogue = row_epilogue.of_panel(p);
     P::multiply(a, args.m, k, panel, next, sums,
-                [=](long i, Vec low, Vec high)
-                    __attribute__((always_inline)) { row_ends.finish(ends, i, p, low, high); });
+                [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+                  row_epilogue.finish(epilogue, i, p, low, high);
+                });
   }
   P::leave();
 }
@@ -168,19 +170,19 @@ long panels_scratch(const LinearArgs& args) {
 }
 
 template <class T>
-constexpr LinearKernels kKernels{.in_floats = false,
+constexpr LinearKernels kKernels{.in_fp32 = false,
                                  .layout = kPanel + (sizeof(typename Product<T>::Operand) == 2),
                                  .panel = kPanel,
                                  .row_unit = 1,
-                                 .pack_turned_by = kPackRows,
+                                 .pack_transposed_rows = kPackRows,
                                  .packed_bytes = packed_bytes<T>,
                                  .pack = pack<T>,
-                                 .pack_turned = pack_turned<T>,
+                                 .pack_transposed = pack_transposed<T>,
                                  .row_block = row_block<T>,
                                  .scratch = scratch_bytes<T>,
                                  .block = block<T>,
-                                 .deepest = 4096,
-                                 .least_panels = 4,
+                                 .max_depth = 4096,
+                                 .min_panels = 4,
                                  .panels_scratch = panels_scratch<T>,
                                  .fill = fill<T>,
                                  .panels = panels<T>,
@@ -189,7 +191,7 @@ constexpr LinearKernels kKernels{.in_floats = false,
 
 }  // namespace
 
-const LinearKernels* half_linear_kernels(Element type) {
+const LinearKernels* lowp_linear_kernels(Element type) {
   return type == Element::bfloat16 ? &kKernels<BFloat16> : &kKernels<Float16>;
 }
 

@@ -15,7 +15,7 @@ using Operand = P::Operand;
 
 // Hidden units at a time: as many as a product sums up at a time, so that sums do not depend on
 // whether this kernel or two linear maps work them out.
-constexpr long kSlice = P::kChain;
+constexpr long kSlice = P::kKBlock;
 constexpr long kPad = 16;  // keeps the rows of y out of each other's cache sets
 
 struct Workspace {
@@ -42,11 +42,11 @@ struct Workspace {
 
 // kPanel hidden units of a row, from `unit` on, between the two products: what meets W2 from
 // x W1^T, and what is kept on the way.
-template <bool kTrains>
-TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long row, long unit,
-                      KeepBits& keep, Vec& low, Vec& high) {
-  if constexpr (!kTrains) return ends.finish(low, high);
-  const long place = row * args.f + unit, count = least(kPanel, args.f - unit);
+template <bool kTraining>
+TF_INLINE void activate_hidden(const FeedForwardArgs& args, const Epilogue<float>& epilogue,
+                               long row, long unit, KeepBits& keep, Vec& low, Vec& high) {
+  if constexpr (!kTraining) return epilogue.finish(low, high);
+  const long place = row * args.f + unit, count = min(kPanel, args.f - unit);
   const auto write = [&](void* to) __attribute__((always_inline)) {
     auto* at = static_cast<float*>(to);
     // Where the next panel will write: stores a row apart are nothing that hardware foresees.
@@ -54,7 +54,7 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     store_some(at + place, low, count);
     if (count > kLanes) store_some(at + place + kLanes, high, count - kLanes);
   };
-  ends.start(low, high);
+  epilogue.add_bias(low, high);
   if (args.preactivation != nullptr) write(args.preactivation);
   Vec factors[2];
   if (args.dropout.on)
@@ -72,8 +72,8 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
     _mm_prefetch(reinterpret_cast<const char*>(at + kPanel + kLanes), _MM_HINT_T1);
     Vec h[2] = {load_some(at, count),
                 count > kLanes ? load_some(at + kLanes, count - kLanes) : zero()};
-    low = through_activation(dropped(low, 0), h[0], args.activation);
-    high = through_activation(dropped(high, 1), h[1], args.activation);
+    low = activation_backward(dropped(low, 0), h[0], args.activation);
+    high = activation_backward(dropped(high, 1), h[1], args.activation);
     if (args.panels != nullptr) {
       float* to = static_cast<float*>(args.panels) + weight_gradient_place(args.m, row, unit);
       store(to, dropped(h[0], 0));
@@ -84,27 +84,27 @@ TF_INLINE void middle(const FeedForwardArgs& args, const Ends<float>& ends, long
 }
 
 // A row of the result by fp32 FMA, for numbers that have no pieces.
-template <bool kTrains>
-void plain(const FeedForwardArgs& args, long row, float* units, KeepBits& keep, float* y) {
+template <bool kTraining>
+void fp32_rows(const FeedForwardArgs& args, long row, float* units, KeepBits& keep, float* y) {
   const auto* w1 = static_cast<const Operand*>(args.packed1);
   const auto* w2 = static_cast<const Operand*>(args.packed2);
   const float* x = static_cast<const float*>(args.x) + row * args.x_stride;
   Vec low, high;
   for (long j = 0; j < args.f; j += kPanel, w1 += P::panel_size(args.k)) {
-    P::plain_row([&](long p) { return x[p]; }, args.k, w1, low, high);
-    middle<kTrains>(args, Ends<float>(args.bias1, j, args.f, args.activation), row, j, keep, low,
-                    high);
+    P::fp32_row([&](long p) { return x[p]; }, args.k, w1, low, high);
+    activate_hidden<kTraining>(args, Epilogue<float>(args.bias1, j, args.f, args.activation), row,
+                               j, keep, low, high);
     store(units + j, low);
     store(units + j + kLanes, high);
   }
   for (long j = 0; j < args.n; j += kPanel, w2 += P::panel_size(args.f)) {
-    P::plain_row([&](long p) { return units[p]; }, args.f, w2, low, high);
+    P::fp32_row([&](long p) { return units[p]; }, args.f, w2, low, high);
     store(y + j, low);
     store(y + j + kLanes, high);
   }
 }
 
-template <bool kTrains>
+template <bool kTraining>
 void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   const auto* w1 = static_cast<const Operand*>(args.packed1);
   const auto* w2 = static_cast<const Operand*>(args.packed2);
@@ -115,19 +115,20 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   P::fill(x, args.x_stride, rows, args.k, work.x);
   // Once even without hidden units: the product then clears y.
   for (long f = 0; f == 0 || f < args.f; f += kSlice) {
-    const long units = least(kSlice, args.f - f);
+    const long units = min(kSlice, args.f - f);
     const Operand* w2_slice = w2 + P::panel_size(f);
     for (long j = 0; j < units; j += kPanel) {
-      const Ends<float> ends(args.bias1, f + j, args.f, args.activation);
+      const Epilogue<float> epilogue(args.bias1, f + j, args.f, args.activation);
       const Operand* panel = w1 + (f + j) / kPanel * P::panel_size(args.k);
       const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
       P::multiply(work.x, rows, args.k, panel, next, work.sums,
                   [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
                     // What is kept has to be right; else the result tells in the end.
-                    if (kTrains && P::is_odd(low, high))
-                      P::plain_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
-                                   low, high);
-                    middle<kTrains>(args, ends, begin + i, f + j, work.keep[i], low, high);
+                    if (kTraining && P::needs_fp32(low, high))
+                      P::fp32_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
+                                  low, high);
+                    activate_hidden<kTraining>(args, epilogue, begin + i, f + j, work.keep[i], low,
+                                               high);
                     // In the very pieces that a linear map splits its rows into.
                     P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
                   });
@@ -144,19 +145,19 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   for (long i = 0; i < rows && args.y != nullptr; ++i) {
     float* sums = work.y + i * work.y_stride;
     for (long j = 0; j < args.n; j += kPanel) {
-      if (!P::is_odd(load(sums + j), load(sums + j + kLanes))) continue;
-      plain<kTrains>(args, begin + i, work.units, work.keep[i], sums);
+      if (!P::needs_fp32(load(sums + j), load(sums + j + kLanes))) continue;
+      fp32_rows<kTraining>(args, begin + i, work.units, work.keep[i], sums);
       break;
     }
     const auto* residual = static_cast<const float*>(args.residual);
     if (residual != nullptr) residual += (begin + i) * args.residual_stride;
     float* y = static_cast<float*>(args.y) + (begin + i) * args.n;
     for (long j = 0; j < args.n; j += kPanel) {
-      const Ends<float> ends(args.bias2, j, args.n, kIdentity);
+      const Epilogue<float> epilogue(args.bias2, j, args.n, kIdentity);
       Vec low = load(sums + j), high = load(sums + j + kLanes);
-      ends.finish(low, high);
-      if (residual != nullptr) ends.add(residual + j, low, high);
-      ends.write(y + j, low, high);
+      epilogue.finish(low, high);
+      if (residual != nullptr) epilogue.add(residual + j, low, high);
+      epilogue.write(y + j, low, high);
     }
   }
 }
@@ -164,7 +165,7 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
 long row_block(const FeedForwardArgs& args) {
   // y passes by once in a slice, as the weights do, so it needs no room.
   constexpr long kBudget = 1600 * 1024, kUnit = P::kPair;
-  return most(kUnit, least(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
+  return max(kUnit, min(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
 }
 
 long scratch_bytes(const FeedForwardArgs& args, long rows) {
@@ -180,6 +181,6 @@ constexpr FeedForwardKernels kKernels{
 
 }  // namespace
 
-const FeedForwardKernels* split_feed_forward_kernels() { return &kKernels; }
+const FeedForwardKernels* bf16x3_feed_forward_kernels() { return &kKernels; }
 
 }  // namespace tf::TF_ISA

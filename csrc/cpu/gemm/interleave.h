@@ -9,34 +9,34 @@ namespace {
 // Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
 // parts go at once, into a function that is not inlined, whose constants then stay in registers:
 // few instructions between products are free, many are not, whatever they do.
-class Spread {
+class Interleaver {
  public:
-  Spread(long total, long calls, long at_once)
-      : total_(total), between_(most(1, calls * at_once / most(1, total))), wait_(between_) {
-    const long turns = most(1, calls / between_);
-    some_ = (total + turns - 1) / turns;
+  Interleaver(long total, long calls, long at_once)
+      : total_(total), between_(max(1, calls * at_once / max(1, total))), countdown_(between_) {
+    const long turns = max(1, calls / between_);
+    parts_ = (total + turns - 1) / turns;
   }
   // Calls work(begin, end) for the parts that are due.
   template <class Work>
   TF_INLINE void operator()(const Work& work) {
-    if (--wait_ > 0 || done_ == total_) return;
-    wait_ = between_;
-    some(work, least(done_ + some_, total_));
+    if (--countdown_ > 0 || done_ == total_) return;
+    countdown_ = between_;
+    run_until(work, min(done_ + parts_, total_));
   }
   // For all that are left.
   template <class Work>
   TF_INLINE void finish(const Work& work) {
-    if (done_ < total_) some(work, total_);
+    if (done_ < total_) run_until(work, total_);
   }
 
  private:
   template <class Work>
-  TF_INLINE void some(const Work& work, long until) {
+  TF_INLINE void run_until(const Work& work, long until) {
     work(done_, until);
     done_ = until;
   }
 
-  long total_, between_, some_, wait_, done_ = 0;
+  long total_, between_, parts_, countdown_, done_ = 0;
 };
 
 // Fetches a row of n values into the second-level cache.
@@ -50,7 +50,7 @@ void fetch_row(const T* row, long n) {
 class FetchAhead {
  public:
   FetchAhead(const void* next, long bytes, long calls)
-      : at_(static_cast<const char*>(next)), share_(bytes / kLine / most(1, calls) + 1) {}
+      : at_(static_cast<const char*>(next)), share_(bytes / kLine / max(1, calls) + 1) {}
   TF_INLINE void operator()() {
     for (long line = 0; line < share_; ++line, at_ += kLine) _mm_prefetch(at_, _MM_HINT_T1);
   }

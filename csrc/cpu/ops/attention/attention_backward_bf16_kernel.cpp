@@ -8,7 +8,8 @@ template <class T>
 bool keys(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
           float* part, void* scratch) {
   return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
-    return walk<TypedProducts<T>>(args, work, keys_per_tile(args), b, key_head, begin, end, part);
+    return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin, end,
+                                      part);
   });
 }
 
@@ -16,7 +17,7 @@ template <class T>
 bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
           void* scratch) {
   return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
-    return walk_mask<TypedProducts<T>>(args, work, keys_per_tile(args), b, h, tile, begin, end);
+    return loop_mask<Bf16Products<T>>(args, work, keys_per_tile(args), b, h, tile, begin, end);
   });
 }
 
@@ -31,26 +32,24 @@ auto by_type([[maybe_unused]] const AttentionBackwardArgs& args, const F& f) {
 
 }  // namespace
 
-long tiles_attention_backward_keys(const AttentionBackwardArgs& args) {
-  return keys_per_tile(args);
-}
+long bf16_attention_backward_keys(const AttentionBackwardArgs& args) { return keys_per_tile(args); }
 
-long tiles_attention_backward_queries() { return kRows; }
+long bf16_attention_backward_queries() { return kRows; }
 
-long tiles_attention_backward_scratch(const AttentionBackwardArgs& args) {
+long bf16_attention_backward_scratch(const AttentionBackwardArgs& args) {
   return by_type(args,
                  [&](auto type) { return BackwardWorkspace<decltype(type)>(args, nullptr).bytes; });
 }
 
-bool tiles_attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
-                              long end, float* part, void* scratch) {
+bool bf16_attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
+                             long end, float* part, void* scratch) {
   return by_type(args, [&](auto type) {
     return keys<decltype(type)>(args, b, key_head, begin, end, part, scratch);
   });
 }
 
-bool tiles_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
-                                   long begin, long end, void* scratch) {
+bool bf16_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
+                                  long begin, long end, void* scratch) {
   return by_type(
       args, [&](auto type) { return mask<decltype(type)>(args, b, h, tile, begin, end, scratch); });
 }

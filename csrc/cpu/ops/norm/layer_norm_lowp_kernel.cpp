@@ -87,11 +87,11 @@ void rows(const LayerNormArgs& args, long begin, long end, const Workspace& work
 
 }  // namespace
 
-long half_layer_norm_scratch(const LayerNormArgs& args) {
+long lowp_layer_norm_scratch(const LayerNormArgs& args) {
   return (4 * room(args.n) + 2 * kLanes) * static_cast<long>(sizeof(float));
 }
 
-void half_layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch) {
+void lowp_layer_norm_rows(const LayerNormArgs& args, long begin, long end, void* scratch) {
   const Workspace work(scratch, args.n);
   widen(args.weight, args.weight_type, args.n, 1.0f, work.weight);
   widen(args.bias, args.weight_type, args.n, 0.0f, work.bias);

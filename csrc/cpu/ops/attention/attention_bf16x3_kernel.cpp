@@ -4,12 +4,12 @@
 
 namespace tf::TF_ISA {
 
-long split_attention_scratch(const AttentionArgs& args) {
+long bf16x3_attention_scratch(const AttentionArgs& args) {
   return Workspace<float>(args, nullptr).bytes;
 }
 
-void split_attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
-                             void* scratch) {
+void bf16x3_attention_queries(const AttentionArgs& args, long b, long key_head, long begin,
+                              long end, void* scratch) {
   attend<float>(args, b, key_head, begin, end, scratch);
 }
 

@@ -1,58 +1,58 @@
-// Operands of products on AMX tiles (bf16_tiles.h): A lies as tiles of 16 rows x 32 values, B in
+// Operands of products on AMX tiles (bf16_amx.h): A lies as tiles of 16 rows x 32 values, B in
 // panels of pairs (bf16_pairs.h). For kernel files only.
 //
-// kPieces is 1 for operands of bfloat16. With 3, fp32 operands are sums of three pieces
-// (bf16_pieces.h), which lie side by side.
+// kComponents is 1 for operands of bfloat16. With 3, fp32 operands are sums of three pieces
+// (bf16x3.h), which lie side by side.
 #pragma once
 
 #include <type_traits>
 
 #include "cpu/gemm/bf16_pairs.h"
-#include "cpu/gemm/bf16_pieces.h"
+#include "cpu/gemm/bf16x3.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-template <int kPieces>
-class TileOperands {
-  static_assert(kPieces == 1 || kPieces == 3);
+template <int kComponents>
+class AmxOperands {
+  static_assert(kComponents == 1 || kComponents == 3);
 
  public:
   using Operand = BFloat16;
-  using Element = std::conditional_t<kPieces == 1, BFloat16, float>;
-  static constexpr bool kSplit = kPieces == 3, kRounds = !kSplit;
-  static constexpr long kBytes = kPieces * sizeof(Operand);
+  using Element = std::conditional_t<kComponents == 1, BFloat16, float>;
+  static constexpr bool kIsBf16x3 = kComponents == 3, kRounds = !kIsBf16x3;
+  static constexpr long kBytes = kComponents * sizeof(Operand);
   static constexpr long kTile = 16, kTileSize = kTile * kPairDepth;
 
   static long depth(long k) { return pair_depth(k); }
-  static long panel_size(long k) { return kPieces * kPanel * pair_depth(k); }
+  static long panel_size(long k) { return kComponents * kPanel * pair_depth(k); }
   static long block_size(long rows, long k) {
-    return kPieces * round_up(rows, kTile) * pair_depth(k);
+    return kComponents * round_up(rows, kTile) * pair_depth(k);
   }
 
   // Where the kPanel values of A from `column` on (a multiple of kPanel) of a row stand.
   static Operand* chunk(Operand* block, long k, long row, long column) {
-    return block + (row / kTile * kTile * pair_depth(k) + column * kTile) * kPieces +
+    return block + (row / kTile * kTile * pair_depth(k) + column * kTile) * kComponents +
            row % kTile * kPanel;
   }
   static void put(Operand* chunk, Vec low, Vec high) {
-    if constexpr (kSplit) {
-      store_pieces(chunk, kTileSize, low, high);
+    if constexpr (kIsBf16x3) {
+      store_bf16x3(chunk, kTileSize, low, high);
     } else {
       store_rounded(chunk, low, high);
     }
   }
   static Vec add(Vec sums, Vec low, Vec high) {
-    if constexpr (kSplit) {
+    if constexpr (kIsBf16x3) {
       return sums + (low + high);
     } else {
       return add_rounded(sums, low, high);
     }
   }
-  // put() for finite values: of infinity it makes NaN, which is_odd() tells.
+  // put() for finite values: of infinity it makes NaN, which needs_fp32() tells.
   static void put_finite(Operand* chunk, Vec low, Vec high) {
-    if constexpr (kSplit) {
-      store_pieces<true>(chunk, kTileSize, low, high);
+    if constexpr (kIsBf16x3) {
+      store_bf16x3<true>(chunk, kTileSize, low, high);
     } else {
       store_rounded(chunk, low, high);
     }
@@ -60,17 +60,17 @@ class TileOperands {
 
   // Rows of B that stand together as its row `pair` of pairs: the first (which = 0), the second.
   static long pair_row(long pair, int which) {
-    return kSplit ? pair / 16 * kPairDepth + pair % 16 + 16 * which : 2 * pair + which;
+    return kIsBf16x3 ? pair / 16 * kPairDepth + pair % 16 + 16 * which : 2 * pair + which;
   }
   static Operand* pair_place(Operand* panel, long pair) {
-    return panel + pair / 16 * kPieces * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
+    return panel + pair / 16 * kComponents * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
   }
   // Two such rows of a panel of B from finite values.
   static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
     Operand* to = pair_place(panel, pair);
-    if constexpr (kSplit) {
+    if constexpr (kIsBf16x3) {
       TF_UNROLL for (int u = 0; u < 2; ++u)
-          store_pieces<true>(to + u * kPanel, 2 * kTileSize, first[u], second[u]);
+          store_bf16x3<true>(to + u * kPanel, 2 * kTileSize, first[u], second[u]);
     } else {
       TF_UNROLL for (int u = 0; u < 2; ++u) store_interleaved(to + u * kPanel, first[u], second[u]);
     }
@@ -78,14 +78,14 @@ class TileOperands {
   // The same, and as rows of A as well.
   static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
                        const Vec (&first)[2], const Vec (&second)[2]) {
-    if constexpr (kSplit) {
+    if constexpr (kIsBf16x3) {
       Operand* to = pair_place(panel, pair);
-      __m512i one[2][kSplitPieces], two[2][kSplitPieces];
+      __m512i one[2][kSplitComponents], two[2][kSplitComponents];
       TF_UNROLL for (int u = 0; u < 2; ++u) {
-        split_finite(first[u], one[u]);
-        split_finite(second[u], two[u]);
+        split_bf16x3_finite(first[u], one[u]);
+        split_bf16x3_finite(second[u], two[u]);
       }
-      TF_UNROLL for (int i = 0; i < kSplitPieces; ++i) {
+      TF_UNROLL for (int i = 0; i < kSplitComponents; ++i) {
         _mm512_storeu_si512(first_chunk + i * kTileSize, pairs(one[0][i], one[1][i]));
         _mm512_storeu_si512(second_chunk + i * kTileSize, pairs(two[0][i], two[1][i]));
         TF_UNROLL for (int u = 0; u < 2; ++u)
@@ -98,12 +98,12 @@ class TileOperands {
     }
   }
   static float value(const Operand* chunk, long column) {
-    return whole(chunk + (kSplit ? place_in_block(column) : column), kTileSize);
+    return whole(chunk + (kIsBf16x3 ? place_in_block(column) : column), kTileSize);
   }
   static float element(const Operand* panel, long k, long column) {
     const long block = k / kPairDepth,
-               place = kSplit ? place_in_block(k % kPairDepth) : k % kPairDepth;
-    return whole(panel + block * kPairDepth * kPanel * kPieces + place / 2 * 2 * kPanel +
+               place = kIsBf16x3 ? place_in_block(k % kPairDepth) : k % kPairDepth;
+    return whole(panel + block * kPairDepth * kPanel * kComponents + place / 2 * 2 * kPanel +
                      column * 2 + place % 2,
                  2 * kTileSize);
   }
@@ -112,10 +112,10 @@ class TileOperands {
   static void fill(const Element* from, long stride, long rows, long k, Operand* block) {
     for (long tile = 0; tile < rows; tile += kTile) {
       for (long p = 0; p < k; p += kPanel) {
-        for (long i = tile; i < least(tile + kTile, rows); ++i) {
+        for (long i = tile; i < min(tile + kTile, rows); ++i) {
           const Element* row = from + i * stride + p;
-          if constexpr (kSplit) {
-            put(chunk(block, k, i, p), load_some(row, least(kLanes, k - p)),
+          if constexpr (kIsBf16x3) {
+            put(chunk(block, k, i, p), load_some(row, min(kLanes, k - p)),
                 k - p > kLanes ? load_some(row + kLanes, k - p - kLanes) : zero());
           } else {
             _mm512_storeu_si512(chunk(block, k, i, p), load_values(row, k - p));
@@ -128,50 +128,51 @@ class TileOperands {
   // Rows `row` to row + 15 of A (`row` a multiple of 16) and its columns from `column` on, as many
   // as kPairDepth, from columns of a tensor: the first `depth` of its rows, `columns` <= 16 of
   // finite values in each. The others are 0.
-  static void turn(const Element* from, long stride, long depth, long columns, Operand* block,
-                   long k, long row, long column) {
+  static void fill_transposed(const Element* from, long stride, long depth, long columns,
+                              Operand* block, long k, long row, long column) {
     Operand* tile = chunk(block, k, row, column);
-    if constexpr (kSplit) {
-      alignas(64) float turned[2][kTile * kTile];
-      turn_floats(from, stride, least(kTile, depth), columns, turned[0]);
-      turn_floats(from + kTile * stride, stride, depth - kTile, columns, turned[1]);
+    if constexpr (kIsBf16x3) {
+      alignas(64) float transposed[2][kTile * kTile];
+      transpose_floats(from, stride, min(kTile, depth), columns, transposed[0]);
+      transpose_floats(from + kTile * stride, stride, depth - kTile, columns, transposed[1]);
       for (long r = 0; r < kTile; ++r)
-        put_finite(tile + r * kPanel, load(turned[0] + r * kTile), load(turned[1] + r * kTile));
+        put_finite(tile + r * kPanel, load(transposed[0] + r * kTile),
+                   load(transposed[1] + r * kTile));
     } else {
-      turn_pairs(from, stride, depth, columns, tile, kPanel);
+      transpose_pairs(from, stride, depth, columns, tile, kPanel);
     }
   }
 
   static void pack_rows(const Element* rows, long stride, long count, long k, Operand* panel) {
-    if constexpr (kSplit) {
-      split_pair_rows(rows, stride, count, k, panel);
+    if constexpr (kIsBf16x3) {
+      pack_bf16x3_rows(rows, stride, count, k, panel);
     } else {
       pack_pair_rows(rows, stride, count, k, panel);
     }
   }
   static void pack_columns(const Element* rows, long stride, long columns, long k, Operand* panel) {
-    if constexpr (kSplit) {
-      split_pair_columns(rows, stride, columns, k, panel);
+    if constexpr (kIsBf16x3) {
+      pack_bf16x3_columns(rows, stride, columns, k, panel);
     } else {
       pack_pair_columns(rows, stride, columns, k, panel);
     }
   }
 
   // With 0 in place of numbers without pieces.
-  static void pack_clean_columns(const Element* rows, long stride, long columns, long k,
-                                 Operand* panel) {
-    static_assert(kSplit);
-    split_pair_columns<true>(rows, stride, columns, k, panel);
+  static void pack_representable_columns(const Element* rows, long stride, long columns, long k,
+                                         Operand* panel) {
+    static_assert(kIsBf16x3);
+    pack_bf16x3_columns<true>(rows, stride, columns, k, panel);
   }
 
   // Whether x is not a number that pieces stand for.
   template <class X>
-  static auto is_lost(X x) {
-    return has_no_pieces(x);
+  static auto not_representable(X x) {
+    return not_bf16x3(x);
   }
-  using Lost = WithoutPieces;
+  using RangeCheck = Bf16x3RangeCheck;
   // Whether sums may be wrong: infinity became NaN, or all are so small that pieces were lost.
-  static bool is_odd(Vec low, Vec high) {
+  static bool needs_fp32(Vec low, Vec high) {
     // The bits of positive floats are in the floats' order.
     const __m512i size = _mm512_set1_epi32(0x7fffffff);
     const __m512i largest = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(low), size),
@@ -185,13 +186,13 @@ class TileOperands {
 
   // A row of C by fp32 FMA, for what the pieces cannot do.
   template <class Read>
-  static void plain_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
+  static void fp32_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
     low = high = zero();
     for (long p = 0; p < k; ++p) {
       const Vec x = set1(read(p));
       const long block = p / kPairDepth, place = place_in_block(p % kPairDepth);
       Vec b[2];
-      load_pieces(panel + block * kPairDepth * kPanel * kPieces + place / 2 * 2 * kPanel,
+      load_bf16x3(panel + block * kPairDepth * kPanel * kComponents + place / 2 * 2 * kPanel,
                   2 * kTileSize, place % 2, b);
       low = fma(x, b[0], low);
       high = fma(x, b[1], high);
@@ -202,12 +203,13 @@ class TileOperands {
   // The sum of the pieces of an operand, `apart` from each other.
   static float whole(const Operand* operand, long apart) {
     float sum = load_one(operand);
-    for (int piece = 1; piece < kPieces; ++piece) sum += load_one(operand + piece * apart);
+    for (int piece = 1; piece < kComponents; ++piece) sum += load_one(operand + piece * apart);
     return sum;
   }
 
   // to[r][j] = j < count ? from[j][r] : 0, for r and j < kTile.
-  static void turn_floats(const float* from, long stride, long count, long columns, float* to) {
+  static void transpose_floats(const float* from, long stride, long count, long columns,
+                               float* to) {
     if (columns >= kTile && count == kTile) return transpose_block(from, stride, to, kTile);
     alignas(64) float some[kTile * kTile] = {};
     for (long j = 0; j < count; ++j) store(some + j * kTile, load_some(from + j * stride, columns));

@@ -19,23 +19,24 @@ enum Slot { kHiddenSlot = 2, kProjectedSlot, kAttendedSlot, kNormedSlot, kStream
 inline char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
 
 inline void check_block_input(const char* op, const Tensor& input) {
-  STD_TORCH_CHECK(input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_half(input)),
-                  op, ": input must be float32, bfloat16 or float16, and on the CPU");
+  STD_TORCH_CHECK(
+      input.is_cpu() && (input.scalar_type() == ScalarType::Float || is_reduced_float(input)), op,
+      ": input must be float32, bfloat16 or float16, and on the CPU");
 }
 
 // A linear map's parameters, W (n, k), and what is kept of it.
-struct Map {
+struct LinearParameters {
   Tensor weight;
   MaybeTensor packed, bias;
 
-  Map(const char* op, const char* name, const MaybeTensor& w, const MaybeTensor& p,
-      const MaybeTensor& b, const Tensor& input, int64_t n, int64_t k)
+  LinearParameters(const char* op, const char* name, const MaybeTensor& w, const MaybeTensor& p,
+                   const MaybeTensor& b, const Tensor& input, int64_t n, int64_t k)
       : weight(w ? *w : input), packed(p), bias(as_contiguous(b)) {
     const ScalarType type = input.scalar_type();
     STD_TORCH_CHECK(w && weight.is_cpu() && weight.scalar_type() == type && weight.dim() == 2 &&
                         weight.size(0) == n && weight.size(1) == k,
                     op, ": ", name, " must be (", n, ", ", k, ") of input's dtype");
-    STD_TORCH_CHECK(weight.numel() <= kMostElements, op, ": ", name, " is too large");
+    STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
     STD_TORCH_CHECK(!bias || (bias->is_cpu() && bias->scalar_type() == type && bias->numel() == n),
                     op, ": the bias of ", name, " must have ", n, " elements of input's dtype");
   }
@@ -43,31 +44,32 @@ struct Map {
 
 // A map with its weight in the form for products of up to m rows; packed now into shared scratch
 // `slot` where no packed copy is given.
-class ReadyMap {
+class PackedLinear {
  public:
-  ReadyMap(const Map& map, int64_t m, int slot) : map_(map) {
-    if (!is_direct(map.weight, map.packed, m)) panels_ = panels_of(map.weight, map.packed, slot, m);
+  PackedLinear(const LinearParameters& linear, int64_t m, int slot) : linear_(linear) {
+    if (!is_direct(linear.weight, linear.packed, m))
+      panels_ = panels_of(linear.weight, linear.packed, slot, m);
   }
 
   // y = x W^T + bias + residual, m rows, each behind the one before.
   void run(const void* x, int64_t m, const void* residual, void* y) const {
-    run_part(x, m, residual, y, 0, map_.weight.size(0));
+    run_part(x, m, residual, y, 0, linear_.weight.size(0));
   }
   // By the rows [from, from + n) of W; `from` begins a panel.
   void run_part(const void* x, int64_t m, const void* residual, void* y, int64_t from,
                 int64_t n) const {
-    const Tensor& weight = map_.weight;
+    const Tensor& weight = linear_.weight;
     const int64_t k = weight.size(1);
     const Element type = element_of(weight);
     const LinearArgs args{
-        type, x, nullptr, place_of(data_of(map_.bias), type, from), residual, y, m, k, n, k,
+        type, x, nullptr, offset_ptr(data_of(linear_.bias), type, from), residual, y, m, k, n, k,
         n,    n, 0};
     if (panels_.data == nullptr) return run_direct_linear(args, weight, from);
     run_linear(args, panels_.from(from, k));
   }
 
  private:
-  const Map& map_;
+  const LinearParameters& linear_;
   Panels panels_;
 };
 
@@ -81,9 +83,10 @@ struct Norm {
       : weight(as_contiguous(w)), bias(as_contiguous(b)), eps(e) {
     for (const MaybeTensor* parameter : {&w, &b})
       STD_TORCH_CHECK(
-          !*parameter || ((*parameter)->is_cpu() && (*parameter)->numel() == columns &&
-                          ((*parameter)->scalar_type() == input.scalar_type() ||
-                           (is_half(input) && (*parameter)->scalar_type() == ScalarType::Float))),
+          !*parameter ||
+              ((*parameter)->is_cpu() && (*parameter)->numel() == columns &&
+               ((*parameter)->scalar_type() == input.scalar_type() ||
+                (is_reduced_float(input) && (*parameter)->scalar_type() == ScalarType::Float))),
           op, ": the norm must have ", columns, " elements of input's dtype");
     STD_TORCH_CHECK(!w || !b || w->scalar_type() == b->scalar_type(), op,
                     ": the norm's weight and bias must have the same dtype");
@@ -123,8 +126,9 @@ void run_sublayer(const Tensor& like, const Norm& norm, bool norm_first, const v
 }
 
 // y = second(activation(first(x))) + residual, m rows.
-inline void run_feed_forward(const Map& first, const Map& second, int activation, const void* x,
-                             int64_t m, const void* residual, void* y) {
+inline void run_feed_forward(const LinearParameters& first, const LinearParameters& second,
+                             int activation, const void* x, int64_t m, const void* residual,
+                             void* y) {
   const int64_t f = first.weight.size(0), k = first.weight.size(1), n = second.weight.size(0);
   run_feed_forward({.type = element_of(first.weight),
                     .x = x,
@@ -149,7 +153,7 @@ enum class SublayerKind : int64_t { self_attention, cross_attention, feed_forwar
 // Two linear maps with something between them, and the norm around it all.
 struct Sublayer {
   SublayerKind kind;
-  Map first, second;
+  LinearParameters first, second;
   Norm norm;
 };
 
@@ -173,20 +177,21 @@ inline std::vector<Sublayer> read_sublayers(const char* op, const std::vector<Su
   for (size_t i = 0; i < count; ++i) {
     const SublayerKind kind = kinds[i % kinds.size()];
     const MaybeTensor* p = &parameters[6 * i];
-    const MaybeTensor* kept = &packed[2 * i];
+    const MaybeTensor* packed_pair = &packed[2 * i];
     const Norm norm(op, p[4], p[5], eps[i], input, width);
     if (kind == SublayerKind::feed_forward) {
       const int64_t hidden = p[0] && p[0]->dim() == 2 ? p[0]->size(0) : 0;
       sublayers.push_back({kind,
-                           {op, "weight1", p[0], kept[0], p[1], input, hidden, width},
-                           {op, "weight2", p[2], kept[1], p[3], input, width, hidden},
+                           {op, "weight1", p[0], packed_pair[0], p[1], input, hidden, width},
+                           {op, "weight2", p[2], packed_pair[1], p[3], input, width, hidden},
                            norm});
     } else {
       const int64_t parts = kind == SublayerKind::self_attention ? 3 : cross_parts;
-      sublayers.push_back({kind,
-                           {op, "in_weight", p[0], kept[0], p[1], input, parts * width, width},
-                           {op, "out_weight", p[2], kept[1], p[3], input, width, width},
-                           norm});
+      sublayers.push_back(
+          {kind,
+           {op, "in_weight", p[0], packed_pair[0], p[1], input, parts * width, width},
+           {op, "out_weight", p[2], packed_pair[1], p[3], input, width, width},
+           norm});
     }
   }
   return sublayers;

@@ -2,7 +2,7 @@
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
@@ -33,7 +33,7 @@ struct Tile {
   const float *left, *right;
   float* sums;
   long left_row, left_step, right_stride, sums_stride, depth, columns;
-  bool onto, ahead;  // add to what is there; fetch right's rows before they are read
+  bool accumulate, ahead;  // add to what is there; fetch right's rows before they are read
 };
 
 template <int kCount, bool kWhole>
@@ -57,7 +57,7 @@ void tile(const Tile& t) {
   }
   TF_UNROLL for (int i = 0; i < kCount; ++i) {
     float* to = t.sums + i * t.sums_stride;
-    if (t.onto) {
+    if (t.accumulate) {
       Vec before[kVecs];
       read<kWhole>(to, t.columns, before);
       TF_UNROLL for (int v = 0; v < kVecs; ++v) sum[i][v] = sum[i][v] + before[v];
@@ -95,7 +95,7 @@ void tile_of(long rows, const Tile& t) {
 // All rows of a strip of columns.
 void strip(long rows, Tile t) {
   for (long row = 0; row < rows; row += kRows) {
-    const long count = least(kRows, rows - row);
+    const long count = min(kRows, rows - row);
     (t.columns >= kColumns ? tile_of<true> : tile_of<false>)(count, t);
     t.left += count * t.left_row;
     t.sums += count * t.sums_stride;
@@ -105,11 +105,11 @@ void strip(long rows, Tile t) {
 
 }  // namespace
 
-long few_columns() { return kColumns; }
+long small_m_columns() { return kColumns; }
 
-void few_input_gradient(const FewInputArgs& args, long begin, long end) {
+void small_m_input_gradient(const SmallMInputArgs& args, long begin, long end) {
   for (long column = begin; column < end; column += kColumns)
-    for (long n = 0; n < args.n; n += kChain)  // a chunk of W stays in cache for all rows
+    for (long n = 0; n < args.n; n += kKBlock)  // a chunk of W stays in cache for all rows
       strip(args.m, {.left = args.grad + n,
                      .right = args.weight + n * args.weight_stride + column,
                      .sums = args.grad_input + column,
@@ -117,32 +117,32 @@ void few_input_gradient(const FewInputArgs& args, long begin, long end) {
                      .left_step = 1,
                      .right_stride = args.weight_stride,
                      .sums_stride = args.k,
-                     .depth = least(kChain, args.n - n),
+                     .depth = min(kKBlock, args.n - n),
                      .columns = end - column,
-                     .onto = n > 0,
+                     .accumulate = n > 0,
                      .ahead = true});
 }
 
-void few_weight_gradient(const WeightGradientArgs& args, long begin, long end) {
+void small_m_weight_gradient(const WeightGradientArgs& args, long begin, long end) {
   const auto* grad = static_cast<const float*>(args.grad);
   const auto* x = static_cast<const float*>(args.x);
   auto* to = static_cast<float*>(args.grad_weight);
   for (long row = begin; row < end; row += kRows)
     for (long column = 0; column < args.k; column += kColumns)
-      strip(least(kRows, end - row), {.left = grad + row,
-                                      .right = x + column,
-                                      .sums = to + row * args.k + column,
-                                      .left_row = 1,
-                                      .left_step = args.grad_stride,
-                                      .right_stride = args.x_stride,
-                                      .sums_stride = args.k,
-                                      .depth = args.m,
-                                      .columns = args.k - column,
-                                      .onto = false,
-                                      .ahead = false});
+      strip(min(kRows, end - row), {.left = grad + row,
+                                    .right = x + column,
+                                    .sums = to + row * args.k + column,
+                                    .left_row = 1,
+                                    .left_step = args.grad_stride,
+                                    .right_stride = args.x_stride,
+                                    .sums_stride = args.k,
+                                    .depth = args.m,
+                                    .columns = args.k - column,
+                                    .accumulate = false,
+                                    .ahead = false});
 }
 
-void few_middle(const FewMiddleArgs& args, long begin, long end, float* scratch) {
+void hidden_backward(const HiddenBackwardArgs& args, long begin, long end, float* scratch) {
   for (long row = begin; row < end; ++row) {
     if (args.dropout.on)
       dropout_factors(args.dropout, static_cast<uint64_t>(row), 0, args.f, scratch);
@@ -151,7 +151,7 @@ void few_middle(const FewMiddleArgs& args, long begin, long end, float* scratch)
       const auto dropped = [&](Vec x) { return args.dropout.on ? drop(x, load(scratch + j)) : x; };
       Vec h = load_some(args.z + place, left);
       const Vec grad = dropped(load_some(args.grad + place, left));
-      store_some(args.grad + place, through_activation(grad, h, args.activation), left);
+      store_some(args.grad + place, activation_backward(grad, h, args.activation), left);
       if (args.hidden != nullptr) store_some(args.hidden + place, dropped(h), left);
     }
   }

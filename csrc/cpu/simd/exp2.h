@@ -1,7 +1,7 @@
 // Powers of two for the probabilities of half types. For kernel files only.
 #pragma once
 
-#include "cpu/simd/half.h"
+#include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -9,7 +9,7 @@ namespace {
 constexpr float kLog2E = 1.44269504089f;
 
 // e^(score + minus) as an exponent of 2; of the reference itself, exactly 0.
-TF_INLINE Vec exponent(Vec score, Vec minus) { return (score + minus) * set1(kLog2E); }
+TF_INLINE Vec exponent(Vec score, Vec shift) { return (score + shift) * set1(kLog2E); }
 
 // c[0] + c[1] f + ...
 template <int kDegree>
@@ -26,36 +26,36 @@ TF_INLINE Vec polynomial(const float (&c)[kDegree + 1], Vec f) {
 // f from 0 to 1: scalef takes the floor of x by itself. Where its result is denormal it would cost
 // a hundred times as much, but for flush_denormals().
 template <int kDegree>
-TF_INLINE Vec power_of_two(Vec x, const float (&c)[kDegree + 1]) {
+TF_INLINE Vec exp2(Vec x, const float (&c)[kDegree + 1]) {
   return _mm512_scalef_ps(polynomial<kDegree>(c, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | 8)),
                           x);
 }
-TF_INLINE Vec power_of_two(Vec x, BFloat16) {
+TF_INLINE Vec exp2(Vec x, BFloat16) {
   constexpr float c[] = {9.9992521901e-01f, 6.9583353789e-01f, 2.2606715784e-01f,
                          7.8024523144e-02f};
-  return power_of_two<3>(x, c);
+  return exp2<3>(x, c);
 }
 // The relative error is 1.5e-7, and none at 0; that of x itself counts more where x is far from 0.
-TF_INLINE Vec power_of_two(Vec x, float) {
+TF_INLINE Vec exp2(Vec x, float) {
   constexpr float c[] = {1.0f,
                          6.9315131182e-01f,
                          2.4016445004e-01f,
                          5.5799913425e-02f,
                          9.0170299625e-03f,
                          1.8671302120e-03f};
-  return power_of_two<5>(x, c);
+  return exp2<5>(x, c);
 }
-TF_INLINE Vec power_of_two(Vec x, Float16) {
+TF_INLINE Vec exp2(Vec x, Float16) {
   constexpr float c[] = {1.0000025934e+00f, 6.9300383469e-01f, 2.4144275636e-01f, 5.2011460921e-02f,
                          1.3534167975e-02f};
-  return power_of_two<4>(x, c);
+  return exp2<4>(x, c);
 }
 
 #else
 
 // f from -1/2 to 1/2; from 2^128 on the result is no power but large or infinite.
 template <class T>
-TF_INLINE Vec power_of_two(Vec x, T) {
+TF_INLINE Vec exp2(Vec x, T) {
   constexpr float c[] = {9.9999926144e-01f, 6.9312181469e-01f, 2.4024744830e-01f, 5.5917860698e-02f,
                          9.5701019611e-03f};
   const Vec n = round(max(set1(-126.0f), min(set1(128.0f), x))), f = x - n;

@@ -2,54 +2,54 @@
 // two accumulators share two tiles of A and two of B, so that every tile that is loaded is used
 // twice. For kernel files only.
 //
-// With kPieces = 3, a product is the sum of the six products of pieces that reach into fp32's
+// With kComponents = 3, a product is the sum of the six products of pieces that reach into fp32's
 // precision. That is still 2.5 times as fast as fp32 FMA, and no less exact:
 // products of pieces have no rounding error, and sums are rounded once for 32 of them.
 #pragma once
 
-#include "cpu/gemm/bf16_tile_operands.h"
-#include "cpu/gemm/spread.h"
+#include "cpu/gemm/bf16_amx_operands.h"
+#include "cpu/gemm/interleave.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 // Palette 1, all eight tiles 16 rows of 64 bytes.
-struct alignas(64) TileConfig {
+struct alignas(64) AmxTileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 // Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
-constexpr TileConfig kTileConfig;
+constexpr AmxTileConfig kAmxTileConfig;
 
 // Tile loads are opaque to GCC: what they read must have been stored before.
-TF_INLINE void order_memory() { asm volatile("" ::: "memory"); }
+TF_INLINE void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // After some 2,000 cycles without floating-point work on 512 bits the processor turns that unit
 // off, and the next tile to be stored waits 1,000 for it (measured on a Xeon with AMX).
-TF_INLINE void stay_awake() {
+TF_INLINE void keep_avx512_active() {
   __m512 any;
   asm volatile("vaddps %1, %1, %0" : "=v"(any) : "v"(_mm512_setzero_ps()));
 }
 
-template <int kPieces>
-class TileProduct : public TileOperands<kPieces> {
-  using Operands = TileOperands<kPieces>;
+template <int kComponents>
+class AmxProduct : public AmxOperands<kComponents> {
+  using Operands = AmxOperands<kComponents>;
 
  public:
-  using Operands::kRounds, Operands::kSplit, Operands::kTile, Operands::kTileSize;
+  using Operands::kRounds, Operands::kIsBf16x3, Operands::kTile, Operands::kTileSize;
   using typename Operands::Operand;
-  static constexpr long kBlockRows = kSplit ? 96 : 32;
+  static constexpr long kBlockRows = kIsBf16x3 ? 96 : 32;
   // Depth of a running sum. In pieces it is rounded 6 times for 32 products: less than 128
   // multiply-adds are. Deeper, a panel would not stay in the second-level cache.
-  static constexpr long kChain = kSplit ? 512 : 256;
+  static constexpr long kKBlock = kIsBf16x3 ? 512 : 256;
   static constexpr long kPair = 2 * kTile;
   // Products of pieces at each step. Other work goes between any two: a core looks but a few
   // hundred instructions ahead, and one product of tiles keeps it waiting for as many.
-  static constexpr long kTerms = kSplit ? 6 : 1;
-  static constexpr long kSome = 4;  // rows to finish at once
+  static constexpr long kTerms = kIsBf16x3 ? 6 : 1;
+  static constexpr long kRowsAtOnce = 4;  // rows to finish at once
 
-  static void enter() { _tile_loadconfig(&kTileConfig); }
+  static void enter() { _tile_loadconfig(&kAmxTileConfig); }
   static void leave() { _tile_release(); }
 
   // Calls sink(row, low, high) with each row of C = A B, in order. Rows go to the sink while the
@@ -64,25 +64,25 @@ class TileProduct : public TileOperands<kPieces> {
     }
     const long pairs = (rows + kPair - 1) / kPair;
     const auto sums = [&](long pair) {
-      return buffer + kPair * kPanel * (depth > kChain ? pair : pair % 2);
+      return buffer + kPair * kPanel * (depth > kKBlock ? pair : pair % 2);
     };
-    order_memory();
-    for (long p = 0; p < depth; p += kChain) {
-      const long steps = least(kChain, depth - p) / kPairDepth;
-      const bool last = p + kChain >= depth;
+    compiler_barrier();
+    for (long p = 0; p < depth; p += kKBlock) {
+      const long steps = min(kKBlock, depth - p) / kPairDepth;
+      const bool last = p + kKBlock >= depth;
       const char* ahead =
-          reinterpret_cast<const char*>(last ? next : panel + (p + kChain) * kPanel * kPieces);
+          reinterpret_cast<const char*>(last ? next : panel + (p + kKBlock) * kPanel * kComponents);
       const long calls = steps * kTerms;
-      const long lines = (kPieces * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
+      const long lines = (kComponents * kPairDepth * steps + pairs * calls - 1) / (pairs * calls);
       for (long pair = 0; pair < pairs; ++pair) {
-        const float* finished = sums(most(0, pair - 1));
+        const float* finished = sums(max(0, pair - 1));
         const auto to_sink = [&](long begin, long end) __attribute__((always_inline)) {
           sink_rows(sink, finished, (pair - 1) * kPair, begin, end);
         };
-        Spread rows_to_sink(last && pair > 0 ? kPair : 0, calls, kSome);
-        multiply_pair(block + (pair * kPair * depth + p * kTile) * kPieces, depth,
-                      rows - pair * kPair, panel + p * kPanel * kPieces, steps, p > 0, sums(pair),
-                      kPanel, [&](long) __attribute__((always_inline)) {
+        Interleaver rows_to_sink(last && pair > 0 ? kPair : 0, calls, kRowsAtOnce);
+        multiply_pair(block + (pair * kPair * depth + p * kTile) * kComponents, depth,
+                      rows - pair * kPair, panel + p * kPanel * kComponents, steps, p > 0,
+                      sums(pair), kPanel, [&](long) __attribute__((always_inline)) {
                         for (long line = 0; line < lines; ++line, ahead += 64)
                           _mm_prefetch(ahead, _MM_HINT_T1);
                         rows_to_sink(to_sink);
@@ -103,15 +103,15 @@ class TileProduct : public TileOperands<kPieces> {
                           const Operand* panel, bool accumulate, float* c, long c_stride,
                           const Meanwhile& meanwhile) {
     const long block_depth = pair_depth(block_k), depth = pair_depth(k);
-    order_memory();
+    compiler_barrier();
     long p = 0;
     do {
       for (long i = 0; i < rows; i += kPair)
-        multiply_pair(block + (i * block_depth + p * kTile) * kPieces, block_depth, rows - i,
-                      panel + p * kPanel * kPieces, least(kChain, depth - p) / kPairDepth,
+        multiply_pair(block + (i * block_depth + p * kTile) * kComponents, block_depth, rows - i,
+                      panel + p * kPanel * kComponents, min(kKBlock, depth - p) / kPairDepth,
                       accumulate || p > 0, c + i * c_stride, c_stride,
                       [&](long) __attribute__((always_inline)) { meanwhile(); });
-      p += kChain;
+      p += kKBlock;
     } while (p < depth);  // without depth C is cleared
   }
   static long steps(long rows, long k) {
@@ -156,10 +156,10 @@ class TileProduct : public TileOperands<kPieces> {
   template <bool kTwo, class Meanwhile>
   TF_INLINE static void add_products(const Operand* a, long depth, const Operand* b, long steps,
                                      const Meanwhile& meanwhile) {
-    const Operand* a1 = a + kTile * depth * kPieces;
+    const Operand* a1 = a + kTile * depth * kComponents;
     for (long step = 0; step < steps; ++step) {
-      stay_awake();
-      if constexpr (kSplit) {
+      keep_avx512_active();
+      if constexpr (kIsBf16x3) {
         // Each neighbours one that shares a piece with it, so that only two tiles are loaded.
         const auto then = [&](long i) __attribute__((always_inline)) {
           return [&meanwhile, i]() __attribute__((always_inline)) { meanwhile(i); };
@@ -174,9 +174,9 @@ class TileProduct : public TileOperands<kPieces> {
         term<kTwo, true, true>(a, a1, b, 0, 0, [] {});
         meanwhile(step);
       }
-      a += kTileSize * kPieces;
-      a1 += kTileSize * kPieces;
-      b += 2 * kTileSize * kPieces;
+      a += kTileSize * kComponents;
+      a1 += kTileSize * kComponents;
+      b += 2 * kTileSize * kComponents;
     }
   }
   // Adds the sums to C.
@@ -190,7 +190,7 @@ class TileProduct : public TileOperands<kPieces> {
       _tile_stored(2, sums + kTile * kPanel, kRow);
       _tile_stored(3, sums + kTile * kPanel + kLanes, kRow);
     }
-    order_memory();
+    compiler_barrier();
     for (long i = 0; i < (kTwo ? kPair : kTile); ++i) {
       float* row = c + i * c_stride;
       store(row, load(row) + load(sums + i * kPanel));
@@ -224,8 +224,8 @@ class TileProduct : public TileOperands<kPieces> {
   TF_INLINE static void multiply_tiles(const Operand* a, long depth, const Operand* b, long steps,
                                        bool accumulate, float* c, long c_stride,
                                        const Meanwhile& meanwhile) {
-    // A running sum of many products errs more than sums of kChain that are then added up.
-    const bool apart = kSplit && accumulate;
+    // A running sum of many products errs more than sums of kKBlock that are then added up.
+    const bool apart = kIsBf16x3 && accumulate;
     if (accumulate && !apart) {
       load_sums<kTwo>(c, c_stride);
     } else {

@@ -1,4 +1,4 @@
-#include "cpu/core/kept_memory.h"
+#include "cpu/core/caching_allocator.h"
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -12,37 +12,37 @@ namespace {
 
 constexpr size_t kHuge = kHugePage, kStep = size_t{64} << 10;
 // No address space is larger, and sizes up to it can be rounded up.
-constexpr size_t kMost = size_t{1} << 57;
+constexpr size_t kMaxBytes = size_t{1} << 57;
 
-class KeptMemory {
+class CachingAllocator {
  public:
-  KeptBlock take(size_t bytes) {
-    if (bytes > kMost) return {nullptr, 0};
-    const size_t wanted = (bytes + kStep - 1) / kStep * kStep;
+  CachedBlock allocate(size_t bytes) {
+    if (bytes > kMaxBytes) return {nullptr, 0};
+    const size_t rounded = (bytes + kStep - 1) / kStep * kStep;
     {
       const std::lock_guard<std::mutex> guard(lock_);
       // The smallest that holds it and wastes little, of equals the last one: it may be in cache.
-      const size_t most = wanted + wanted / 4;
+      const size_t max_bytes = rounded + rounded / 4;
       auto best = blocks_.rend();
       for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it)
-        if (it->bytes >= wanted && it->bytes <= most &&
+        if (it->bytes >= rounded && it->bytes <= max_bytes &&
             (best == blocks_.rend() || it->bytes < best->bytes))
           best = it;
       if (best != blocks_.rend()) {
-        const KeptBlock block = *best;
+        const CachedBlock block = *best;
         blocks_.erase(std::next(best).base());
         total_ -= block.bytes;
         return block;
       }
     }
-    KeptBlock block = map(wanted);
-    if (block.place == nullptr && release()) block = map(wanted);
+    CachedBlock block = map(rounded);
+    if (block.data == nullptr && release()) block = map(rounded);
     return block;
   }
 
   // Frees all that is kept; whether that was anything.
   bool release() {
-    std::vector<KeptBlock> all;
+    std::vector<CachedBlock> all;
     {
       const std::lock_guard<std::mutex> guard(lock_);
       all.swap(blocks_);
@@ -52,25 +52,25 @@ class KeptMemory {
     return !all.empty();
   }
 
-  void give_back(const KeptBlock& block) {
-    std::vector<KeptBlock> beyond;
+  void deallocate(const CachedBlock& block) {
+    std::vector<CachedBlock> evicted;
     {
       const std::lock_guard<std::mutex> guard(lock_);
       blocks_.push_back(block);
       total_ += block.bytes;
-      beyond = cut();
+      evicted = evict();
     }
-    unmap(beyond);
+    unmap(evicted);
   }
 
   void set_limit(size_t bytes) {
-    std::vector<KeptBlock> beyond;
+    std::vector<CachedBlock> evicted;
     {
       const std::lock_guard<std::mutex> guard(lock_);
       limit_ = bytes;
-      beyond = cut();
+      evicted = evict();
     }
-    unmap(beyond);
+    unmap(evicted);
   }
 
   size_t limit() {
@@ -87,20 +87,20 @@ class KeptMemory {
 
  private:
   // Takes out the oldest blocks beyond the limit.
-  std::vector<KeptBlock> cut() {
+  std::vector<CachedBlock> evict() {
     size_t count = 0;
     for (; total_ > limit_; ++count) total_ -= blocks_[count].bytes;
     const auto end = blocks_.begin() + static_cast<std::ptrdiff_t>(count);
-    std::vector<KeptBlock> beyond(blocks_.begin(), end);
+    std::vector<CachedBlock> evicted(blocks_.begin(), end);
     blocks_.erase(blocks_.begin(), end);
-    return beyond;
+    return evicted;
   }
 
-  static void unmap(const std::vector<KeptBlock>& blocks) {
-    for (const KeptBlock& block : blocks) munmap(block.place, block.bytes);
+  static void unmap(const std::vector<CachedBlock>& blocks) {
+    for (const CachedBlock& block : blocks) munmap(block.data, block.bytes);
   }
 
-  static KeptBlock map(size_t bytes) {
+  static CachedBlock map(size_t bytes) {
     void* all =
         mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (all == MAP_FAILED) return {nullptr, 0};
@@ -109,23 +109,23 @@ class KeptMemory {
     if (first > begin) munmap(all, first - begin);
     if (begin + kHuge > first)
       munmap(reinterpret_cast<void*>(first + bytes), begin + kHuge - first);
-    void* place = reinterpret_cast<void*>(first);
-    madvise(place, bytes / kHuge * kHuge, MADV_HUGEPAGE);  // whole ones: none is wasted
-    return {place, bytes};
+    void* data = reinterpret_cast<void*>(first);
+    madvise(data, bytes / kHuge * kHuge, MADV_HUGEPAGE);  // whole ones: none is wasted
+    return {data, bytes};
   }
 
   std::mutex lock_;
-  std::vector<KeptBlock> blocks_;  // in the order in which they came back
+  std::vector<CachedBlock> blocks_;  // in the order in which they came back
   size_t total_ = 0, limit_ = 0;
 };
 
-KeptMemory& kept() {
+CachingAllocator& allocator() {
   // Never destroyed: tensors may outlive it.
-  static KeptMemory* const memory = [] {
-    auto* made = new KeptMemory;
+  static CachingAllocator* const memory = [] {
+    auto* made = new CachingAllocator;
     // A child process must not find the lock held by a thread that it does not have.
-    pthread_atfork([] { kept().lock().lock(); }, [] { kept().lock().unlock(); },
-                   [] { kept().lock().unlock(); });
+    pthread_atfork([] { allocator().lock().lock(); }, [] { allocator().lock().unlock(); },
+                   [] { allocator().lock().unlock(); });
     return made;
   }();
   return *memory;
@@ -133,11 +133,11 @@ KeptMemory& kept() {
 
 }  // namespace
 
-KeptBlock take_memory(size_t bytes) { return kept().take(bytes); }
-void give_back(const KeptBlock& block) { kept().give_back(block); }
-bool release_kept() { return kept().release(); }
-void set_kept_limit(size_t bytes) { kept().set_limit(bytes); }
-size_t kept_limit() { return kept().limit(); }
-size_t kept_bytes() { return kept().total(); }
+CachedBlock cached_allocate(size_t bytes) { return allocator().allocate(bytes); }
+void cached_free(const CachedBlock& block) { allocator().deallocate(block); }
+bool release_cached() { return allocator().release(); }
+void set_cache_limit(size_t bytes) { allocator().set_limit(bytes); }
+size_t cache_limit() { return allocator().limit(); }
+size_t cached_bytes() { return allocator().total(); }
 
 }  // namespace tf

@@ -61,8 +61,8 @@ long panels_bytes(long m, long k) {
 
 template <class T>
 void pack_x(const WeightGradientArgs& args, void* to, long begin, long end, void*) {
-  pack_turned<T>(args.x, args.x_stride, args.k, args.m, to, begin / kPackRows,
-                 (end + kPackRows - 1) / kPackRows);
+  pack_transposed<T>(args.x, args.x_stride, args.k, args.m, to, begin / kPackRows,
+                     (end + kPackRows - 1) / kPackRows);
 }
 
 template <class T>
@@ -77,7 +77,7 @@ constexpr WeightGradientKernels kKernels{.pack_rows = kPackRows,
 
 }  // namespace
 
-const WeightGradientKernels* half_weight_gradient_kernels(Element type) {
+const WeightGradientKernels* lowp_weight_gradient_kernels(Element type) {
   return type == Element::bfloat16 ? &kKernels<BFloat16> : &kKernels<Float16>;
 }
 

@@ -15,16 +15,16 @@ namespace {
 
 template <class T>
 void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
-  T* kept = static_cast<T*>(args.preactivation);
-  if (kept != nullptr) kept += begin * args.f;
+  T* preactivation = static_cast<T*>(args.preactivation);
+  if (preactivation != nullptr) preactivation += begin * args.f;
   two_products<T>(
       args, begin, end, scratch,
       [&](long j) {
-        const Ends<T> ends(args.bias1, j, args.f, args.activation);
+        const Epilogue<T> epilogue(args.bias1, j, args.f, args.activation);
         return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
-          ends.start(low, high);
-          if (kept != nullptr) ends.write(kept + i * args.f + j, low, high);
-          ends.activate(low, high);
+          epilogue.add_bias(low, high);
+          if (preactivation != nullptr) epilogue.write(preactivation + i * args.f + j, low, high);
+          epilogue.activate(low, high);
           if (args.dropout.on) {
             Vec factors[2];
             panel_factors(args.dropout, args.row + begin + i, j, j % kDraw == 0, keep, factors[0],
@@ -49,15 +49,15 @@ class PairedRows {
   using Operand = typename P::Operand;
 
  public:
-  PairedRows(Operand* panel, long row, float* waiting)
-      : panel_(panel), row_(row), waiting_(waiting) {}
+  PairedRows(Operand* panel, long row, float* pending)
+      : panel_(panel), row_(row), pending_(pending) {}
 
   TF_INLINE void put(long i, Vec low, Vec high) const {
     if (i % 2 == 0) {
-      store(waiting_, low);
-      store(waiting_ + kLanes, high);
+      store(pending_, low);
+      store(pending_ + kLanes, high);
     } else {
-      P::put_pair(panel_, (row_ + i) / 2, {load(waiting_), load(waiting_ + kLanes)}, {low, high});
+      P::put_pair(panel_, (row_ + i) / 2, {load(pending_), load(pending_ + kLanes)}, {low, high});
     }
   }
 
@@ -72,24 +72,24 @@ class PairedRows {
  private:
   Operand* panel_;
   long row_;
-  float* waiting_;
+  float* pending_;
 };
 
 template <class T>
 void backward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   using P = Product<T>;
-  float* waiting = static_cast<float*>(scratch);
+  float* pending = static_cast<float*>(scratch);
   const T* z = static_cast<const T*>(args.slope_at) + begin * args.f;
   T* grad_z = args.hidden == nullptr ? nullptr : static_cast<T*>(args.hidden) + begin * args.f;
   auto* panels = static_cast<typename P::Operand*>(args.panels);
   const auto paired = [&](long j) {
     return PairedRows<T>(panels == nullptr ? nullptr : panels + j / kPanel * P::panel_size(args.m),
-                         begin, waiting);
+                         begin, pending);
   };
   two_products<T>(
-      args, begin, end, waiting + kPanel,
+      args, begin, end, pending + kPanel,
       [&](long j) {
-        const Ends<T> ends(nullptr, j, args.f, args.activation);
+        const Epilogue<T> epilogue(nullptr, j, args.f, args.activation);
         const PairedRows<T> hidden = paired(j);
         const long have = args.f - j;
         return [=](long i, Vec& low, Vec& high, KeepBits& keep) __attribute__((always_inline)) {
@@ -103,9 +103,9 @@ void backward(const FeedForwardArgs& args, long begin, long end, void* scratch) 
             low = drop(low, factors[0]);
             high = drop(high, factors[1]);
           }
-          low = through_activation(low, h_low, args.activation);
-          high = through_activation(high, h_high, args.activation);
-          if (grad_z != nullptr) ends.write(grad_z + i * args.f + j, low, high);
+          low = activation_backward(low, h_low, args.activation);
+          high = activation_backward(high, h_high, args.activation);
+          if (grad_z != nullptr) epilogue.write(grad_z + i * args.f + j, low, high);
           if (panels == nullptr) return;
           if (args.dropout.on) {
             h_low = drop(h_low, factors[0]);
@@ -136,7 +136,7 @@ constexpr FeedForwardKernels kKernels{
 
 }  // namespace
 
-const FeedForwardKernels* half_feed_forward_kernels(Element type) {
+const FeedForwardKernels* lowp_feed_forward_kernels(Element type) {
   return type == Element::bfloat16 ? &kKernels<BFloat16> : &kKernels<Float16>;
 }
 

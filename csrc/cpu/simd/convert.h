@@ -33,7 +33,7 @@ TF_INLINE Bits to_bf16(Vec x) {
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   // Adding could turn NaN into infinity.
-  up = _mm512_mask_or_epi32(up, not_a_number(x), bits, _mm512_set1_epi32(0x400000));
+  up = _mm512_mask_or_epi32(up, is_nan(x), bits, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
 #endif
 }
@@ -75,7 +75,7 @@ TF_INLINE Bits to_bf16(Vec x) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-  const Vec rounded = select(not_a_number(x), _mm256_castsi256_ps(quiet), _mm256_castsi256_ps(up));
+  const Vec rounded = select(is_nan(x), _mm256_castsi256_ps(quiet), _mm256_castsi256_ps(up));
   const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(rounded), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
@@ -92,7 +92,7 @@ TF_INLINE Bits to_bf16(Vec x) {
   const __m128i odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
   const __m128i up = _mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff)));
   const __m128i quiet = _mm_or_si128(bits, _mm_set1_epi32(0x400000));
-  const Vec rounded = select(not_a_number(x), _mm_castsi128_ps(quiet), _mm_castsi128_ps(up));
+  const Vec rounded = select(is_nan(x), _mm_castsi128_ps(quiet), _mm_castsi128_ps(up));
   // Arithmetic shifts keep the signed saturation of the packing from happening.
   const __m128i high = _mm_srai_epi32(_mm_castps_si128(rounded), 16);
   return _mm_packs_epi32(high, high);
@@ -172,7 +172,7 @@ TF_INLINE void store_some(T* p, Vec x, long n) {
 
 // f(T{}) for the type of elements: float, BFloat16 or Float16.
 template <class F>
-TF_INLINE auto by_element(Element type, const F& f) {
+TF_INLINE auto dispatch_element(Element type, const F& f) {
   switch (type) {
     case Element::bfloat16:
       return f(BFloat16{});

@@ -4,12 +4,12 @@
 
 namespace tf::TF_ISA {
 
-long half_attention_scratch(const AttentionArgs& args) {
+long lowp_attention_scratch(const AttentionArgs& args) {
   return args.type == Element::bfloat16 ? Workspace<BFloat16>(args, nullptr).bytes
                                         : Workspace<Float16>(args, nullptr).bytes;
 }
 
-void half_attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
+void lowp_attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
                             void* scratch) {
   (args.type == Element::bfloat16 ? attend<BFloat16> : attend<Float16>)(args, b, key_head, begin,
                                                                         end, scratch);
