@@ -1,5 +1,5 @@
-// Python module transformer_fast._C: how it was built, what the CPU has, how fast the machine is at
-// most. Importing it also loads the operators, which register themselves.
+// Python module transformer_fast._C: build info, CPU features, and roofline probes. Importing it
+// also registers the operators.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -65,7 +65,7 @@ py::list supported_isas() {
   return names;
 }
 
-// A matrix of `row_bytes` bytes a row, `stride` bytes apart.
+// A matrix with rows of `row_bytes` bytes, `stride` bytes apart.
 std::unique_ptr<tf::Fingerprint> take_fingerprint(uintptr_t address, long rows, long row_bytes,
                                                   long stride) {
   if (address == 0 || rows <= 0 || row_bytes <= 0)
@@ -95,7 +95,8 @@ tf::Isa isa_or_current(const std::optional<std::string>& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  tf::current_isa();  // an impossible TRANSFORMER_FAST_CPU_ISA is an error now, not at the first op
+  tf::current_isa();  // raises for an unsupported TRANSFORMER_FAST_CPU_ISA at import, not at the
+                      // first op
 
   m.def("build_info", &build_info, "Compiler, flags and torch that this module was built with.");
   m.def("cpu_features", &cpu_features, "CPU features that the kernels may use, by name.");
@@ -114,26 +115,30 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_batch_invariant", &tf::set_batch_invariant, py::arg("on"),
         "Whether a row of a result has the same bits whatever the number of rows.");
   m.def("fill_fresh", &tf::fill_empty, py::arg("fill"),
-        "Whether results of operators start as NaN, for tests; returns whether they did.");
+        "Fills results of operators with NaN before they are written, for tests; returns the "
+        "previous "
+        "setting.");
   m.def("direct_rows", &direct_rows, py::arg("element"), py::arg("elements"),
-        "Up to how many rows a product reads a weight of float32, bfloat16 or float16, of so many "
-        "elements, as it is.");
+        "Largest number of rows for which a product reads an unpacked weight of `elements` "
+        "elements of "
+        "float32, bfloat16 or float16.");
   m.def("packs_pieces", &tf::packs_bf16x3, py::arg("rows"),
-        "Whether weights for fp32 products of so many rows are packed in bfloat16 pieces.");
+        "Whether weights for fp32 products of `rows` rows are packed as bf16x3.");
   m.def("splits_panels", &tf::splits_panels, py::arg("rows"),
-        "Whether such products split weights packed in fp32 into bfloat16 pieces.");
+        "Whether such products split weights packed in fp32 into bf16x3 as they read them.");
 
   py::class_<tf::Fingerprint>(m, "Fingerprint",
                               "Whether a matrix in memory, which must still be there, has changed.")
       .def(py::init(&take_fingerprint), py::arg("address"), py::arg("rows"), py::arg("row_bytes"),
            py::arg("stride"));
   m.def("all_hold", &all_hold, py::arg("fingerprints"), py::arg("rows"),
-        "Whether none of the matrices is seen to have changed, in products of so many rows.");
+        "Whether no change of the matrices is detected; products of `rows` rows.");
 
-  m.def("kept_bytes", &tf::cached_bytes, "Bytes kept for large results that no tensor uses.");
-  m.def("kept_limit", &tf::cache_limit, "Most bytes to keep.");
-  m.def("set_kept_limit", &tf::set_cache_limit, py::arg("bytes"), "Changes it.");
-  m.def("release_kept", &tf::release_cached, "Frees what is kept; whether that was anything.");
+  m.def("kept_bytes", &tf::cached_bytes, "Bytes of unused memory in the caching allocator.");
+  m.def("kept_limit", &tf::cache_limit, "Limit of the caching allocator in bytes.");
+  m.def("set_kept_limit", &tf::set_cache_limit, py::arg("bytes"), "Changes the limit.");
+  m.def("release_kept", &tf::release_cached,
+        "Frees all cached memory; returns whether there was any.");
 
   m.def(
       "probe_fma",

@@ -1,5 +1,5 @@
-// How the CPU's operators are registered: with TF_BOX instead of TORCH_BOX, so that the whole of a
-// call runs on one instruction set. What it packs and keeps in scratch memory depends on it.
+// Registers the CPU operators: TF_BOX replaces TORCH_BOX, so that the instruction set cannot change
+// during a call. Packed layouts and scratch sizes depend on it.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -9,7 +9,7 @@
 
 namespace tf {
 
-// How many operators are running; negative while set_isa() stores its choice.
+// Number of running operators; negative while set_isa() stores its choice.
 extern std::atomic<long> running_operators;
 
 void wait_for_set_isa();

@@ -11,7 +11,7 @@ namespace tf {
 namespace {
 
 constexpr size_t kHuge = kHugePage, kStep = size_t{64} << 10;
-// No address space is larger, and sizes up to it can be rounded up.
+// Larger than any address space, and small enough to be rounded up without overflow.
 constexpr size_t kMaxBytes = size_t{1} << 57;
 
 class CachingAllocator {
@@ -21,7 +21,8 @@ class CachingAllocator {
     const size_t rounded = (bytes + kStep - 1) / kStep * kStep;
     {
       const std::lock_guard<std::mutex> guard(lock_);
-      // The smallest that holds it and wastes little, of equals the last one: it may be in cache.
+      // Best fit that wastes at most a quarter; among equals the most recently freed one, which may
+      // still be in the CPU cache.
       const size_t max_bytes = rounded + rounded / 4;
       auto best = blocks_.rend();
       for (auto it = blocks_.rbegin(); it != blocks_.rend(); ++it)
@@ -40,7 +41,7 @@ class CachingAllocator {
     return block;
   }
 
-  // Frees all that is kept; whether that was anything.
+  // Frees all cached blocks; returns whether there were any.
   bool release() {
     std::vector<CachedBlock> all;
     {
@@ -86,7 +87,7 @@ class CachingAllocator {
   std::mutex& lock() { return lock_; }
 
  private:
-  // Takes out the oldest blocks beyond the limit.
+  // Removes the oldest blocks beyond the limit.
   std::vector<CachedBlock> evict() {
     size_t count = 0;
     for (; total_ > limit_; ++count) total_ -= blocks_[count].bytes;
@@ -110,12 +111,12 @@ class CachingAllocator {
     if (begin + kHuge > first)
       munmap(reinterpret_cast<void*>(first + bytes), begin + kHuge - first);
     void* data = reinterpret_cast<void*>(first);
-    madvise(data, bytes / kHuge * kHuge, MADV_HUGEPAGE);  // whole ones: none is wasted
+    madvise(data, bytes / kHuge * kHuge, MADV_HUGEPAGE);  // whole huge pages only
     return {data, bytes};
   }
 
   std::mutex lock_;
-  std::vector<CachedBlock> blocks_;  // in the order in which they came back
+  std::vector<CachedBlock> blocks_;  // least recently freed first
   size_t total_ = 0, limit_ = 0;
 };
 
@@ -123,7 +124,7 @@ CachingAllocator& allocator() {
   // Never destroyed: tensors may outlive it.
   static CachingAllocator* const memory = [] {
     auto* made = new CachingAllocator;
-    // A child process must not find the lock held by a thread that it does not have.
+    // A forked child must not inherit a lock held by a thread that does not exist in it.
     pthread_atfork([] { allocator().lock().lock(); }, [] { allocator().lock().unlock(); },
                    [] { allocator().lock().unlock(); });
     return made;

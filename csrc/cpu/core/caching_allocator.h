@@ -1,5 +1,5 @@
-// Memory of large tensors, kept when they are gone for the next ones: to map a page anew costs more
-// than to write it several times.
+// Caching allocator for large tensors: freed blocks are reused, since mapping a page anew costs
+// more than writing it several times.
 #pragma once
 
 #include <cstddef>
@@ -8,27 +8,28 @@
 namespace tf {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-// Smaller tensors are the C library's.
+// Smaller tensors are allocated by PyTorch.
 #ifdef TF_SANITIZE
-constexpr size_t kMinCachedBytes = SIZE_MAX;  // all memory is malloc's, which the sanitizer watches
+constexpr size_t kMinCachedBytes =
+    SIZE_MAX;  // everything goes through malloc, which the sanitizer checks
 #else
 constexpr size_t kMinCachedBytes = kHugePage;
 #endif
 
 struct CachedBlock {
-  void* data;  // nullptr: there is no memory
+  void* data;  // nullptr: out of memory
   size_t bytes;
 };
 
-// Uninitialised, at least so many bytes. Threads may take and give back at the same time.
+// Returns an uninitialised block of at least `bytes`. Thread-safe, as is cached_free().
 CachedBlock cached_allocate(size_t bytes);
 void cached_free(const CachedBlock& block);
 
-// Frees what is kept, for whoever finds no memory; whether that was anything.
+// Frees all cached blocks, for use when an allocation fails; returns whether there were any.
 bool release_cached();
 
-// Bytes that are kept at most, 0 to begin with, and now. A lower limit frees at once what is beyond
-// it. While it is 0 results lie in PyTorch's memory, which can be resized.
+// Limit and current size of the cache in bytes; the limit is 0 by default. Lowering it frees the
+// excess at once. While it is 0, results are allocated by PyTorch and can be resized.
 void set_cache_limit(size_t bytes);
 size_t cache_limit();
 size_t cached_bytes();

@@ -1,4 +1,4 @@
-// Types of tensor elements as the kernels see them.
+// Element types of the tensors that kernels take.
 #pragma once
 
 #include <cstdint>

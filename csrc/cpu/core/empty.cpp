@@ -25,9 +25,9 @@ constexpr int64_t kHuge = kHugePage;
 
 std::atomic<bool> filling{false};
 
-// Asks for huge pages under fresh memory, whole ones only: a page fault costs as much as writing
-// the page. The largest are mapped anew at each call, and gathering so many huge pages may cost
-// the kernel more than they save.
+// Requests huge pages for the part of the tensor that covers whole ones: a page fault costs as much
+// as writing the page. The largest tensors are mapped anew by each call, and finding that many huge
+// pages may cost the kernel more than it saves.
 void prefer_huge_pages(const Tensor& tensor) {
   constexpr uintptr_t kPage = kHuge, kMaxBytes = uintptr_t{96} << 20;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
@@ -41,7 +41,7 @@ void free_block(void* data, void* bytes) {
   cached_free({data, static_cast<size_t>(reinterpret_cast<uintptr_t>(bytes))});
 }
 
-// The tensor, filled if all are to be.
+// Wraps the handle; fills the tensor if fill_empty() is on.
 Tensor maybe_fill(AtenTensorHandle handle, size_t bytes) {
   Tensor result(handle);
   if (bytes > 0 && filling.load(std::memory_order_relaxed))
@@ -49,12 +49,12 @@ Tensor maybe_fill(AtenTensorHandle handle, size_t bytes) {
   return result;
 }
 
-// PyTorch's memory. What it says when there is none is lost on the way through the stable ABI, so
-// it is said here.
+// Allocates with PyTorch. The stable ABI drops the message of its out-of-memory error, so the error
+// is raised here.
 AtenTensorHandle empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device_index, int64_t bytes) {
   AtenTensorHandle handle;
-  // Half the price of new_empty(), which goes by names.
+  // Half the cost of new_empty(), which looks the operator up by name.
   const auto make = [&] {
     return aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(),
                                     device_index, &handle) == AOTI_TORCH_SUCCESS;
@@ -134,7 +134,7 @@ Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16) 
   if (!huge) return all;
   const auto begin = reinterpret_cast<uintptr_t>(all.data_ptr());
   const int64_t skip = static_cast<int64_t>((kHuge - begin % kHuge) % kHuge);
-  // Only whole ones, so that no memory is wasted.
+  // Whole huge pages only, to waste no memory.
   madvise(reinterpret_cast<void*>(begin + static_cast<uintptr_t>(skip)),
           static_cast<size_t>(bytes / kHuge * kHuge), MADV_HUGEPAGE);
   return torch::stable::narrow(all, 0, skip / element, count);
@@ -147,7 +147,7 @@ Tensor uninitialised(Tensor like) { return empty_tensor_like(like); }
 }  // namespace
 }  // namespace tf
 
-// What operators have for their results, for tests of that.
+// Exposes the allocation of results to tests.
 STABLE_TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def("cpu_fresh(Tensor like) -> Tensor"); }
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {

@@ -1,4 +1,4 @@
-// Tensors: uninitialised ones for what the operators give back, and contiguous ones.
+// Allocates uninitialised tensors for the results of operators.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,11 +16,10 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// From now on whether fresh tensors start as NaN (integers as -1), for tests; tells whether they
-// did.
+// Enables filling new tensors with NaN (integers with -1), for tests; returns the previous setting.
 bool fill_empty(bool fill);
 
-// Contiguous, of like's dtype or float32; large ones in kept memory.
+// Contiguous, of like's dtype or float32. Large tensors come from the caching allocator.
 Tensor empty_tensor(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_float = false);
 
 inline Tensor empty_tensor(const Tensor& like, std::initializer_list<int64_t> sizes) {
@@ -30,12 +29,13 @@ inline Tensor empty_float_tensor(const Tensor& like, std::initializer_list<int64
   return empty_tensor(like, IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), true);
 }
 inline Tensor empty_tensor_like(const Tensor& like) { return empty_tensor(like, like.sizes()); }
-// Rows of `columns` instead of input's.
+// Shape of `input` with `columns` as the last dimension.
 Tensor empty_rows(const Tensor& input, int64_t columns);
-// A float for each row, which the last `dims` dimensions make: the shape of the dimensions before.
+// fp32 statistics, one per row of the last `dims` dimensions, in the shape of the leading
+// dimensions.
 Tensor empty_statistics(const Tensor& input, int64_t dims);
 
-// The tensor itself if it is contiguous: asking is cheaper than PyTorch's operator.
+// Returns the tensor itself if it is contiguous: the check is cheaper than PyTorch's operator.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
@@ -44,11 +44,11 @@ inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& tensor) 
   return as_contiguous(*tensor);
 }
 
-// Memory for a packed weight. Streaming it is a matter of bandwidth, of which small pages cost a
-// fifth, so it begins where a huge page does.
+// Memory for a packed weight, aligned to a huge page: reading weights is limited by bandwidth, and
+// 4 KiB pages cost a fifth of it.
 Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16 = false);
 
-// There is no memory for so many bytes: the exception that PyTorch has for it.
+// Throws PyTorch's out-of-memory exception.
 [[noreturn]] void throw_out_of_memory(int64_t bytes);
 
 }  // namespace tf

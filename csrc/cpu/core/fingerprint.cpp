@@ -7,7 +7,7 @@
 namespace tf {
 namespace {
 
-// Lines that a thread reads at least: waking it takes as long.
+// Minimum number of lines per thread: waking a thread takes as long as reading them.
 constexpr int64_t kGrain = 8192;
 
 int64_t grain_of(int64_t lines_per_row) { return std::max<int64_t>(1, kGrain / lines_per_row); }

@@ -1,4 +1,4 @@
-// Whether a matrix has changed since its fingerprint was taken.
+// Detects changes of a matrix since its fingerprint was taken.
 #pragma once
 
 #include <atomic>
@@ -9,23 +9,23 @@
 
 namespace tf {
 
-// Tells whether a weight in memory is still what it was when it was packed, whoever wrote to it:
-// through .data, NumPy or shared memory, which PyTorch's version counters do not see.
+// Checks that a weight has not been modified since it was packed, including writes that PyTorch's
+// version counters do not record: through .data, NumPy or shared memory.
 class Fingerprint {
  public:
-  // Takes it: reads the whole matrix once.
+  // Reads the whole matrix once.
   explicit Fingerprint(const FingerprintArgs& matrix);
 
-  // Compares some of the matrix. Each call reads something of every row and of every column, each
-  // call something else, so that everything was read after at most as many calls as a row has lines
-  // of 64 bytes. For a product of kAllFrom rows or more it reads everything. Threads may call at
-  // the same time.
+  // Verifies a part of the matrix. Each call reads a part of every row and of every column, and
+  // successive calls read different parts, so that everything has been read after at most as many
+  // calls as a row has cache lines. For products of kReadAllRows rows or more, one call reads
+  // everything. Thread-safe.
   bool holds(int64_t rows);
 
  private:
-  // Measured: to read everything takes as long as a dozen or two of the product's rows.
+  // Measured: reading everything takes as long as 12 to 24 rows of the product.
   static constexpr int64_t kReadAllRows = 1024;
-  // To read so many lines takes no longer than the call.
+  // Reading this many lines takes no longer than the call itself.
   static constexpr int64_t kMinLines = 256;
 
   FingerprintArgs matrix_;

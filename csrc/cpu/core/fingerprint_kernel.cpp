@@ -1,8 +1,7 @@
 // The checksum of a line is the universal hash NH of UMAC (Black, Halevi, Krawczyk, Krovetz,
 // Rogaway: UMAC: Fast and Secure Message Authentication, 1999): the sum of products of pairs of
-// 32-bit words to each of which a key is added. Two lines that differ have the same sum with a
-// probability of 2^-32. The keys depend on the line's place, so that lines that change places are
-// noticed.
+// 32-bit words, with a key added to each word. Two different lines collide with probability 2^-32.
+// The keys depend on the position of the line, so that swapped lines are detected.
 #include "cpu/core/fingerprint_kernel.h"
 
 #include "cpu/simd/vec.h"
@@ -70,7 +69,7 @@ struct Lines {
       keys[i] = load_words(reinterpret_cast<const char*>(kKeys) + i * sizeof(Words));
   }
 
-  // What a slice has of a row, and of the next row.
+  // The line of `slice` in `row`, and the line of the same slice in the next row.
   long line_of(long row, long slice) const { return (row * step + slice) % lines; }
   long next_of(long line) const { return line + step - (line + step >= lines ? lines : 0); }
 
@@ -95,8 +94,8 @@ struct Lines {
 
 uint64_t fingerprint_rows(const FingerprintArgs& args, long begin, long end, long first,
                           long count) {
-  // Rows whose lines are on their way to the second-level cache: three times as fast as what the
-  // first level's few pending misses allow.
+  // Prefetch distance in rows, into the second-level cache. Three times as fast as without: the
+  // first-level cache supports few outstanding misses.
   constexpr long kAhead = 128;
   const Lines lines(args);
   Words sum{};

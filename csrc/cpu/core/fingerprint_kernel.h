@@ -1,4 +1,4 @@
-// Checksums of a matrix by slices, each of which touches every row and every column.
+// Checksums over slices of a matrix; each slice touches every row and every column.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,16 @@
 
 namespace tf {
 
-// Rows of `row_bytes` bytes, `stride` bytes apart, in lines of kLineBytes, the last of which may be
-// shorter. Line l of row r belongs to slice (l - r * step()) mod lines: a slice goes through the
-// matrix diagonally, so that step() slices side by side touch every column as well as every row.
+// Rows of `row_bytes` bytes, `stride` bytes apart, divided into lines of kLineBytes (the last one
+// may be shorter). Line l of row r belongs to slice (l - r * step()) mod lines, i.e. a slice is a
+// diagonal, so that step() adjacent slices touch every column as well as every row.
 struct FingerprintArgs {
   const char* data;
   long rows, row_bytes, stride;
 
   static constexpr long kLineBytes = 64;
   long lines() const { return (row_bytes + kLineBytes - 1) / kLineBytes; }
-  // 1 for matrices that are high enough.
+  // 1 if the matrix has at least as many rows as lines.
   long step() const { return (lines() + rows - 1) / rows; }
 };
 

@@ -1,4 +1,4 @@
-// What the operators share around their kernels: scratch memory, threads, views of tensors as rows.
+// Helpers of the operators: scratch memory, parallel loops, views of tensors as rows.
 #pragma once
 
 #include <sys/mman.h>
@@ -22,9 +22,10 @@
 
 namespace tf {
 
-// 64-byte aligned memory of this thread that grows and is reused, so that pages are paid for once.
-// A request beyond kKeep bytes is given back after the call. Under sanitizers each request gets a
-// block of its own of just that size, full of NaN, so that what is read or written beyond is seen.
+// Per-thread buffer that grows and is reused, so that its pages are faulted in once. Aligned to at
+// least 64 bytes. trim() frees it after calls that needed more than kKeep bytes. Under sanitizers
+// each request gets a block of exactly its size, filled with NaN, so that reads of uninitialised
+// memory and accesses beyond the end are detected.
 class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
@@ -50,7 +51,7 @@ class Scratch {
     }
     return static_cast<float*>(memory_);
   }
-  // (rows, columns), of which neither is the other's: a product that may be no 64-bit number.
+  // rows * columns floats; the product may overflow 64 bits.
   float* floats(int64_t rows, int64_t columns) {
     int64_t count = 0;
     if (__builtin_mul_overflow(rows, columns, &count)) count = std::numeric_limits<int64_t>::max();
@@ -76,7 +77,8 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// This thread's scratch for kernels, and for what the calling thread shares with its workers.
+// Scratch of the thread that runs a kernel, and of the calling thread for data that it shares with
+// the worker threads.
 inline Scratch& kernel_scratch() {
   thread_local Scratch scratch;
   return scratch;
@@ -94,8 +96,8 @@ inline char* bytes_of(Scratch& scratch, int64_t bytes) {
   return reinterpret_cast<char*>(scratch.floats((bytes + 3) / static_cast<int64_t>(sizeof(float))));
 }
 
-// Calls f(item) for each item on torch's threads, taking the next one when a thread is free. The
-// order does not reach the results: items write disjoint places.
+// Calls f(item) for each item with dynamic scheduling on torch's threads. Items write disjoint
+// memory, so results do not depend on the order.
 template <class F>
 void for_each_item(int64_t items, const F& f) {
   const int64_t threads = torch::stable::get_num_threads();
@@ -109,8 +111,8 @@ void for_each_item(int64_t items, const F& f) {
   });
 }
 
-// The same for items of which each thread has to `enter` the first: it begins with a run of
-// neighbours of its own and then takes over what others have left.
+// Like for_each_item(), but each thread calls `enter` before its first item. A thread starts with a
+// contiguous range of its own, then steals remaining items of other threads.
 template <class Enter, class F>
 void for_each_item_with_init(int64_t items, const Enter& enter, const F& f) {
   struct alignas(64) Run {
@@ -136,7 +138,7 @@ void for_each_item_with_init(int64_t items, const Enter& enter, const F& f) {
   });
 }
 
-// `like`: what must have that type, too.
+// `like` names the argument whose dtype is required.
 inline void check_type(const char* op, const char* name, const Tensor& tensor, ScalarType type,
                        const char* like) {
   STD_TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " must be on the CPU");
@@ -163,7 +165,7 @@ inline Element element_of(const Tensor& tensor) {
   }
 }
 
-// So many elements of that type after `first`, which may be nullptr.
+// Advances `first` by `elements`; nullptr stays nullptr.
 inline const void* offset_ptr(const void* first, Element type, int64_t elements) {
   if (first == nullptr) return nullptr;
   return static_cast<const char*>(first) + elements * element_bytes(type);
@@ -172,14 +174,14 @@ inline void* offset_ptr(void* first, Element type, int64_t elements) {
   return const_cast<void*>(offset_ptr(static_cast<const void*>(first), type, elements));
 }
 
-// The number of an activation (activation.h).
+// Validates the code of an activation (activation.h).
 inline int checked_activation(const char* op, int64_t activation) {
   STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);
   return static_cast<int>(activation);
 }
 
-// A tensor as `rows` rows of its last dimension, `stride` apart, copied only if it cannot be seen
-// so.
+// A tensor as `rows` rows of its last dimension, `stride` elements apart; copied only if no such
+// view exists.
 struct Rows {
   Tensor owner;
   const void* data;
@@ -206,7 +208,7 @@ inline Rows as_rows(const Tensor& tensor) {
   return {copy, copy.const_data_ptr(), rows, columns, columns};
 }
 
-// Where the elements of a result are, if it is wanted.
+// Data pointer of an optional result, nullptr if it is not wanted.
 inline void* data_if(bool wanted, Tensor& tensor) {
   return wanted ? tensor.mutable_data_ptr() : nullptr;
 }

@@ -31,7 +31,7 @@ unsigned long long enabled_states() {
   return (static_cast<unsigned long long>(high) << 32) | low;
 }
 
-// Linux hands out the 8 KiB of AMX tile data only to processes that ask for it.
+// Linux grants the 8 KiB of AMX tile state only to processes that request it.
 bool request_amx_permission() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
@@ -166,8 +166,8 @@ bool packs_bf16x3(long rows) { return rows >= 144 && has_bf16x3(); }
 bool splits_panels(long rows) { return rows >= 12 && has_bf16x3() && !packs_bf16x3(rows); }
 
 long direct_rows(Element type, long elements) {
-  // Weights that no cache keeps are read from memory in the time of more rows, and to look whether
-  // a packed copy still holds would read them, too.
+  // Weights larger than the caches are read from memory, which hides the arithmetic of more rows;
+  // verifying the fingerprint of a packed copy would read them as well.
   constexpr long kMinBytes = 16L << 20;
   if (batch_invariant()) return 0;
   const Isa isa = current_isa();
@@ -175,11 +175,11 @@ long direct_rows(Element type, long elements) {
   switch (type) {
     case Element::float32:
       return uncached ? 8 : 4;
-    case Element::float16:  // where there are instructions that widen it
+    case Element::float16:  // with F16C
       return isa >= Isa::avx2 ? 4 : 0;
     case Element::bfloat16:
-      // Widened, it is multiplied 1.3 to 2.2 times slower than packed. Tiles take 16 rows of panels
-      // in the time of one.
+      // Converted to fp32, it is 1.3 to 2.2 times slower than packed. AMX multiplies 16 rows by a
+      // panel in the time of one.
       return isa == Isa::amx ? 4 : isa != Isa::avx512_bf16 ? 0 : uncached ? 12 : 8;
     default:
       return 0;

@@ -1,10 +1,10 @@
-// Products on AMX tiles (Intel SDM volume 1, chapter 18): C (m x kPanel) = A B in fp32. Two by
-// two accumulators share two tiles of A and two of B, so that every tile that is loaded is used
-// twice. For kernel files only.
+// GEMM on AMX tiles (Intel SDM volume 1, chapter 18): C (m x kPanel) = A B with fp32 sums. Two by
+// two accumulators share two tiles of A and two of B, so that each loaded tile is used twice. For
+// kernel files only.
 //
-// With kComponents = 3, a product is the sum of the six products of pieces that reach into fp32's
-// precision. That is still 2.5 times as fast as fp32 FMA, and no less exact:
-// products of pieces have no rounding error, and sums are rounded once for 32 of them.
+// With kComponents = 3, a product is the sum of the six products of components that contribute to
+// fp32 precision (bf16x3). It is 2.5 times as fast as fp32 FMA and as accurate: products of
+// components are exact, and sums are rounded once per 32 of them.
 #pragma once
 
 #include "cpu/gemm/bf16_amx_operands.h"
@@ -22,11 +22,12 @@ struct alignas(64) AmxTileConfig {
 // Static: the intrinsic tells GCC of 8 bytes only, so stores to a local one would be dropped.
 constexpr AmxTileConfig kAmxTileConfig;
 
-// Tile loads are opaque to GCC: what they read must have been stored before.
+// Compiler barrier: GCC does not know what tile loads read, so stores must not be moved behind
+// them.
 TF_INLINE void compiler_barrier() { asm volatile("" ::: "memory"); }
 
-// After some 2,000 cycles without floating-point work on 512 bits the processor turns that unit
-// off, and the next tile to be stored waits 1,000 for it (measured on a Xeon with AMX).
+// After about 2,000 cycles without 512-bit floating-point work the processor powers that unit down,
+// and the next tile store waits 1,000 cycles for it (measured on a Xeon with AMX).
 TF_INLINE void keep_avx512_active() {
   __m512 any;
   asm volatile("vaddps %1, %1, %0" : "=v"(any) : "v"(_mm512_setzero_ps()));
@@ -40,20 +41,20 @@ class AmxProduct : public AmxOperands<kComponents> {
   using Operands::kRounds, Operands::kIsBf16x3, Operands::kTile, Operands::kTileSize;
   using typename Operands::Operand;
   static constexpr long kBlockRows = kIsBf16x3 ? 96 : 32;
-  // Depth of a running sum. In pieces it is rounded 6 times for 32 products: less than 128
-  // multiply-adds are. Deeper, a panel would not stay in the second-level cache.
+  // Depth of a running sum. With bf16x3 it is rounded 6 times per 32 products, less often than by
+  // 128 multiply-adds. A deeper panel would not fit in the second-level cache.
   static constexpr long kKBlock = kIsBf16x3 ? 512 : 256;
   static constexpr long kPair = 2 * kTile;
-  // Products of pieces at each step. Other work goes between any two: a core looks but a few
-  // hundred instructions ahead, and one product of tiles keeps it waiting for as many.
+  // Products of components per step. Other work is interleaved between any two: the out-of-order
+  // window is a few hundred instructions, and a tile product takes as long as that many.
   static constexpr long kTerms = kIsBf16x3 ? 6 : 1;
-  static constexpr long kRowsAtOnce = 4;  // rows to finish at once
+  static constexpr long kRowsAtOnce = 4;  // rows per call of the sink
 
   static void enter() { _tile_loadconfig(&kAmxTileConfig); }
   static void leave() { _tile_release(); }
 
-  // Calls sink(row, low, high) with each row of C = A B, in order. Rows go to the sink while the
-  // tiles are busy with the next ones. Meanwhile what follows the panel is fetched, `next` at last.
+  // Calls sink(row, low, high) with each row of C = A B, in order, while the tiles compute the next
+  // rows. Prefetches the data following the panel, finally `next`.
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
                        const Operand* next, float* buffer, const Sink& sink) {
@@ -93,11 +94,11 @@ class AmxProduct : public AmxOperands<kComponents> {
     const long from = (pairs - 1) * kPair;
     sink_rows(sink, sums(pairs - 1), from, 0, rows - from);
   }
-  // Floats that multiply() wants as `buffer`.
+  // Size of `buffer` in floats.
   static long buffer_size(long rows) { return round_up(rows, kPair) * kPanel; }
 
   // C = A B, or C += A B, with the first k of block_k columns of A. C has round_up(rows, 16) rows,
-  // c_stride apart. Calls meanwhile() while the tiles are busy, steps(rows, k) times in all.
+  // c_stride apart. Calls meanwhile() between tile products, steps(rows, k) times in total.
   template <class Meanwhile>
   static void multiply_to(const Operand* block, long block_k, long rows, long k,
                           const Operand* panel, bool accumulate, float* c, long c_stride,
@@ -112,14 +113,14 @@ class AmxProduct : public AmxOperands<kComponents> {
                       accumulate || p > 0, c + i * c_stride, c_stride,
                       [&](long) __attribute__((always_inline)) { meanwhile(); });
       p += kKBlock;
-    } while (p < depth);  // without depth C is cleared
+    } while (p < depth);  // depth 0 clears C
   }
   static long steps(long rows, long k) {
     return (rows + kPair - 1) / kPair * (pair_depth(k) / kPairDepth) * kTerms;
   }
 
-  // What multiply() is made of, for kernels that order the work in another way: sums of 16 rows, or
-  // of 32 where kTwo, by kPanel columns, which stay in tiles until they are stored.
+  // Building blocks of multiply(), for kernels with another order of work: sums of 16 rows, or 32
+  // with kTwo, by kPanel columns, which stay in tiles until they are stored.
   template <bool kTwo>
   TF_INLINE static void clear_sums() {
     _tile_zero(0);
@@ -151,8 +152,8 @@ class AmxProduct : public AmxOperands<kComponents> {
       _tile_stored(3, c1 + kLanes, c_row);
     }
   }
-  // Adds the products of `steps` tiles of A, whose rows are `depth` long, and as many of a panel.
-  // Calls meanwhile(i) while the tiles are busy, kTerms times a step.
+  // Adds the products of `steps` tiles of A, whose rows have depth `depth`, and of a panel. Calls
+  // meanwhile(i) between tile products, kTerms times per step.
   template <bool kTwo, class Meanwhile>
   TF_INLINE static void add_products(const Operand* a, long depth, const Operand* b, long steps,
                                      const Meanwhile& meanwhile) {
@@ -160,7 +161,7 @@ class AmxProduct : public AmxOperands<kComponents> {
     for (long step = 0; step < steps; ++step) {
       keep_avx512_active();
       if constexpr (kIsBf16x3) {
-        // Each neighbours one that shares a piece with it, so that only two tiles are loaded.
+        // Adjacent terms share a component, so that only two tiles are loaded for each.
         const auto then = [&](long i) __attribute__((always_inline)) {
           return [&meanwhile, i]() __attribute__((always_inline)) { meanwhile(i); };
         };
@@ -199,7 +200,8 @@ class AmxProduct : public AmxOperands<kComponents> {
   }
 
  private:
-  // Rows [begin, end) of a pair of tiles to the sink, a copy of which stays in registers.
+  // Passes rows [begin, end) of a pair of tiles to the sink; the copy of the sink stays in
+  // registers.
   template <class Sink>
   [[gnu::noinline]] static void sink_rows(const Sink& sink, const float* sums, long row, long begin,
                                           long end) {
@@ -208,7 +210,7 @@ class AmxProduct : public AmxOperands<kComponents> {
       mine(row + i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
   }
 
-  // Two tiles of rows, or one where no more are left.
+  // Two tiles of rows, or one if no more are left.
   template <class Meanwhile>
   TF_INLINE static void multiply_pair(const Operand* a, long depth, long left, const Operand* b,
                                       long steps, bool accumulate, float* c, long c_stride,
@@ -224,7 +226,7 @@ class AmxProduct : public AmxOperands<kComponents> {
   TF_INLINE static void multiply_tiles(const Operand* a, long depth, const Operand* b, long steps,
                                        bool accumulate, float* c, long c_stride,
                                        const Meanwhile& meanwhile) {
-    // A running sum of many products errs more than sums of kKBlock that are then added up.
+    // Sums over kKBlock that are then added are more accurate than one long running sum.
     const bool apart = kIsBf16x3 && accumulate;
     if (accumulate && !apart) {
       load_sums<kTwo>(c, c_stride);
@@ -239,8 +241,8 @@ class AmxProduct : public AmxOperands<kComponents> {
     }
   }
 
-  // The product of piece `of_a` of the rows and piece `of_b` of the panel, which are loaded if new.
-  // Loads come before what is done meanwhile: they would wait for its stores.
+  // The product of component `of_a` of the rows and component `of_b` of the panel, loaded if new.
+  // Loads are issued before meanwhile(): otherwise they wait for its stores.
   template <bool kTwo, bool kNewA, bool kNewB, class Meanwhile>
   TF_INLINE static void term(const Operand* a, const Operand* a1, const Operand* b, int of_a,
                              int of_b, const Meanwhile& meanwhile) {

@@ -1,8 +1,8 @@
-// Operands of products on AMX tiles (bf16_amx.h): A lies as tiles of 16 rows x 32 values, B in
-// panels of pairs (bf16_pairs.h). For kernel files only.
+// Operand layouts of AMX products (bf16_amx.h): A in tiles of 16 rows x 32 values, B in panels of
+// pairs (bf16_pairs.h). For kernel files only.
 //
-// kComponents is 1 for operands of bfloat16. With 3, fp32 operands are sums of three pieces
-// (bf16x3.h), which lie side by side.
+// kComponents is 1 for bfloat16 operands. With 3, fp32 operands are stored as bf16x3 (bf16x3.h),
+// the components of a block next to each other.
 #pragma once
 
 #include <type_traits>
@@ -30,7 +30,7 @@ class AmxOperands {
     return kComponents * round_up(rows, kTile) * pair_depth(k);
   }
 
-  // Where the kPanel values of A from `column` on (a multiple of kPanel) of a row stand.
+  // Address of the kPanel values of A from `column` on (a multiple of kPanel) of a row.
   static Operand* chunk(Operand* block, long k, long row, long column) {
     return block + (row / kTile * kTile * pair_depth(k) + column * kTile) * kComponents +
            row % kTile * kPanel;
@@ -49,7 +49,7 @@ class AmxOperands {
       return add_rounded(sums, low, high);
     }
   }
-  // put() for finite values: of infinity it makes NaN, which needs_fp32() tells.
+  // put() for finite values: infinity becomes NaN, which needs_fp32() detects.
   static void put_finite(Operand* chunk, Vec low, Vec high) {
     if constexpr (kIsBf16x3) {
       store_bf16x3<true>(chunk, kTileSize, low, high);
@@ -58,14 +58,14 @@ class AmxOperands {
     }
   }
 
-  // Rows of B that stand together as its row `pair` of pairs: the first (which = 0), the second.
+  // Row numbers in B of the rows of `pair`: the first (which = 0) and the second.
   static long pair_row(long pair, int which) {
     return kIsBf16x3 ? pair / 16 * kPairDepth + pair % 16 + 16 * which : 2 * pair + which;
   }
   static Operand* pair_place(Operand* panel, long pair) {
     return panel + pair / 16 * kComponents * kPanel * kPairDepth + pair % 16 * 2 * kPanel;
   }
-  // Two such rows of a panel of B from finite values.
+  // Stores two such rows, of finite values, in a panel of B.
   static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
     Operand* to = pair_place(panel, pair);
     if constexpr (kIsBf16x3) {
@@ -108,7 +108,8 @@ class AmxOperands {
                  2 * kTileSize);
   }
 
-  // Tile by tile: a row's values lie so far apart in the block that they share few cache sets.
+  // Tile by tile: the values of one row are so far apart in the block that they share few cache
+  // sets.
   static void fill(const Element* from, long stride, long rows, long k, Operand* block) {
     for (long tile = 0; tile < rows; tile += kTile) {
       for (long p = 0; p < k; p += kPanel) {
@@ -125,9 +126,9 @@ class AmxOperands {
     }
   }
 
-  // Rows `row` to row + 15 of A (`row` a multiple of 16) and its columns from `column` on, as many
-  // as kPairDepth, from columns of a tensor: the first `depth` of its rows, `columns` <= 16 of
-  // finite values in each. The others are 0.
+  // Rows `row` to row + 15 of A (`row` a multiple of 16) and up to kPairDepth of its columns from
+  // `column` on, from columns of a tensor: the first `depth` of its rows, with `columns` <= 16
+  // finite values each. The rest is 0.
   static void fill_transposed(const Element* from, long stride, long depth, long columns,
                               Operand* block, long k, long row, long column) {
     Operand* tile = chunk(block, k, row, column);
@@ -158,22 +159,23 @@ class AmxOperands {
     }
   }
 
-  // With 0 in place of numbers without pieces.
+  // Stores 0 in place of numbers that are not representable.
   static void pack_representable_columns(const Element* rows, long stride, long columns, long k,
                                          Operand* panel) {
     static_assert(kIsBf16x3);
     pack_bf16x3_columns<true>(rows, stride, columns, k, panel);
   }
 
-  // Whether x is not a number that pieces stand for.
+  // Whether x is not representable as bf16x3.
   template <class X>
   static auto not_representable(X x) {
     return not_bf16x3(x);
   }
   using RangeCheck = Bf16x3RangeCheck;
-  // Whether sums may be wrong: infinity became NaN, or all are so small that pieces were lost.
+  // Whether sums may be wrong and must be recomputed in fp32: infinity became NaN, or they are so
+  // small that components were flushed to 0.
   static bool needs_fp32(Vec low, Vec high) {
-    // The bits of positive floats are in the floats' order.
+    // The bits of positive floats order like the floats.
     const __m512i size = _mm512_set1_epi32(0x7fffffff);
     const __m512i largest = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(low), size),
                                              _mm512_and_si512(_mm512_castps_si512(high), size));
@@ -184,7 +186,7 @@ class AmxOperands {
            _mm512_test_epi32_mask(largest, largest) != 0;
   }
 
-  // A row of C by fp32 FMA, for what the pieces cannot do.
+  // A row of C by fp32 FMA, for operands that are not representable as bf16x3.
   template <class Read>
   static void fp32_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
     low = high = zero();
@@ -200,7 +202,7 @@ class AmxOperands {
   }
 
  private:
-  // The sum of the pieces of an operand, `apart` from each other.
+  // The sum of the components of an operand, `apart` from each other.
   static float whole(const Operand* operand, long apart) {
     float sum = load_one(operand);
     for (int piece = 1; piece < kComponents; ++piece) sum += load_one(operand + piece * apart);

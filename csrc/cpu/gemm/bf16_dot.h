@@ -1,5 +1,5 @@
-// Products of bfloat16 matrices with vdpbf16ps: the register tile of gemm.h, each lane taking a
-// pair of k at a time. For kernel files built with AVX-512-BF16.
+// bfloat16 GEMM with vdpbf16ps: the register tile of gemm.h, with a pair of k per lane. For kernel
+// files built with AVX-512-BF16.
 #pragma once
 
 #include "cpu/gemm/bf16_pairs.h"
@@ -43,7 +43,7 @@ class DotProduct {
   static constexpr bool kIsBf16x3 = false, kRounds = true;
   static constexpr long kBytes = sizeof(Operand);
   static constexpr long kBlockRows = 4 * kTileRows;
-  static constexpr long kKBlock = 256;  // half a first-level cache of panel
+  static constexpr long kKBlock = 256;  // a panel block of half the first-level cache
 
   static void enter() {}
   static void leave() {}
@@ -75,9 +75,9 @@ class DotProduct {
         store_interleaved(panel + (2 * pair + u) * kPanel, first[u], second[u]);
   }
 
-  // The rows of B that are its row `pair` of pairs.
+  // Row numbers in B of the two rows of `pair`.
   static long pair_row(long pair, int which) { return 2 * pair + which; }
-  // Two such rows, and as rows of A as well.
+  // Stores two such rows in a panel of B, and as rows of A as well.
   static void put_both(Operand* first_chunk, Operand* second_chunk, Operand* panel, long pair,
                        const Vec (&first)[2], const Vec (&second)[2]) {
     put(first_chunk, first[0], first[1]);
@@ -113,7 +113,7 @@ class DotProduct {
  private:
   static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
                       const Operand* next, bool accumulate, float* c, long c_stride) {
-    // Whole pairs: of the zeros behind them nothing comes.
+    // Whole pairs; the padding contributes nothing.
     const long depth = round_up(k, 2), count = (rows + kTileRows - 1) / kTileRows;
     long p = 0;
     do {
@@ -137,7 +137,7 @@ class DotProduct {
       dot_tile<1>,  dot_tile<2>,  dot_tile<3>,  dot_tile<4>, dot_tile<5>,
       dot_tile<6>,  dot_tile<7>,  dot_tile<8>,  dot_tile<9>, dot_tile<10>,
       dot_tile<11>, dot_tile<12>, dot_tile<13>, dot_tile<14>};
-  // Off the powers of two, which would put the rows of a tile into one cache set.
+  // Not a power of two, which would map the rows of a tile to one cache set.
   static long stride(long k) { return pair_depth(k) + 32; }
 };
 

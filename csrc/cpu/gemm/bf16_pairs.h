@@ -1,5 +1,5 @@
-// Panels of bfloat16 for vdpbf16ps and AMX tiles, which multiply pairs of adjacent k: panel[k / 2]
-// holds kPanel columns of (B[k], B[k + 1]). The depth is filled up with zeros to whole blocks of
+// bfloat16 panels for vdpbf16ps and AMX, which multiply pairs of adjacent k (VNNI layout): panel[k
+// / 2] holds kPanel columns of (B[k], B[k + 1]). The depth is padded with zeros to a multiple of
 // kPairDepth. For kernel files built with AVX-512-BF16.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-constexpr long kPairDepth = 32;  // 16 pairs: one block of 16 x 16 words to transpose, one tile
+constexpr long kPairDepth = 32;  // 16 pairs: a 16 x 16 block of words to transpose, one AMX tile
 
 TF_INLINE long pair_depth(long k) { return round_up(k, kPairDepth); }
 
@@ -76,13 +76,13 @@ TF_INLINE void store_rounded(BFloat16* to, Vec low, Vec high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Added to sums, two to each lane, after the same rounding.
+// Adds the values, after the same rounding, to sums, two per lane.
 TF_INLINE Vec add_rounded(Vec sums, Vec low, Vec high) {
   const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
   return _mm512_dpbf16_ps(sums, _mm512_cvtne2ps_pbh(high, low), ones);
 }
 
-// Rounded as pairs of a value of each.
+// Rounds to bfloat16 and interleaves: pairs of (first, second).
 TF_INLINE void store_interleaved(BFloat16* to, Vec first, Vec second) {
   const __m512i even = (__m512i)_mm512_cvtne2ps_pbh(second, first);  // first in the lower half
   const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even));

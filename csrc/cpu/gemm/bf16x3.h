@@ -1,9 +1,9 @@
-// fp32 as a sum of three bfloat16 pieces, to multiply it on bfloat16 units: 8 + 8 + 8 bits of
-// significand are fp32's 24. The first piece is cut off, so it cannot overflow; the second is
-// rounded, so the third has either sign and products left out have no bias. Infinity is a first
-// piece with nothing behind it. A product does not ask in which order its terms come: the pairs of
-// a block of kPairDepth are the values j and 16 + j, whose pieces join without a shuffle. Tiles
-// take numbers below 2^-126 for 0, and with them the lower pieces of numbers up to 2^-110. For
+// bf16x3: fp32 as a sum of three bfloat16 components, to multiply fp32 on bfloat16 units: 8 + 8 + 8
+// bits of significand are fp32's 24. The first component is truncated, so it cannot overflow; the
+// second is rounded, so the third has either sign and the omitted products have no bias. Infinity
+// is a first component followed by zeros. The order of a product's terms is free, so the pairs of a
+// block of kPairDepth are the values j and 16 + j, whose components combine without a shuffle. AMX
+// treats numbers below 2^-126 as 0, and with them the lower components of numbers up to 2^-110. For
 // kernel files built with AVX-512-BF16.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kSplitComponents = 3;
 
-// Whether x is not a number whose pieces stand for it: infinity, NaN, and all but 0 that is small.
+// Whether x is not the sum of its components: infinity, NaN, and small nonzero numbers.
 constexpr float kSmall = 0x1p-108f;
 TF_INLINE Mask not_bf16x3(Vec x) {
   const Mask small = less(max(x, zero() - x), set1(kSmall));
@@ -25,12 +25,13 @@ TF_INLINE bool not_bf16x3(float x) {
   return !(x - x == 0.0f) || (x != 0.0f && x < kSmall && x > -kSmall);
 }
 
-// Whether any number so far was such a one.
+// Whether any of the numbers added was not representable as bf16x3.
 class Bf16x3RangeCheck {
  public:
   TF_INLINE void add(Vec x) {
     const __m512i bits = _mm512_castps_si512(x), size = _mm512_set1_epi32(0x7fffffff);
-    // The bits of positive floats are in the floats' order; below the smallest they wrap around.
+    // The bits of positive floats order like the floats; those below the smallest representable
+    // number wrap around.
     max_ = _mm512_max_epu32(max_, _mm512_maskz_sub_epi32(_mm512_test_epi32_mask(bits, size),
                                                          _mm512_and_si512(bits, size), small()));
   }
@@ -44,7 +45,7 @@ class Bf16x3RangeCheck {
   __m512i max_ = _mm512_setzero_si512();
 };
 
-// The upper halves of each lane are the pieces of x.
+// The components of x, in the upper half of each lane.
 TF_INLINE void split_bf16x3(Vec x, __m512i (&piece)[kSplitComponents]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   constexpr int kInfinite = 0x18;
@@ -56,8 +57,8 @@ TF_INLINE void split_bf16x3(Vec x, __m512i (&piece)[kSplitComponents]) {
   piece[2] = _mm512_castps_si512(rest - _mm512_castsi512_ps(_mm512_and_si512(piece[1], upper)));
 }
 
-// The same for finite x that meet rounded pieces: cutting the second off as well leaves a bias of
-// 2^-25 at most.
+// The same for finite x multiplied by components that were rounded: truncating the second component
+// as well leaves a bias of at most 2^-25.
 TF_INLINE void split_bf16x3_finite(Vec x, __m512i (&piece)[kSplitComponents]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   TF_UNROLL for (int i = 0; i < kSplitComponents; ++i) {
@@ -66,15 +67,15 @@ TF_INLINE void split_bf16x3_finite(Vec x, __m512i (&piece)[kSplitComponents]) {
   }
 }
 
-// Pairs of the upper halves of the lanes of low and high.
+// Combines the upper halves of the lanes of low and high into pairs.
 TF_INLINE __m512i pairs(__m512i low, __m512i high) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(low, 16), high);
 }
 
-// Where value j of a block of kPairDepth is.
+// Position of value j in a block of kPairDepth.
 TF_INLINE long place_in_block(long j) { return j % 16 * 2 + j / 16; }
 
-// kPanel values, pieces `apart`.
+// Stores kPanel values, their components `apart` from each other.
 template <bool kFinite = false>
 TF_INLINE void store_bf16x3(BFloat16* to, long apart, Vec low, Vec high) {
   __m512i l[kSplitComponents], h[kSplitComponents];
@@ -89,7 +90,7 @@ TF_INLINE void store_bf16x3(BFloat16* to, long apart, Vec low, Vec high) {
       _mm512_storeu_si512(to + i * apart, pairs(l[i], h[i]));
 }
 
-// pack_pair_rows() for each piece, block by block of kPairDepth.
+// pack_pair_rows() for each component, in blocks of kPairDepth.
 TF_INLINE void pack_bf16x3_rows(const float* rows, long stride, long count, long k,
                                 BFloat16* panel) {
   constexpr long kBlock = kPanel * kPairDepth;
@@ -106,8 +107,8 @@ TF_INLINE void pack_bf16x3_rows(const float* rows, long stride, long count, long
   }
 }
 
-// Row `pair` of the pairs of a panel of B, in pieces, from B's rows: k of them, `columns` values in
-// each. With 0 in place of numbers without pieces if kRepresentableOnly.
+// Row `pair` of pairs of a panel of B, as bf16x3, from B's rows: k of them, `columns` values each.
+// With kRepresentableOnly, 0 in place of numbers that are not representable.
 template <bool kRepresentableOnly = false>
 TF_INLINE void pack_bf16x3_pair(const float* rows, long stride, long columns, long k, long pair,
                                 BFloat16* panel) {
@@ -128,7 +129,7 @@ TF_INLINE void pack_bf16x3_pair(const float* rows, long stride, long columns, lo
   }
 }
 
-// pack_pair_columns() for each piece, block by block of kPairDepth.
+// pack_pair_columns() for each component, in blocks of kPairDepth.
 template <bool kRepresentableOnly = false>
 TF_INLINE void pack_bf16x3_columns(const float* rows, long stride, long columns, long k,
                                    BFloat16* panel) {

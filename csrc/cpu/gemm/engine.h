@@ -1,20 +1,20 @@
-// Matrix products of half-typed operands with fp32 sums, C (m x n) = A (m x k) B (k x n), one class
-// per kind of arithmetic under one interface; for kernel files only.
+// GEMM engine: C (m x n) = A (m x k) B (k x n) with fp32 sums, one class per kind of arithmetic
+// with a common interface; for kernel files only.
 //
-//   enter, leave          prepare this thread's registers, give them back
-//   Operand, kBytes       what A and B are kept as; bytes for each value
-//   kSplit                a value takes several operands, and infinity does not survive a product:
-//                         fp32_row works out such a row of C
-//   block_size, fill      a block of rows of A from a tensor
-//   chunk, put            the same, computed, kPanel values at once
-//   add, kRounds          sums of what put() keeps of such values; whether that is less than fp32
-//   turn                  16 rows of a block from columns of a tensor
-//   depth                 rows of B that a panel has room for; those from k on count for nothing
+//   enter, leave          set up and release the registers of this thread (AMX tiles)
+//   Operand, kBytes       type in which A and B are packed; bytes per value
+//   kIsBf16x3             a value takes three operands, and infinity becomes NaN in a product:
+//                         fp32_row recomputes such a row of C
+//   block_size, fill      a packed block of rows of A, from a tensor
+//   chunk, put            the same from computed values, kPanel at a time
+//   add, kRounds          sums of values as rounded by put(); whether put() rounds fp32
+//   fill_transposed       16 rows of a block, from columns of a tensor
+//   depth                 rows of B that a panel has room for; those from k on are ignored
 //   panel_size, pack_*    a panel of kPanel columns of B, from rows of W = B^T or of B
-//   put_pair              two rows of a panel, computed: the first's number is twice `pair`
+//   put_pair              two computed rows of a panel, the first of which is 2 * `pair`
 //   multiply              a block times a panel, row by row into a sink
-//   multiply_to, steps    the same into memory, with other work done meanwhile; how often
-//   kBlockRows            rows of a block for multiply_to that has to stay in the first cache
+//   multiply_to, steps    the same into memory, calling other work in between; number of calls
+//   kBlockRows            rows of a block for multiply_to that fit in the first-level cache
 //   value, element        single values of a chunk and of a panel, as floats
 #pragma once
 
@@ -29,7 +29,8 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Operands widened to fp32, on the tiles of gemm.h: for fp16, and where there is nothing better.
+// fp32 FMA on the tiles of gemm.h with operands converted to fp32: for float16, and for bfloat16
+// without bfloat16 units.
 template <class T>
 class FloatProduct {
  public:
@@ -42,7 +43,7 @@ class FloatProduct {
   static void enter() {}
   static void leave() {}
 
-  // Even, so that put_pair() finds room.
+  // Even, so that put_pair() has room.
   static long depth(long k) { return round_up(k, 2); }
   static long panel_size(long k) { return kPanel * depth(k); }
   static long block_size(long rows, long k) { return rows * stride(k); }
@@ -120,9 +121,9 @@ class FloatProduct {
   }
 
   static constexpr long kWide = 64;
-  static constexpr long kPad = 16;  // keeps the rows of a tile out of each other's cache sets
+  static constexpr long kPad = 16;  // avoids cache set conflicts between the rows of a tile
   static long stride(long k) { return round_up(k, kPanel) + kPad; }
-  // May fill up to whole vectors.
+  // May write up to whole vectors.
   static void widen(const T* from, long n, float* to) {
     for (long j = 0; j < n; j += kLanes) store(to + j, load_some(from + j, n - j));
   }

@@ -1,5 +1,5 @@
-// What the linear maps of half types share: how many rows to take at once, and how a row of a
-// result is finished. For kernel files only.
+// Block sizes and epilogue (bias, activation, residual) of linear layers on the GEMM engine. For
+// kernel files only.
 #pragma once
 
 #include "cpu/gemm/engine.h"
@@ -8,18 +8,19 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Rows of a block whose operands take that many bytes a row: they have to stay in the second-level
-// cache beside the weights passing by.
+// Rows of a block whose operands take `row_bytes` per row, such that the block stays in the
+// second-level cache while the weights are streamed.
 template <class T>
 long block_rows(long row_bytes) {
-  // Narrow operands mean fast products: those need tall blocks, lest the weights pass by too often.
+  // Products of narrow operands are fast and need tall blocks, so that the weights are streamed
+  // less often.
   constexpr bool kNarrow = sizeof(typename Product<T>::Operand) < sizeof(float);
   constexpr long kMaxRows = kNarrow ? 256 : 8 * kTileRows, kUnit = kNarrow ? 32 : kTileRows;
   constexpr long kBudget = (kNarrow ? 1280 : 768) * 1024;
   return max(kUnit, min(kMaxRows, kBudget / max(1, row_bytes) / kUnit * kUnit));
 }
 
-// The end of kPanel columns of a linear map, from `column` on, of n.
+// Epilogue of kPanel columns of a linear layer with n outputs, from `column` on.
 template <class T>
 class Epilogue {
  public:
@@ -32,7 +33,7 @@ class Epilogue {
     high_ = read(static_cast<const T*>(bias) + column, kLanes);
   }
 
-  // Bias and activation.
+  // Adds the bias and applies the activation.
   TF_INLINE void finish(Vec& low, Vec& high) const {
     add_bias(low, high);
     activate(low, high);
@@ -42,7 +43,7 @@ class Epilogue {
     high = high + high_;
   }
   TF_INLINE void activate(Vec& low, Vec& high) const {
-    // In this order NaN comes through.
+    // This operand order propagates NaN.
     low = max(min_, low);
     high = max(min_, high);
     if (activation_ > kRelu) {
@@ -55,8 +56,8 @@ class Epilogue {
     high = high + read(row, kLanes);
   }
   TF_INLINE void write(T* row, Vec low, Vec high) const {
-    // Where the next panel will write: stores a row apart are nothing that hardware foresees. Wider
-    // rows are two lines, and fetching both gets into the way of the tiles.
+    // Prefetches the destination of the next panel: hardware does not predict stores one row apart.
+    // Rows of fp32 span two lines, and prefetching both delays the tile products.
     if constexpr (sizeof(T) < sizeof(float))
       _mm_prefetch(reinterpret_cast<const char*>(row + kPanel), _MM_HINT_T1);
     if (count_ == kPanel) {

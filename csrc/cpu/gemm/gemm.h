@@ -1,8 +1,8 @@
-// The matrix product under every kernel: C (m x n) = A (m x k) B (k x n), for kernel files only.
+// fp32 GEMM micro-kernels: C (m x n) = A (m x k) B (k x n), for kernel files only.
 //
-// B comes packed in panels of kPanel columns: panel p holds B[:, p * kPanel ...] as (k, kPanel),
-// the last one filled up with zeros. A is row-major. A register tile is up to kTileRows x kPanel:
-// each step broadcasts one value of A per row and multiplies it with one row of the panel.
+// B is packed in panels of kPanel columns: panel p holds B[:, p * kPanel ...] as (k, kPanel), the
+// last one padded with zeros. A is row-major. A register tile is up to kTileRows x kPanel: each
+// step broadcasts one value of A per row and multiplies it by one row of the panel.
 #pragma once
 
 #include "cpu/core/isa.h"
@@ -22,12 +22,12 @@ TF_INLINE long round_up(long x, long to) { return (x + to - 1) / to * to; }
 TF_INLINE long min(long x, long y) { return x < y ? x : y; }
 TF_INLINE long max(long x, long y) { return x > y ? x : y; }
 
-// Steps of k in one go. A running sum of n terms errs like n; sums of kKBlock terms that are then
-// added up err like sqrt(n * kKBlock), which keeps long products as exact as the best libraries'.
-// And kKBlock rows of a panel stay in the first-level cache while all rows of A pass by.
+// Block size along k. The error of a running sum of n terms grows like n; sums of kKBlock terms
+// that are then added up err like sqrt(n * kKBlock). kKBlock rows of a panel also stay in the
+// first-level cache while all rows of A are multiplied by them.
 constexpr long kKBlock = 128;
 
-// What becomes of a tile's sums.
+// Epilogue of a register tile.
 struct TileEpilogue {
   const float* bias;  // kPanel values to add, or nullptr
   bool accumulate;    // add to what C holds (then bias is not read)
@@ -36,31 +36,32 @@ struct TileEpilogue {
 
 constexpr long kLine = 64;  // bytes of a cache line
 
-// Tiles of so few rows fetch two lines at a step.
+// Tiles of at most this many rows prefetch two lines per step.
 constexpr int kTwoLineRows = kPanel * sizeof(float) > kLine ? 9 : 0;
 
-// Memory to fetch meanwhile: `step` bytes on at each step of k.
+// Memory to prefetch during the product: `step` bytes per step of k.
 struct Prefetch {
   const char* place;
   long step;
 };
 
-// How a tile finds its rows of A: as they are, a_stride apart; turned by pack_a() into columns,
-// kPackedRows values for each k, so that one pointer with constant offsets reaches them all; or as
-// columns of a matrix that is A transposed, a_stride apart for each k.
+// Layout of A: row-major, a_stride apart; packed by pack_a() into micro-panels with kPackedRows
+// values per k, so that one pointer with constant offsets reaches them all; or transposed, with
+// a_stride between successive k.
 enum class Form { rows, packed, columns };
 constexpr int kPackedRows = (kTileRows + kLanes - 1) / kLanes * kLanes;
 
 template <Form kForm, int kRows, int kVecs, bool kMultipleSums = (kRows < 3)>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
           const TileEpilogue& epilogue, Prefetch ahead) {
-  // Few rows have few sums, each of which waits for its last fma; so they get several.
+  // Few rows give few independent accumulators, limited by the latency of fma; so each row gets
+  // several.
   constexpr int kAccumulators = !kMultipleSums ? 1 : kRows == 1 ? 4 : 2;
   Vec sums[kAccumulators][kRows][kVecs];
   TF_UNROLL for (int h = 0; h < kAccumulators; ++h) TF_UNROLL for (int i = 0; i < kRows; ++i)
       TF_UNROLL for (int j = 0; j < kVecs; ++j) sums[h][i][j] = zero();
-  // One pointer for three rows: x86 addresses base + stride and base + 2 stride by itself, and more
-  // pointers than that do not fit into registers.
+  // One pointer per three rows: x86 addresses base + stride and base + 2 stride directly, and more
+  // pointers do not fit into the registers.
   constexpr int kPointers = kForm == Form::rows ? (kRows + 2) / 3 : 1;
   const float* row[kPointers];
   TF_UNROLL for (int i = 0; i < kPointers; ++i) row[i] = a + 3 * i * a_stride;
@@ -76,7 +77,7 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     }
     if (kForm == Form::columns) {
       row[0] += a_stride;
-      // Else the compiler keeps an offset for each value in memory instead of this one pointer.
+      // Otherwise the compiler spills an offset per value instead of advancing this pointer.
       asm("" : "+r"(row[0]));
     }
   };
@@ -89,10 +90,10 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   };
   long p = 0;
   for (; p + 4 <= k; p += 4) {
-    // Into the second level: the first has few slots for what is on its way, and loads need them.
+    // Into the second-level cache: the first-level cache has few miss buffers, and loads need them.
     TF_UNROLL for (int u = 0; u < 4; ++u) {
       _mm_prefetch(ahead.place + u * ahead.step, _MM_HINT_T1);
-      // A single tile has to fetch all lines of the panel.
+      // A single tile has to prefetch all lines of the panel.
       if (kRows <= kTwoLineRows) _mm_prefetch(ahead.place + u * ahead.step + kLine, _MM_HINT_T1);
     }
     TF_UNROLL for (int u = 0; u < 4; ++u) step(u);
@@ -117,7 +118,7 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
     }
   }
   if (epilogue.relu) {
-    // In this order NaN comes through, as it does in torch.
+    // This operand order propagates NaN, as torch does.
     TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
         max(zero(), acc[i][j]);
   }
@@ -142,13 +143,13 @@ using TileFunction = void (*)(const float*, long, const float*, long, float*, lo
 template <Form kForm>
 constexpr TileFunction kTiles[2][kTileRows] = {TF_TILES(kForm, 1), TF_TILES(kForm, 2)};
 
-// Tiles of one and two rows that add up in the order of the others.
+// Tiles of one and two rows that sum in the same order as the larger ones.
 template <Form kForm>
 constexpr TileFunction kSingleSumTiles[2][2] = {
     {tile<kForm, 1, 1, false>, tile<kForm, 2, 1, false>},
     {tile<kForm, 1, 2, false>, tile<kForm, 2, 2, false>}};
 
-// Rows split evenly into tiles, so that no tile is flat. f(tile, first row, rows).
+// Divides rows evenly into tiles: f(tile, first row, rows).
 template <class F>
 TF_INLINE void each_tile(long m, const F& f) {
   const long count = (m + kTileRows - 1) / kTileRows;
@@ -159,10 +160,9 @@ TF_INLINE void each_tile(long m, const F& f) {
   }
 }
 
-// Rows of one panel: c (m x columns) with columns <= kPanel. Writes whole vectors: up to
-// round_up(columns, kLanes) columns of c. What of B is needed next (at last: `next`) is fetched
-// meanwhile, a share by each tile. a_stride: between rows of A, or between tiles where it is
-// turned.
+// All rows by one panel: c (m x columns), columns <= kPanel. Writes whole vectors, up to
+// round_up(columns, kLanes) columns of c. Prefetches the following part of B (finally `next`), a
+// share in each tile. a_stride: between rows of A, or between its micro-panels if packed.
 template <Form kForm>
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
                           float* c, long c_stride, long columns, const TileEpilogue& epilogue,
@@ -190,8 +190,8 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
   } while (p < k);
 }
 
-// Turns m rows of k values for Form::turned: tiles `stride` floats apart, stride >= kPackedRows *
-// k. May write up to kLanes values of k too many: `to` has room for round_up(k, kLanes) of them.
+// Packs m rows of k values into micro-panels for Form::packed, `stride` floats apart, stride >=
+// kPackedRows * k. Writes up to round_up(k, kLanes) values of k.
 TF_INLINE void pack_a(const float* from, long from_stride, long m, long k, float* to, long stride) {
   each_tile(m, [&](long t, long i, long rows) {
     const float* first = from + i * from_stride;
@@ -226,7 +226,7 @@ TF_INLINE void pack_rows(const float* rows, long stride, long count, long k, flo
   }
 }
 
-// Copies n floats, filling up to `room` with zeros.
+// Copies n floats and pads to `room` with zeros.
 TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
   long j = 0;
   for (; j + kLanes <= n; j += kLanes) store(to + j, load(from + j));
@@ -234,13 +234,12 @@ TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
   for (; j < room; ++j) to[j] = 0.0f;
 }
 
-// The right factor of a weight gradient.
+// Layout of the right operand of a weight gradient.
 
-// Floats from one panel of m rows to the next; the odd ones keep panels out of each other's cache
-// sets.
+// Floats between panels of m rows; padded to avoid cache set conflicts.
 TF_INLINE long weight_gradient_panel_stride(long m) { return m * kPanel + 16; }
 
-// Where `column` (a multiple of kLanes) of a row is.
+// Offset of `column` (a multiple of kLanes) of a row.
 TF_INLINE long weight_gradient_place(long m, long row, long column) {
   return column / kPanel * weight_gradient_panel_stride(m) + row * kPanel + column % kPanel;
 }

@@ -1,4 +1,4 @@
-// Work done while tiles are busy; for kernel files only.
+// Interleaves other work with AMX tile products; for kernel files only.
 #pragma once
 
 #include "cpu/gemm/gemm.h"
@@ -6,9 +6,9 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Work in `total` parts that is done between products of tiles, shared out over `calls` calls. Some
-// parts go at once, into a function that is not inlined, whose constants then stay in registers:
-// few instructions between products are free, many are not, whatever they do.
+// Distributes `total` parts of work over `calls` calls between tile products, `at_once` parts per
+// batch. Batches run in a function that is not inlined, whose constants then stay in registers: a
+// few instructions between tile products are free, many are not.
 class Interleaver {
  public:
   Interleaver(long total, long calls, long at_once)
@@ -23,7 +23,7 @@ class Interleaver {
     countdown_ = between_;
     run_until(work, min(done_ + parts_, total_));
   }
-  // For all that are left.
+  // Runs the remaining parts.
   template <class Work>
   TF_INLINE void finish(const Work& work) {
     if (done_ < total_) run_until(work, total_);
@@ -39,14 +39,14 @@ class Interleaver {
   long total_, between_, parts_, countdown_, done_ = 0;
 };
 
-// Fetches a row of n values into the second-level cache.
+// Prefetches a row of n values into the second-level cache.
 template <class T>
 void fetch_row(const T* row, long n) {
   for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
     _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
 }
 
-// Fetches what comes next into the second-level cache, shared out over `calls` calls.
+// Prefetches the next data into the second-level cache, distributed over `calls` calls.
 class FetchAhead {
  public:
   FetchAhead(const void* next, long bytes, long calls)

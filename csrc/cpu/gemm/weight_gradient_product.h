@@ -1,6 +1,6 @@
-// dW = dY^T X on the products of engine.h: a block of dW stays in the second-level cache, as
-// fp32 sums, while all rows of dY and X pass by, kDepth at a time. dY's rows are turned as they are
-// taken. For kernel files only.
+// dW = dY^T X on the GEMM engine (engine.h): the fp32 sums of a block of dW stay in the
+// second-level cache while all rows of dY and X are read, kDepth at a time. dY is transposed as it
+// is packed. For kernel files only.
 #pragma once
 
 #include "cpu/gemm/engine.h"
@@ -15,7 +15,7 @@ class WeightGradientBlock {
   using Operand = typename P::Operand;
 
  public:
-  // Of dW, at most.
+  // Maximum size of the block of dW.
   static constexpr long kRows = 256, kColumns = 512;
 
   static long scratch_bytes() {
@@ -36,14 +36,14 @@ class WeightGradientBlock {
         packed_grad_(static_cast<Operand*>(scratch)),
         sums_(reinterpret_cast<float*>(packed_grad_ + P::block_size(kRows, kDepth))) {}
 
-  // kColumns floats: those of the block, and anything behind them.
+  // kColumns floats: the sums of the block, followed by padding.
   float* sums(long row) const { return sums_ + row * kSumStride; }
 
-  // Whether all rows of dY and X pass by at once, for multiply_at_once().
+  // Whether all rows fit in one step, as multiply_at_once() requires.
   static bool is_one_part(long m) { return m <= kDepth; }
 
-  // sink(i, j, low, high): row i and the kPanel columns from j on of dY^T X, some of them maybe
-  // behind the block.
+  // Calls sink(i, j, low, high) with row i and the kPanel columns from j on of dY^T X; the last
+  // ones may lie beyond the block.
   template <class Sink>
   void multiply_at_once(const Sink& sink) const {
     P::enter();
@@ -70,9 +70,9 @@ class WeightGradientBlock {
 
  private:
   static constexpr long kDepth = P::kKBlock;
-  static constexpr long kSumStride = kColumns + 16;  // off the powers of two
+  static constexpr long kSumStride = kColumns + 16;  // not a power of two
 
-  // `block_depth`: of the block that `turned_` is.
+  // Packs rows [p, p + depth) of dY transposed, in a block of depth `block_depth`.
   void take_grad(long p, long depth, long block_depth) const {
     constexpr long kTransposeRows = 16, kTransposeDepth = 32;
     for (long u = 0; u < depth; u += kTransposeDepth)

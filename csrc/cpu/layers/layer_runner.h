@@ -1,5 +1,5 @@
-// What the operators made of several share, for tensors of any type: linear maps, norms, attention
-// and the feed-forward network on contiguous rows, and scratch for what lies between.
+// Building blocks of the fused layer operators: linear layers, norms, attention and the
+// feed-forward network on contiguous rows of any dtype, and scratch for the intermediate results.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace tf {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// Slots of the shared scratch; 0 and 1 hold weights packed in the call.
+// Slots of the shared scratch; 0 and 1 hold weights packed during the call.
 enum Slot { kHiddenSlot = 2, kProjectedSlot, kAttendedSlot, kNormedSlot, kStreamSlot };
 
 inline char* shared_bytes(int slot, int64_t bytes) { return bytes_of(shared_scratch(slot), bytes); }
@@ -24,7 +24,7 @@ inline void check_block_input(const char* op, const Tensor& input) {
       ": input must be float32, bfloat16 or float16, and on the CPU");
 }
 
-// A linear map's parameters, W (n, k), and what is kept of it.
+// Parameters of a linear layer with weight (n, k), and its cached packed copy.
 struct LinearParameters {
   Tensor weight;
   MaybeTensor packed, bias;
@@ -42,8 +42,8 @@ struct LinearParameters {
   }
 };
 
-// A map with its weight in the form for products of up to m rows; packed now into shared scratch
-// `slot` where no packed copy is given.
+// A linear layer prepared for products of up to m rows; its weight is packed into shared scratch
+// `slot` if there is no packed copy.
 class PackedLinear {
  public:
   PackedLinear(const LinearParameters& linear, int64_t m, int slot) : linear_(linear) {
@@ -51,11 +51,11 @@ class PackedLinear {
       panels_ = panels_of(linear.weight, linear.packed, slot, m);
   }
 
-  // y = x W^T + bias + residual, m rows, each behind the one before.
+  // y = x W^T + bias + residual for m contiguous rows.
   void run(const void* x, int64_t m, const void* residual, void* y) const {
     run_part(x, m, residual, y, 0, linear_.weight.size(0));
   }
-  // By the rows [from, from + n) of W; `from` begins a panel.
+  // With rows [from, from + n) of W; `from` starts a panel.
   void run_part(const void* x, int64_t m, const void* residual, void* y, int64_t from,
                 int64_t n) const {
     const Tensor& weight = linear_.weight;
@@ -92,7 +92,7 @@ struct Norm {
                     ": the norm's weight and bias must have the same dtype");
   }
 
-  // May work in place; `like` tells the type.
+  // May be in place; `like` gives the dtype.
   void run(const Tensor& like, const void* x, void* y, int64_t rows, int64_t columns) const {
     const Tensor& parameters = weight ? *weight : bias ? *bias : like;
     run_layer_norm({.type = element_of(like),
@@ -109,8 +109,8 @@ struct Norm {
   }
 };
 
-// y = norm(x + f(x)), or x + f(norm(x)) if norm_first: f(from, residual) writes y. x and y are
-// (rows, columns) of like's type, in different memory.
+// y = norm(x + f(x)), or x + f(norm(x)) if norm_first: f(input, residual) writes y. x and y are
+// (rows, columns) of like's dtype and do not overlap.
 template <class F>
 void run_sublayer(const Tensor& like, const Norm& norm, bool norm_first, const void* x, void* y,
                   int64_t rows, int64_t columns, const F& f) {
@@ -125,7 +125,7 @@ void run_sublayer(const Tensor& like, const Norm& norm, bool norm_first, const v
   if (!norm_first) norm.run(like, y, y, rows, columns);
 }
 
-// y = second(activation(first(x))) + residual, m rows.
+// y = second(activation(first(x))) + residual for m rows.
 inline void run_feed_forward(const LinearParameters& first, const LinearParameters& second,
                              int activation, const void* x, int64_t m, const void* residual,
                              void* y) {
@@ -146,21 +146,21 @@ inline void run_feed_forward(const LinearParameters& first, const LinearParamete
                    first.weight, first.packed, second.weight, second.packed, kHiddenSlot);
 }
 
-// The sub-layers of Transformer layers, as operators on whole stacks are given them.
+// Sub-layers of Transformer layers, as passed to the operators on whole stacks.
 
 enum class SublayerKind : int64_t { self_attention, cross_attention, feed_forward };
 
-// Two linear maps with something between them, and the norm around it all.
+// Two linear layers, with attention or an activation between them, and the norm around them.
 struct Sublayer {
   SublayerKind kind;
   LinearParameters first, second;
   Norm norm;
 };
 
-// All sub-layers of a stack whose layers are each made of `kinds`. Of each sub-layer there are six
-// parameters: first weight and bias, second weight and bias, the norm's weight and bias; what is
-// kept of the two weights, packed; and the norm's eps. `cross_parts`: how many of the projections
-// of queries, keys and values the first weight of attention to a memory holds.
+// Parses the sub-layers of a stack whose layers each consist of `kinds`. Per sub-layer there are
+// six parameters (weight and bias of the first, of the second linear layer, and of the norm), two
+// packed weights, and the norm's eps. `cross_parts`: how many of the query, key and value
+// projections the first weight of cross-attention contains.
 inline std::vector<Sublayer> read_sublayers(const char* op, const std::vector<SublayerKind>& kinds,
                                             const std::vector<MaybeTensor>& parameters,
                                             const std::vector<MaybeTensor>& packed,
@@ -197,14 +197,14 @@ inline std::vector<Sublayer> read_sublayers(const char* op, const std::vector<Su
   return sublayers;
 }
 
-// One sub-layer after the other, the last one to `result`: run(sub-layer, its place, from, to).
+// Runs the sub-layers in order, the last one into `result`: run(sub-layer, index, from, to).
 template <class F>
 void run_sublayers(const std::vector<Sublayer>& sublayers, const void* from, void* result,
                    int64_t bytes, const F& run) {
   const size_t count = sublayers.size();
   void* other = count > 1 ? shared_bytes(kStreamSlot, bytes) : nullptr;
   for (size_t i = 0; i < count; ++i) {
-    // In turns, so that the last one writes the result.
+    // Alternating buffers, so that the last one writes the result.
     void* to = (count - i) % 2 == 1 ? result : other;
     run(sublayers[i], i, from, to);
     from = to;

@@ -1,6 +1,7 @@
-// One step of decoding through a whole stack of layers in one call: the newest tokens attend to
-// themselves and to all before them, whose keys and values are cached, and to the memory, if any;
-// then comes the feed-forward network. What lies between is kept in this thread's scratch.
+// One decoding step through a whole stack of layers in one call: the new tokens attend to
+// themselves and to all previous tokens, whose keys and values are cached, and to the encoder
+// output, if any; the feed-forward network follows. Intermediate results are in this thread's
+// scratch.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -13,7 +14,7 @@ namespace {
 
 constexpr const char* kOp = "decode_stack";
 
-// Keys and values (R, H, places, D) side by side, each with strides of its own.
+// Cached keys and values (R, H, places, D), with their strides.
 struct KeysAndValues {
   char *keys, *values;
   int64_t rows, heads, places, size, stride[3];  // strides in elements; D is adjacent
@@ -41,7 +42,7 @@ class Step {
         norm_first_(norm_first),
         activation_(activation) {}
 
-  // The new tokens' keys and values join those of `start` tokens before them.
+  // Appends the keys and values of the new tokens to those of the `start` previous ones.
   void self_attention(const Sublayer& layer, const KeysAndValues& cache, int64_t start,
                       const void* x, void* y) const {
     run(layer.norm, x, y, [&](const void* from, const void* residual) {
@@ -77,7 +78,7 @@ class Step {
     run_sublayer(x_, norm, norm_first_, x, y, rows_, width_, f);
   }
 
-  // `projected` has queries, keys and values of each token side by side.
+  // `projected` holds queries, keys and values of each token next to each other.
   void append(const char* projected, const KeysAndValues& cache, int64_t start) const {
     const int64_t length = rows_ / cache.rows, each = length * cache.size;
     const size_t bytes = static_cast<size_t>(cache.size * element_);
@@ -99,7 +100,7 @@ class Step {
         });
   }
 
-  // Attention of the queries, query_row apart, to the first `places` places.
+  // Attention of the queries, query_row elements apart, to the first `places` keys.
   void* attend(const KeysAndValues& at, int64_t places, const void* query, int64_t query_row,
                bool causal, const MaybeTensor& mask, const int64_t* lengths) const {
     void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);
@@ -201,7 +202,7 @@ Tensor decode_stack(Tensor input, Tensor cache, int64_t start, std::vector<Tenso
   return output;
 }
 
-// (sizes), uninitialised and of like's dtype.
+// An uninitialised tensor of `sizes` and like's dtype.
 Tensor uninitialized(Tensor like, std::vector<int64_t> sizes) {
   STD_TORCH_CHECK(like.is_cpu(), "uninitialized: like must be on the CPU");
   return empty_tensor(like, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));

@@ -1,6 +1,6 @@
-// Transformer layers in one call, for inference: of a whole stack, of one layer, or a single
-// sub-layer with its projections, the residual connection and the norm. What lies between is kept
-// in this thread's scratch, so a call costs one dispatch and no fresh pages but its result's.
+// Transformer layers in one call, for inference: a whole stack, one layer, or a single sub-layer
+// with its projections, residual connection and norm. Intermediate results are in this thread's
+// scratch, so a call costs one dispatch and only the result's memory.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/core/box.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kOp = "layers";
 
-// Where queries see which keys: everything about an attention but its tensors.
+// Arguments of an attention except its tensors: shape, mask and sequence starts.
 struct AttentionCall {
   AttentionArgs args{};
   std::vector<int64_t> query_starts, key_starts;
@@ -127,14 +127,14 @@ class Layers {
     PackedLinear(layer.second, rows_, 1).run(attended, rows_, residual, to);
   }
 
-  // Queries, keys and values of each row lie side by side.
+  // Queries, keys and values of each row are next to each other.
   const void* self_attention(const LinearParameters& in, const void* from) const {
     char* projected = shared_bytes(kProjectedSlot, rows_ * 3 * width_ * element_);
     PackedLinear(in, rows_, 0).run(from, rows_, nullptr, projected);
     return attend(own_, projected, 3 * width_, projected + width_ * element_, 3 * width_);
   }
 
-  // The queries lie in a block of their own.
+  // The queries are in a block of their own.
   const void* cross_attention(const LinearParameters& in, const void* from) const {
     char* queries = shared_bytes(kProjectedSlot, (rows_ + 2 * memory_rows_) * width_ * element_);
     char* keys = queries + rows_ * width_ * element_;
@@ -144,7 +144,8 @@ class Layers {
     return attend(cross_, queries, width_, keys, 2 * width_);
   }
 
-  // Rows of queries are query_row apart; each row of keys, key_row from the next, ends in values.
+  // Rows of queries are query_row elements apart; rows of keys, key_row apart, are followed by the
+  // values.
   const void* attend(const AttentionCall& call, const void* queries, int64_t query_row,
                      const char* keys, int64_t key_row) const {
     void* attended = shared_bytes(kAttendedSlot, rows_ * width_ * element_);

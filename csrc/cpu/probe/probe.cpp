@@ -21,7 +21,8 @@ using Clock = std::chrono::steady_clock;
 constexpr double kRoundSeconds = 0.015;
 constexpr int kRounds = 4;
 
-// Runs work(thread) on all threads, started together; returns the seconds until the last one ended.
+// Runs work(thread) on all threads, started together; returns the seconds until the last one has
+// finished.
 template <class Work>
 double run_together(int threads, const Work& work) {
   std::atomic<int> ready{0};

@@ -1,4 +1,4 @@
-// Roofline probes: what this machine can do at most, measured. Benchmarks divide by them.
+// Roofline probes: measured peak rates of this machine, the denominators of benchmark results.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace tf {
 
 // All probes run `threads` threads at once for 50 to 100 ms and return the best of a few rounds.
 
-// fp32 multiply-adds (multiply and add without FMA on baseline), in GFLOP/s.
+// fp32 multiply-adds (separate multiply and add in the x86-64 build, which has no FMA), in GFLOP/s.
 double probe_fma(int threads, Isa isa);
 
 // bf16 dot products accumulated in fp32, in GFLOP/s. Throws std::invalid_argument for an

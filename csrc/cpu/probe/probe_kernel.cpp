@@ -1,6 +1,5 @@
-// Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover 4
-// cycles of latency on 2 ports with room to spare, and nothing that a compiler could fold, contract
-// or drop.
+// Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover a
+// latency of 4 cycles on 2 ports, and nothing that a compiler could fold, contract or eliminate.
 #include "cpu/probe/probe_kernel.h"
 
 #include <immintrin.h>
@@ -56,7 +55,7 @@ Vec broadcast(float value) {
 double fma_flops(long iterations) {
   Vec acc[kAccumulators];
   for (Vec& a : acc) a = broadcast(0.0f);
-  // Bounded for ever: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
+  // Bounded: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
   const Vec x = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f),
             y = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f);
   for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);

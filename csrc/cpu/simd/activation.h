@@ -11,14 +11,13 @@ enum Activation : int { kIdentity = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSil
 namespace tf::TF_ISA {
 namespace {
 
-// Far to the left activations and slopes vanish. There they are exactly 0: no number falls below
-// the smallest normal one, where arithmetic is slow on some CPUs, and -inf becomes NaN where it
-// does in torch.
+// For large negative x activations and their derivatives vanish and are set to exactly 0: denormal
+// numbers, slow on some CPUs, never occur, and -inf gives NaN where it does in torch.
 TF_INLINE Vec zero_below(float bound, Vec x, Vec y) {
   return select(less(x, set1(bound)), zero(), y);
 }
 
-// s(x) = 1 / (1 + e^-x) and its slope s (1 - s), where 1 - s would lose its digits to cancellation.
+// s(x) = 1 / (1 + e^-x) and its derivative s (1 - s), computed without the cancellation in 1 - s.
 struct Sigmoid {
   Vec value, slope;
 
@@ -63,7 +62,7 @@ struct Normal {
   }
 };
 
-// What x is multiplied by.
+// The factor of x in GELU's tanh approximation: sigmoid(2 u(x)).
 TF_INLINE Sigmoid gelu_tanh_sigmoid(Vec x) {
   const Vec inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
   return Sigmoid(inner + inner);
@@ -84,7 +83,7 @@ TF_INLINE Vec activate(Vec x, int activation) {
   }
 }
 
-// In place over rows of a block whose columns are filled up to whole vectors.
+// In place; rows are padded to whole vectors.
 TF_INLINE void activate_rows(float* c, long stride, long rows, long columns, int activation) {
   for (long i = 0; i < rows; ++i)
     for (long j = 0; j < columns; j += kLanes)

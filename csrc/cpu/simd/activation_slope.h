@@ -6,7 +6,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-// An activation's value at x, and its slope there.
+// Value and derivative of an activation.
 struct Activated {
   Vec value, slope;
 };
@@ -14,7 +14,7 @@ struct Activated {
 // d(x Phi(x))/dx = Phi(x) + x phi(x); below -11 less than 1e-25.
 TF_INLINE Activated gelu_with_slope(Vec x) {
   const Normal normal(x);
-  // phi is that of a bounded x, which far to the right must not grow with it.
+  // phi was evaluated at a bounded x, so the product must not grow with x.
   const Vec product = min(set1(12.75f), x) * normal.density;
   return {x * normal.integral, zero_below(-11.0f, x, normal.integral + product)};
 }
@@ -22,7 +22,7 @@ TF_INLINE Activated gelu_with_slope(Vec x) {
 // With s = sigmoid(2 u(x)): s + x s (1 - s) 2 u'(x); below -9 less than 1e-25.
 TF_INLINE Activated gelu_tanh_with_slope(Vec x) {
   const Sigmoid s = gelu_tanh_sigmoid(x);
-  // Far to the right 1 - s is not quite 0, which must not grow with x.
+  // For large x, 1 - s is not exactly 0, so its factor must not grow with x.
   const Vec near = min(set1(10.0f), x);
   const Vec slope = set1(1.5957691216057308f) * fma(set1(0.134145f) * near, near, set1(1.0f));
   return {x * s.value, zero_below(-9.0f, x, fma(near * slope, s.slope, s.value))};
@@ -34,8 +34,8 @@ TF_INLINE Activated silu_with_slope(Vec x) {
   return {x * s.value, zero_below(-70.0f, x, fma(min(set1(88.0f), x), s.slope, s.value))};
 }
 
-// The gradient before the activation from that behind it. x is what the activation was applied to,
-// and becomes what it made of that: the two share most of their work.
+// Gradient with respect to the input of the activation, from that of its output. Replaces x, the
+// input, by the output: the two share most of their work.
 TF_INLINE Vec activation_backward(Vec grad, Vec& x, int activation) {
   const auto through = [&](const Activated& made) __attribute__((always_inline)) {
     x = made.value;
@@ -43,7 +43,7 @@ TF_INLINE Vec activation_backward(Vec grad, Vec& x, int activation) {
   };
   switch (activation) {
     case kRelu: {
-      // NaN lets the gradient through, as it does in torch.
+      // NaN passes the gradient on, as in torch.
       const Vec passed = select(less(zero(), x), grad, select(is_nan(x), grad, zero()));
       x = max(zero(), x);
       return passed;

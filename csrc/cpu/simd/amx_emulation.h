@@ -1,12 +1,12 @@
-// AMX's tile instructions in software, so that the kernels written for them run, and are checked,
-// on CPUs that have AVX-512-BF16 and no tiles. Only builds with TF_EMULATE_AMX include it: it is
-// far too slow for anything but tests. For kernel files only.
+// AMX tile instructions in software, to run and test the AMX kernels on CPUs with AVX-512-BF16
+// only. Included only in builds with TF_EMULATE_AMX: far too slow for anything but tests. For
+// kernel files only.
 //
-// It is stricter than the processor where that finds mistakes: any tile instruction before
-// _tile_loadconfig or after _tile_release traps, and so do the number of a tile that is no tile and
-// a configuration other than eight tiles of 16 rows by 64 bytes, the only one these kernels use.
-// What tiles hold after a release is NaN. Loads and stores are ordinary memory accesses of 64 bytes
-// a row, which AddressSanitizer checks.
+// Stricter than the processor in order to find bugs: traps on any tile instruction before
+// _tile_loadconfig or after _tile_release, on invalid tile numbers, and on any configuration other
+// than eight tiles of 16 rows by 64 bytes, the only one the kernels use. Tiles hold NaN after a
+// release. Loads and stores are ordinary memory accesses of 64 bytes per row, which
+// AddressSanitizer checks.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
-// What the compiler defines for processors that have tiles.
+// Defined by the compiler for processors with AMX.
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
 
@@ -59,8 +59,8 @@ class EmulatedTiles {
       std::memcpy(static_cast<char*>(to) + row * stride, from + row * kRowBytes, kRowBytes);
   }
 
-  // C += A B for pairs of bfloat16, B's rows holding pairs. As in SDM volume 2, TDPBF16PS, the
-  // products of a row are summed by themselves and C is added last, so that it is rounded once.
+  // C += A B for pairs of bfloat16, with B's rows in pairs. As in SDM volume 2, TDPBF16PS: the
+  // products of a row are summed first and C is added last, so that it is rounded once.
   void multiply_add(int c, int a, int b) {
     expect(c != a && c != b && a != b);
     uint8_t *sums = at(c), *left = at(a), *right = at(b);
@@ -96,7 +96,7 @@ class EmulatedTiles {
 }  // namespace
 }  // namespace tf::TF_ISA
 
-// The header of the compiler has some of these as macros.
+// Macros in some compilers' headers.
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero

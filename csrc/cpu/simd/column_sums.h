@@ -1,4 +1,4 @@
-// Sums over rows and along them; for kernel files only.
+// Column sums and row sums; for kernel files only.
 #pragma once
 
 #include "cpu/gemm/gemm.h"
@@ -7,9 +7,9 @@
 namespace tf::TF_ISA {
 namespace {
 
-// totals[j] = the sum of rows[i][j] over i < m, added to what is there if `onto`, for j < columns.
-// Rows pass by as they lie in memory. Sums of 16 rows are summed up by 16 before they meet the
-// total: a running sum of n terms errs like n.
+// totals[j] = sum of rows[i][j] over i < m, plus the previous value if `accumulate`, for j <
+// columns. Rows are read in memory order. Sums of 16 rows, then of 16 such sums, bound the rounding
+// error: that of a running sum of n terms grows like n.
 template <class T>
 void column_sums(const T* rows, long stride, long m, long columns, bool accumulate, float* totals) {
   constexpr long kBlock = 1024, kRun = 16, kLongRun = kRun * kRun;
@@ -38,7 +38,7 @@ void column_sums(const T* rows, long stride, long m, long columns, bool accumula
   }
 }
 
-// Calls f(offset, count) for whole vectors of a row and then for its tail.
+// Calls f(offset, count) for each whole vector of a row, then for the remainder.
 template <class F>
 TF_INLINE void each_vector(long n, const F& f) {
   long j = 0;
@@ -46,9 +46,9 @@ TF_INLINE void each_vector(long n, const F& f) {
   if (j < n) f(j, n - j);
 }
 
-// kCount sums along a row of n, to which add(sums, offset, count) adds a vector. An accumulator
-// takes eight terms; their sums are added up in pairs. So the error grows with log n, and many
-// small terms are not lost one by one in a sum that one large term has made coarse.
+// kCount sums over a row of n, to which add(sums, offset, count) adds a vector. An accumulator
+// takes eight terms, and their sums are added pairwise, so the error grows like log n, and small
+// terms are not lost in a sum dominated by one large term.
 template <int kCount, class F>
 TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
   constexpr long kStep = 4 * kLanes, kBlock = 8 * kStep;
@@ -66,7 +66,7 @@ TF_INLINE void row_sums(long n, float (&totals)[kCount], const F& add) {
     if (j < end) add(sums[1], j, end - j);
     TF_UNROLL for (int i = 0; i < kCount; ++i) sums[0][i] =
         (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-    // levels[l] holds a sum of 2^l blocks where bit l of their number is set.
+    // levels[l] holds a sum of 2^l blocks if bit l of their number is set.
     int level = 0;
     for (; (blocks >> level & 1) != 0; ++level)
       TF_UNROLL for (int i = 0; i < kCount; ++i) sums[0][i] = levels[level][i] + sums[0][i];

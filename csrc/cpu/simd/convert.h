@@ -1,5 +1,5 @@
-// Half types as vectors of floats: widened when loaded, rounded to nearest even when stored. For
-// kernel files only.
+// Reduced floating-point types (bfloat16, float16) as vectors of fp32: converted on load, rounded
+// to nearest even on store. For kernel files only.
 #pragma once
 
 #include "cpu/core/element.h"
@@ -8,7 +8,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-// 16-bit values as they stand in memory, kLanes of them, and their conversions.
+// kLanes 16-bit values as stored in memory, and their conversions.
 #if defined(__AVX512F__)
 
 using Bits = __m256i;
@@ -32,7 +32,7 @@ TF_INLINE Bits to_bf16(Vec x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  // Adding could turn NaN into infinity.
+  // The addition could turn NaN into infinity.
   up = _mm512_mask_or_epi32(up, is_nan(x), bits, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
 #endif
@@ -93,13 +93,13 @@ TF_INLINE Bits to_bf16(Vec x) {
   const __m128i up = _mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff)));
   const __m128i quiet = _mm_or_si128(bits, _mm_set1_epi32(0x400000));
   const Vec rounded = select(is_nan(x), _mm_castsi128_ps(quiet), _mm_castsi128_ps(up));
-  // Arithmetic shifts keep the signed saturation of the packing from happening.
+  // An arithmetic shift, so that the signed packing does not saturate.
   const __m128i high = _mm_srai_epi32(_mm_castps_si128(rounded), 16);
   return _mm_packs_epi32(high, high);
 }
 
-// Without F16C, one by one. Denormal halves are multiples of 2^-24; as bits of a float they would
-// be denormal, which attention takes for 0.
+// Scalar conversions without F16C. fp16 denormals are multiples of 2^-24; reinterpreted as fp32
+// bits they would be fp32 denormals, which attention flushes to 0.
 inline float widen(uint16_t half) {
   const uint32_t size = half & 0x7fffu, sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const float small = static_cast<float>(size) * 0x1p-24f;
@@ -120,7 +120,7 @@ inline uint16_t narrow(float value) {
   if (size > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
   if (size >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // from 65520 on
   if (size < 0x38800000u) {
-    // Below 2^-14 the unit is 2^-24, that of floats from 0.5 to 1.
+    // Below 2^-14 the spacing is 2^-24, that of floats from 0.5 to 1.
     std::memcpy(&value, &size, 4);
     value += 0.5f;
     std::memcpy(&size, &value, 4);
@@ -156,7 +156,7 @@ TF_INLINE void store(Float16* p, Vec x) { store_bits(p, to_fp16(x)); }
 TF_INLINE void store_n(BFloat16* p, Vec x, long n) { store_bits_n(p, to_bf16(x), n); }
 TF_INLINE void store_n(Float16* p, Vec x, long n) { store_bits_n(p, to_fp16(x), n); }
 
-// To the nearest number of the type.
+// Rounded to nearest in the given type.
 TF_INLINE Vec rounded(Vec x, BFloat16) { return from_bf16(to_bf16(x)); }
 TF_INLINE Vec rounded(Vec x, Float16) { return from_fp16(to_fp16(x)); }
 

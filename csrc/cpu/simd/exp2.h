@@ -1,4 +1,4 @@
-// Powers of two for the probabilities of half types. For kernel files only.
+// 2^x for softmax, with the accuracy that each element type needs. For kernel files only.
 #pragma once
 
 #include "cpu/simd/convert.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504089f;
 
-// e^(score + minus) as an exponent of 2; of the reference itself, exactly 0.
+// Exponent of 2 of e^(score + shift); exactly 0 where score = -shift.
 TF_INLINE Vec exponent(Vec score, Vec shift) { return (score + shift) * set1(kLog2E); }
 
 // c[0] + c[1] f + ...
@@ -19,12 +19,12 @@ TF_INLINE Vec polynomial(const float (&c)[kDegree + 1], Vec f) {
   return p;
 }
 
-// 2^x, 0 for -inf, NaN for NaN; the relative error, 8e-5 for bfloat16 and 3e-6 for float16, is
-// nothing beside the rounding of a half type. Minimax polynomials for 2^f.
+// 2^x; 0 for -inf, NaN for NaN. The relative error, 8e-5 for bfloat16 and 3e-6 for float16, is
+// small compared to the rounding of the type. Minimax polynomials for 2^f.
 #if defined(__AVX512F__)
 
-// f from 0 to 1: scalef takes the floor of x by itself. Where its result is denormal it would cost
-// a hundred times as much, but for flush_denormals().
+// f in [0, 1): scalef itself takes the floor of x. Denormal results would cost a hundred times as
+// much without flush_denormals().
 template <int kDegree>
 TF_INLINE Vec exp2(Vec x, const float (&c)[kDegree + 1]) {
   return _mm512_scalef_ps(polynomial<kDegree>(c, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | 8)),
@@ -35,7 +35,7 @@ TF_INLINE Vec exp2(Vec x, BFloat16) {
                          7.8024523144e-02f};
   return exp2<3>(x, c);
 }
-// The relative error is 1.5e-7, and none at 0; that of x itself counts more where x is far from 0.
+// Relative error 1.5e-7, exact at 0; the rounding of x itself dominates where |x| is large.
 TF_INLINE Vec exp2(Vec x, float) {
   constexpr float c[] = {1.0f,
                          6.9315131182e-01f,
@@ -53,7 +53,7 @@ TF_INLINE Vec exp2(Vec x, Float16) {
 
 #else
 
-// f from -1/2 to 1/2; from 2^128 on the result is no power but large or infinite.
+// f in [-1/2, 1/2]; from 2^128 on the result is not exact but large or infinite.
 template <class T>
 TF_INLINE Vec exp2(Vec x, T) {
   constexpr float c[] = {9.9999926144e-01f, 6.9312181469e-01f, 2.4024744830e-01f, 5.5917860698e-02f,
@@ -65,8 +65,8 @@ TF_INLINE Vec exp2(Vec x, T) {
 
 #endif
 
-// From now on this thread takes denormal numbers for 0 and makes none; returns what to give back to
-// restore_denormals().
+// Sets DAZ and FTZ for this thread: denormals are read and written as 0. Returns the previous state
+// for restore_denormals().
 TF_INLINE unsigned flush_denormals() {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);

@@ -1,5 +1,5 @@
-// Dropout's random numbers: Philox4x32-10 (Salmon et al. 2011), 4 kLanes numbers of 16 bits at a
-// time; for kernel files only. The pattern is that of transformer_fast/reference/dropout.py.
+// Random numbers of dropout: Philox4x32-10 (Salmon et al. 2011), 4 kLanes 16-bit numbers at a time;
+// for kernel files only. Same pattern as transformer_fast/reference/dropout.py.
 #pragma once
 
 #include "cpu/simd/dropout.h"
@@ -8,7 +8,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Vectors of 64-bit lanes; a word sits in the low half of a lane, the high half is anything.
+// Vectors of 64-bit lanes with a word in the low half; the high half is arbitrary.
 #if defined(__AVX512F__)
 
 using Words = __m512i;
@@ -24,13 +24,13 @@ TF_INLINE Words join(Words a, Words b) {
 }
 TF_INLINE Words even_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }
 TF_INLINE Words odd_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
-// Counters first, first + 1, ..., so that at_least() gives the bits of even_pairs() and odd_pairs()
-// in their order.
+// Counters first, first + 1, ..., permuted so that at_least() returns the bits of even_pairs() and
+// odd_pairs() in element order.
 TF_INLINE Words counters(uint64_t first) {
   return _mm512_add_epi64(words(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
 }
 using KeepBits = uint64_t;
-// A bit for each number, set where it is at least `limit`.
+// One bit per number, set where it is at least `limit`.
 TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
   const __m512i threshold = _mm512_set1_epi16(static_cast<short>(limit));
   return _mm512_cmpge_epu16_mask(even, threshold) |
@@ -89,7 +89,7 @@ TF_INLINE Words counters(uint64_t first) {
 }
 using KeepBits = uint32_t;
 TF_INLINE KeepBits at_least(Words even, Words odd, uint32_t limit) {
-  // There is no unsigned comparison: limit - a with saturation is 0 where a is at least the limit.
+  // SSE2 has no unsigned comparison: limit - a with saturation is 0 where a >= limit.
   const __m128i threshold = _mm_set1_epi16(static_cast<short>(limit));
   even = _mm_cmpeq_epi16(_mm_subs_epu16(threshold, even), _mm_setzero_si128());
   odd = _mm_cmpeq_epi16(_mm_subs_epu16(threshold, odd), _mm_setzero_si128());
@@ -103,9 +103,9 @@ TF_INLINE Vec where_set(KeepBits bits, Vec value) {
 
 #endif
 
-constexpr long kDraw = 4 * kLanes;  // elements that one evaluation of Philox decides
+constexpr long kDraw = 4 * kLanes;  // elements per evaluation of Philox
 
-// Which of the kDraw elements from (row, column) on are kept: a bit for each. `column` is a
+// One bit for each of the kDraw elements from (row, column) on, set where it is kept. `column` is a
 // multiple of 8.
 inline KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column) {
   const Words first = words(0xD2511F53u), second = words(0xCD9E8D57u);
@@ -125,8 +125,8 @@ inline KeepBits keep_bits(const Dropout& dropout, uint64_t row, uint64_t column)
   return at_least(even_pairs(low, high), odd_pairs(low, high), dropout.limit);
 }
 
-// factors[j] = what dropout multiplies element (row, column + j) of its tensor by: 0 or
-// dropout.scale. `column` is a multiple of 8; writes up to the next multiple of 2 kLanes.
+// factors[j] = dropout factor of element (row, column + j): 0 or dropout.scale. `column` is a
+// multiple of 8; writes up to the next multiple of 2 kLanes.
 inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t column, long count,
                             float* factors) {
   const Vec scale = set1(dropout.scale);
@@ -140,18 +140,18 @@ inline void dropout_factors(const Dropout& dropout, uint64_t row, uint64_t colum
   }
 }
 
-// The same for row `row` of the normalised, which is n / columns rows of the tensor.
+// The same for row `row` of a norm's input, which is n / columns rows of the tensor.
 inline void row_dropout_factors(const Dropout& dropout, long row, long n, long columns,
                                 float* factors) {
   const long rows = n / columns;
-  // In this order what is written beyond one row is overwritten by the next.
+  // In increasing order, so that padding written behind a row is overwritten by the next.
   for (long r = 0; r < rows; ++r)
     dropout_factors(dropout, static_cast<uint64_t>(row * rows + r), 0, columns,
                     factors + r * columns);
 }
 
-// Which of kPanel columns of a row are kept, from `column` on, a multiple of kPanel. kDraw is two
-// panels: `keep` holds the bits of both, and is worked out anew if `draws`.
+// Keep bits of kPanel columns of a row from `column` on, a multiple of kPanel. kDraw covers two
+// panels: `keep` caches the bits of both and is recomputed if `draws`.
 TF_INLINE KeepBits panel_bits(const Dropout& dropout, long row, long column, bool draws,
                               KeepBits& keep) {
   const long inside = column % kDraw;
@@ -160,7 +160,7 @@ TF_INLINE KeepBits panel_bits(const Dropout& dropout, long row, long column, boo
   return keep >> inside;
 }
 
-// What dropout multiplies them by.
+// The corresponding dropout factors.
 TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool draws,
                              KeepBits& keep, Vec& low, Vec& high) {
   const KeepBits bits = panel_bits(dropout, row, column, draws, keep);
@@ -168,7 +168,7 @@ TF_INLINE void panel_factors(const Dropout& dropout, long row, long column, bool
   high = where_set(bits >> kLanes, set1(dropout.scale));
 }
 
-// What dropout makes of x: 0 where dropped, whatever x is.
+// Applies a dropout factor: exactly 0 where dropped, even if x is not finite.
 TF_INLINE Vec drop(Vec x, Vec factor) { return select(equal(factor, zero()), zero(), x * factor); }
 
 }  // namespace

@@ -65,7 +65,7 @@ TF_INLINE void transpose_rows(const float* from, long from_stride, long rows, fl
 #endif
 }
 
-// The same for a whole block; the constant folds the conditions away.
+// The same for a whole block; the constant eliminates the conditions.
 TF_INLINE void transpose_block(const float* from, long from_stride, float* to, long to_stride) {
   transpose_rows(from, from_stride, kLanes, to, to_stride);
 }

@@ -1,5 +1,5 @@
-// One vector of floats per instruction set, under one interface. For kernel files only: everything
-// has internal linkage, so that no build shares a symbol with another.
+// A vector of floats with one interface for all instruction sets. For kernel files only: everything
+// has internal linkage, so that no two builds share a symbol.
 #pragma once
 
 #include <immintrin.h>
@@ -34,7 +34,7 @@ TF_INLINE Mask first_lanes(long n) { return static_cast<Mask>((1u << n) - 1u); }
 TF_INLINE Vec load_n(const float* p, long n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 TF_INLINE void store_n(float* p, Vec x, long n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
 TF_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-// max(x, y) with y where x is NaN.
+// max(x, y), returning y where x is NaN.
 TF_INLINE Vec max(Vec x, Vec y) { return _mm512_max_ps(x, y); }
 TF_INLINE Vec min(Vec x, Vec y) { return _mm512_min_ps(x, y); }
 TF_INLINE Vec round(Vec x) { return _mm512_roundscale_ps(x, 8); }
@@ -50,7 +50,7 @@ TF_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 TF_INLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 // x * 2^n for integral n from -126 to 127.
 TF_INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-// The same where the mask is set, else 0, whatever n is.
+// The same where the mask is set, else 0, for any n.
 TF_INLINE Vec scale_where(Mask m, Vec x, Vec n) { return _mm512_maskz_scalef_ps(m, x, n); }
 // 0 where the byte is zero, else all lanes of the mask set.
 TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
@@ -157,7 +157,7 @@ TF_INLINE Mask bytes_nonzero(const uint8_t* p) {
 
 #endif
 
-// Rounded as one lane of vectors is, whether or not the compiler contracts a * b + c itself.
+// Rounded like a vector lane, whether or not the compiler contracts a * b + c.
 TF_INLINE float fma(float a, float b, float c) {
 #if defined(__FMA__)
   return __builtin_fmaf(a, b, c);
@@ -168,8 +168,7 @@ TF_INLINE float fma(float a, float b, float c) {
 
 TF_INLINE Vec zero() { return set1(0.0f); }
 
-// Results below the smallest normal number cost hundreds of cycles on some CPUs, so e^x is 0 from
-// here on.
+// Denormal results cost hundreds of cycles on some CPUs, so e^x is 0 below this.
 constexpr float kMinExponent = -87.3f;
 
 // e^x, relative error below 2e-7 (a degree-6 minimax polynomial for 2^f); 0 below -87.3, -inf

@@ -1,4 +1,4 @@
-// The operators attention and attention_training.
+// Operators attention and attention_training.
 #include "cpu/ops/attention/attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -13,8 +13,8 @@
 namespace tf {
 namespace {
 
-// Items that the queries of the heads that share a key head are cut into. Each packs the keys
-// again, so an item is all of them unless that leaves threads idle.
+// Number of items that the queries of the heads sharing a key head are divided into. Each item
+// packs the keys again, so there is only one unless threads would be idle.
 int64_t chunks_of(const AttentionShape& args) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
@@ -22,22 +22,22 @@ int64_t chunks_of(const AttentionShape& args) {
   return std::max<int64_t>(1, std::min(wanted, heads * args.queries / 256));
 }
 
-// See AttentionArgs: threads go side by side.
+// See AttentionArgs: threads process adjacent groups.
 int64_t next_head(const AttentionShape& args) {
   return chunks_of(args) == 1 ? torch::stable::get_num_threads() : 0;
 }
 
-// Calls run(batch element, key head, begin, end) for all queries, shared out between threads.
+// Calls run(batch element, key head, begin, end) in parallel, covering all queries.
 template <class Run>
 void each_attention_item(const AttentionShape& args, const Run& run) {
   const int64_t groups = args.batch * args.key_heads, heads = args.heads / args.key_heads;
   const int64_t chunks = chunks_of(args);
   for_each_item(groups * chunks, [&](int64_t item) {
-    // The last chunks of a causal group are the longest; they go first.
+    // With causal masking the last chunks are the longest; they are scheduled first.
     const int64_t group = item / chunks, chunk = chunks - 1 - item % chunks;
     const int64_t queries = query_count(args, group / args.key_heads), rows = heads * queries;
-    // One or two rows of a head add up in an order of their own, so none are cut off: how many
-    // chunks there are depends on the threads.
+    // One or two rows of a head would sum in another order, so none are split off: the number of
+    // chunks depends on that of threads.
     const auto cut = [&](int64_t chunk) {
       const int64_t at = rows * chunk / chunks, after = queries == 0 ? 0 : at % queries;
       return after < 3 ? at - after : queries - after < 3 ? at + queries - after : at;
@@ -48,11 +48,11 @@ void each_attention_item(const AttentionShape& args, const Run& run) {
   });
 }
 
-// The shortest way for few queries a key head, if the call is of that kind.
+// Runs the decoding kernel if it applies: few queries per key head.
 bool run_decode_attention(const AttentionArgs& args) {
-  // Measured; half types pay more for each query, which widens the keys again.
+  // Measured; reduced types cost more per query, each of which converts the keys again.
   const int64_t max_queries = args.type == Element::float32 ? 4 : 2;
-  // A backward works the scores out again, and large ones have to be those of the forward.
+  // The backward recomputes the scores, and large ones must match the forward bit for bit.
   const bool saves_statistics = args.shift != nullptr;
   if (batch_invariant() || args.heads / args.key_heads * args.queries > max_queries ||
       args.dropout.on || saves_statistics || args.query_stride[3] != 1 || args.key_stride[3] != 1 ||
@@ -99,7 +99,7 @@ namespace {
 
 struct Attended {
   Tensor output, weights;
-  std::optional<Tensor> row_max, row_sum;  // kept for the backward
+  std::optional<Tensor> row_max, row_sum;  // saved for the backward
 };
 
 Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tensor>& mask,
@@ -133,7 +133,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
     key = with_unit_stride(key);
     value = with_unit_stride(value);
   }
-  // Memory order (B, T, H, Dv): joining the heads again costs no copy.
+  // Memory order (B, T, H, Dv): merging the heads needs no copy.
   Tensor output =
       torch::stable::transpose(empty_tensor(query, {batch, queries, heads, value_size}), 1, 2);
   std::optional<Tensor> row_max, row_sum;

@@ -1,7 +1,7 @@
-// Attention without the (T, S) scores: softmax(scale Q K^T + mask) V by online softmax. Of bfloat16
-// and float16 scores, softmax and sums are in fp32, rounded once; where products are of bfloat16,
-// the probabilities are rounded to it, for the product with the values and for the sum that divides
-// it.
+// Attention without the (T, S) scores in memory: softmax(scale Q K^T + mask) V by online softmax.
+// For bfloat16 and float16, scores, softmax and sums are in fp32 and rounded once; if products are
+// in bfloat16, the probabilities are rounded to it, both for the product with the values and for
+// the sum that divides it.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace tf {
 
-// Strides are in elements, for (batch, head, position, channel). Ragged batches have no stride for
-// the batch: element b's queries are the rows [query_starts[b], query_starts[b + 1]) of one long
-// sequence, its keys likewise, and queries and keys are the largest counts.
+// Strides are in elements, for (batch, head, position, channel). Ragged batches have no batch
+// stride: the queries of element b are rows [query_starts[b], query_starts[b + 1]) of one packed
+// sequence, its keys likewise, and `queries` and `keys` are the maximum lengths.
 struct AttentionShape {
   const void* mask;             // broadcast to (B, H, T, S) by its strides, or nullptr
   const int64_t* key_lengths;   // (B) or nullptr
@@ -23,7 +23,7 @@ struct AttentionShape {
   long batch, heads, key_heads, queries, keys, size, value_size;
   long query_stride[4], key_stride[4], value_stride[4], mask_stride[4], output_stride[3];
   float scale;
-  Element mask_type;  // boolean: bytes, nonzero = may attend; else what is added, -inf hiding
+  Element mask_type;  // boolean: bytes, nonzero = may attend; else additive, -inf = masked
   bool causal;
 };
 
@@ -41,22 +41,23 @@ struct AttentionArgs : AttentionShape {
   const void* key;    // (B, Hkv, S, D), channels adjacent
   const void* value;  // (B, Hkv, S, Dv), channels adjacent
   void* output;       // (B, H, T, Dv), channels adjacent
-  // For the backward, (B, H, T), contiguous, or nullptr: P = exp(scores - shift) norm; where
-  // nothing is seen, shift is -inf and norm 0.
+  // Saved for the backward, (B, H, T), contiguous, or nullptr: P = exp(scores - shift) norm. shift
+  // is the row max (or the reference used instead) and norm 1 / row_sum; or shift is the
+  // log-sum-exp and norm 1. For fully masked rows shift is -inf and norm 0.
   float* shift;
   float* norm;
-  void* weights;       // (B, H, T, S), contiguous, behind the dropout, or nullptr
-  Dropout dropout;     // of the probabilities; rows counted over (B, H, T)
-  long next_head = 0;  // so far off is the key head that a thread takes next, as a rule; 0: unknown
+  void* weights;       // (B, H, T, S), contiguous, after dropout, or nullptr
+  Dropout dropout;     // of the probabilities; rows numbered over (B, H, T)
+  long next_head = 0;  // usual distance to the next key head of the thread; 0: unknown
 };
 
 // All queries on torch's threads.
 void run_attention(AttentionArgs args);
 
-// ..._scratch: bytes of scratch that the kernel needs. ..._queries: queries [begin, end) of the
-// heads that share key head `key_head` of batch element `b`, counted over (head in group, query).
+// ..._scratch: bytes of scratch for the kernel. ..._queries: queries [begin, end) of the heads that
+// share key head `key_head` of batch element `b`, numbered over (head in group, query).
 
-// float32, whose channels need not be adjacent.
+// float32; channels need not be adjacent.
 TF_KERNEL(long attention_scratch(const AttentionArgs& args))
 TF_KERNEL(void attention_queries(const AttentionArgs& args, long b, long key_head, long begin,
                                  long end, void* scratch))
@@ -66,96 +67,96 @@ TF_KERNEL_AMX(long lowp_attention_scratch(const AttentionArgs& args))
 TF_KERNEL_AMX(void lowp_attention_queries(const AttentionArgs& args, long b, long key_head,
                                           long begin, long end, void* scratch))
 
-// float32 on bfloat16 units, by pieces (bf16_amx.h).
+// float32 as bf16x3 on bfloat16 units (bf16_amx.h).
 TF_KERNEL_BF16X3(long bf16x3_attention_scratch(const AttentionArgs& args))
 TF_KERNEL_BF16X3(void bf16x3_attention_queries(const AttentionArgs& args, long b, long key_head,
                                                long begin, long end, void* scratch))
 
-// Few queries, as in decoding, without dropout: keys and values are read where they lie, once for
-// each query. Packing them for the register tiles would cost more than it saves. All queries of a
-// key head.
+// Decoding: few queries, no dropout. Keys and values are read in place, once per query, since
+// packing them for the register tiles would cost more than it saves. Processes all queries of a key
+// head.
 TF_KERNEL(long decode_attention_scratch(const AttentionArgs& args))
 TF_KERNEL(void decode_attention_queries(const AttentionArgs& args, long b, long key_head,
                                         void* scratch))
 
-// Gradients of attention without the (T, S) probabilities, recomputed from what the forward kept.
+// Gradients of attention without the (T, S) probabilities in memory: they are recomputed from the
+// statistics saved by the forward.
 //
-// Channels of query, key, value, output and grad are adjacent. Gradients that are not wanted:
+// Channels of query, key, value, output and grad are adjacent. Gradients that are not wanted are
 // nullptr.
 struct AttentionBackwardArgs : AttentionShape {
-  Element type;          // of those five and of the gradients but grad_mask: float32 or bfloat16
+  Element type;          // of these five and all gradients except grad_mask: float32 or bfloat16
   const void* query;     // (B, H, T, D)
   const void* key;       // (B, Hkv, S, D)
   const void* value;     // (B, Hkv, S, Dv)
   const void* output;    // (B, H, T, Dv)
   const void* grad;      // (B, H, T, Dv): of output
   const float* weights;  // (B, H, T, S), contiguous, and its gradient; nullptr where that is
-  const float* grad_weights;  // not given
+  const float* grad_weights;  // absent
   const float* shift;         // (B, H, T), contiguous: P = exp(scores - shift) norm
-  const float* norm;          // 0 where nothing is seen
+  const float* norm;          // 0 for fully masked rows
   float* delta;               // (B, H, T): sum over keys of P dP
-  float dominant;             // keys of a larger probability get their dS with more care
+  float dominant;             // dS of keys with a larger probability is refined
   void* grad_query;           // (B, H, T, D)
   void* grad_key;             // (B, Hkv, S, D)
   void* grad_value;           // (B, Hkv, S, Dv)
   float* grad_mask;           // mask_size, contiguous, zeroed
   long grad_stride[3], grad_query_stride[3], grad_key_stride[3], grad_value_stride[3];
   long mask_size[4];
-  Dropout dropout;  // rows counted over (B, H, T)
+  Dropout dropout;  // rows numbered over (B, H, T)
 };
 
-// `dominant` where the output that the forward kept is in fp32. In half types it is so large that
-// few rows have such a key: less care does where the others have many times what the output is
-// rounded by.
+// `dominant` if the saved output is in fp32. For reduced types it is so large that few rows have
+// such a key: elsewhere the error is small compared to the rounding of the output.
 constexpr float kDominantInFloat = 0.5f, kDominantInLowp = 1.0f - 0x1p-5f;
 
-// Rows [begin, end) of delta, counted over (B, H, T).
+// Rows [begin, end) of delta, numbered over (B, H, T).
 TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))
 
-// Keys that are taken at a time. The cut does not depend on the number of threads.
+// Keys per tile. Does not depend on the number of threads.
 TF_KERNEL(long attention_backward_keys(const AttentionBackwardArgs& args))
 
-// Floats of scratch that attention_backward, which is for float32, needs.
+// Floats of scratch for attention_backward, which is for float32.
 TF_KERNEL(long attention_backward_scratch(const AttentionBackwardArgs& args))
 
 // Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
-// attention_backward_keys(): writes their gradients, and what they give to grad_query into `part`
-// (heads of the group, T, D), or into grad_query itself if part is nullptr.
+// attention_backward_keys(): writes their gradients, and their contribution to grad_query into
+// `part` (heads of the group, T, D), or into grad_query itself if part is nullptr.
 TF_KERNEL(void attention_backward(const AttentionBackwardArgs& args, long b, long key_head,
                                   long begin, long end, float* part, float* scratch))
 
-// Row [begin, end) of the group's (heads, T) in grad_query: the sum of `parts` parts.
+// Rows [begin, end) of the group's (heads, T) in grad_query: the sum of `parts` parts.
 TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
                                       const float* part, long parts, long begin, long end))
 
-// Attention backward on bfloat16 units: of bfloat16, where P and dS are rounded to it, and on AMX
-// tiles (bf16_amx.h) of fp32 in pieces; sums are in fp32.
+// Attention backward on bfloat16 units: bfloat16, where P and dS are rounded to it, and fp32 as
+// bf16x3 on AMX (bf16_amx.h); sums are in fp32.
 
-// As attention_backward_keys(), _scratch (in bytes) and attention_backward() are without tiles; for
-// bfloat16, `part` must be given. They return false, with results not all written, where an
-// operand holds a number that pieces do not stand for.
+// Counterparts of attention_backward_keys(), _scratch (in bytes) and attention_backward(); for
+// bfloat16, `part` must be given. They return false, with incomplete results, if an operand is not
+// representable as bf16x3.
 TF_KERNEL_UNITS(long bf16_attention_backward_keys(const AttentionBackwardArgs& args))
 TF_KERNEL_UNITS(long bf16_attention_backward_scratch(const AttentionBackwardArgs& args))
 TF_KERNEL_UNITS(bool bf16_attention_backward(const AttentionBackwardArgs& args, long b,
                                              long key_head, long begin, long end, float* part,
                                              void* scratch))
 
-// Likewise attention_mask_backward() and the queries that it takes at a time.
+// Counterparts of attention_mask_backward() and of its queries per block.
 TF_KERNEL_UNITS(long bf16_attention_backward_queries())
 TF_KERNEL_UNITS(bool bf16_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h,
                                                   long tile, long begin, long end, void* scratch))
 
-// The gradient of what attention adds to its scores: scores are worked out once more.
+// Gradient of the additive mask; scores are recomputed.
 
-// Keys and queries that are taken at a time. The cut does not depend on the number of threads.
+// Keys and queries per tile. Do not depend on the number of threads.
 TF_KERNEL(long attention_mask_backward_keys(const AttentionBackwardArgs& args))
 TF_KERNEL(long attention_mask_backward_queries(const AttentionBackwardArgs& args))
 
-// Floats of scratch attention_mask_backward needs.
+// Floats of scratch for attention_mask_backward.
 TF_KERNEL(long attention_mask_backward_scratch(const AttentionBackwardArgs& args))
 
-// grad_mask at (b, h) of the mask: key tile `tile` (all if the mask has one column) and query
-// blocks [begin, end), summed over what the mask is broadcast over.
+// grad_mask at (b, h) of the mask: key tile `tile` (all keys if the mask has one column) and query
+// blocks [begin, end), summed over the broadcast dimensions.
 TF_KERNEL(void attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
                                        long begin, long end, float* scratch))
 

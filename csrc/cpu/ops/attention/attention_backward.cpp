@@ -1,4 +1,4 @@
-// The operator attention_backward.
+// Operator attention_backward.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
@@ -27,7 +27,7 @@ Tensor checked(const char* name, const Tensor& tensor, std::initializer_list<int
   return tensor;
 }
 
-// A gradient with heads and positions in memory as the tensor has them, or an empty one.
+// A gradient with the tensor's order of heads and positions in memory, or an empty one.
 Tensor gradient_like(const Tensor& tensor, bool wanted) {
   if (!wanted) return empty_tensor(tensor, {0});
   const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
@@ -47,15 +47,15 @@ void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
   return tensor.mutable_data_ptr();
 }
 
-// Parts that the keys of a group are shared out in, each with its own sum for grad_query. Depends
-// on the shape only: so does the order in which gradients are added up.
+// Number of parts that the keys of a group are divided into, each with its own sum for grad_query.
+// Depends on the shape only, and so does the order of summation.
 int64_t key_parts(const AttentionBackwardArgs& args, int64_t tiles) {
   constexpr int64_t kItems = 32, kMaxParts = 8;
   const int64_t groups = args.batch * args.key_heads;
   return std::clamp<int64_t>((kItems + groups - 1) / groups, 1, std::min(tiles, kMaxParts));
 }
 
-// Calls f(item) for each item as for_each_item() does; false as soon as one returns false.
+// Like for_each_item(), but stops and returns false once an f(item) returns false.
 template <class F>
 bool all_items(int64_t items, const F& f) {
   std::atomic<bool> did{true};
@@ -67,19 +67,19 @@ bool all_items(int64_t items, const F& f) {
   return did;
 }
 
-// kernel(b, key_head, begin, end, part) for all keys, tiles of `step` at a time; false as soon as
-// one returns false.
+// Calls kernel(b, key_head, begin, end, part) for all keys, in tiles of `step`; returns false once
+// a call does.
 template <class Kernel>
 bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& kernel) {
   const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
   const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
   const int64_t part_size = heads * args.queries * args.size;
-  // Sums are in fp32: of half types there is always a part.
+  // Sums are in fp32: reduced types always use a part.
   const bool split_bf16x3 =
       (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
   float* sums = split_bf16x3 ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
   const bool did = all_items(groups * parts, [&](int64_t item) {
-    // The first keys of a causal group have the most queries; they go first.
+    // With causal masking the first keys have the most queries; they are scheduled first.
     const int64_t part = item / groups, group = item % groups;
     return kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
                   tiles * (part + 1) / parts * step,
@@ -96,7 +96,7 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
   return true;
 }
 
-// Whether there is a kernel for the type as it is.
+// Whether there is a kernel for bfloat16 without conversion to fp32.
 bool has_bf16_kernel(const Tensor& query) {
 #ifdef TF_HAVE_UNITS
   constexpr int64_t kMinQueries = 16;
@@ -108,7 +108,7 @@ bool has_bf16_kernel(const Tensor& query) {
 #endif
 }
 
-// False if bfloat16 is to be taken as float32.
+// Returns false if bfloat16 must be converted to float32.
 bool run_keys(const AttentionBackwardArgs& args) {
 #ifdef TF_HAVE_UNITS
   const bool reduced_float = args.type != Element::float32;
@@ -132,9 +132,9 @@ bool run_keys(const AttentionBackwardArgs& args) {
                   });
 }
 
-// kernel(b, h, tile, begin, end) for all parts of grad_mask, tiles of `step` keys and blocks of
-// `block` queries; false as soon as one returns false. Each item owns its part: it works out the
-// scores once more and sums over what is broadcast.
+// Calls kernel(b, h, tile, begin, end) for all parts of grad_mask, in tiles of `step` keys and
+// blocks of `block` queries; returns false once a call does. Each item owns its part: it recomputes
+// the scores and sums over the broadcast dimensions.
 template <class Kernel>
 bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
               const Kernel& kernel) {
@@ -151,7 +151,7 @@ bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
   });
 }
 
-// Into grad_mask; false if bfloat16 is to be taken as float32.
+// Writes grad_mask; returns false if bfloat16 must be converted to float32.
 bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
   args.grad_query = args.grad_key = args.grad_value = nullptr;
   torch::stable::zero_(grad_mask);
@@ -180,7 +180,7 @@ bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
                   });
 }
 
-// A copy in float32, heads and positions in memory as the tensor has them.
+// A copy in float32, with the tensor's order of heads and positions in memory.
 Tensor widened(const Tensor& tensor) {
   const int64_t b = tensor.size(0), h = tensor.size(1), t = tensor.size(2), d = tensor.size(3);
   Tensor copy = tensor.stride(1) < tensor.stride(2)
@@ -194,13 +194,13 @@ std::optional<Tensor> in_float(const std::optional<Tensor>& tensor) {
   return widened(*tensor);
 }
 
-// A gradient of `like`'s type.
+// Converts a gradient to `like`'s type.
 Tensor narrowed(const Tensor& gradient, const Tensor& like, bool wanted) {
   Tensor copy = gradient_like(like, wanted);
   return wanted ? torch::stable::copy_(copy, gradient) : copy;
 }
 
-// See attention_backward(); `dominant` goes with the type that the output was kept in.
+// See attention_backward(); `dominant` depends on the type of the saved output.
 std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,
@@ -239,7 +239,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
                       narrowed(dvalue, value, want_value),
                       want_mask ? mask_like(dmask) : empty_tensor(query, {0}));
   };
-  // The gradients of probabilities are there for float32 only.
+  // Gradients of returned probabilities are implemented for float32 only.
   if (reduced_float && (grad_weights || !has_bf16_kernel(query))) return all_in_float();
   AttentionBackwardArgs args{};
   args.type = element_of(query);
@@ -306,8 +306,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
 }
 
-// Gradients of query, key, value and mask; what is not wanted comes back empty. weights and
-// grad_weights go together: the probabilities that the forward returned and their gradient.
+// Gradients of query, key, value and mask; empty where not wanted. weights and grad_weights go
+// together: the probabilities returned by the forward and their gradient.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, std::optional<Tensor> grad_weights, Tensor query, Tensor key, Tensor value,
     std::optional<Tensor> mask, std::optional<Tensor> key_lengths, bool is_causal, double scale,

@@ -21,7 +21,7 @@ bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long beg
   });
 }
 
-// f(T{}) for the type of the call, T being float only where there are pieces.
+// Calls f(T{}) for the type of the call; float with AMX only.
 template <class F>
 auto by_type([[maybe_unused]] const AttentionBackwardArgs& args, const F& f) {
 #if defined(__AMX_BF16__)

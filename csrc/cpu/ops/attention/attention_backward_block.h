@@ -1,12 +1,12 @@
-// Attention backward on the fp32 tiles of gemm.h (Dao et al. 2022): a tile of keys, and a block of
-// queries against it. With P the probabilities, M dropout's factors:
+// Attention backward on the fp32 tiles of gemm.h (Dao et al. 2022): a tile of keys against a block
+// of queries. With P the probabilities and M the dropout factors:
 //
-//   dV = (P M)^T dO,  dP = M (dO V^T + dW),  dS = P (dP - delta),  dQ = scale dS K,  dK = scale
-//   dS^T Q
+//   dV = (P M)^T dO,  dP = M (dO V^T + dW),  dS = P (dP - delta),  dQ = scale dS K,
+//   dK = scale dS^T Q
 //
-// where delta, the row sum of P dP, is the row sum of dO O + W dW. Scores and dP come from the
-// register tile, P and dS from them in cache, then three products with P and dS as their left
-// factor. Sums go in a fixed order. For kernel files only.
+// where delta, the row sum of P dP, is the row sum of dO O + W dW. Scores and dP are computed in
+// register tiles, P and dS from them in cache, then three products have P and dS as left operands.
+// The order of summation is fixed. For kernel files only.
 #pragma once
 
 #include "cpu/ops/attention/attention_backward_loop.h"
@@ -23,22 +23,16 @@ constexpr long kQueryBlock = 16 * kTileRows;
 constexpr long kKeyTile = 256;
 constexpr long kPad = 16;
 constexpr long kScoreStride = kKeyTile + kPad;
-// Marks a hidden place among P and dS: arithmetic takes it for 0.
+// Marks masked elements of P and dS; -0 in arithmetic.
 constexpr float kMasked = -0.0f;
-// Exponents below this count as hidden: their share of a row is below 2^-100, and products with it
-// could fall below the smallest normal number, which costs hundreds of cycles on some CPUs.
+// Exponents below this count as masked: their share of a row is below 2^-100, and products with it
+// could be denormal, which costs hundreds of cycles on some CPUs.
 constexpr float kNegligible = -69.0f;
 
 // Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
 long keys_per_tile(const AttentionBackwardArgs& args) {
   return args.size + args.value_size <= 256 ? kKeyTile : kKeyTile / 2;
 }
-
-// A matrix as the products want it: rows turned for the left, columns in panels for the right.
-struct Forms {
-  float *packed, *panels;
-  bool nonfinite;  // holds NaN or inf
-};
 
 struct Workspace {
   long size_up, value_up;
@@ -72,11 +66,11 @@ struct Workspace {
   }
 };
 
-// Copies rows of n values, row i times factors[i] if given, into panels of `capacity` rows; returns
-// whether any is NaN or inf.
+// Copies rows of n values, row i multiplied by factors[i] if given, into panels of `capacity` rows;
+// returns whether any is NaN or inf.
 bool copy_panels(const float* from, long stride, long rows, long n, const float* factors, float* to,
                  long capacity) {
-  // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
+  // x - x is 0 for finite x and NaN otherwise, and NaN propagates through the sum.
   Vec nonfinite = zero();
   for (long j = 0; j < n; j += kPanel) {
     float* panel = to + j * capacity;
@@ -93,28 +87,28 @@ bool copy_panels(const float* from, long stride, long rows, long n, const float*
   return !(reduce_add(nonfinite) == 0.0f);
 }
 
-// Panels of kQueryBlock rows as the left factor of a product.
+// Packs panels of kQueryBlock rows as left operand.
 void pack_a_panels(const float* panels, long rows, long n, float* to) {
   for (long j = 0; j < n; j += kPanel)
     pack_a(panels + j * kQueryBlock, kPanel, rows, min(kPanel, n - j), to + j * kPackedRows,
            kPackedRows * round_up(n, kLanes));
 }
 
-// Sums over the queries for each key of a tile: c (m x n) gathers A^T B from blocks of k queries, A
+// Sums over queries for each key of a tile: c (m x n) accumulates A^T B over blocks of k queries, A
 // (k, m) with rows kScoreStride apart, B (k, n) in panels of kQueryBlock rows.
 struct KeySums {
   float* sums;
   long stride;
   bool started = false;
 
-  // The first block sees `m` of the tile's `rows` keys; nothing of the others is there yet.
+  // Clears the sums of keys that the first block, of `m` of the tile's `rows` keys, does not write.
   void start(long m, long rows, bool whole) {
     if (!started) clear(sums + (whole ? 0 : m) * stride, (rows - (whole ? 0 : m)) * stride);
   }
 
   void add(const float* a, long m, const float* b, long k, long n, long rows) {
     start(m, rows, false);
-    // A strip of A stays in the first-level cache for all panels; the next is fetched meanwhile.
+    // A strip of A stays in the first-level cache for all panels; the next one is prefetched.
     each_tile(m, [&](long, long i, long count) {
       const char* ahead = reinterpret_cast<const char*>(a + i + 2 * count - 1);
       for (long j = 0; j < n; j += kPanel) {
@@ -128,7 +122,7 @@ struct KeySums {
     started = true;
   }
 
-  // The same one by one, leaving hidden places out: rows of B hold NaN or inf.
+  // The same element by element, skipping masked ones: rows of B contain NaN or inf.
   void add_nonfinite(const float* a, long m, const float* b, long k, long n, long rows) {
     start(m, rows, true);
     started = true;
@@ -157,7 +151,7 @@ struct KeySums {
 struct KeyTile : KeyRange {
   const AttentionBackwardArgs& args;
   const Workspace& work;
-  bool nonfinite = false;  // its keys hold NaN or inf
+  bool nonfinite = false;  // its keys contain NaN or inf
   KeySums grad_key = {work.grad_key, work.size_up + kPad};
   KeySums grad_value = {work.grad_value, work.value_up + kPad};
 
@@ -201,8 +195,8 @@ struct Block {
   const AttentionBackwardArgs& args;
   const Workspace& work;
   const BlockMask block_mask;
-  bool nonfinite_query = false, nonfinite_grad = false;  // hold NaN or inf
-  // As in the forward, so that scores are the same to the last bit.
+  bool nonfinite_query = false, nonfinite_grad = false;  // contain NaN or inf
+  // As in the forward, so that scores are bit-identical.
   bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
   float factor = scaled ? 1.0f : args.scale;
   long row = (block_mask.b * args.heads + block_mask.head) * args.queries + block_mask.first;
@@ -217,7 +211,7 @@ struct Block {
     return true;
   }
 
-  // dO is multiplied by norm, so that P need not be.
+  // dO is multiplied by norm instead of P.
   void load_rows() {
     const long rows = block_mask.rows;
     const float* q =
@@ -245,7 +239,7 @@ struct Block {
                                panels + (j + kPanel) * size);
   }
 
-  // P M and dS for keys [start, start + count), kHidden where hidden, in work.p and work.ds.
+  // P M and dS for keys [start, start + count), kMasked where masked, in work.p and work.ds.
   void differentiate(long start, long count) const {
     const long rows = block_mask.rows;
     scores(work.query_packed, args.size, rows, work.keys_transposed, count, work.p);
@@ -280,7 +274,7 @@ struct Block {
                       count, work.factors);
     for (long j = 0; j < count; j += kLanes) {
       const Vec x = fma(load(p + j), times, zero()) + neg_shift;
-      const auto none = less(x, set1(kNegligible));  // -inf, where hidden, is
+      const auto none = less(x, set1(kNegligible));  // true for -inf (masked)
       Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
       if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
       const Vec undropped = weight;
@@ -289,16 +283,16 @@ struct Block {
         weight = weight * f;
         slope = drop(slope, f);
       }
-      // Adding 0 turns -0 into 0: only hidden places are kHidden.
+      // Adding 0 turns -0 into 0: only masked elements are kMasked.
       const Vec score = fma(undropped, slope - delta, zero());
       store(p + j, select(none, set1(kMasked), weight));
       store(ds + j, select(none, set1(kMasked), score));
     }
-    // The norm is the largest probability, at least, where shift is the largest score, as in fp32.
+    // norm is an upper bound of the probabilities if shift is the row max, as in fp32.
     if (args.norm[row + i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
   }
 
-  // dS of keys that dominate a row.
+  // Refines dS of keys that dominate a row.
   void refine_row(long i, long start, long count) const {
     const float* p = work.p + i * kScoreStride;
     const float norm = args.norm[row + i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
@@ -315,7 +309,7 @@ struct Block {
     }
   }
 
-  // dS times the keys of the tile, into or onto rows of `to`.
+  // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
   void accumulate_dq(const KeyTile& tile, long count, float* to, long stride,
                      bool accumulate) const {
     const long n = args.size, c_stride = work.size_up + kPad;
@@ -342,7 +336,7 @@ struct Block {
       }
   }
 
-  // What the tile's keys and values gather from this block.
+  // Accumulates dK and dV of the tile over this block.
   void accumulate_dk_dv(KeyTile& tile, long count) const {
     const auto add = [&](KeySums& sums, const float* a, const float* b, long n, bool nonfinite) {
       if (nonfinite) {
@@ -358,7 +352,7 @@ struct Block {
   }
 };
 
-// The same for a mask's gradient.
+// The same for the gradient of a mask.
 struct MaskBlock {
   Block block;
 
@@ -371,7 +365,7 @@ struct MaskBlock {
     const BlockMask& block_mask = block.block_mask;
     float* ds = block.work.ds;
     if (sums.stride == 0 && sums.by_column) {
-      // Over the block's rows first, as they all go to one place.
+      // Summed over the block's rows first: they all have the same destination.
       for (long i = 1; i < block_mask.rows; ++i)
         for (long s = 0; s < count; ++s) ds[s] += ds[i * kScoreStride + s];
       sums.add(block_mask.first, tile.start, ds, count);
@@ -383,14 +377,14 @@ struct MaskBlock {
   }
 };
 
-// For walk() and loop_mask().
+// For loop_keys() and loop_mask().
 struct Products {
   using Workspace = TF_ISA::Workspace;
   using Tile = KeyTile;
   using Block = TF_ISA::Block;
   using Mask = MaskBlock;
 
-  // Smaller blocks where causality cuts them off.
+  // Smaller blocks with causal masking.
   static long query_rows(const AttentionBackwardArgs& args) {
     return args.causal ? kQueryBlock / 2 : kQueryBlock;
   }

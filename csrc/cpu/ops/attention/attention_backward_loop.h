@@ -1,5 +1,5 @@
-// The way through an attention's backward: keys a tile at a time, all queries passing by, a block
-// at a time. For kernel files only.
+// Loops of the attention backward: over tiles of keys, and within each over blocks of queries. For
+// kernel files only.
 #pragma once
 
 #include "cpu/ops/attention/attention.h"
@@ -9,7 +9,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Queries in even blocks of at most so many rows.
+// Divides queries evenly into blocks of at most max_rows rows.
 struct Cut {
   long queries, blocks;
   Cut(const AttentionBackwardArgs& args, long b, long max_rows)
@@ -24,11 +24,11 @@ inline long key_limit(const AttentionBackwardArgs& args, long b) {
 
 // A tile of keys of one key head.
 struct KeyRange {
-  long b, key_head, start, count, rows;  // `count` of its rows are not hidden by length
+  long b, key_head, start, count, rows;  // the first `count` of its rows are within the key length
 };
 
-// Calls f(sight, count) for the blocks [begin, end) of queries of a head that see keys of the tile:
-// the first `count` of them.
+// Calls f(block_mask, count) for the blocks [begin, end) of queries of a head that attend to the
+// tile, i.e. to the first `count` of its keys.
 template <class F>
 void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long head, long max_rows,
                 long begin, long end, float* bias, const F& f) {
@@ -44,7 +44,7 @@ void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long he
   }
 }
 
-// The sum of W dW over a row of the given probabilities, counted over (B, H, T).
+// The sum of W dW over a row of the given probabilities, numbered over (B, H, T).
 inline float weights_delta(const AttentionBackwardArgs& args, long row) {
   const float* w = args.weights + row * args.keys;
   const float* dw = args.grad_weights + row * args.keys;
@@ -52,7 +52,7 @@ inline float weights_delta(const AttentionBackwardArgs& args, long row) {
   for (long s = 0; s < args.keys; s += kLanes) {
     const long here = min(kLanes, args.keys - s);
     const Vec weight = load_some(w + s, here);
-    // Hidden places have no say, whatever gradient they are given.
+    // Masked positions contribute no gradient.
     sum = sum + select(equal(weight, zero()), zero(), weight * load_some(dw + s, here));
   }
   return reduce_add(sum);
@@ -66,15 +66,15 @@ float sum_of_products(const T* x, const T* y, long n) {
   return reduce_add(sum);
 }
 
-// Where a row of one head begins.
+// Address of a row of one head.
 template <class T>
 const T* row_at(const void* tensor, const int64_t* starts, const long* stride, long b, long head,
                 long row) {
   return static_cast<const T*>(tensor) + head_offset(starts, stride, b, head) + row * stride[2];
 }
 
-// The sum of P (dP of `key` - dP) over the other keys of a row, which is dP - delta of `key`.
-// `factor` is what dropout multiplies it by.
+// The sum of P (dP of `key` - dP) over the other keys of a row, which equals dP - delta of `key`.
+// `factor` is the key's dropout factor.
 template <class T>
 float slope_from_others(const AttentionBackwardArgs& args, long b, long head, long query, long key,
                         float factor) {
@@ -96,7 +96,7 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
     if (s == key || mask == -kInf) continue;
     const T* k = row_at<T>(args.key, args.key_starts, args.key_stride, b, key_head, s);
     const float x = sum_of_products(q, k, args.size) * args.scale + mask - args.shift[at];
-    if (x < -30.0f) continue;  // 1e-13; they all have 1e-4
+    if (x < -30.0f) continue;  // 1e-13, while all the other keys together have 1e-4
     float p[kLanes];
     store(p, exp(set1(x)));
     bool keeps = true;
@@ -111,13 +111,13 @@ float slope_from_others(const AttentionBackwardArgs& args, long b, long head, lo
   return sum;
 }
 
-// dP - delta of a key that has almost all of a row; `factor` is what dropout multiplies it by. O is
-// almost V then, and so is delta almost dP: their difference is rounding error. The sum of dO (V -
-// O) is the same number with the difference taken first, where it is exact if O is.
+// dP - delta of a key with almost all of a row's probability; `factor` is its dropout factor. Then
+// O is almost V and delta almost dP, so their difference is rounding error. The sum of dO (V - O)
+// is the same number with the difference taken first, where it is exact if O is.
 template <class T>
 float dominant_slope(const AttentionBackwardArgs& args, float probability, long b, long head,
                      long query, long key, float factor) {
-  // Beyond this, the probability itself is not known well enough to tell it from 1.
+  // Beyond this, the probability is not accurate enough to be distinguished from 1.
   constexpr float kCertain = 1.0f - 0x1p-13f;
   if (args.dominant != kDominantInFloat && probability < kCertain)
     return slope_from_others<T>(args, b, head, query, key, factor);
@@ -132,7 +132,7 @@ float dominant_slope(const AttentionBackwardArgs& args, float probability, long 
     sum = fma(load_some(grad + d, here), difference, sum);
   }
   float slope = reduce_add(sum);
-  if (args.dominant != kDominantInFloat) return slope * 0.0f;  // NaN stays
+  if (args.dominant != kDominantInFloat) return slope * 0.0f;  // keeps NaN
   if (args.grad_weights != nullptr) {
     const long at = (b * args.heads + head) * args.queries + query;
     slope += args.grad_weights[at * args.keys + key] * factor - weights_delta(args, at);
@@ -140,7 +140,7 @@ float dominant_slope(const AttentionBackwardArgs& args, float probability, long 
   return slope;
 }
 
-// Where a block's rows of dQ are, and how far apart.
+// Destination of a block's rows of dQ, and its strides.
 struct QueryRows {
   float* data;
   long head_stride, stride;
@@ -158,7 +158,7 @@ inline void clear(float* p, long n) {
   for (long j = 0; j < n; ++j) p[j] = 0.0f;
 }
 
-// scale times rows of n sums into, or onto, rows of dQ.
+// Stores, or accumulates, scale times rows of n sums in rows of dQ.
 inline void write_dq(const float* sums, long sum_stride, long rows, long n, float scale, float* to,
                      long stride, bool accumulate) {
   for (long i = 0; i < rows; ++i, sums += sum_stride, to += stride) {
@@ -169,14 +169,14 @@ inline void write_dq(const float* sums, long sum_stride, long rows, long n, floa
   }
 }
 
-// attention_backward(). Kind has a Workspace, query_rows(args), the
-// most rows of a block, and
+// Implements attention_backward(). Kind has a Workspace, query_rows(args), the maximum rows of a
+// block, and
 //
-//   Tile(args, work, range)     pack(); write(), for dK and dV
-//   Block(args, work, sight)    pass(tile, count), for P, dS and what the keys gather from them;
-//                               accumulate_dq(tile, count, to, stride, onto), for dQ
+//   Tile(args, work, range)         pack(); write(), for dK and dV
+//   Block(args, work, block_mask)   pass(tile, count), for P, dS, dK and dV;
+//                                   accumulate_dq(tile, count, to, stride, accumulate)
 //
-// Returns false as soon as pack() or pass() does: the kind cannot do it.
+// Returns false once pack() or pass() does: an operand is out of range of the products.
 template <class Kind>
 bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
                long b, long key_head, long begin, long end, float* part) {
@@ -194,8 +194,8 @@ bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace
     bool did = true;
     for (long h = 0; h < group; ++h) {
       float* to = wants_query ? out.data + h * out.head_stride : nullptr;
-      long written = 0;  // rows of dQ so far
-      // The first tile writes all rows, the others add to them.
+      long written = 0;  // rows of dQ written so far
+      // The first tile writes all rows, the others accumulate.
       const auto clear_to = [&](long end_row) {
         for (; written < end_row && start == begin; ++written)
           clear(to + written * out.stride, args.size);
@@ -220,11 +220,11 @@ bool loop_keys(const AttentionBackwardArgs& args, const typename Kind::Workspace
   return true;
 }
 
-// Where a mask's gradient gathers dS, of one of the mask's batch elements and heads.
+// Accumulates the gradient of a mask for one of its batch elements and heads.
 struct MaskSums {
   float* first;
-  long stride;     // from one query to the next; 0 if the mask is alike for all
-  bool by_column;  // whether keys have each their own
+  long stride;     // between queries; 0 if broadcast over queries
+  bool by_column;  // false if broadcast over keys
 
   // Adds `count` values of query `row` for the keys from `start` on.
   void add(long row, long start, const float* ds, long count) const {
@@ -243,11 +243,11 @@ struct MaskSums {
   }
 };
 
-// attention_mask_backward(). Kind is as for walk(), and has
+// Implements attention_mask_backward(). Kind is as for loop_keys(), and has
 //
-//   Mask(args, work, sight)     pass(tile, count, sums), which adds the block's dS to the sums
+//   Mask(args, work, block_mask)    pass(tile, count, sums), which adds the block's dS to the sums
 //
-// Returns false as soon as pack() or pass() does.
+// Returns false once pack() or pass() does.
 template <class Kind>
 bool loop_mask(const AttentionBackwardArgs& args, const typename Kind::Workspace& work, long step,
                long mask_b, long mask_h, long tile, long begin, long end) {

@@ -1,7 +1,7 @@
-// Operands of attention's backward on the products of engine.h, and P and dS of a block of
-// queries against a tile of keys, panel by panel. Scores are worked out as in attention_product.h,
-// to the last bit. While the matrix unit works out the products of one panel, the vector unit makes
-// P and dS of the panel before. For kernel files only.
+// Attention backward on the GEMM engine (engine.h): packed operands, and P and dS of a block of
+// queries against a tile of keys, panel by panel. Scores are computed as in attention_product.h,
+// bit for bit. While the matrix unit computes the products of one panel, the vector unit computes P
+// and dS of the previous one. For kernel files only.
 #pragma once
 
 #include "cpu/gemm/engine.h"
@@ -13,10 +13,10 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Probabilities below 2 to this count as 0, and so are not so small that their pieces get lost.
+// Probabilities below 2^kNegligible count as 0, so that their bf16x3 components do not underflow.
 constexpr float kNegligible = -99.5f;
 constexpr long kPad = 16;
-constexpr long kRows = 96;  // of a block of queries
+constexpr long kRows = 96;  // per block of queries
 
 // Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
 inline long keys_per_tile(const AttentionBackwardArgs& args) {
@@ -29,19 +29,19 @@ struct BackwardWorkspace {
   using P = Product<T>;
   using Operand = typename P::Operand;
 
-  // Strides of floats: of a block's rows as they were read; of the sums for keys, a column each.
+  // Strides in floats: of a block's rows as read; of the sums for keys, one column per key.
   long tile_keys, wide, sum_stride, query_stride;
   long key_panel, value_panel, column_panel;
   // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
-  // turned; of a panel: P and dS as right factors; of the block: dS as a left one.
+  // transposed; of a panel: P and dS as right operands; of the block: dS as left operand.
   Operand *keys, *values, *key_rows, *query, *grad, *query_transposed, *grad_transposed, *p, *ds,
       *ds_rows;
   float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
-  // Per row of the block; the row's norm is split between dO and the exponents of P.
+  // Per row of the block; norm is applied either to dO or to the exponents of P.
   float *neg_shift, *norm, *log2_norm, *delta, *dominant;
   float *read, *grad_key, *grad_value, *grad_query, *bias;
-  KeepBits* keep;  // per row: which of two panels of probabilities dropout keeps
-  bool* started;   // per panel: its sums for keys are begun
+  KeepBits* keep;  // per row: keep bits of two panels of probabilities
+  bool* started;   // per panel: whether its sums for keys are initialised
   long bytes = 0;
 
   BackwardWorkspace(const AttentionBackwardArgs& args, void* scratch)
@@ -87,7 +87,7 @@ struct BackwardWorkspace {
   }
 };
 
-// Whether any of `rows` rows of n values is one that products cannot take.
+// Whether any of `rows` rows of n values is out of range of the products.
 template <class T>
 bool any_out_of_range(const T* from, long stride, long rows, long n) {
   typename Product<T>::RangeCheck check;
@@ -156,8 +156,9 @@ struct BackwardTile : KeyRange {
   }
 };
 
-// P and dS of a block of queries against a tile of keys. Derived::soften(until) takes those of the
-// waiting panel, in parts from done_ on, of `parts` in all; Derived::finish_pending() the rest.
+// P and dS of a block of queries against a tile of keys. Derived::differentiate_rows(until)
+// computes those of the pending panel, in `parts` parts from done_ on; Derived::finish_pending()
+// the rest.
 template <class T, class Derived>
 class BackwardRows : protected Scores {
  public:
@@ -168,7 +169,7 @@ class BackwardRows : protected Scores {
  protected:
   using P = Product<T>;
 
-  // Panel by panel; false if products cannot take the rows.
+  // Processes the panels in order; returns false if the rows are out of range of the products.
   bool take(const BackwardTile<T>& tile, long count, long parts) {
     if (!load_rows()) return false;
     auto& derived = static_cast<Derived&>(*this);
@@ -198,7 +199,7 @@ class BackwardRows : protected Scores {
     return true;
   }
 
-  // P (with dropout) and dS of a row of a panel.
+  // P (after dropout) and dS of a row of a panel.
   TF_INLINE void differentiate(const Panel& panel, long i, const float* shared, Vec (&p)[2],
                                Vec (&ds)[2]) const {
     if (i >= rows) {
@@ -234,7 +235,7 @@ class BackwardRows : protected Scores {
     refine(panel, i, p, ds);
   }
 
-  // dS of keys that dominate a row.
+  // Refines dS of keys that dominate a row.
   TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
     const Vec dominant = set1(work.dominant[i]);
     if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
@@ -270,8 +271,8 @@ class BackwardRows : protected Scores {
   const AttentionBackwardArgs& args;
   const BackwardWorkspace<T>& work;
   const long pairs_ = round_up(rows, kPairDepth) / 2;
-  Panel pending_{};  // scored, not yet softened
-  long done_ = 0;    // parts of it that are
+  Panel pending_{};  // scores are computed, P and dS are not
+  long done_ = 0;    // parts of it that are done
 
  private:
   const T* at(const void* tensor, const long* strides) const {
@@ -280,9 +281,9 @@ class BackwardRows : protected Scores {
            block_mask.first * strides[2];
   }
 
-  // Queries and dO, as they are and, for the keys, turned. In fp32 dO is multiplied by norm, so
-  // that P need not be. Half types would round that, and dP has to be exact where values are far
-  // from 0: a row's slopes are small differences of it. There the exponents take norm.
+  // Packs queries and dO, and both transposed for dK and dV. In fp32 dO is multiplied by norm
+  // instead of P. Reduced types would round the product, and dP must be exact where values are far
+  // from 0, since dS is a small difference of it. There norm is added to the exponents.
   bool load_rows() const {
     constexpr bool grad_takes_norm = sizeof(T) == sizeof(float);
     const long row = row_of(0);
@@ -302,14 +303,14 @@ class BackwardRows : protected Scores {
       const float shift = args.shift[row + i];
       work.neg_shift[i] = shift == -kInf ? 0.0f : -shift;
       work.delta[i] = args.delta[row + i] * work.norm[i];
-      // As P with dropout, and without the norm that dO has.
+      // Same scaling as P: with dropout, without the norm applied to dO.
       work.dominant[i] = args.dominant * factor / work.norm[i];
     }
     return true;
   }
 
-  // Rows of n values, times factors if given, as left factors, and turned if asked for; false if
-  // products cannot take them.
+  // Packs rows of n values, multiplied by factors if given, as left operands, and transposed if
+  // requested; returns false if any is out of range of the products.
   bool load_operand(const T* from, long stride, long n, const float* factors,
                     typename P::Operand* block, typename P::Operand* transposed) const {
     typename P::RangeCheck check;
@@ -346,7 +347,7 @@ class BackwardRows : protected Scores {
       }
   }
 
-  // The share of one of `panels` panels in what the next block will read.
+  // Prefetches a share, for one of `panels` panels, of the rows that the next block reads.
   void prefetch(long panel, long panels) const {
     const long next = min(2 * rows, query_count(args, block_mask.b) - block_mask.first);
     const long begin = min(next, rows + rows * panel / panels);
@@ -359,9 +360,11 @@ class BackwardRows : protected Scores {
   }
 };
 
-// Attention backward on the products of engine.h, panel by panel of keys (the formulas are in
-// attention_backward_block.h). dV^T = dO^T P and dK^T = Q^T dS take P and dS as right factors, a
-// panel at a time while they are in the first cache, and dQ = dS K takes all panels of the tile.
+// Attention backward on the GEMM engine, panel by panel of keys (formulas in
+// attention_backward_block.h). dV^T = dO^T P and dK^T = Q^T dS take P and dS as right operands, a
+// panel at a time while they are in the first-level cache; dQ = dS K takes all panels of the tile.
+//
+// For the gradients of query, key and value. Parts are pairs of rows.
 
 // For the gradients of query, key and value. Parts are pairs of rows.
 template <class T>
@@ -377,7 +380,7 @@ class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
     return take(tile, count, pairs_);
   }
 
-  // dS times the keys of the tile, into or onto rows of `to`.
+  // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
   void accumulate_dq(const BackwardTile<T>&, long, float* to, long stride, bool accumulate) const {
     for (long j = 0; j < args.size; j += kPanel)
       P::multiply_to(work.ds_rows, work.tile_keys, rows, covered_,
@@ -392,8 +395,8 @@ class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
   using Rows::take, Rows::differentiate, Rows::shared_mask;
   using typename Rows::P;
 
-  // P and dS of the waiting panel's pairs of rows up to `until`. Not inlined: the tile loop would
-  // have it in many places.
+  // P and dS of the pending panel's pairs of rows up to `until`. Not inlined: it has many call
+  // sites in the tile loop.
   [[gnu::noinline]] void differentiate_rows(long until) {
     const long from = done_;
     if (until <= from) return;
@@ -412,12 +415,12 @@ class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
     }
   }
 
-  // The rest of the waiting panel, and what its keys gather from it.
+  // Completes the pending panel: accumulates dK and dV.
   void finish_pending() {
     if (pending_.count == 0) return;
     differentiate_rows(pairs_);
     const long column = pending_.start - start_;
-    // Panels that no row sees take part in dQ.
+    // Fully masked panels contribute zeros to dQ.
     for (; covered_ < column; covered_ += kPanel)
       for (long i = 0; i < rows; ++i)
         P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
@@ -435,7 +438,7 @@ class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
   }
 
   long start_ = 0;    // of the tile
-  long covered_ = 0;  // keys of it whose dS are there
+  long covered_ = 0;  // keys of the tile whose dS are stored
 };
 
 // For the gradient of the mask. Parts are rows.
@@ -461,7 +464,7 @@ class BackwardMaskBlock : BackwardRows<T, BackwardMaskBlock<T>> {
     if (until <= from) return;
     done_ = until;
     const float* shared = shared_mask(pending_);
-    // Over the block's rows first, where they all go to one place.
+    // Summed over the block's rows first if they all have the same destination.
     const bool together = sums_->stride == 0 && sums_->by_column;
     for (long i = from; i < until; ++i) {
       Vec p[2], ds[2];
@@ -488,7 +491,7 @@ class BackwardMaskBlock : BackwardRows<T, BackwardMaskBlock<T>> {
   float together_[kPanel];
 };
 
-// For walk() and loop_mask().
+// For loop_keys() and loop_mask().
 template <class T>
 struct Bf16Products {
   using Workspace = BackwardWorkspace<T>;
@@ -498,7 +501,7 @@ struct Bf16Products {
   static long query_rows(const AttentionBackwardArgs&) { return kRows; }
 };
 
-// Calls f(workspace) with this thread's registers prepared.
+// Calls f(workspace) with denormals flushed and the tile registers configured.
 template <class T, class F>
 bool on_tiles(const AttentionBackwardArgs& args, void* scratch, const F& f) {
   const unsigned mode = flush_denormals();

@@ -1,4 +1,4 @@
-// Attention for fp32 in pieces.
+// Attention for fp32 with bf16x3.
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_product.h"
 

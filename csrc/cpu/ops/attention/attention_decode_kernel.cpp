@@ -1,14 +1,14 @@
-// Attention of few queries. A row of scores fits into cache as a whole, so there is nothing to do
-// online: scores, their maximum, exponentials, weighted sum of values.
+// Attention of few queries, as in decoding. A whole row of scores fits in cache, so the softmax is
+// not online: scores, row max, exponentials, weighted sum of values.
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-constexpr long kTile = 128;       // keys that are masked, skipped and summed up together
-constexpr float kMasked = -1.0f;  // in place of a probability
-constexpr int kColumns = 4;       // vectors of a value row in registers
+constexpr long kTile = 128;       // keys per tile
+constexpr float kMasked = -1.0f;  // replaces the probability of a masked key
+constexpr int kColumns = 4;       // vectors of a value row held in registers
 constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 template <class T>
@@ -16,23 +16,23 @@ struct Row {
   const AttentionArgs& args;
   const BlockMask block_mask;
   float* scores;  // round_up(S, kLanes)
-  float* query;   // D, filled up to whole vectors with zeros
+  float* query;   // D, padded with zeros to whole vectors
   float* sums;    // Dv, likewise
-  long last;      // keys from here on are hidden
-  const T* next;  // what is read after this head: its first key
+  long last;      // end of the visible keys
+  const T* next;  // first key of the head that is read next
 
   const T* at(const void* place, const int64_t* starts, const long* stride, long head) const {
     return static_cast<const T*>(place) + head_offset(starts, stride, block_mask.b, head);
   }
 
-  // Meanwhile fetches a row that is read later. Runs of keys are short and far from each other, so
-  // the processor's own prefetching hardly gets going.
+  // Prefetches a row that is read later. Runs of keys are short and far apart, so the hardware
+  // prefetcher hardly helps.
   static void fetch(const T* row, long n) {
     for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
       _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
   }
 
-  // q k for a tile's keys.
+  // Scores of a tile of keys.
   void score(const T* key, const T* value, long start, long count) const {
     const long stride = args.key_stride[2], whole = args.size / kLanes * kLanes;
     const T* k = key + start * stride;
@@ -65,28 +65,28 @@ struct Row {
     return reduce_max(highest);
   }
 
-  // Up to kLanes scores; what is beyond is hidden.
+  // Up to kLanes scores; the other lanes are -inf.
   static Vec load_to(const float* s, long left) {
     if (left >= kLanes) return load(s);
     return select(less(load(kNumbers), set1(static_cast<float>(left))), load_n(s, left),
                   set1(-kInf));
   }
 
-  // Scores into probabilities times their sum, kHidden where hidden; returns the sum.
+  // Turns scores into unnormalised probabilities, kMasked where masked; returns their sum.
   float exponentiate(float row_max) const {
-    const Vec minus = set1(-row_max);
+    const Vec neg_max = set1(-row_max);
     Vec sum = zero();
     for (long j = 0; j < last; j += kLanes) {
       const Vec x = load_to(scores + j, last - j);
       const Mask masked = equal(x, set1(-kInf));
-      const Vec e = exp(x + minus);
+      const Vec e = exp(x + neg_max);
       sum = sum + select(masked, zero(), e);
       store_some(scores + j, select(masked, set1(kMasked), e), last - j);
     }
     return reduce_add(sum);
   }
 
-  // Probabilities of a tile times kVecs vectors of its values, added to the sums.
+  // Accumulates P V of a tile for kVecs vectors of a value row.
   template <int kVecs>
   void accumulate_pv(const T* value, long start, long count, long column) const {
     Vec sum[kVecs];
@@ -97,7 +97,7 @@ struct Row {
     if (left >= kVecs * kLanes) {
       for (long s = 0; s < count; ++s, v += stride) {
         const float p = scores[start + s];
-        if (p < 0.0f) continue;  // NaN goes on
+        if (p < 0.0f) continue;  // NaN is not skipped
         TF_UNROLL for (int u = 0; u < kVecs; ++u) sum[u] =
             fma(set1(p), load(v + u * kLanes), sum[u]);
         if (column == 0) fetch(next + (start + s) * args.key_stride[2], args.size);
@@ -132,7 +132,7 @@ struct Row {
       const float here = scale_and_mask(start, count);
       row_max = here > row_max ? here : row_max;
     }
-    // Sums of NaN scores alone must stay NaN.
+    // A sum of NaN scores only must stay NaN.
     const float row_sum = exponentiate(row_max == -kInf ? 0.0f : row_max);
     for (long j = 0; j < args.value_size; j += kLanes) store(sums + j, zero());
     for (long start = 0; start < last; start += kTile) {
@@ -160,7 +160,7 @@ struct Row {
     T* out = static_cast<T*>(args.output) +
              head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
              block_mask.first * args.output_stride[2];
-    // What was never added to is 0 already.
+    // Sums of fully masked rows are 0 already.
     const Vec by = set1(norm == 0.0f ? 1.0f : norm);
     for (long j = 0; j < args.value_size; j += kLanes)
       store_some(out + j, load(sums + j) * by, args.value_size - j);
@@ -189,7 +189,7 @@ void attend(const AttentionArgs& args, long b, long key_head, float* scratch) {
   for (long head = key_head * group; head <= last_head; ++head) {
     for (long t = 0; t < queries; ++t) {
       const long last = args.causal ? min(limit, t + 1) : limit;
-      // Further queries find the keys in cache; behind the last one comes the next key head.
+      // Further queries find the keys in cache; after the last one the next key head follows.
       const bool same = head < last_head || t + 1 < queries;
       const bool last_key_head = key_head + 1 == args.key_heads;
       const long next_b = !same && last_key_head && b + 1 < args.batch ? b + 1 : b;

@@ -1,4 +1,4 @@
-// What the operators around attention share.
+// Helpers of the operators that contain attention.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace tf {
 
-// A mask (1 or B, 1 or H, 1 or T, 1 or S), read through its strides: bool, float32 or of `type`.
+// Sets a mask (1 or B, 1 or H, 1 or T, 1 or S), read through its strides: bool, float32 or `type`.
 inline void set_mask(AttentionShape& args, const std::optional<Tensor>& mask,
                      const std::array<int64_t, 4>& sizes, ScalarType type = ScalarType::Float) {
   if (!mask) return;
@@ -31,14 +31,14 @@ inline void set_mask(AttentionShape& args, const std::optional<Tensor>& mask,
                                                    : Element::float32;
 }
 
-// Calls with query lengths, or of packed sequences, are composed of others here.
+// Calls with query lengths or packed sequences are composed of other operators on the CPU.
 inline void check_no_query_lengths(const char* op, const std::optional<Tensor>& query_lengths,
                                    int64_t longest_queries, int64_t longest_keys) {
   STD_TORCH_CHECK(!query_lengths && longest_queries < 0 && longest_keys < 0, op,
                   ": this backend has no kernel for query lengths");
 }
 
-// `count` integers of any integer type; none without a tensor.
+// Converts `count` integers of any integer type; empty without a tensor.
 inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tensor>& tensor,
                                      int64_t count) {
   if (!tensor) return {};
@@ -49,13 +49,14 @@ inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tenso
   return {data, data + count};
 }
 
-// The tensor itself if its channels are adjacent.
+// Returns the tensor itself if its channels are adjacent, else a contiguous copy.
 inline Tensor with_unit_stride(const Tensor& tensor) {
   return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);
 }
 
-// Keys and values are packed anyway, so that pieces pay for fewer queries than rows of a product:
-// times this. The backward, which works out the same scores, follows.
+// A query counts as this many rows of a product when choosing bf16x3: keys and values are packed
+// anyway, so it pays for fewer queries. The backward uses the same rule, since it recomputes the
+// same scores.
 constexpr int64_t kBf16x3RowsPerQuery = 2;
 
 }  // namespace tf

@@ -1,7 +1,7 @@
-// Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). Keys are transposed
-// and values copied into panels once per call of attention_queries; then each block of queries
-// walks over tiles of keys: scores on the register tile of gemm.h, softmax by rows in cache,
-// weights times values on the same tile.
+// Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in fp32. Keys are
+// transposed and values copied into panels once per call of attention_queries; then each block of
+// queries loops over tiles of keys: scores in the register tiles of gemm.h, softmax by rows in
+// cache, probabilities times values in the same register tiles.
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/simd/philox.h"
@@ -21,7 +21,7 @@ constexpr long kScoreStride = kKeyTile + kPad;
 struct Workspace {
   long query_stride, value_columns, sum_stride, keys_up;
   float *keys, *values, *query, *scores, *bias, *sums, *row_max, *row_sum;
-  unsigned char* nonfinite;  // per key tile: its values hold NaN or inf
+  unsigned char* nonfinite;  // per key tile: its values contain NaN or inf
   long floats = 0;
 
   Workspace(const AttentionArgs& args, float* scratch)
@@ -52,13 +52,12 @@ struct Block {
   const Workspace& work;
   const BlockMask block_mask;
   long b = block_mask.b, head = block_mask.head, first = block_mask.first, rows = block_mask.rows;
-  // The scale is applied to a score where it is read (factor); a mask, or a scale that would not
-  // keep the order of scores, asks for it at once.
+  // The scale is applied when a score is read (factor); with a mask, or a scale that does not
+  // preserve the order of scores, it is applied at once.
   bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
   float factor = scaled ? 1.0f : args.scale;
 
-  // Scores of the tile; on return each row holds scores + mask, -inf where hidden, over whole
-  // panels.
+  // Computes the scores of the tile: scores + mask, -inf where masked, padded to whole panels.
   void score_tile(long start, long count) const {
     for (long j = 0; j < count; j += kPanel)
       panel_rows<Form::packed>(work.query, work.query_stride, rows,
@@ -81,15 +80,15 @@ struct Block {
     }
   }
 
-  // Turns a row of scores into weights exp(factor * s - peak), hidden ones into 0; returns their
-  // sum. The product is rounded before the peak, which is such a product, is taken from it: inside
-  // one fma, large scores would come out above their own maximum.
+  // Turns a row of scores into unnormalised probabilities exp(factor * s - row_max), 0 where
+  // masked; returns their sum. The product is rounded before row_max, which is such a product, is
+  // subtracted: within one fma, large scores would exceed their own maximum.
   float exponentiate(float* s, long count, float row_max) const {
-    const Vec minus = set1(row_max == -kInf ? 0.0f : -row_max), times = set1(factor);
+    const Vec neg_max = set1(row_max == -kInf ? 0.0f : -row_max), times = set1(factor);
     Vec sum[2] = {zero(), zero()};
     for (long j = 0; j < count; j += 2 * kLanes) {
       TF_UNROLL for (int u = 0; u < 2; ++u) {
-        const Vec e = exp(fma(load(s + j + u * kLanes), times, zero()) + minus);
+        const Vec e = exp(fma(load(s + j + u * kLanes), times, zero()) + neg_max);
         sum[u] = sum[u] + e;
         store(s + j + u * kLanes, e);
       }
@@ -97,11 +96,11 @@ struct Block {
     return reduce_add(sum[0] + sum[1]);
   }
 
-  // `clean`: what was summed up so far is no NaN or infinity of the values themselves.
+  // `clean`: no non-finite values have been accumulated so far.
   void softmax_row(long i, long count, bool clean) const {
     float* s = work.scores + i * kScoreStride;
     Vec highest[2] = {set1(-kInf), set1(-kInf)};
-    for (long j = 0; j < count; j += 2 * kLanes) {  // rows have room for whole panels
+    for (long j = 0; j < count; j += 2 * kLanes) {  // rows are padded to whole panels
       highest[0] = max(load(s + j), highest[0]);
       highest[1] = max(load(s + j + kLanes), highest[1]);
     }
@@ -115,7 +114,7 @@ struct Block {
       store(one, exp(set1(before - row_max)));
       rescale = one[0];
       float* o = work.sums + i * work.sum_stride;
-      // Sums that count for nothing may have overflowed.
+      // Sums that are rescaled to 0 may have overflowed.
       const bool drop = rescale == 0.0f && clean;
       for (long j = 0; j < args.value_size; j += kLanes)
         store(o + j, drop ? zero() : load(o + j) * set1(rescale));
@@ -126,7 +125,7 @@ struct Block {
 
   long row(long i) const { return (b * args.heads + head) * args.queries + first + i; }
 
-  // Drops weights of the row.
+  // Applies dropout to the probabilities of the row.
   void drop_row(long i, long start, long count) const {
     float* s = work.scores + i * kScoreStride;
     dropout_factors(args.dropout, static_cast<uint64_t>(row(i)), static_cast<uint64_t>(start),
@@ -134,7 +133,7 @@ struct Block {
     for (long j = 0; j < count; j += kLanes) store(s + j, load(s + j) * load(work.bias + j));
   }
 
-  // Weights times values where the values hold NaN or inf: hidden ones are left out one by one.
+  // P V where values contain NaN or inf: element by element, skipping masked keys.
   void accumulate_pv_nonfinite(long start, long count) const {
     for (long i = 0; i < rows; ++i) {
       const float* p = work.scores + i * kScoreStride;
@@ -203,7 +202,7 @@ struct Block {
       const float row_sum = work.row_sum[i];
       const float* o = work.sums + i * work.sum_stride;
       float* out = output_row(i);
-      // What was never added to is 0 already.
+      // Sums of fully masked rows are 0 already.
       scale_row(o, args.value_size, row_sum == 0.0f ? 1.0f : 1.0f / row_sum, out);
       if (args.shift == nullptr) continue;
       args.shift[row(i)] = work.row_max[i];
@@ -211,7 +210,7 @@ struct Block {
     }
   }
 
-  // The probabilities, from the peaks and sums of the first pass.
+  // Writes the probabilities, from the row maxima and sums of the first pass.
   void write_weights() const {
     for (long start = 0; start < args.keys; start += kKeyTile) {
       const long count = min(kKeyTile, args.keys - start);
@@ -251,7 +250,7 @@ struct Block {
   }
 };
 
-// Copies strided rows into a contiguous buffer when the channels are not adjacent.
+// Packs keys; channels need not be adjacent.
 void pack_keys(const AttentionArgs& args, const Workspace& work, long b, long head, long limit) {
   const float* k =
       static_cast<const float*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
@@ -274,7 +273,7 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
                    head_offset(args.key_starts, args.value_stride, b, head);
   for (long s = 0; s < limit; ++s) {
     const float* row = v + s * args.value_stride[2];
-    // x - x is 0 for finite x and NaN for the others, and NaN stays in the sum.
+    // x - x is 0 for finite x and NaN otherwise, and NaN propagates through the sum.
     Vec nonfinite = zero();
     float nonfinite_rest = 0.0f;
     for (long j = 0; j < args.value_size; j += kPanel) {
@@ -312,7 +311,7 @@ void attention_queries(const AttentionArgs& args, long b, long key_head, long be
   const long queries = query_count(args, b);
   long limit = key_count(args, b);
   if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
-  // The furthest key that a query of this range may see.
+  // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
   const long packed = args.causal ? min(limit, last) : limit;

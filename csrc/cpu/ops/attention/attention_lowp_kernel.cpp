@@ -1,4 +1,4 @@
-// Attention for half types.
+// Attention for bfloat16 and float16.
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_product.h"
 

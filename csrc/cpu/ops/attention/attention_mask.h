@@ -1,5 +1,5 @@
-// Which keys a block of queries sees: by causality, by length, by the mask's own content. For
-// kernel files only.
+// Masking of a block of queries: causal, by key length, and by the mask tensor. For kernel files
+// only.
 #pragma once
 
 #include "cpu/gemm/gemm.h"
@@ -24,14 +24,14 @@ inline bool all_zero(const char* place, long step, long n) {
   return true;
 }
 
-// Whether all of n values that a mask adds, `step` apart, are -inf.
+// Whether all of n values of an additive mask, `step` apart, are -inf.
 template <class T>
 bool all_minus_inf(const T* value, long step, long n) {
   long j = 0;
   if (step == 1) {
     for (; j + kLanes <= n; j += kLanes) {
       const Vec x = load(value + j);
-      // NaN is not hidden; it compares false with everything, so ask for what is not -inf.
+      // NaN is not masked; all its comparisons are false, so test for values that are not -inf.
       if (any(less(set1(-kInf), x)) || any(is_nan(x))) return false;
     }
   }
@@ -40,7 +40,7 @@ bool all_minus_inf(const T* value, long step, long n) {
   return true;
 }
 
-// A row of such values as floats.
+// Converts a row of an additive mask to floats.
 template <class T>
 void widen_row(const T* from, long step, long n, float* to) {
   long j = 0;
@@ -49,14 +49,15 @@ void widen_row(const T* from, long step, long n, float* to) {
   for (; j < n; ++j) to[j] = load_one(from + j * step);
 }
 
-// The queries [first, first + rows) of one head.
+// Mask of a block of queries [first, first + rows) of one head.
 struct BlockMask {
   const AttentionShape& shape;
   long b, head, first, rows;
-  long limit;   // keys from here on are hidden from the whole block
-  float* bias;  // room for the mask of one row over a tile of keys
+  long limit;   // end of the keys visible to any row of the block
+  float* bias;  // buffer for one row of the mask over a tile of keys
 
-  // Keys of the tile [start, start + count) that the row may see by causality and length.
+  // Number of keys of the tile [start, start + count) that are visible to the row by causality and
+  // length.
   long visible(long row, long start, long count) const {
     long end = limit - start;
     if (shape.causal) end = min(end, first + row + 1 - start);
@@ -84,7 +85,7 @@ struct BlockMask {
     }
   }
 
-  // Whether the mask hides the whole tile from the whole block.
+  // Whether the mask tensor masks the whole tile for the whole block.
   bool fully_masked(long start, long count) const {
     if (shape.mask == nullptr) return false;
     if (shape.mask_stride[2] == 0) return row_fully_masked(rows - 1, start, count);
@@ -93,7 +94,7 @@ struct BlockMask {
     return true;
   }
 
-  // The mask of one row over [start, start + count) as floats to add, -inf hiding.
+  // One row of the mask over [start, start + count) as additive floats, -inf where masked.
   const float* mask_row(long row, long start, long count) const {
     const char* place = mask_at(row, start);
     const long step = shape.mask_stride[3];
@@ -120,7 +121,7 @@ struct BlockMask {
     }
   }
 
-  // kLanes values of the mask, adjacent ones, from the j-th behind `place` on.
+  // kLanes adjacent values of the mask, from the j-th after `place` on.
   TF_INLINE Vec mask_vector(const char* place, long j) const {
     switch (shape.mask_type) {
       case Element::boolean:
@@ -135,7 +136,7 @@ struct BlockMask {
     }
   }
 
-  // scores * scale + mask for the first `seen` of a row, -inf where hidden.
+  // scores * scale + mask for the first `count` of a row, -inf where masked.
   void add_mask(float* scores, const float* mask, long count) const {
     const Vec scale = set1(shape.scale);
     long j = 0;
@@ -147,7 +148,7 @@ struct BlockMask {
   }
 };
 
-// Where a batch element's rows of a head begin.
+// Offset of the first row of a head of a batch element.
 TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
   return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];
 }

@@ -1,9 +1,9 @@
-// Attention on the products of engine.h, panel by panel of keys: one pass over the scores.
-// The online softmax of attention_kernel.cpp refers probabilities to the largest score so far, and
-// corrects what it has when a larger one comes. Here they refer to the largest of the first panel
-// for good: exponents reach far, and where they do not, which shows in the result, the block is
-// done again from the true maximum. While the matrix unit works out one panel of scores, the vector
-// unit softens the panel before.
+// Attention on the GEMM engine (engine.h), panel by panel of keys, with one pass over the scores.
+// The online softmax of attention_kernel.cpp subtracts the largest score so far and rescales its
+// sums when a larger one appears. Here the largest score of a row's first visible panel is
+// subtracted throughout: the exponent range is wide, and if it does not suffice, which the result
+// shows, the block is recomputed with the true maximum. While the matrix unit computes one panel of
+// scores, the vector unit computes the exponentials of the previous one.
 #pragma once
 
 #include "cpu/gemm/engine.h"
@@ -16,14 +16,14 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Fetches the keys and values that this thread will pack next, as far as can be told, into the
-// second-level cache: some rows at a time.
+// Prefetches the keys and values that this thread is expected to pack next into the second-level
+// cache, some rows at a time.
 template <class T>
 class KeyPrefetcher {
  public:
-  // Next to those of a head; shared out over `turns` calls.
+  // After those of the given head; distributed over `turns` calls.
   KeyPrefetcher(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
-    // More would drive out what is being worked on.
+    // More would evict the current working set.
     constexpr long kMaxBytes = 256 * 1024;
     const long next = b * args.key_heads + key_head + args.next_head;
     const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
@@ -51,8 +51,8 @@ class KeyPrefetcher {
   long rows_ = 0, share_ = 0, at_ = 0;
 };
 
-// Keys whose probabilities are kept, then multiplied into the sums; groups begin at multiples of
-// it.
+// Keys per group: their probabilities are stored, then multiplied by the values; groups start at
+// multiples of it.
 template <class T>
 constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
 template <class T>
@@ -63,16 +63,16 @@ struct Workspace {
   long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
   Operand *keys, *values, *query, *weights;
   float *scores[2], *sums;
-  // Per row, kLanes partial sums of the probabilities: as rounded to multiply the values, and as
-  // they were before, for the backward and the returned probabilities.
+  // Per row, kLanes partial sums of the probabilities: rounded as in the product with the values,
+  // and unrounded, for the backward and the returned probabilities.
   float *total, *exact;
-  float* neg_max;  // per row: what is added to scores before the exponential
+  float* neg_max;  // per row: added to scores before the exponential
   float* bias;
-  KeepBits* keep;            // per row: which of two panels of probabilities dropout keeps
-  bool* has_max;             // per row: whether `minus` is set
-  bool* recomputed;          // per row: done again, with the slower exponents()
-  bool* fp32_scores;         // per row: done again, without pieces
-  unsigned char* nonfinite;  // per panel of keys: its values hold NaN or inf
+  KeepBits* keep;            // per row: keep bits of two panels of probabilities
+  bool* has_max;             // per row: whether `neg_max` is set
+  bool* recomputed;          // per row: recomputed, with the slower exponents()
+  bool* fp32_scores;         // per row: recomputed with fp32 scores
+  unsigned char* nonfinite;  // per panel of keys: its values contain NaN or inf
   long bytes = 0;
 
   Workspace(const AttentionArgs& args, void* scratch)
@@ -107,7 +107,7 @@ struct Workspace {
   }
 };
 
-// Where a panel's values hold NaN or inf or, in pieces, any number without.
+// Finds panels whose values contain NaN or inf or, with bf16x3, numbers that are not representable.
 template <class T>
 void find_nonfinite(const AttentionArgs& args, const T* value, long keys,
                     unsigned char* nonfinite) {
@@ -148,14 +148,14 @@ void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head
   find_nonfinite(args, v, keys, work.nonfinite);
 }
 
-// Scores below this are not referred to: as a rule they stand for a hidden place.
+// Smaller scores are not used as row max: usually they stand for masked keys.
 constexpr float kMinRowMax = -1e30f;
-// References beyond this have no room for the logarithm of a sum beside them.
+// Beyond this, a row max cannot hold the logarithm of a sum as well without rounding.
 constexpr float kFar = 256.0f;
-// Probabilities that sum up to more are too far from their reference. In fp32 the rounding errors
-// of their exponents grow with the distance, and a total that the backward divides dO by must leave
-// it a normal number. Else there has to be room for the reciprocal, which is flushed to 0 from
-// 2^126 on, where the total itself is still finite.
+// A larger row sum means that the row max is too far off. In fp32 the rounding errors of the
+// exponents grow with the distance, and dO divided by the row sum in the backward must stay normal.
+// Otherwise the reciprocal must not underflow: it is flushed to 0 from 2^126 on, where the row sum
+// itself is still finite.
 constexpr float kMaxTotal = 1e6f, kMaxLowpTotal = 0x1p96f;
 
 // One block of queries of one head against the packed keys.
@@ -184,7 +184,7 @@ class Block : Scores {
   using P = Product<T>;
   static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
 
-  // Where the probabilities of a panel are.
+  // Column of a panel's probabilities in work.weights.
   static long column(const Panel& panel) { return panel.start % kWidth; }
 
   struct Group {
@@ -192,7 +192,7 @@ class Block : Scores {
     long count = 0;
   };
 
-  // The reference of a row, if this panel shows it one.
+  // Sets the row max to the largest score of this panel, if it has a visible one.
   void set_row_max(long i, const Vec (&x)[2]) {
     const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
     if (highest > kMinRowMax) {
@@ -205,8 +205,8 @@ class Block : Scores {
   }
 
   TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
-    // Of rounded probabilities, so that O is a weighted mean of the values: a key that has all of a
-    // row gives its own.
+    // Sums the rounded probabilities, so that O is a weighted mean of the values: a key with all of
+    // a row's probability gives exactly its value.
     float* total = work.total + i * kLanes;
     store(total, P::add(load(total), e[0], e[1]));
     if (P::kRounds && work.exact != work.total) {
@@ -214,7 +214,7 @@ class Block : Scores {
       store(exact, load(exact) + (e[0] + e[1]));
     }
     if (args.dropout.on) drop_row(panel, i, e);
-    // Infinite ones are found by their sums.
+    // Infinities are detected in their sums.
     auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
     if constexpr (P::kIsBf16x3) {
       P::put_finite(chunk, e[0], e[1]);
@@ -223,7 +223,7 @@ class Block : Scores {
     }
   }
 
-  // What is kept is not multiplied yet: see kept_factor().
+  // Kept elements are not scaled yet: see kept_factor().
   TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
     const KeepBits bits =
         panel_bits(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i]);
@@ -240,7 +240,7 @@ class Block : Scores {
       if (exact_max_) score_fp32(panel);
   }
 
-  // Rows whose queries or keys are infinite, or nearly.
+  // Recomputes the rows whose queries or keys are infinite, or nearly.
   void score_fp32(const Panel& panel) const {
     for (long i = 0; i < rows; ++i) {
       if (!work.fp32_scores[i]) continue;
@@ -255,11 +255,11 @@ class Block : Scores {
     }
   }
 
-  // Scores relative to the row's reference, as exponents of 2. Results must not depend on which
-  // rows make up a block, so this is the same arithmetic as where a panel is plain. It multiplies
-  // in a different order than see(), so scores of some 1e9 miss their own reference by more than
-  // floats can hold; rows that are done again get 0 for their largest score, and so do all where a
-  // backward is to work them out again.
+  // Scores minus the row max as exponents of 2. Results must not depend on which rows form a block,
+  // so the arithmetic is that of unmasked panels. Its order of multiplications differs from
+  // apply_mask(), so scores of about 1e9 differ from their own maximum by more than the exponent
+  // range; recomputed rows get exactly 0 for their largest score, and so do all rows if the
+  // backward will recompute them.
   TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
     const Vec neg_max = set1(work.neg_max[i]);
     if (args.mask != nullptr || for_backward() || work.recomputed[i]) {
@@ -272,11 +272,11 @@ class Block : Scores {
     mask_out_of_range(panel, i, x);
   }
 
-  // In pieces, the backward takes the same steps from scores to probabilities.
+  // With bf16x3, the backward computes probabilities from scores in the same steps.
   bool for_backward() const { return P::kIsBf16x3 && args.shift != nullptr; }
 
-  // Turns the scores of rows up to `until` of the waiting panel into probabilities. Not inlined:
-  // the tile loop would have it in many places.
+  // Computes the probabilities of rows up to `until` of the pending panel. Not inlined: it has many
+  // call sites in the tile loop.
   [[gnu::noinline]] void exp_rows(long until) {
     const long from = done_;
     if (until <= from) return;
@@ -315,7 +315,7 @@ class Block : Scores {
     }
   }
 
-  // Calls f(row, key, probability) for the keys of a panel that a row may see.
+  // Calls f(row, key, probability) for the keys of a panel that are visible to a row.
   template <class F>
   void each_visible(const Panel& panel, const F& f) const {
     for (long i = 0; i < rows; ++i) {
@@ -328,8 +328,8 @@ class Block : Scores {
     }
   }
 
-  // Probabilities times values where the values hold NaN or inf: hidden ones are left out. In
-  // pieces, only what was packed as 0 is missing.
+  // P V of panels whose values contain NaN or inf: masked keys are skipped. With bf16x3, only the
+  // values that were packed as 0 are missing.
   void accumulate_pv_nonfinite(const Panel& panel) const {
     const T* value = static_cast<const T*>(args.value) +
                      head_offset(args.key_starts, args.value_stride, block_mask.b, key_head_);
@@ -347,7 +347,7 @@ class Block : Scores {
     });
   }
 
-  // Multiplies the probabilities of adjacent panels into the sums.
+  // Accumulates P V of adjacent panels.
   void accumulate_pv_adjacent(const Panel& first, const Panel& last) const {
     const long keys = last.start + last.count - first.start;
     for (long j = 0; j < args.value_size; j += kPanel)
@@ -377,8 +377,8 @@ class Block : Scores {
     }
   }
 
-  // In pieces, the sums over a group are added up apart, so panels of it that no row sees take
-  // part, lest sums depend on which rows make up a block.
+  // With bf16x3, each group is summed separately, so its fully masked panels are included: sums
+  // must not depend on which rows form a block.
   void add_to(Group& group, const Panel& panel) const {
     if (P::kIsBf16x3 && group.count > 0)
       for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
@@ -411,7 +411,7 @@ class Block : Scores {
     rows_without_max_ = rows;
   }
 
-  // Calls f(row, scores) with all scores of the rows that have no reference.
+  // Calls f(row, scores) with all scores of the rows without a row max.
   template <class F>
   void each_row_without_max(const F& f) const {
     for (Panel panel = panel_from(0, 0); panel.count > 0;
@@ -427,14 +427,14 @@ class Block : Scores {
     }
   }
 
-  // The true maximum as the reference of every row that has none that does.
+  // Computes the true row max of every row whose first one did not suffice.
   void find_maxima() {
     for (long i = 0; i < rows; ++i) {
       work.recomputed[i] = !work.has_max[i];
       work.fp32_scores[i] = work.recomputed[i] && !for_backward();
       if (!work.has_max[i]) work.neg_max[i] = kInf;
     }
-    // The backward's scores are those in pieces, so as many rows as can stay with them.
+    // The backward uses bf16x3 scores, so as many rows as possible keep them.
     if (for_backward())
       each_row_without_max([&](long i, const Vec(&x)[2]) {
         TF_UNROLL for (int u = 0; u < 2; ++u) work.fp32_scores[i] |=
@@ -452,11 +452,11 @@ class Block : Scores {
     rows_without_max_ = 0;
   }
 
-  // The whole block; false if its references did not do.
+  // Processes the whole block; returns false if a row max did not suffice.
   bool pass() {
     const long steps = P::steps(rows, args.size);
     const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
-    Group group;  // the waiting panel included
+    Group group;  // including the pending panel
     pending_.count = 0;
     done_ = rows;
     for (Panel panel = panel_from(0, 0); panel.count > 0;) {
@@ -486,16 +486,16 @@ class Block : Scores {
     for (long i = 0; i < rows; ++i) {
       const float total = reduce_add(load(work.total + i * kLanes));
       const float* o = work.sums + i * work.sum_stride;
-      Vec nonfinite = set1(total - total);  // NaN once any result is not finite
-      // What was never added to is 0 already.
+      Vec nonfinite = set1(total - total);  // NaN if any result is not finite
+      // Sums of fully masked rows are 0 already.
       const Vec by = set1(total == 0.0f ? 1.0f : kept_factor() / total);
       for (long j = 0; j < args.value_size; j += kLanes) {
         const Vec x = load(o + j);
         nonfinite = nonfinite + (x - x);
         store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
       }
-      // A row that saw but scores too low to refer to, and one whose reference was too far off or
-      // that missed it: what it refers to is 1 of the total.
+      // Recompute rows with very low scores only, and rows whose row max was too far off or not
+      // reached: the row max itself contributes 1 to the sum.
       const bool divides = P::kIsBf16x3 || work.neg_max[i] > kFar || work.neg_max[i] < -kFar;
       const bool far = any(is_nan(nonfinite)) || total > (divides ? kMaxTotal : kMaxLowpTotal) ||
                        (work.has_max[i] && total < 0.5f);
@@ -509,7 +509,7 @@ class Block : Scores {
         args.shift[row_of(i)] = -kInf;
         args.norm[row_of(i)] = 0.0f;
       } else if (divides) {
-        // Exact; the logarithm leaves the backward of half types a factor less.
+        // Exact; with the logarithm, the backward of reduced types needs no norm.
         args.shift[row_of(i)] = -work.neg_max[i];
         args.norm[row_of(i)] = 1.0f / exact;
       } else {
@@ -520,7 +520,7 @@ class Block : Scores {
     return did;
   }
 
-  // The probabilities, once sums and references are known.
+  // Writes the probabilities, once row max and row sums are known.
   void write_weights() {
     rows_without_max_ = 0;
     for (long i = 0; i < rows; ++i) {
@@ -557,11 +557,11 @@ class Block : Scores {
   const Workspace<T>& work;
   const long key_head_;
   KeyPrefetcher<T>& next_;
-  bool exact_max_ = false;     // references are the true maxima
-  Panel pending_{};            // scored, not yet softened
-  long done_ = 0;              // rows of it that are
-  long rows_without_max_ = 0;  // rows without a reference
-  bool low_scores_ = false;    // a row saw scores too low to refer to
+  bool exact_max_ = false;     // row maxima are exact
+  Panel pending_{};            // scores are computed, probabilities are not
+  long done_ = 0;              // rows of it that are done
+  long rows_without_max_ = 0;  // rows without a row max
+  bool low_scores_ = false;    // a row had scores below kMinRowMax only
 };
 
 // Queries of the heads that share a key head, block by block.
@@ -571,7 +571,7 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   const long queries = query_count(args, b);
   long limit = key_count(args, b);
   if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
-  // The furthest key that a query of this range may see.
+  // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
   pack<T>(args, work, b, key_head, args.causal ? min(limit, last) : limit);
@@ -585,8 +585,8 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
     const long first = item % queries;
     const long left = min(queries - first, end - item),
                parts = (left + kBlockRows - 1) / kBlockRows;
-    // Evenly where blocks are made of tiles of gemm.h, of which those of one or two rows add up in
-    // an order of their own.
+    // Divided evenly if blocks consist of tiles of gemm.h, since tiles of one or two rows sum in
+    // another order.
     const long rows =
         kBlockRows % kTileRows == 0 ? (left + parts - 1) / parts : min(left, kBlockRows);
     const long visible = args.causal ? min(limit, first + rows) : limit;

@@ -1,5 +1,5 @@
-// The scores of a block of queries, panel by panel of keys: which of them are seen, and the
-// exponents of 2 that they become. For kernel files only.
+// Scores of a block of queries, panel by panel of keys: scaling, masking, and conversion to
+// exponents of 2. For kernel files only.
 #pragma once
 
 #include "cpu/ops/attention/attention_mask.h"
@@ -10,8 +10,7 @@ namespace {
 
 constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Of one block of queries of one head. `scores[slot]` are the products of a panel, kPanel for a
-// row.
+// One block of queries of one head. `scores[slot]` are the products of a panel, kPanel per row.
 class Scores {
  public:
   Scores(const AttentionShape& call, const BlockMask& mask, float* const* products)
@@ -19,19 +18,19 @@ class Scores {
 
  protected:
   struct Panel {
-    long start, count;  // keys; count 0: there is none
+    long start, count;  // keys; count 0: no panel
     int slot;           // of its scores
-    bool unmasked;      // all rows see all of it, and no mask adds to it
-    bool direct;        // all rows see all of it but for a mask whose values can be loaded
-    bool draws = true;  // its dropout is not known from the panel before
+    bool unmasked;      // visible to all rows, and the mask adds nothing
+    bool direct;        // visible to all rows except for a mask that is read in place
+    bool draws = true;  // dropout bits are not cached from the previous panel
   };
 
-  // A row of the block among those of all queries.
+  // Number of the block's row i over (B, H, T).
   long row_of(long i) const {
     return (block_mask.b * shape.heads + block_mask.head) * shape.queries + block_mask.first + i;
   }
 
-  // The first panel from `start` on that any row sees.
+  // The first panel from `start` on that is visible to any row.
   Panel panel_from(long start, int slot) const {
     for (; start < block_mask.limit; start += kPanel) {
       const long count = min(kPanel, block_mask.limit - start);
@@ -43,8 +42,8 @@ class Scores {
     return {start, 0, slot, false, false, true};
   }
 
-  // Whether the mask changes any score of the panel; only asked of masks that are alike for all
-  // rows.
+  // Whether the mask changes any score of the panel; conservative unless it is broadcast over
+  // queries.
   bool mask_adds(long start, long count) const {
     if (shape.mask == nullptr) return false;
     if (shape.mask_stride[2] != 0) return true;
@@ -54,13 +53,13 @@ class Scores {
     return false;
   }
 
-  // The mask of a row of a panel, or nullptr; `shared` if all rows have that one.
+  // The mask of a row of a panel, or nullptr; `shared` if it is broadcast over queries.
   const float* mask_of(const Panel& panel, long i, const float* shared) const {
     if (shape.mask == nullptr || shared != nullptr) return shared;
     return block_mask.mask_row(i, panel.start, block_mask.visible(i, panel.start, panel.count));
   }
 
-  // -inf where a row of a panel is hidden by causality or length.
+  // Sets scores of a row to -inf where masked by causality or length.
   TF_INLINE void mask_out_of_range(const Panel& panel, long i, Vec (&x)[2]) const {
     const long visible = block_mask.visible(i, panel.start, panel.count);
     TF_UNROLL for (int u = 0; u < 2; ++u) {
@@ -70,16 +69,16 @@ class Scores {
     }
   }
 
-  // Scores times scale. Not `*`: the compiler would join it with an addition behind it in some
-  // places and not in others, and the largest score would not be the very number it is referred to.
+  // Scores times scale. Not `*`: the compiler would contract it with a following addition in some
+  // places and not in others, and the largest score would differ from the row max.
   TF_INLINE Vec scaled(const float* s) const { return fma(load(s), set1(shape.scale), zero()); }
 
-  // Scores times scale, and what the mask adds to them.
+  // Scores times scale plus the mask.
   TF_INLINE Vec masked(const float* s, Vec mask) const {
     return select(equal(mask, set1(-kInf)), mask, fma(load(s), set1(shape.scale), mask));
   }
 
-  // The scores of a row, kPanel of them, scaled, masked, -inf where hidden.
+  // The kPanel scores of a row, scaled and masked (-inf).
   TF_INLINE void apply_mask(const Panel& panel, long i, const float* shared, Vec (&x)[2]) const {
     const float* s = scores[panel.slot] + i * kPanel;
     if (panel.direct) {
@@ -104,7 +103,7 @@ class Scores {
     mask_out_of_range(panel, i, x);
   }
 
-  // The mask of a panel where it is alike for all rows and not read where it lies.
+  // The mask of a panel if it is broadcast over queries and not read in place.
   const float* shared_mask(const Panel& panel) const {
     return shape.mask != nullptr && shape.mask_stride[2] == 0 && !panel.direct
                ? block_mask.mask_row(0, panel.start, panel.count)

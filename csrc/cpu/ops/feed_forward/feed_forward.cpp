@@ -1,4 +1,4 @@
-// The operators of the feed-forward network.
+// Operators of the feed-forward network.
 #include "cpu/ops/feed_forward/feed_forward.h"
 
 #include <torch/csrc/stable/library.h>
@@ -12,8 +12,8 @@
 namespace tf {
 namespace {
 
-// One map after the other, first(args) and second(args), for few rows: threads share the columns of
-// each, and the small hidden block, in shared scratch `slot`, stays in cache.
+// Unfused, for few rows: first(args), then second(args). Threads share the columns of each layer,
+// and the small hidden block, in shared scratch `slot`, stays in cache.
 template <class First, class Second>
 void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& first,
                           const Second& second) {
@@ -29,13 +29,13 @@ void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& fi
       TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end, kernel_scratch().floats(room));
     });
   }
-  // Where only the hidden units are wanted, there is no second weight.
+  // If only the hidden units are wanted, there is no second weight.
   if (args.y != nullptr)
     second(LinearArgs{args.type, hidden, nullptr, args.bias2, args.residual, args.y, args.m, args.f,
                       args.n, args.f, args.residual_stride, args.n, 0});
 }
 
-// A block of rows at a time through both maps.
+// Fused: a block of rows at a time through both layers.
 void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panels2) {
   args.packed1 = panels1.data;
   args.packed2 = panels2.data;
@@ -61,7 +61,7 @@ void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panel
   });
 }
 
-// The same, or, of few rows of fp32, map by map.
+// Fused, or unfused for few rows of fp32.
 void run_packed(const FeedForwardArgs& args, const Panels& panels1, const Panels& panels2,
                 int slot) {
   const bool mixed = args.y != nullptr && panels1.kernels->in_fp32 != panels2.kernels->in_fp32;
@@ -90,7 +90,7 @@ void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
 
 namespace {
 
-// preactivation: where x W1^T + b1 is kept for the backward, or nullptr.
+// preactivation: receives x W1^T + b1 for the backward, or nullptr.
 Tensor feed_forward_impl(const Tensor& input, const Tensor& weight1,
                          const std::optional<Tensor>& packed1, const std::optional<Tensor>& bias1,
                          const Tensor& weight2, const std::optional<Tensor>& packed2,
@@ -133,7 +133,7 @@ Tensor feed_forward(Tensor input, Tensor weight1, std::optional<Tensor> packed1,
                            std::nullopt, nullptr);
 }
 
-// kept: the preactivation, empty if it is not to be kept.
+// Also returns the preactivation for the backward, empty without `keep`.
 std::tuple<Tensor, Tensor> feed_forward_training(Tensor input, Tensor weight1,
                                                  std::optional<Tensor> bias1, Tensor weight2,
                                                  std::optional<Tensor> bias2, int64_t activation,
@@ -155,9 +155,9 @@ struct Gradients {
   const void* z;            // x W1^T + b1 (m, f), contiguous
   int activation;
   Dropout dropout;
-  void* results[5] = {};  // of input, weight1, bias1, weight2, bias2; nullptr where not wanted
+  void* results[5] = {};  // of input, weight1, bias1, weight2, bias2; nullptr if not wanted
 
-  // Whether the gradient of x W1^T + b1 is needed for itself.
+  // Whether any gradient requires that of x W1^T + b1.
   bool needs_grad_z() const { return results[0] || results[1] || results[2]; }
   WeightGradientArgs first() const {
     return {.type = type,
@@ -183,14 +183,14 @@ struct Gradients {
   }
 };
 
-// For few rows of fp32, product by product.
+// Unfused, for small m in fp32.
 void backward_small_m(const Gradients& call) {
   const int64_t m = call.m, f = call.f;
-  float* grad = shared_scratch(2).floats(m, f);  // of hidden units, then of z
+  float* grad = shared_scratch(2).floats(m, f);  // of the hidden units, then of z
   float* hidden = shared_scratch(3).floats(m, f);
   if (call.needs_grad_z())
     run_input_gradient(call.dy.data, call.dy.stride, call.weight2, m, grad, 0);
-  // What nobody wants of the two is worked out from what the scratch holds; it is not looked at.
+  // A result that is not wanted is computed from uninitialised scratch and ignored.
   const bool second = call.results[3] != nullptr;
   const HiddenBackwardArgs middle{static_cast<const float*>(call.z),
                                   grad,
@@ -219,7 +219,7 @@ void feed_forward_gradients(const Gradients& call) {
   const Element type = call.type;
   const bool in_fp32 = type == Element::float32, first = call.results[1] || call.results[2];
   const bool second = call.results[3] != nullptr, through = call.needs_grad_z();
-  // fp32 works the hidden units out again by themselves, if nothing else is wanted.
+  // fp32 recomputes the hidden units by themselves if nothing else is wanted.
   const bool back_wanted = through || (!in_fp32 && second);
   Panels panels2, panels1;
   if (back_wanted) panels2 = column_panels_of(call.weight2, 0, m);
@@ -273,7 +273,7 @@ void feed_forward_gradients(const Gradients& call) {
   }
 }
 
-// Gradients of input, weight1, bias1, weight2 and bias2; what is not wanted comes back empty.
+// Gradients of input, weight1, bias1, weight2 and bias2; empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_backward(
     Tensor grad, Tensor input, Tensor weight1, Tensor weight2, Tensor preactivation,
     int64_t activation, double dropout_p, std::optional<Tensor> seed, bool want_input,

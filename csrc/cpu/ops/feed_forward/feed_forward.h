@@ -1,6 +1,6 @@
-// dropout(activation(x W1^T + b1)) W2^T + b2 on packed weights, the hidden block never leaving the
-// cache. Of half types sums are in fp32; the hidden block is rounded to bfloat16 where the products
-// are of bfloat16, else kept in fp32.
+// Feed-forward network: dropout(activation(x W1^T + b1)) W2^T + b2 with packed weights; the hidden
+// block never leaves the cache. Reduced types are summed in fp32; the hidden block is rounded to
+// bfloat16 if products are in bfloat16, else kept in fp32.
 #pragma once
 
 #include "cpu/core/element.h"
@@ -10,25 +10,25 @@
 namespace tf {
 
 struct FeedForwardArgs {
-  Element type;                   // of all tensors here
+  Element type;                   // of all tensors
   const void* x;                  // (m, k), rows x_stride apart
   const void* packed1 = nullptr;  // W1 (f, k) in panels, see LinearKernels
   const void* bias1 = nullptr;    // (f) or nullptr
-  const void* packed2 = nullptr;  // W2 (n, f) in panels, or nullptr where y is
+  const void* packed2 = nullptr;  // W2 (n, f) in panels, or nullptr if y is
   const void* bias2 = nullptr;    // (n) or nullptr
-  void* y;  // (m, n), contiguous, or nullptr: only the hidden units are wanted
+  void* y;                        // (m, n), contiguous, or nullptr: only the hidden units
   long m, k, f, n, x_stride;
   int activation;
   const void* residual = nullptr;  // (m, n), rows residual_stride apart, added last; or nullptr
   long residual_stride = 0;
-  // For training. The backward takes the same way: x is then dY, W1 stands for W2 transposed and
-  // W2 for W1 transposed, and hidden units are not activated but multiplied by the slope.
+  // For training. The backward uses the same code: x is then dY, W1 is W2 transposed and W2 is W1
+  // transposed, and hidden units are multiplied by act' instead of being activated.
   Dropout dropout = {};            // of the hidden units
-  long row = 0;                    // of the first row among those that dropout counts
-  void* preactivation = nullptr;   // (m, f): x W1^T + b1 is kept here, or nullptr
-  const void* slope_at = nullptr;  // (m, f): where to take act' in the backward, or nullptr
-  void* hidden = nullptr;          // with slope_at, (m, f): what meets W2 is kept here, or nullptr
-  void* panels = nullptr;          // with slope_at: the activated hidden units as a right factor
+  long row = 0;                    // row number of the first row for dropout
+  void* preactivation = nullptr;   // (m, f): receives x W1^T + b1; or nullptr
+  const void* slope_at = nullptr;  // (m, f): argument of act' in the backward, or nullptr
+  void* hidden = nullptr;          // with slope_at, (m, f): receives dz; or nullptr
+  void* panels = nullptr;          // with slope_at: receives the activated hidden units in panels
                                    // (see WeightGradientArgs), or nullptr
 };
 
@@ -37,11 +37,10 @@ inline bool trains(const FeedForwardArgs& args) {
          args.hidden != nullptr;
 }
 
-// For weights packed in one way.
+// Kernels for weights in one packed layout.
 struct FeedForwardKernels {
-  long row_unit;  // cut rows at multiples
-  // Rows that one call of `rows` should be given, at most, but for one, and bytes of scratch for so
-  // many.
+  long row_unit;  // row ranges start at multiples
+  // Preferred maximum of rows per call of `rows`, and bytes of scratch for that many.
   long (*row_block)(const FeedForwardArgs& args);
   long (*scratch)(const FeedForwardArgs& args, long rows);
   void (*rows)(const FeedForwardArgs& args, long begin, long end, void* scratch);
@@ -51,7 +50,8 @@ TF_KERNEL(const FeedForwardKernels* feed_forward_kernels())
 TF_KERNEL_AMX(const FeedForwardKernels* lowp_feed_forward_kernels(Element type))
 TF_KERNEL_BF16X3(const FeedForwardKernels* bf16x3_feed_forward_kernels())
 
-// Turns rows [begin, end) of x W1^T + b1 in fp32, whole and `f` apart, into what meets W2.
+// Transforms rows [begin, end) of x W1^T + b1 in fp32, contiguous, into the input of the second
+// layer.
 TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin, long end,
                                    float* scratch))
 TF_KERNEL(long feed_forward_hidden_scratch(const FeedForwardArgs& args))

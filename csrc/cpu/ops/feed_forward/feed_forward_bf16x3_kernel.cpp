@@ -1,6 +1,6 @@
-// Feed-forward network ("Attention Is All You Need", section 3.3) for fp32 in pieces over a block
+// Feed-forward network ("Attention Is All You Need", section 3.3) for fp32 with bf16x3 over a block
 // of rows: a slice of the hidden units is computed, activated, split and multiplied into the result
-// while it is in the second-level cache. A training step and its backward take the same way.
+// while it is in the second-level cache. Also used by training and the backward.
 #include "cpu/gemm/epilogue.h"
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/feed_forward/feed_forward.h"
@@ -13,15 +13,15 @@ namespace {
 using P = Product<float>;
 using Operand = P::Operand;
 
-// Hidden units at a time: as many as a product sums up at a time, so that sums do not depend on
-// whether this kernel or two linear maps work them out.
+// Hidden units per slice: the K block of the products, so that sums do not depend on whether this
+// kernel or two linear layers compute them.
 constexpr long kSlice = P::kKBlock;
-constexpr long kPad = 16;  // keeps the rows of y out of each other's cache sets
+constexpr long kPad = 16;  // avoids cache set conflicts between rows of y
 
 struct Workspace {
   Operand *x, *hidden;
   float *y, *sums, *units;
-  KeepBits* keep;  // per row: which of two panels of hidden units dropout keeps
+  KeepBits* keep;  // per row: keep bits of two panels of hidden units
   long y_stride, bytes = 0;
 
   Workspace(const FeedForwardArgs& args, long rows, void* scratch)
@@ -40,8 +40,8 @@ struct Workspace {
   }
 };
 
-// kPanel hidden units of a row, from `unit` on, between the two products: what meets W2 from
-// x W1^T, and what is kept on the way.
+// Turns kPanel columns of a row of x W1^T, from `unit` on, into hidden units, and stores what
+// training and the backward need.
 template <bool kTraining>
 TF_INLINE void activate_hidden(const FeedForwardArgs& args, const Epilogue<float>& epilogue,
                                long row, long unit, KeepBits& keep, Vec& low, Vec& high) {
@@ -49,7 +49,7 @@ TF_INLINE void activate_hidden(const FeedForwardArgs& args, const Epilogue<float
   const long place = row * args.f + unit, count = min(kPanel, args.f - unit);
   const auto write = [&](void* to) __attribute__((always_inline)) {
     auto* at = static_cast<float*>(to);
-    // Where the next panel will write: stores a row apart are nothing that hardware foresees.
+    // Prefetches the destination of the next panel: hardware does not predict stores one row apart.
     _mm_prefetch(reinterpret_cast<const char*>(at + place + kPanel), _MM_HINT_T1);
     store_some(at + place, low, count);
     if (count > kLanes) store_some(at + place + kLanes, high, count - kLanes);
@@ -83,7 +83,7 @@ TF_INLINE void activate_hidden(const FeedForwardArgs& args, const Epilogue<float
   if (args.hidden != nullptr) write(args.hidden);
 }
 
-// A row of the result by fp32 FMA, for numbers that have no pieces.
+// A row of the result by fp32 FMA, for values that are not representable as bf16x3.
 template <bool kTraining>
 void fp32_rows(const FeedForwardArgs& args, long row, float* units, KeepBits& keep, float* y) {
   const auto* w1 = static_cast<const Operand*>(args.packed1);
@@ -123,13 +123,13 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
       const Operand* next = j + kPanel < units ? panel + P::panel_size(args.k) : w2_slice;
       P::multiply(work.x, rows, args.k, panel, next, work.sums,
                   [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                    // What is kept has to be right; else the result tells in the end.
+                    // Saved values must be right; otherwise the check of the result is enough.
                     if (kTraining && P::needs_fp32(low, high))
                       P::fp32_row([&](long p) { return x[i * args.x_stride + p]; }, args.k, panel,
                                   low, high);
                     activate_hidden<kTraining>(args, epilogue, begin + i, f + j, work.keep[i], low,
                                                high);
-                    // In the very pieces that a linear map splits its rows into.
+                    // Split exactly as a linear layer splits its rows.
                     P::put(P::chunk(work.hidden, kSlice, i, j), low, high);
                   });
     }
@@ -163,7 +163,7 @@ void block(const FeedForwardArgs& args, long begin, long end, void* scratch) {
 }
 
 long row_block(const FeedForwardArgs& args) {
-  // y passes by once in a slice, as the weights do, so it needs no room.
+  // y is read once per slice, like the weights, so it is not counted.
   constexpr long kBudget = 1600 * 1024, kUnit = P::kPair;
   return max(kUnit, min(256, kBudget / (P::kBytes * (args.k + kSlice)) / kUnit * kUnit));
 }

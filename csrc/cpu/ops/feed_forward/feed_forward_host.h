@@ -1,4 +1,4 @@
-// Sharing the feed-forward network out between threads.
+// Parallel execution of the feed-forward network.
 #pragma once
 
 #include "cpu/ops/feed_forward/feed_forward.h"
@@ -6,8 +6,8 @@
 
 namespace tf {
 
-// With weights as for run_linear(). Shared scratch 0 and 1 are theirs; `slot` is for the hidden
-// block of a call of few rows.
+// Weights as for run_linear(), packed into shared scratch 0 and 1 if necessary; `slot` is for the
+// hidden block of a call of few rows.
 void run_feed_forward(FeedForwardArgs args, const Tensor& weight1,
                       const std::optional<Tensor>& packed1, const Tensor& weight2,
                       const std::optional<Tensor>& packed2, int slot);

@@ -1,6 +1,6 @@
-// Feed-forward network ("Attention Is All You Need", section 3.3) over a block of rows: a slice of
-// the hidden units is computed, activated and multiplied into the result while it is in cache, so
-// the (rows, F) hidden matrix never exists.
+// Feed-forward network ("Attention Is All You Need", section 3.3) in fp32 over a block of rows: a
+// slice of the hidden units is computed, activated and multiplied into the result while it is in
+// cache, so the (rows, F) hidden matrix is never materialized.
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/feed_forward/feed_forward.h"
 #include "cpu/simd/activation_slope.h"
@@ -13,10 +13,10 @@ const float* floats(const void* place) { return static_cast<const float*>(place)
 float* floats(void* place) { return static_cast<float*>(place); }
 
 constexpr long kHidden = 512;  // hidden units per slice
-constexpr long kPad = 16;      // keeps the rows of y out of each other's cache sets
+constexpr long kPad = 16;      // avoids cache set conflicts between rows of y
 constexpr long kBudget = 768 * 1024 / sizeof(float);
 
-// Sizes in floats; x and the hidden slice lie turned, tile by tile.
+// Sizes in floats; x and the hidden slice are packed in micro-panels.
 struct Layout {
   long x_tile, hidden_tile, y_stride;
   explicit Layout(const FeedForwardArgs& args)
@@ -28,8 +28,8 @@ struct Layout {
   }
 };
 
-// Columns [unit, unit + columns) of one row between the two products, in place, with room for whole
-// vectors; `factors` has room for round_up(columns, kPanel).
+// Activation and dropout (or their backward) of columns [unit, unit + columns) of one row of hidden
+// units, in place, padded to whole vectors; `factors` has room for round_up(columns, kPanel).
 void activate_hidden(const FeedForwardArgs& args, long row, long unit, long columns, float* hidden,
                      float* factors) {
   const long place = row * args.f + unit;
@@ -75,7 +75,7 @@ void all_rows(const FeedForwardArgs& args, long begin, long end, void* scratch) 
   float* x = floats(scratch);
   float* hidden = x + tiles * layout.x_tile;
   float* y = hidden + tiles * layout.hidden_tile;
-  float* slice = y + rows * layout.y_stride;  // a panel's worth of hidden units, by rows
+  float* slice = y + rows * layout.y_stride;  // a panel of hidden units, row-major
   float* edge_bias = slice + rows * kPanel;
   float* factors = edge_bias + kPanel;
   const bool training = trains(args), fused_relu = args.activation == kRelu && !training;
@@ -114,7 +114,7 @@ void all_rows(const FeedForwardArgs& args, long begin, long end, void* scratch) 
   }
   for (long i = 0; i < rows && args.y != nullptr; ++i) {
     float* sums = y + i * layout.y_stride;
-    // Last, as two linear maps add it: how rows are cut must not reach the result.
+    // Added last, as by two linear layers: the partition of rows must not affect the result.
     if (args.residual != nullptr) {
       const float* add = floats(args.residual) + (begin + i) * args.residual_stride;
       for (long j = 0; j < args.n; ++j) sums[j] += add[j];

@@ -1,10 +1,10 @@
-// Feed-forward network ("Attention Is All You Need", section 3.3) for half types, over a block of
-// rows whose hidden units stay in the second-level cache, in the form that the second product
-// wants. And the rows' part of its gradients,
+// Feed-forward network ("Attention Is All You Need", section 3.3) for bfloat16 and float16, over a
+// block of rows whose hidden units stay in the second-level cache, packed for the second product.
+// Also the row-wise part of its gradients,
 //
 //   dz = dropout(dy W2) act'(z),  dx = dz W1,
 //
-// with what the weights' gradients take besides: dz in memory, and the hidden units again.
+// with the inputs of the weight gradients: dz in memory, and the recomputed hidden units.
 #include <type_traits>
 
 #include "cpu/ops/feed_forward/feed_forward_product.h"
@@ -32,7 +32,7 @@ void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
             low = drop(low, factors[0]);
             high = drop(high, factors[1]);
           }
-          // As two linear maps pass them on: how rows are cut must not reach the result.
+          // Rounded as between two linear layers: the partition of rows must not affect the result.
           if constexpr (!std::is_same_v<typename Product<T>::Operand, T>) {
             low = rounded(low, T{});
             high = rounded(high, T{});
@@ -42,7 +42,7 @@ void forward(const FeedForwardArgs& args, long begin, long end, void* scratch) {
       [](long) {});
 }
 
-// Rows of a panel, one after the other, from an even one on: it holds them by twos.
+// Writes rows of a panel in order, starting with an even one, as pairs.
 template <class T>
 class PairedRows {
   using P = Product<T>;
@@ -61,7 +61,7 @@ class PairedRows {
     }
   }
 
-  // After `rows` rows. Zeros follow the last row of all m.
+  // Called after `rows` rows; pads with zeros behind the last of all m rows.
   void finish(long rows, long m) const {
     if (rows % 2 != 0) put(rows, zero(), zero());
     if (row_ + rows < m) return;
@@ -129,7 +129,7 @@ void rows(const FeedForwardArgs& args, long begin, long end, void* scratch) {
   (args.slope_at == nullptr ? forward<T> : backward<T>)(args, begin, end, scratch);
 }
 
-// Panels hold rows by twos.
+// row_unit 2: panels hold rows in pairs.
 template <class T>
 constexpr FeedForwardKernels kKernels{
     .row_unit = 2, .row_block = row_block<T>, .scratch = scratch_bytes<T>, .rows = rows<T>};

@@ -1,5 +1,5 @@
-// Two products of matrices over a block of rows whose hidden units stay in the second-level cache,
-// in the form that the second product wants. For kernel files only.
+// Two chained GEMMs over a block of rows whose hidden units stay in the second-level cache, packed
+// for the second product. For kernel files only.
 #pragma once
 
 #include "cpu/gemm/epilogue.h"
@@ -23,10 +23,10 @@ long feed_forward_scratch_bytes(const FeedForwardArgs& args, long rows) {
          rows * static_cast<long>(sizeof(KeepBits));
 }
 
-// Rows [begin, end). For each panel of hidden units, from column j on, first(j) gives a function
-// that makes the hidden units of a row, (i, low, high, keep) -> low, high, from the first
-// product's, with the row's bits for panel_factors(), and after(j) is called when all rows have
-// passed. Without y there is no second product.
+// Rows [begin, end). For each panel of hidden units, from column j on, first(j) returns a function
+// (i, low, high, keep) -> low, high that turns the first product's row i into hidden units, with
+// the row's bits for panel_factors(); after(j) is called when all rows are done. Without y there is
+// no second product.
 template <class T, class First, class After>
 void two_products(const FeedForwardArgs& args, long begin, long end, void* scratch,
                   const First& first, const After& after) {

@@ -1,4 +1,4 @@
-// The operators of linear maps, and packed weights.
+// Operators of the linear layer, and weight packing.
 #include "cpu/ops/linear/linear.h"
 
 #include <torch/csrc/stable/library.h>
@@ -15,7 +15,7 @@ void check_weight(const char* op, const char* name, const Tensor& weight, int64_
   check_type(op, name, weight, type, "input");
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == columns, op, ": ", name, " must be (out, ",
                   columns, ")");
-  // So that sizes which are rounded up to whole panels are numbers, too.
+  // So that sizes rounded up to whole panels do not overflow.
   STD_TORCH_CHECK(weight.numel() <= kMaxElements, op, ": ", name, " is too large");
   if (bias) {
     check_type(op, "bias", *bias, type, "input");
@@ -35,7 +35,7 @@ const LinearKernels& kernels_for(Element type, [[maybe_unused]] int64_t m) {
   return *TF_DISPATCH(linear_kernels, );
 }
 
-// W (n, k) into panels; or, transposed, W^T, given W (k, n).
+// Packs W (n, k) into panels; if transposed, W^T, given W (k, n).
 void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, void* place) {
   const Rows w = as_rows(weight);
   const int64_t n = weight.size(transposed ? 1 : 0), k = weight.size(transposed ? 0 : 1);
@@ -49,7 +49,7 @@ void pack(const LinearKernels& kernels, const Tensor& weight, bool transposed, v
       [&](int64_t begin, int64_t end) { run(w.data, w.stride, n, k, place, begin, end); });
 }
 
-constexpr int64_t kPrefetchBytes = 4096;  // bytes behind panels in scratch, for prefetching
+constexpr int64_t kPrefetchBytes = 4096;  // padding behind panels in scratch, for prefetching
 
 Panels pack_now(const Tensor& weight, bool transposed, int slot, int64_t m) {
   const LinearKernels& kernels = kernels_for(element_of(weight), m);
@@ -59,8 +59,8 @@ Panels pack_now(const Tensor& weight, bool transposed, int slot, int64_t m) {
   return {&kernels, place};
 }
 
-// Elements behind the panels of a packed copy: room for prefetching, and in the very last bytes the
-// layout.
+// Elements behind the panels of a packed copy: padding for prefetching, with the layout id in the
+// last two bytes.
 constexpr int64_t kPackedTail = 64;
 
 const uint16_t* layout_of(const Tensor& packed) {
@@ -68,8 +68,8 @@ const uint16_t* layout_of(const Tensor& packed) {
   return static_cast<const uint16_t*>(packed.const_data_ptr()) + bytes / 2 - 1;
 }
 
-// A packed copy is a tensor of the weight's dtype, or, of fp32 in pieces, of bfloat16. With its
-// size and layout this tells whether the instruction set in use can read it.
+// A packed copy has the weight's dtype, or bfloat16 for bf16x3 of fp32. Together with its size and
+// layout id this tells whether the instruction set in use can read it.
 Panels given_panels(const Tensor& weight, const Tensor& packed) {
   const ScalarType type = weight.scalar_type(), given = packed.scalar_type();
   const LinearKernels* kernels = nullptr;
@@ -86,7 +86,7 @@ Panels given_panels(const Tensor& weight, const Tensor& packed) {
   return {kernels, packed.const_data_ptr()};
 }
 
-// A copy of a weight for products of that many rows.
+// Packs a weight for products of `rows` rows.
 Tensor pack_weight(Tensor weight, int64_t rows) {
   check_type("pack_weight", "weight", weight,
              is_reduced_float(weight) ? weight.scalar_type() : ScalarType::Float, "weight");
@@ -103,7 +103,7 @@ Tensor pack_weight(Tensor weight, int64_t rows) {
   return packed;
 }
 
-// Whether a thread takes all rows through panels, one after the other.
+// Whether each thread multiplies all rows by one panel after the other.
 bool is_one_block(const LinearKernels& kernels, const LinearArgs& args) {
   return args.k > 0 && args.k <= kernels.max_depth &&
          args.n >= kernels.min_panels * kernels.panel * torch::stable::get_num_threads() &&
@@ -118,7 +118,7 @@ void run_panels(const LinearKernels& kernels, const LinearArgs& args) {
                           [&](int64_t panel) { kernels.panels(args, panel, panel + 1, place()); });
 }
 
-// The same by a weight that is packed for this call only, panel by panel.
+// The same with a weight that is packed for this call only, panel by panel.
 void run_panels(const LinearKernels& kernels, LinearArgs args, const Tensor& weight,
                 bool transposed) {
   const Rows w = as_rows(weight);
@@ -156,7 +156,7 @@ void run_direct_linear(LinearArgs args, const Tensor& weight, int64_t row) {
       });
 }
 
-// Splits rows between threads where there are many, else panels.
+// Parallelizes over rows if there are many, else over panels.
 void run_linear(LinearArgs args, const Panels& panels) {
   if (args.m == 0) return;
   args.packed = panels.data;
@@ -164,12 +164,12 @@ void run_linear(LinearArgs args, const Panels& panels) {
   const int64_t count = (args.n + kernels->panel - 1) / kernels->panel;
   const int64_t threads = torch::stable::get_num_threads();
   int64_t row_items = 1, column_items = 1;
-  constexpr int64_t kMaxDepth = 16384;  // each thread keeps all rows, split
+  constexpr int64_t kMaxDepth = 16384;  // each thread holds all rows as bf16x3
   if (kernels->in_fp32 && splits_panels(args.m) && args.k > 0 && args.k <= kMaxDepth) {
 #ifdef TF_HAVE_AMX
     kernels = amx::bf16x3_small_m_linear_kernels();
 #endif
-    // Each item splits the rows, so there are more items than threads only where those are long.
+    // Each item splits x into bf16x3, so there are more items than threads only if they are long.
     constexpr int64_t kPanels = 32;
     column_items = std::min(count, std::max(threads, std::min(4 * threads, count / kPanels)));
   } else if (kernels->in_fp32) {
@@ -211,7 +211,7 @@ void run_linear(LinearArgs args, const Tensor& weight, const std::optional<Tenso
   const LinearKernels& kernels = kernels_for(args.type, args.m);
   if (!packed && !bf16x3 && is_one_block(kernels, args))
     return run_panels(kernels, args, weight, false);
-  // Large weights that are packed for this call only are packed a part at a time.
+  // Large weights that are packed for this call only are packed in parts.
   constexpr int64_t kMaxPartRows = 4096;
   const bool parts = !packed && bf16x3 && args.preactivation == nullptr;
   const int64_t n = args.n, step = parts ? kMaxPartRows : n;
@@ -257,8 +257,8 @@ void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& wei
   const LinearKernels& kernels = kernels_for(type, m);
   if (!kernels.in_fp32 && is_one_block(kernels, args))
     return run_panels(kernels, args, weight, true);
-  // W's rows are packed a part at a time where they are many, as a vocabulary's are: the parts'
-  // products are added up, and no part leaves the cache before it was used.
+  // With many rows of W, e.g. a vocabulary's, they are packed in parts: the products of the parts
+  // are added up, and each part is used while it is in cache.
   constexpr int64_t kMaxPartRows = 4096;
   const int64_t step = type == Element::float32 && packs_bf16x3(m) ? kMaxPartRows : n;
   for (int64_t begin = 0; begin < n; begin += step) {
@@ -273,7 +273,7 @@ void run_input_gradient(const void* grad, int64_t grad_stride, const Tensor& wei
 
 namespace {
 
-// A multiple of the rows that are summed up at a time, so that cutting hardly reaches the result.
+// A multiple of the K block, so that splitting into parts hardly affects the result.
 constexpr int64_t kPartMultiple = 512;
 
 const WeightGradientKernels* weight_gradient_kernels_for(Element type) {
@@ -285,8 +285,8 @@ void* room_for(const WeightGradientKernels& kernels, int64_t m, int64_t k, int s
   return bytes_of(shared_scratch(slot), kernels.packed_bytes(m, k) + kPrefetchBytes);
 }
 
-// f(row_begin, row_end, column_begin, column_end) for blocks of dW that begin at multiples of
-// `width` columns. How it is cut does not reach the result.
+// Calls f(row_begin, row_end, column_begin, column_end) for blocks of dW that start at multiples of
+// `width` columns. The partition does not affect the result.
 template <class F>
 void for_each_weight_block(const WeightGradientKernels& kernels, int64_t n, int64_t k,
                            int64_t width, const F& f) {
@@ -294,7 +294,7 @@ void for_each_weight_block(const WeightGradientKernels& kernels, int64_t n, int6
   const int64_t panels = (k + width - 1) / width;
   const int64_t columns = (k + kernels.columns - 1) / kernels.columns;
   int64_t rows = (n + kernels.rows - 1) / kernels.rows;
-  // As many items as threads, or a multiple.
+  // A multiple of the number of threads.
   while (rows * columns % threads != 0 && n / (rows + 1) >= 32) ++rows;
   for_each_item(rows * columns, [&](int64_t item) {
     const int64_t row = item / columns, column = item % columns;
@@ -398,7 +398,7 @@ std::tuple<Tensor, Tensor> linear_training(Tensor input, Tensor weight, std::opt
   return {output, preactivation};
 }
 
-// The gradient dy (m, n) before the activation, in shared scratch.
+// Gradient (m, n) with respect to the activation's input, in shared scratch.
 void* activation_backward(const Rows& dy, int64_t m, int64_t n,
                           const std::optional<Tensor>& preactivation, int64_t activation) {
   const char* op = "linear_backward";
@@ -417,7 +417,7 @@ void* activation_backward(const Rows& dy, int64_t m, int64_t n,
   return to;
 }
 
-// A part of the rows at a time.
+// In parts of rows.
 void run_weight_gradient(const WeightGradientArgs& whole) {
   const int64_t max_rows = weight_gradient_part_rows(whole.type, whole.k);
   WeightGradientArgs part = whole;
@@ -435,7 +435,7 @@ void run_weight_gradient(const WeightGradientArgs& whole) {
   }
 }
 
-// Gradients of input, weight and bias; what is not wanted comes back empty.
+// Gradients of input, weight and bias; empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad, Tensor input, Tensor weight,
                                                    std::optional<Tensor> preactivation,
                                                    int64_t activation, bool want_input,

@@ -1,5 +1,6 @@
-// activation(x W^T + bias) + residual on packed weights, and its gradients. Half types are summed
-// up in fp32 and rounded once; fp32 goes by FMA, or on bfloat16 units by pieces (bf16_amx.h).
+// Linear layer, activation(x W^T + bias) + residual with packed weights, and its gradients. Reduced
+// types are summed in fp32 and rounded once; fp32 uses FMA, or bf16x3 on bfloat16 units
+// (bf16_amx.h).
 #pragma once
 
 #include "cpu/core/element.h"
@@ -9,7 +10,7 @@
 namespace tf {
 
 struct LinearArgs {
-  Element type;          // of all tensors here
+  Element type;          // of all tensors
   const void* x;         // (m, k), rows x_stride apart
   const void* packed;    // W (n, k) in panels, see LinearKernels
   const void* bias;      // (n) or nullptr: zeros
@@ -17,42 +18,42 @@ struct LinearArgs {
   void* y;               // (m, n), rows y_stride apart
   long m, k, n, x_stride, residual_stride, y_stride;
   int activation;
-  void* preactivation = nullptr;  // (m, n), contiguous: x W^T + bias is kept here, or nullptr
-  // In place of packed: W itself, rows weight_stride apart, or, if turned, W^T.
+  void* preactivation = nullptr;  // (m, n), contiguous: receives x W^T + bias; or nullptr
+  // Unpacked weight, instead of `packed`: W, or W^T if transposed, with rows weight_stride apart.
   const void* weight = nullptr;
   long weight_stride = 0;
   bool transposed = false;
 };
 
-// Products with weights that are packed in one way. Scratch is in bytes, and ranges are half open.
+// Kernels for weights in one packed layout. Scratch sizes are in bytes, ranges half open.
 struct LinearKernels {
   bool in_fp32;                   // packed as fp32
-  uint16_t layout = 0;            // tells it from others of the same size
+  uint16_t layout = 0;            // id, unique among layouts of the same size
   long panel;                     // columns of a panel
-  long row_unit;                  // cut rows at multiples
-  long pack_transposed_rows = 0;  // rows of W^T that pack_transposed takes at once, or 0: panels
+  long row_unit;                  // row ranges start at multiples
+  long pack_transposed_rows = 0;  // unit of pack_transposed: rows of W^T; 0: panels
   long (*packed_bytes)(long n, long k) = nullptr;
-  // Panels [begin, end) of W (n, k), or from W^T (k, n), rows stride apart.
+  // Packs panels [begin, end) of W (n, k), or from W^T (k, n), with rows stride apart.
   void (*pack)(const void* weight, long stride, long n, long k, void* packed, long begin,
                long end) = nullptr;
   void (*pack_transposed)(const void* transposed, long stride, long n, long k, void* packed,
                           long begin, long end) = nullptr;
 
-  // Rows and panels from `packed`; of how many rows at once, at most.
+  // Computes a range of rows and panels from `packed`; row_block is the preferred maximum of rows.
   long (*row_block)(const LinearArgs& args) = nullptr;
   long (*scratch)(const LinearArgs& args) = nullptr;
   void (*block)(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
                 long panel_end, void* scratch) = nullptr;
 
-  // All rows, if they are one block of at most `deepest` columns: fill() brings them into the form
-  // that products read, and then panels pass by, as often as wanted. Without `packed` each is
-  // packed just before it is multiplied, which pays from min_panels a thread on.
+  // All rows at once, if they form one block with k <= max_depth: fill() packs x once, then
+  // panels() multiplies any panels by it. Without `packed`, each panel of the weight is packed just
+  // before its product, which pays from min_panels per thread on.
   long max_depth = 0, min_panels = 0;
   long (*panels_scratch)(const LinearArgs& args) = nullptr;
   void (*fill)(const LinearArgs& args, void* scratch) = nullptr;
   void (*panels)(const LinearArgs& args, long begin, long end, void* scratch) = nullptr;
 
-  // Columns of y, direct_unit of them at once, from W as it is, not turned: for 1 to
+  // Columns of y from the unpacked weight (not transposed), in multiples of direct_unit, for 1 to
   // kMaxDirectRows rows.
   long direct_unit = 0;
   void (*direct)(const LinearArgs& args, long begin, long end) = nullptr;
@@ -62,7 +63,7 @@ constexpr long kMaxDirectRows = 12;
 TF_KERNEL(const LinearKernels* linear_kernels())
 TF_KERNEL_AMX(const LinearKernels* lowp_linear_kernels(Element type))
 TF_KERNEL_BF16X3(const LinearKernels* bf16x3_linear_kernels())
-// `block` of all rows, of which there are few, from panels of fp32.
+// `block` for few rows (small m), from panels packed in fp32.
 TF_KERNEL_BF16X3(const LinearKernels* bf16x3_small_m_linear_kernels())
 
 // to[j] = grad[j] * act'(z[j]) for rows [begin, end) of n columns.
@@ -76,7 +77,8 @@ struct SlopeArgs {
 };
 TF_KERNEL(void multiply_by_slope(const SlopeArgs& args, long begin, long end))
 
-// Some rows' part of dW = dY^T X and db = sum over rows of dY, with X = dropout(act(x)).
+// The contribution of some rows to dW = dY^T X and db = sum over rows of dY, with X =
+// dropout(act(x)).
 struct WeightGradientArgs {
   Element type;
   const void* grad = nullptr;   // dY (m, n), rows grad_stride apart
@@ -85,42 +87,43 @@ struct WeightGradientArgs {
   void* grad_weight = nullptr;  // (n, k), contiguous, or nullptr: not wanted
   void* grad_bias = nullptr;    // (n) or nullptr
   long m, n, k, grad_stride, x_stride;
-  bool first = true, last = true;  // no rows went before, none come after
-  long row = 0;                    // of the first row among those that dropout counts
-  int activation = 0;              // neither this
-  Dropout dropout = {};            // nor this for half types
-  // Of half types in fp32: (n, k) of the rows so far, if these are not all, and (n).
+  bool first = true, last = true;  // whether these are the first, the last rows
+  long row = 0;                    // row number of the first row for dropout
+  int activation = 0;              // fp32 only
+  Dropout dropout = {};            // fp32 only
+  // fp32 sums for reduced types: of dW (n, k) over the rows so far, unless these are all; of db
+  // (n).
   float *sums = nullptr, *bias_sums = nullptr;
-  const void* bf16x3_panels = nullptr;  // for the split kernels in place of x and panels
+  const void* bf16x3_panels = nullptr;  // X packed as bf16x3, instead of x and panels
 };
 
-// Whether x is X.
+// Whether X is x itself.
 inline bool reads_x(const WeightGradientArgs& args) {
   return args.panels == nullptr && args.activation == 0 && !args.dropout.on;
 }
 
 struct WeightGradientKernels {
-  long pack_rows;  // rows that pack takes at once
+  long pack_rows;  // row unit of pack
   long (*packed_bytes)(long m, long k);
-  // Computes such rows of X and puts them into the panels at `to`.
+  // Computes rows of X and packs them into the panels at `to`.
   void (*pack)(const WeightGradientArgs& args, void* to, long begin, long end, void* scratch);
 
-  long rows, columns;                               // of dW that `block` should be given, at most
-  long (*scratch)(const WeightGradientArgs& args);  // of pack and block
+  long rows, columns;                               // preferred maximum block of dW
+  long (*scratch)(const WeightGradientArgs& args);  // for pack and block
   // column_begin is a multiple of a panel's columns.
   void (*block)(const WeightGradientArgs& args, long row_begin, long row_end, long column_begin,
                 long column_end, void* scratch);
-  void (*bias)(const WeightGradientArgs& args, long begin, long end) = nullptr;  // elements of db
+  void (*bias)(const WeightGradientArgs& args, long begin, long end) = nullptr;  // of db
 };
 
 TF_KERNEL(const WeightGradientKernels* weight_gradient_kernels())
 TF_KERNEL_AMX(const WeightGradientKernels* lowp_weight_gradient_kernels(Element type))
 TF_KERNEL_BF16X3(const WeightGradientKernels* bf16x3_weight_gradient_kernels())
 
-// Few rows of fp32, for which packing would take longer than the products: everything is read and
-// written once, where it lies.
+// Small m in fp32, where packing would take longer than the product: operands are read and results
+// written in place, once.
 //
-// Columns [begin, end) of dX = dY W; how many a call should be given a multiple of.
+// Columns [begin, end) of dX = dY W, in multiples of small_m_columns().
 struct SmallMInputArgs {
   const float* grad;    // dY (m, n), rows grad_stride apart
   const float* weight;  // W (n, k), rows weight_stride apart
@@ -130,14 +133,15 @@ struct SmallMInputArgs {
 TF_KERNEL(long small_m_columns())
 TF_KERNEL(void small_m_input_gradient(const SmallMInputArgs& args, long begin, long end))
 
-// Rows [begin, end) of dW, from X as it is.
+// Rows [begin, end) of dW, from unpacked X.
 TF_KERNEL(void small_m_weight_gradient(const WeightGradientArgs& args, long begin, long end))
 
-// Rows [begin, end) between the two maps of a feed-forward network; scratch of f + 64 floats.
+// Backward of activation and dropout between the two linear layers of a feed-forward network, for
+// rows [begin, end); scratch of f + 64 floats.
 struct HiddenBackwardArgs {
-  const float* z;  // (m, f): what the activation was applied to
-  float* grad;     // (m, f): the gradient of what meets W2; becomes that of z
-  float* hidden;   // (m, f): what meets W2, dropout(act(z)); or nullptr
+  const float* z;  // (m, f): input of the activation
+  float* grad;     // (m, f): in: gradient of dropout(act(z)); out: that of z
+  float* hidden;   // (m, f): receives dropout(act(z)); or nullptr
   long f;
   int activation;
   Dropout dropout;

@@ -1,4 +1,4 @@
-// Weight gradients of fp32 in pieces: X is split once, dY as its rows are turned.
+// Weight gradients of fp32 with bf16x3: X is split once, dY as it is transposed.
 #include "cpu/gemm/gemm.h"
 #include "cpu/gemm/weight_gradient_product.h"
 #include "cpu/ops/linear/linear.h"
@@ -10,7 +10,7 @@ using P = Product<float>;
 using Operand = P::Operand;
 using Block = WeightGradientBlock<float>;
 
-// X from a row and a column (a multiple of kPanel) on.
+// Address of X at a row and a column (a multiple of kPanel).
 const float* x_at(const WeightGradientArgs& args, long row, long column) {
   return static_cast<const float*>(reads_x(args) ? args.x : args.panels) +
          (reads_x(args) ? row * args.x_stride + column
@@ -18,8 +18,8 @@ const float* x_at(const WeightGradientArgs& args, long row, long column) {
 }
 long x_stride(const WeightGradientArgs& args) { return reads_x(args) ? args.x_stride : kPanel; }
 
-// kPanel columns, from `column` on, of a row of the result by fp32 FMA, for numbers that have no
-// pieces.
+// kPanel columns, from `column` on, of a row of the result by fp32 FMA, for values that are not
+// representable as bf16x3.
 void fp32_columns(const WeightGradientArgs& args, long row, long column, long width, float* sums) {
   const float* x = x_at(args, 0, column);
   const long stride = x_stride(args);

@@ -1,6 +1,6 @@
-// Weight gradients: X is copied into panels once; then a block of dW stays in the second-level
-// cache while all rows pass by, kDepth at a time. The columns of dY are the rows of the left
-// factor, so copying kTileRows of them side by side gives what Form::turned reads.
+// Weight gradients in fp32: X is packed into panels once, then a block of dW stays in the
+// second-level cache while all rows are read, kDepth at a time. The columns of dY are the rows of
+// the left operand, so copying kTileRows of them side by side gives Form::packed.
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
@@ -14,7 +14,7 @@ namespace {
 constexpr long kRowBlock = 252;  // a multiple of kTileRows, whatever the instruction set
 constexpr long kColumnBlock = 512;
 constexpr long kDepth = kKBlock;
-constexpr long kPad = 16;  // keeps tiles and panels out of each other's cache sets
+constexpr long kPad = 16;  // avoids cache set conflicts of tiles and panels
 constexpr long kTileStride = kPackedRows * kDepth + kPad;
 constexpr long kSumStride = kColumnBlock + kPad;
 
@@ -33,7 +33,7 @@ struct Workspace {
   }
 };
 
-// Fetches rows of a matrix into the second-level cache, some lines at each call.
+// Prefetches rows of a matrix into the second-level cache, some lines per call.
 struct Fetch {
   const char* row;
   long stride, lines, rows;  // bytes between rows, lines per row, rows left

@@ -1,4 +1,4 @@
-// Gradients of a linear map for half types.
+// Weight gradients of a linear layer for bfloat16 and float16.
 #include "cpu/gemm/weight_gradient_product.h"
 #include "cpu/ops/linear/linear_product.h"
 #include "cpu/simd/column_sums.h"
@@ -6,7 +6,7 @@
 namespace tf::TF_ISA {
 namespace {
 
-// fp32 values as T.
+// Converts fp32 values to T.
 template <class T>
 void round_row(const float* from, long n, T* to) {
   for (long j = 0; j < n; j += kLanes) store_some(to + j, load_some(from + j, n - j), n - j);

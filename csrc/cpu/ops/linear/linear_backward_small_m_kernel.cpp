@@ -1,4 +1,4 @@
-// Gradients of linear maps of few rows: tiles of sums in registers, operands from where they lie.
+// Gradients of linear layers for small m: register tiles of sums, unpacked operands.
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"
@@ -15,7 +15,7 @@ constexpr int kRows = 4, kVecs = 2;  // 8 of 16
 #endif
 constexpr long kColumns = kVecs * kLanes;
 
-// kVecs vectors of a row, of which `left` values are there.
+// kVecs vectors of a row, `left` values of which are valid.
 template <bool kWhole>
 TF_INLINE void read(const float* from, long left, Vec (&to)[kVecs]) {
   TF_UNROLL for (int v = 0; v < kVecs; ++v) {
@@ -27,13 +27,13 @@ TF_INLINE void read(const float* from, long left, Vec (&to)[kVecs]) {
   }
 }
 
-// Where the operands of a tile of sums are: sums[i] (kCount rows of kColumns, of which `left` are
-// there) = sum over p < depth of left[i * left_row + p * left_step] times right's row p.
+// Operands of a register tile: sums[i] (kCount rows of kColumns, `columns` of them valid) = sum
+// over p < depth of left[i * left_row + p * left_step] times row p of right.
 struct Tile {
   const float *left, *right;
   float* sums;
   long left_row, left_step, right_stride, sums_stride, depth, columns;
-  bool accumulate, ahead;  // add to what is there; fetch right's rows before they are read
+  bool accumulate, ahead;  // add to sums; prefetch the rows of right
 };
 
 template <int kCount, bool kWhole>
@@ -43,7 +43,7 @@ void tile(const Tile& t) {
       zero();
   const float *left = t.left, *right = t.right;
   const long left_row = t.left_row, left_step = t.left_step, right_stride = t.right_stride;
-  // Rows are far from each other: the processor does not foresee them.
+  // Rows are far apart: hardware does not prefetch them.
   const long ahead = t.ahead ? 12 * right_stride : 0;
   for (long p = 0; p < t.depth; ++p, left += left_step, right += right_stride) {
     Vec b[kVecs];
@@ -99,7 +99,7 @@ void strip(long rows, Tile t) {
     (t.columns >= kColumns ? tile_of<true> : tile_of<false>)(count, t);
     t.left += count * t.left_row;
     t.sums += count * t.sums_stride;
-    t.ahead = false;  // now they are in cache
+    t.ahead = false;  // they are in cache now
   }
 }
 
@@ -109,7 +109,7 @@ long small_m_columns() { return kColumns; }
 
 void small_m_input_gradient(const SmallMInputArgs& args, long begin, long end) {
   for (long column = begin; column < end; column += kColumns)
-    for (long n = 0; n < args.n; n += kKBlock)  // a chunk of W stays in cache for all rows
+    for (long n = 0; n < args.n; n += kKBlock)  // a block of W stays in cache for all rows
       strip(args.m, {.left = args.grad + n,
                      .right = args.weight + n * args.weight_stride + column,
                      .sums = args.grad_input + column,

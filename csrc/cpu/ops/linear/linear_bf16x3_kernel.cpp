@@ -1,4 +1,4 @@
-// Linear map with epilogue for fp32 in pieces.
+// Linear layer with epilogue for fp32 with bf16x3.
 #include "cpu/ops/linear/linear_product.h"
 
 namespace tf::TF_ISA {
@@ -7,11 +7,11 @@ namespace {
 using P = Product<float>;
 using Operand = P::Operand;
 
-// Long rows leave room for few of them, past which the weights would have to come too often. So
-// they are cut into slabs, whose products gather in a block of the result.
+// If k is large, few rows fit in the cache, and the weights would be streamed too often. So k is
+// split into slabs, whose products are accumulated in a block of the result.
 constexpr long kSlab = P::kKBlock;
 constexpr long kSlabRows = 256, kSlabColumns = 512;
-constexpr long kSumStride = kSlabColumns + 16;  // off the powers of two
+constexpr long kSumStride = kSlabColumns + 16;  // not a power of two
 
 bool in_slabs(long k) { return k > 2 * kSlab; }
 
@@ -84,22 +84,21 @@ void bf16x3_block(const LinearArgs& args, long row_begin, long row_end, long pan
                                                   scratch);
 }
 
-// For few rows reading the weights is most of the work. So they stay in fp32, 4 bytes each instead
-// of 6, and are split into pieces as they pass by: a chunk of a panel while the tiles multiply the
-// one before it.
+// For small m, reading the weights is most of the work. So they stay in fp32, 4 bytes each instead
+// of 6, and are split into bf16x3 as they are read: a chunk of a panel while the tiles multiply the
+// previous chunk.
 //
-// Depth of a chunk. The pieces of two stay in the first-level cache beside rows passing by.
+// Depth of a chunk. The components of two chunks fit in the first-level cache beside the rows.
 constexpr long kChunk = 64;
 constexpr long kChunkSize = kSplitComponents * kPanel * kChunk;
-// Depth of a running sum. It is rounded 6 times for 32 products: less than 128 multiply-adds are.
+// Depth of a running sum. It is rounded 6 times per 32 products, less often than by 128
+// multiply-adds.
 constexpr long kSum = 512;
-// Of each block of rows of a panel, while the one before it is split, the first half is fetched;
-// the second the processor foresees by itself. Fetching both keeps loads waiting for a free line
-// buffer.
+// While a block of rows of a panel is split, the first half of the next is prefetched; hardware
+// prefetches the second half. Prefetching both would keep loads waiting for a line fill buffer.
 constexpr long kAhead = 16 * kPanel * sizeof(float);
 
-// A chunk of a panel, of which `done` of its pairs of rows (see pack_bf16x3_pair()) are split
-// already.
+// A chunk of a panel; `done` of its pairs of rows (see pack_bf16x3_pair()) are split already.
 struct Chunk {
   const float* from;
   long depth, units, done = 0;
@@ -129,7 +128,7 @@ struct Chunk {
   }
 };
 
-// A row of C by fp32 FMA, for what the pieces cannot do.
+// A row of C by fp32 FMA, for values that are not representable as bf16x3.
 void fp32_row(const RowEpilogue<float>& epilogue, long i, const float* panel, long k, Vec& low,
               Vec& high) {
   low = high = zero();
@@ -140,8 +139,8 @@ void fp32_row(const RowEpilogue<float>& epilogue, long i, const float* panel, lo
   }
 }
 
-// Adds the products of a chunk. Running sums that are not at their end stay in the tiles if one
-// pair of tiles has all rows, else in `sums`; those that are go to `total`.
+// Adds the products of a chunk. Incomplete running sums stay in the tiles if one pair of tiles
+// holds all rows, else in `sums`; complete ones are added to `total`.
 template <bool kTwo>
 TF_INLINE void multiply_chunk(const Operand* a, long k, long p, const Operand* b, bool alone,
                               float* sums, float* total, const auto& meanwhile) {
@@ -196,7 +195,7 @@ void small_m_block(const LinearArgs& args, long, long, long panel_begin, long pa
       } else {
         next.units = 0;
       }
-      // A share of the next chunk for each call.
+      // Share of the next chunk per call, in 1/1024.
       const long calls = row_pairs * (pair_depth(min(kChunk, k - p)) / kPairDepth) * P::kTerms;
       const long share = (next.units * 1024 + calls - 1) / calls;
       long until = 0;

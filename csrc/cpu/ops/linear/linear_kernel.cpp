@@ -1,5 +1,5 @@
-// Linear map with epilogue. A block of rows is turned once into the form its tiles read; the
-// weights stream by in panels.
+// Linear layer with epilogue in fp32. A block of rows is packed once; the weights are streamed in
+// panels.
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation.h"
@@ -13,8 +13,7 @@ constexpr long kDepth = 2048;  // columns of A in scratch at a time
 const float* floats(const void* place) { return static_cast<const float*>(place); }
 float* floats(void* place) { return static_cast<float*>(place); }
 
-// Activation and residual on a block that is still in cache; what comes before them is kept if
-// wanted.
+// Activation and residual of a block that is still in cache; stores the preactivation if wanted.
 void finish(const LinearArgs& args, float* c, long c_stride, long row, long rows, long column,
             long columns) {
   if (args.activation > kRelu || args.preactivation != nullptr) {
@@ -64,7 +63,7 @@ void dot_products(const LinearArgs& args, long row, long column) {
   };
   long p = 0;
   for (; p + kLanes <= args.k; p += kLanes) {
-    // These rows are read in turn; those after them come next.
+    // Prefetches the rows after the ones being read.
     TF_UNROLL for (int j = 0; j < kColumns; ++j) _mm_prefetch(
         reinterpret_cast<const char*>(w + (j + kColumns) * args.weight_stride + p), _MM_HINT_T1);
     step(p, [](const float* from) { return load(from); });
@@ -74,7 +73,7 @@ void dot_products(const LinearArgs& args, long row, long column) {
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) {
     float y = reduce_add(sum[i][j]);
     if (args.bias != nullptr) y += floats(args.bias)[column + j];
-    if (relu) y = y < 0.0f ? 0.0f : y;  // NaN comes through
+    if (relu) y = y < 0.0f ? 0.0f : y;  // propagates NaN
     floats(args.y)[(row + i) * args.y_stride + column + j] = y;
   }
 }
@@ -98,11 +97,11 @@ void direct_columns(const LinearArgs& args, long column) {
   }
 }
 
-// A block of rows in scratch, turned.
+// A packed block of rows in scratch.
 struct Block {
   const LinearArgs& args;
   long a_stride;
-  float *a, *edge, *edge_bias;  // edge: a panel's columns where y has fewer
+  float *a, *edge, *edge_bias;  // edge: a whole panel where y has fewer columns
 
   Block(const LinearArgs& call, float* scratch)
       : args(call),
@@ -111,7 +110,7 @@ struct Block {
         edge(a + kRowBlock / kTileRows * a_stride),
         edge_bias(edge + kRowBlock * kPanel) {}
 
-  // Rows of y from `row` on, by columns of A from `depth` on, which are in `a`.
+  // Rows of y from `row` on, with the columns of A from `depth` on, which are packed in `a`.
   void panels(long row, long rows, long depth, long k, long begin, long end) const {
     const bool first = depth == 0, last = depth + k >= args.k;
     for (long p = begin; p < end; ++p) {

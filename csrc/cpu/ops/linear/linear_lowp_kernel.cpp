@@ -1,10 +1,10 @@
-// Linear map with epilogue for half types.
+// Linear layer with epilogue for bfloat16 and float16.
 #include "cpu/ops/linear/linear_product.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-// How elements are multiplied where they lie: kDepth of a row at once, added up in the lanes.
+// Products of unpacked operands: kDepth elements of a row at a time, summed in the lanes.
 template <class T>
 struct InPlace {
   using Operand = Vec;
@@ -15,7 +15,7 @@ struct InPlace {
 };
 
 #if defined(__AVX512BF16__)
-// vdpbf16ps takes pairs of adjacent k, and these lie side by side.
+// vdpbf16ps takes pairs of adjacent k, as they are in memory.
 template <>
 struct InPlace<BFloat16> {
   using Operand = __m512bh;
@@ -35,7 +35,7 @@ template <int kCount>
 TF_INLINE void store_sums(const Vec* x, float* to) {
 #if defined(__AVX512F__)
   if constexpr (kCount % 4 == 0) {
-    // Transposed, four at a time: half the instructions.
+    // Four at a time, transposed: half the instructions.
     TF_UNROLL for (int j = 0; j < kCount; j += 4) {
       const auto pair_sums = [](Vec a, Vec b) {
         return _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
@@ -52,7 +52,7 @@ TF_INLINE void store_sums(const Vec* x, float* to) {
   TF_UNROLL for (int j = 0; j < kCount; ++j) to[j] = reduce_add(x[j]);
 }
 
-// Rows of x that are multiplied at once.
+// Rows of x per register tile.
 constexpr long kDirectRows = 4;
 
 // kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
@@ -73,7 +73,7 @@ void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
   };
   long p = 0;
   for (; p + P::kDepth <= args.k; p += P::kDepth) {
-    // These rows are read in turn; those after them come next.
+    // Prefetches the rows after the ones being read.
     TF_UNROLL for (int j = 0; j < kColumns; ++j)
         _mm_prefetch(reinterpret_cast<const char*>(w + (j + kColumns) * stride + p), _MM_HINT_T1);
     step(p, [](const T* from) { return P::read(from); });
@@ -130,7 +130,7 @@ void fill(const LinearArgs& args, void* scratch) {
           static_cast<typename P::Operand*>(scratch));
 }
 
-// Panels that are packed for one product only, in the cache of the thread that multiplies by them.
+// Packs panels for this product only, in the cache of the thread that multiplies by them.
 template <class T>
 void panels(const LinearArgs& args, long begin, long end, void* scratch) {
   using P = Product<T>;
@@ -148,7 +148,7 @@ void panels(const LinearArgs& args, long begin, long end, void* scratch) {
       P::pack_columns(weight + column, stride, columns, k, panel);
     } else {
       P::pack_rows(weight + column * stride, stride, columns, k, panel);
-      // Fetched during the product, where it is as long as a panel.
+      // Prefetches the next rows of W during the product if they are as long as a panel.
       if constexpr (sizeof(typename P::Operand) == sizeof(T))
         next = weight + (column + kPanel) * stride;
     }

@@ -1,6 +1,6 @@
-// Linear map with epilogue on the products of engine.h. A block of rows is brought once into
-// the form that the product wants and stays in the second-level cache; the weights stream by in
-// panels, and each row of a result is finished in registers. For kernel files only.
+// Linear layer with epilogue on the GEMM engine (engine.h). A block of rows is packed once and
+// stays in the second-level cache; the weights are streamed in panels, and each row of a result is
+// finished in registers. For kernel files only.
 #pragma once
 
 #include "cpu/gemm/epilogue.h"
@@ -25,7 +25,7 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
   }
 }
 
-// Blocks of so many rows of W^T.
+// Rows of W^T packed at a time.
 constexpr long kPackRows = 32;
 template <class T>
 void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
@@ -40,7 +40,7 @@ void pack_transposed(const void* transposed, long stride, long n, long k, void* 
   }
 }
 
-// What becomes of the sums of rows from `row` on.
+// Epilogue of the rows from `row` on.
 template <class T>
 class RowEpilogue {
   using P = Product<T>;
@@ -71,7 +71,7 @@ class RowEpilogue {
     finish_checked(epilogue, i, p, low, high);
   }
 
-  // The same for sums that are known to be right.
+  // The same for sums that need no fp32 recomputation.
   TF_INLINE void finish_checked(const Epilogue<T>& epilogue, long i, long p, Vec low,
                                 Vec high) const {
     const long column = p * kPanel;

@@ -1,4 +1,4 @@
-// The operators cross_entropy and cross_entropy_backward.
+// Operators cross_entropy and cross_entropy_backward.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ CrossEntropyArgs describe(const Tensor& input, const Tensor& target, int64_t ign
   return args;
 }
 
-// (losses; (2, rows): the largest logits, the logs of the sums of exp(logit - largest)), both fp32.
+// Returns (losses; (2, rows): row maxima, log of the sums of exp(logit - row_max)), both fp32.
 std::tuple<Tensor, Tensor> cross_entropy(Tensor input, Tensor target, int64_t ignored,
                                          double smoothing) {
   const char* op = "cross_entropy";

@@ -1,4 +1,4 @@
-// What the operators of cross entropy share.
+// Helpers of the cross entropy operators.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace tf {
 
-// What is known of rows while their classes pass by, and what becomes of it.
+// Online softmax state per row while the classes are read in parts, and the final loss.
 class CrossEntropyRows {
  public:
   explicit CrossEntropyRows(int64_t rows) : values_(4 * rows), rows_(rows) {}
@@ -22,7 +22,7 @@ class CrossEntropyRows {
     args.target_logit = args.shifted_sum + rows_;
   }
 
-  // The loss of each row, its largest logit, and the log of the sum of exp(logit - largest).
+  // Loss, largest logit, and log of the sum of exp(logit - row_max) of each row.
   static void finish(const CrossEntropyArgs& args, int64_t rows, float* losses, float* row_maxima,
                      float* logs) {
     const double s = args.smoothing;
@@ -47,7 +47,7 @@ class CrossEntropyRows {
   int64_t rows_;
 };
 
-// The targets of `rows` rows; each has to be a class or `ignored`.
+// Checks that each target is a class or `ignored`.
 inline Tensor checked_target(const char* op, const Tensor& target, int64_t rows, int64_t classes,
                              int64_t ignored) {
   STD_TORCH_CHECK(target.is_cpu() && target.scalar_type() == ScalarType::Long &&
@@ -61,7 +61,8 @@ inline Tensor checked_target(const char* op, const Tensor& target, int64_t rows,
   return flat;
 }
 
-// What the backward is given for each row: its loss's gradient, and two numbers from the forward.
+// Checks the inputs of the backward per row: gradient of the loss, and two statistics saved by the
+// forward.
 inline void check_rows(const char* op, const Tensor& grad, const Tensor& known, int64_t rows) {
   check_float(op, "grad", grad);
   check_float(op, "known", known);

@@ -1,4 +1,4 @@
-// Cross entropy: a row of logits is read twice, the second time from a near cache.
+// Cross entropy: each block of a row of logits is read twice, the second time from cache.
 #include "cpu/ops/loss/cross_entropy_kernel.h"
 
 #include <cmath>
@@ -10,10 +10,10 @@ namespace {
 
 constexpr int kSums = 4;
 constexpr long kStep = kSums * kLanes;
-// Logits whose largest is known before any is exponentiated.
+// Block of logits whose maximum is computed before their exponentials.
 constexpr long kBlock = 4096;
 
-// f(accumulator, logits) for all n, the last ones filled up with `fill`.
+// Calls f(accumulator, logits) for all n logits, padded with `fill`.
 template <class T, class F>
 TF_INLINE void each(const T* x, long n, float fill, const F& f) {
   long j = 0;
@@ -49,7 +49,7 @@ void scan_row(const CrossEntropyArgs& args, long row) {
       if (before > 0) shifted_sum -= static_cast<float>(before) * (here - row_max);
       row_max = here;
     }
-    // Where all are -inf nothing counts; NaN, which no maximum shows, does.
+    // If all are -inf they contribute nothing; NaN, which the maximum ignores, does.
     const float top = row_max == -kInf ? 0.0f : row_max;
     Vec exponentials[kSums], distances[kSums];
     TF_UNROLL for (int u = 0; u < kSums; ++u) exponentials[u] = distances[u] = zero();
@@ -86,16 +86,16 @@ void gradient_of_row(const CrossEntropyGradientArgs& args, long row) {
     return;
   }
   const float scale = args.scale[row];
-  // One after the other: their sum would lose what is small beside large logits.
+  // Subtracted one after the other: their sum would round away a small log beside a large logit.
   const Vec row_max = set1(args.row_max[row]), log = set1(args.log[row]), by = set1(scale);
   const Vec even = set1(-scale * call.smoothing / static_cast<float>(call.classes));
   const int64_t place = call.target[row] - call.first;
   const bool has = place >= 0 && place < n;
-  const float logit = has ? load_one(x + place) : 0.0f;  // before it is written over
+  const float logit = has ? load_one(x + place) : 0.0f;  // before it is overwritten
   for (long j = 0; j < n; j += kLanes)
     store_some(to + j, fma(exp((load_some(x + j, n - j) - row_max) - log), by, even), n - j);
   if (!has) return;
-  // In double, since a target that is almost certain leaves but the difference to 1.
+  // In double: if the target is almost certain, the result is a small difference from 1.
   const double s = call.smoothing;
   const double p = std::exp(static_cast<double>(logit) - args.row_max[row] - args.log[row]);
   const double y = scale * (p - (1.0 - s) - s / static_cast<double>(call.classes));

@@ -1,5 +1,5 @@
-// Cross entropy of rows of logits with label smoothing, over some of the classes at a time: softmax
-// is online, so the logits of a row need not be in memory together.
+// Cross entropy of rows of logits with label smoothing, over some of the classes at a time: the
+// softmax is online, so the logits of a row need not be in memory together.
 #pragma once
 
 #include "cpu/core/element.h"
@@ -12,10 +12,10 @@ struct CrossEntropyArgs {
   const void* logits;     // (rows, columns), rows `stride` apart: classes first ... first + columns
   const int64_t* target;  // (rows)
   long stride, first, columns, classes;
-  int64_t ignored;  // rows with this target count for nothing
+  int64_t ignored;  // rows with this target have no loss and no gradient
   float smoothing;
-  // What is known of each row, from class 0 up to these: the largest logit, the sum of
-  // exp(logit - largest), the sum of logit - largest, the target's logit. The first call sets them.
+  // State of each row over classes 0 ... first + columns: largest logit, sum of exp(logit -
+  // row_max), sum of logit - row_max, logit of the target. Initialised by the call with first = 0.
   float *row_max, *sum, *shifted_sum, *target_logit;
 };
 TF_KERNEL(void cross_entropy_rows(const CrossEntropyArgs& args, long begin, long end))

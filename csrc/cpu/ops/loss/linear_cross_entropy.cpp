@@ -1,10 +1,9 @@
-// Cross entropy of x W^T + b. The logits of a vocabulary are far larger than all else in a step of
-// training, and fresh pages for them cost more than their arithmetic. So they are worked out in
-// scratch, a part at a time.
-// linear_cross_entropy and linear_cross_entropy_backward, of fp32: some rows and classes at
-// a time; the backward works the logits out again.
-// linear_cross_entropy_gradients, of half types: some rows at a time, whose logits become their
-// gradient in place, so that losses and gradients together take three products.
+// Cross entropy of x W^T + b. The logits of a vocabulary are far larger than everything else in a
+// training step, and page faults for them cost more than their arithmetic. So they are computed in
+// scratch, a part at a time. linear_cross_entropy and linear_cross_entropy_backward, fp32: some
+// rows and classes at a time; the backward recomputes the logits. linear_cross_entropy_gradients,
+// bfloat16 and float16: some rows at a time; the logits are overwritten by their gradient, so that
+// losses and gradients together take three products.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,7 +16,7 @@
 namespace tf {
 namespace {
 
-// Together 16 MB of logits.
+// 16 MB of logits.
 constexpr int64_t kRows = 1024, kClasses = 4096;
 // Shared scratch: 0 and 1 hold packed weights.
 constexpr int kLogitsSlot = 2, kSumsSlot = 3;
@@ -49,7 +48,7 @@ struct Call {
     return offset_ptr(x.data, Element::float32, row * x.stride);
   }
 
-  // f(args, first row, rows, weights of the classes): the logits are in args.
+  // Calls f(args, first row, rows, weights of the classes) with the logits in args.
   template <class F>
   void each_part(const F& f) const {
     Tensor whole = weight;
@@ -101,7 +100,7 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
   return {losses, known};
 }
 
-// Gradients of input, weight and bias; what is not wanted comes back empty.
+// Gradients of input, weight and bias; empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     Tensor grad, Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor target,
     Tensor known, int64_t ignored, double smoothing, bool want_input, bool want_weight,
@@ -130,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
          static_cast<const float*>(grad.const_data_ptr()) + row, logits, args.stride},
         m);
     if (want_input && k > 0) {
-      // Sums go to and fro between two places, the last one to where it belongs.
+      // Sums alternate between two buffers such that the last one is the result.
       const int64_t left = (n - args.first - 1) / kClasses;
       float* place[] = {dx + row * k, shared_scratch(kSumsSlot).floats(m * k)};
       run_linear(
@@ -155,8 +154,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
   return {grad_input, grad_weight, grad_bias};
 }
 
-// The losses, and the gradients of sum over rows of grad (1 without it) * loss: of input in its
-// dtype, of weight and bias in fp32. What is not wanted comes back empty.
+// Returns the losses, and the gradients of sum over rows of grad (default 1) * loss: of input in
+// its dtype, of weight and bias in fp32. Empty where not wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
     std::optional<Tensor> grad, Tensor input, Tensor weight, std::optional<Tensor> bias,
     Tensor target, int64_t part_rows, int64_t ignored, double smoothing, bool want_input,
@@ -188,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   const Panels panels = panels_of(weight, std::nullopt, 0, rows);
   const bool through = want_input && k > 0, sums = want_weight || want_bias;
   const Panels columns = through ? column_panels_of(weight, 1, rows) : Panels{};
-  // The kernel is given no last part, so that it rounds nothing: the sums are the result.
+  // No part is marked as the last one, so the kernel does not round: the fp32 sums are the result.
   WeightGradientArgs gradient{};
   gradient.type = type;
   gradient.sums = floats_if(want_weight, grad_weight);
@@ -200,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
   gradient.x_stride = x.stride;
   gradient.last = false;
 
-  // Parts of about as many rows each.
+  // Parts of about equal size.
   const int64_t parts = (rows + part_rows - 1) / part_rows;
   const int64_t max_rows = (rows + parts - 1) / parts;
   CrossEntropyRows so_far(max_rows);

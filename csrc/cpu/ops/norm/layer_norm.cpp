@@ -1,5 +1,5 @@
-// The operators layer_norm, add_layer_norm, layer_norm_training and layer_norm_backward, for all
-// kinds of norms.
+// Operators layer_norm, add_layer_norm, layer_norm_training and layer_norm_backward, for all kinds
+// of norms.
 #include "cpu/ops/norm/layer_norm.h"
 
 #include <torch/csrc/stable/library.h>
@@ -29,7 +29,7 @@ void run_layer_norm(const LayerNormArgs& args, long rows) {
 
 namespace {
 
-// How many elements the last `dims` dimensions of the tensor have, which are normalised together.
+// Number of elements that are normalised together: those of the last `dims` dimensions.
 int64_t normalized_size(const char* op, const Tensor& tensor, int64_t dims) {
   STD_TORCH_CHECK(dims > 0 && dims <= tensor.dim(), op, ": the last ", dims,
                   " dimensions were to be normalised of ", tensor.dim());
@@ -60,7 +60,7 @@ NormKind checked_kind(const char* op, int64_t kind) {
   return static_cast<NormKind>(kind);
 }
 
-// Sum where there is a residual, statistics where they are kept for the backward.
+// `sum` with a residual only, statistics only if saved for the backward.
 struct Normalized {
   Tensor output;
   std::optional<Tensor> sum, mean, rstd;
@@ -120,7 +120,7 @@ Normalized normalize(const Tensor& input, const std::optional<Tensor>& residual,
   return result;
 }
 
-// Without what a backward needs: small inputs take no longer than the tensors for it would.
+// For inference: without saved tensors, whose allocation would take as long as a small input.
 Tensor layer_norm(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias,
                   int64_t dims, double eps, int64_t kind) {
   return normalize(input, {}, weight, bias, dims, eps, 0.0, {}, false, kind).output;
@@ -148,14 +148,14 @@ Tensor wanted_like(const Tensor& like, bool wanted) {
   return wanted ? empty_tensor_like(like) : empty_tensor(like, {0});
 }
 
-// A gradient that was summed up in float32, in the type of the others.
+// Converts a gradient that was summed in float32 to the type of the others.
 Tensor as_type(const Tensor& sums, const Tensor& like) {
   if (!is_reduced_float(like)) return sums;
   return torch::stable::to(sums, like.scalar_type());
 }
 
-// source, grad, grad_sum and what becomes of them are of one type; weight is of the same or
-// float32. What is not wanted comes back empty. grad_input: behind the dropout, else it is
+// source, grad, grad_sum and their gradients have one type; weight has the same or float32. Results
+// that are not wanted are empty. grad_input: of the dropout's input; without dropout it equals
 // grad_source.
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     Tensor grad, std::optional<Tensor> grad_sum, Tensor source, std::optional<Tensor> weight,

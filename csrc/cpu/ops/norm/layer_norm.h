@@ -1,5 +1,5 @@
-// LayerNorm and its kin with the residual connection and the dropout before them, forward and
-// backward.
+// LayerNorm, RMSNorm and the norms of The Annotated Transformer, with the preceding residual
+// connection and dropout, forward and backward.
 #pragma once
 
 #include "cpu/core/element.h"
@@ -8,7 +8,7 @@
 
 namespace tf {
 
-// Which norm: what is subtracted, c, and what is divided by, 1 / r. The codes are part of the
+// The kind of norm: what is subtracted, c, and divided by, 1 / r. The codes are part of the
 // operators' schemas.
 enum class NormKind : long {
   layer = 0,             // c = mean(s), 1 / r = sqrt(var(s) + eps); Ba et al. 2016
@@ -17,8 +17,8 @@ enum class NormKind : long {
   annotated_biased = 3,  // the same with the biased std
 };
 
-// y = (s - c) r * weight + bias, s = residual + dropout(x) rounded to the type: c and r are those
-// of the rounded sums, which the backward sees.
+// y = (s - c) r * weight + bias, s = residual + dropout(x) rounded to the element type: c and r are
+// those of the rounded sums, which the backward uses.
 struct LayerNormArgs {
   Element type;                    // of x, residual, y and sum
   Element weight_type;             // of weight and bias: the same, or float32
@@ -32,13 +32,13 @@ struct LayerNormArgs {
   float* rstd = nullptr;           // (rows) or nullptr: r
   long n, x_stride, residual_stride = 0;
   float eps;
-  // Size of the last dimension, whose rows are dropped apart; n is a multiple of it.
+  // Size of the last dimension, in which dropout counts rows; n is a multiple of it.
   long dropout_columns;
   Dropout dropout = {};
   NormKind kind = NormKind::layer;
 };
 
-// c and r of a row of n, whose sum is `total`; `squares(c)` gives the sum of (s - c)^2.
+// c and r of a row of n elements whose sum is `total`; `squares(c)` returns the sum of (s - c)^2.
 template <class Squares>
 __attribute__((always_inline)) inline void row_statistics(const LayerNormArgs& args, float total,
                                                           Squares squares, float& centre,
@@ -57,7 +57,7 @@ __attribute__((always_inline)) inline void row_statistics(const LayerNormArgs& a
 // Rows [0, rows) on torch's threads.
 void run_layer_norm(const LayerNormArgs& args, long rows);
 
-// Bytes of scratch that layer_norm_rows needs; of float32, and of bfloat16 and float16.
+// Bytes of scratch for layer_norm_rows: float32; bfloat16 and float16.
 TF_KERNEL(long layer_norm_scratch(const LayerNormArgs& args))
 TF_KERNEL_AMX(long lowp_layer_norm_scratch(const LayerNormArgs& args))
 
@@ -65,33 +65,33 @@ TF_KERNEL(void layer_norm_rows(const LayerNormArgs& args, long begin, long end, 
 TF_KERNEL_AMX(void lowp_layer_norm_rows(const LayerNormArgs& args, long begin, long end,
                                         void* scratch))
 
-// Of the same y.
+// Backward of the same y.
 struct LayerNormBackwardArgs {
   Element type;          // of grad, grad_sum, source, grad_source and grad_input
   const void* grad;      // (rows, n): of y, rows grad_stride apart
-  const void* grad_sum;  // (rows, n): of s where it is a result too, or nullptr
+  const void* grad_sum;  // (rows, n): of s, if it is a result too, or nullptr
   const void* source;    // (rows, n): s
   const float* weight;   // (n) or nullptr: ones
   const float* mean;     // (rows): c
   const float* rstd;     // (rows): r
   void* grad_source;     // (rows, n), contiguous, or nullptr: not wanted
-  void* grad_input;      // (rows, n), contiguous, behind the dropout, or nullptr
+  void* grad_input;      // (rows, n), contiguous: of x, or nullptr
   float* partial;        // (blocks, 2, n): each block's share of dweight and dbias, or nullptr
   long rows, blocks, n, grad_stride, grad_sum_stride, source_stride;
-  // Rows of the tensor whose elements are dropped; n is a multiple of it.
+  // Size of the last dimension, in which dropout counts rows; n is a multiple of it.
   long dropout_columns;
   Dropout dropout;
   NormKind kind = NormKind::layer;
 };
 
-// Floats of scratch layer_norm_backward_block needs.
+// Floats of scratch for layer_norm_backward_block.
 TF_KERNEL(long layer_norm_backward_scratch(const LayerNormBackwardArgs& args))
 
 // Rows [rows * block / blocks, rows * (block + 1) / blocks).
 TF_KERNEL(void layer_norm_backward_block(const LayerNormBackwardArgs& args, long block,
                                          float* scratch))
 
-// Adds up columns [begin, end) of the shares: `which` 0 for dweight, 1 for dbias.
+// Sums columns [begin, end) of the partial results: `which` 0 for dweight, 1 for dbias.
 TF_KERNEL(void layer_norm_backward_sum(const LayerNormBackwardArgs& args, int which, float* total,
                                        long begin, long end))
 

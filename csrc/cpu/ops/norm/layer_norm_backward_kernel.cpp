@@ -1,13 +1,13 @@
-// Backward of the norms. With h = (s - c) r and g = dy weight, the mean taken over a row:
+// Backward of the norms. With h = (s - c) r, g = dy weight, and means over a row:
 //
 //   ds = r (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
 //
-// For rms without mean(g); for annotated with sum(g h) / sqrt(m sum(h h)) in place of mean(g h),
-// m = n - 1, or n if biased.
+// rms: without mean(g). annotated: sum(g h) / sqrt(m sum(h h)) instead of mean(g h), m = n - 1, or
+// n if biased.
 //
-// A row is read from memory once. Each block of rows adds up its share of dweight and dbias, and a
-// second pass adds the shares; blocks do not depend on the number of threads, so neither does the
-// result.
+// Each row is read from memory once. Each block of rows accumulates its partial dweight and dbias,
+// and a second pass sums them; blocks do not depend on the number of threads, so neither do
+// results.
 #include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
@@ -15,11 +15,12 @@
 namespace tf::TF_ISA {
 namespace {
 
-// Rows summed up before they are added to the block's share: sums of few terms stay exact.
+// Rows summed before they are added to the block's partial sum: short sums are more accurate.
 constexpr long kRowChain = 32;
-// Standard deviations of a row; up to here half a unit of its mean is about one of the results.
+// In standard deviations of a row: up to here, half a unit in the last place of its mean is about
+// one of the results.
 constexpr float kFar = 2.0f;
-constexpr long kWide = 2 * kLanes;  // what dropout_factors() writes at a time
+constexpr long kWide = 2 * kLanes;  // granularity of dropout_factors()
 
 template <class T>
 struct Row {
@@ -43,14 +44,14 @@ struct Row {
   }
 };
 
-// 1 / sqrt(terms sum(h h)); 0 where all of the row are equal, as PyTorch's std has it.
+// 1 / sqrt(terms sum(h h)); 0 for a constant row, as in PyTorch's std.
 template <class T>
 float annotated_share(const Row<T>& in, long n, long terms) {
   const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(terms);
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
 
-// 0, but for what the rounding of the row's mean left.
+// mean(h): 0 up to the rounding error of the row's mean.
 template <class T>
 float mean_of_normal(const Row<T>& in, long n) {
   const long whole = n / kLanes * kLanes;
@@ -78,7 +79,7 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
                       : args.kind == NormKind::annotated     ? annotated_share(in, n, n - 1)
                                                              : annotated_share(in, n, n);
   float mean_g = is_rms ? 0.0f : sums[0] * inverse, mean_gh = sums[1] * share;
-  // All of h are off by the rounding of a mean far from 0, and ds with them.
+  // The rounding error of a mean far from 0 offsets all of h, and ds with it.
   if (__builtin_fabsf(in.mean) * in.rstd > kFar) {
     const float off = mean_of_normal(in, n);
     mean_gh -= off * sums[0] * share;

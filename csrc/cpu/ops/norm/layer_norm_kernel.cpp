@@ -1,5 +1,5 @@
-// The norms in float32. The row is in cache after the first pass, so memory is read once; the
-// variance is taken around the mean, never as E[x^2] - E[x]^2.
+// Norms in float32. The row is in cache after the first pass, so memory is read once; the variance
+// is computed around the mean, never as E[x^2] - E[x]^2.
 #include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
@@ -28,7 +28,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
       to[0] = to[0] + s;
     });
     source = sum;
-  } else if (args.kind != NormKind::rms) {  // which subtracts no mean
+  } else if (args.kind != NormKind::rms) {  // no mean is subtracted
     row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
       to[0] = to[0] + load_some(x + j, count);
     });

@@ -1,5 +1,6 @@
-// The norms for half types: each row is widened into scratch once, and is in the first-level cache
-// for the passes after it; the variance is taken around the mean, never as E[x^2] - E[x]^2.
+// Norms for bfloat16 and float16: each row is converted to fp32 in scratch once and stays in the
+// first-level cache for the following passes; the variance is computed around the mean, never as
+// E[x^2] - E[x]^2.
 #include "cpu/ops/norm/layer_norm.h"
 #include "cpu/simd/column_sums.h"
 #include "cpu/simd/philox.h"
@@ -22,7 +23,7 @@ struct Workspace {
   }
 };
 
-// A row of any of the types, or `absent`, as floats filled up with zeros.
+// Converts a row of any type, or the value `absent`, to floats padded with zeros.
 void widen(const void* from, Element type, long n, float absent, float* to) {
   for (long j = 0; j < room(n); j += kLanes) {
     const long count = n - j;
@@ -41,7 +42,7 @@ void widen(const void* from, Element type, long n, float absent, float* to) {
   }
 }
 
-// Brings x, or the sum, into scratch; returns its total.
+// Loads x, or the residual sum, into scratch; returns its total.
 template <class T>
 TF_INLINE float begin_row(const LayerNormArgs& args, long row, const Workspace& work) {
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;

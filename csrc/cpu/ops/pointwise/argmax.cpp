@@ -1,5 +1,4 @@
-// The operator argmax: the likeliest token of each row of logits. PyTorch's own is not
-// vectorised along long rows.
+// Operator argmax over rows of logits. PyTorch's is not vectorised along long rows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -1,11 +1,11 @@
-// Argmax: a row is read for its maximum, then from a near cache up to the place that has it.
+// Argmax: one pass for the maximum, then a search for its position, mostly from cache.
 #include "cpu/ops/pointwise/pointwise.h"
 #include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {
 namespace {
 
-// The first place from which on found() holds for one of the lanes, and there for an element.
+// First position at which one(x) holds; lanes() tests a vector at a time.
 template <class T, class Lanes, class One>
 TF_INLINE long first_place(const T* x, long n, const Lanes& lanes, const One& one) {
   long j = 0;
@@ -20,7 +20,7 @@ long largest(const T* x, long n) {
   Vec maxima[kChains], nans[kChains];
   TF_UNROLL for (int u = 0; u < kChains; ++u) maxima[u] = set1(-kInf), nans[u] = zero();
   const auto scan = [&](int u, Vec y) __attribute__((always_inline)) {
-    maxima[u] = max(y, maxima[u]);  // in this order NaN is passed over
+    maxima[u] = max(y, maxima[u]);  // this operand order ignores NaN
     nans[u] = select(is_nan(y), y, nans[u]);
   };
   long j = 0;

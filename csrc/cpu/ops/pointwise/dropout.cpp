@@ -1,4 +1,4 @@
-// Dropout as an operator of its own.
+// Operator dropout.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Dropout's arguments as the operators take them.
+// Dropout arguments of the operators.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,5 +1,5 @@
-// The operator embedding_backward: the gradient of a table from that of the rows looked up in
-// it. Of a vocabulary's table nearly all is zeros, and fresh pages cost more than writing them.
+// Operator embedding_backward: the gradient of an embedding table from that of the looked-up rows.
+// Nearly all of a vocabulary's table is zeros, and page faults cost more than writing them.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace tf {
 namespace {
 
-// Item by item: rows of the table are cleared, then what was looked up in them is added in the
-// order of the tokens, so the result does not depend on the number of threads.
+// Each item clears a range of rows of the table, then adds the gradients of its tokens in order, so
+// the result does not depend on the number of threads.
 Tensor embedding_backward(Tensor grad, Tensor tokens, int64_t rows, int64_t padding) {
   const char* op = "embedding_backward";
   check_float(op, "grad", grad);

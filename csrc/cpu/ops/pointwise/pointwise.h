@@ -1,4 +1,4 @@
-// Kernels of single elements and rows.
+// Pointwise and row-wise kernels.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 
 namespace tf {
 
-// Where the largest element of each row is, the first of equals; NaN counts as larger than all.
+// Index of the largest element of each row, the first among equals; NaN counts as the largest.
 struct ArgmaxArgs {
   Element type;  // float32, bfloat16 or float16
   const void* x;
-  long columns, stride;  // columns > 0; elements from row to row
+  long columns, stride;  // columns > 0; row stride in elements
   int64_t* place;
 };
 TF_KERNEL(void argmax_rows(const ArgmaxArgs& args, long begin, long end))
 
-// Dropout by itself, for what is made of several operators.
+// Dropout by itself, for compositions of several operators.
 struct DropoutArgs {
   Element type;   // of x and y
   const void* x;  // (rows, n), contiguous
@@ -27,7 +27,7 @@ struct DropoutArgs {
   Dropout dropout;
 };
 
-// Floats of scratch dropout_rows needs.
+// Floats of scratch for dropout_rows.
 TF_KERNEL(long dropout_scratch(const DropoutArgs& args))
 
 TF_KERNEL(void dropout_rows(const DropoutArgs& args, long begin, long end, float* scratch))
