@@ -15,17 +15,20 @@ The parts work by themselves too, in a loop of your own. ``torchrun`` needs two 
 """
 
 from .activation_checkpointing import checkpoint_activations
-from .batches import TokenBatches
+from .batches import PairBatch, PairCollator, TokenBatches, pad_sequences
 from .checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from .evaluate import evaluate
-from .history import History
 from .loss import NextTokenLoss, label_smoothing_loss
-from .optimizer import adamw, clip_gradients, parameter_groups
-from .pairs import PairBatch, PairCollator, pad_sequences
+from .optimizer import (
+    adamw,
+    clip_gradients,
+    linear_schedule,
+    paper_schedule,
+    parameter_groups,
+)
+from .position import random_state, set_random_state
 from .processes import parallelise, process_group
-from .random_state import random_state, set_random_state
-from .schedule import linear_schedule, paper_schedule
-from .trainer import Trainer
+from .trainer import History, Trainer
 
 __all__ = [
     "CheckpointError",

@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,18 +35,42 @@ from .checkpoint import (
     write_checkpoint,
 )
 from .evaluate import Objective, device_of, evaluate, in_dtype, on_device
-from .history import History
-from .interrupts import Interrupts
 from .optimizer import clip_gradients, scale_gradients
 from .position import Position
 from .processes import without_sync
-from .progress import Advance, step_progress
 
 #: A loader of batches, or ``validation(model)`` giving {name: value}.
 Validation = Iterable[Any] | Callable[[torch.nn.Module], dict[str, float]]
 
 #: Why a process may ask all to stop after the step: out of time, or a signal.
 _STOPS = (0, signal.SIGINT, signal.SIGTERM)
+
+#: Advances the bar by a step of this loss, learning rate and speed in tokens per second.
+Advance = Callable[[float, float, float], None]
+
+
+@dataclass
+class History:
+    """What a run of training did: one entry per step in each list, and what validation found."""
+
+    loss: list[float] = field(default_factory=list)  #: mean per real token
+    learning_rate: list[float] = field(default_factory=list)
+    gradient_norm: list[float] = field(default_factory=list)  #: before clipping
+    tokens: list[int] = field(default_factory=list)  #: real ones, of all processes
+    seconds: list[float] = field(default_factory=list)  #: the step's own
+    #: (step, {name: value})
+    validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return len(self.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, list(value))
 
 
 class Trainer:
@@ -136,10 +173,10 @@ class Trainer:
         validated = self.step  # nothing is new to validate yet
         signals: list[int] = []
         self.model.train()
-        with Interrupts() as interrupts, step_progress(steps, self.step, shown) as advance:
+        with _interrupts() as received, _progress(steps, self.step, shown) as advance:
             while not signals and not limits.reached(self.step, self.position.epoch):
                 for group in self.position.groups(batches, self.accumulate):
-                    late, signals = self._step(group, limits, interrupts, advance)
+                    late, signals = self._step(group, limits, received, advance)
                     done = late or bool(signals) or limits.reached(self.step, self.position.epoch)
                     if validate_every is not None and self.step % validate_every == 0:
                         validated = self._validate(validation)
@@ -154,8 +191,7 @@ class Trainer:
             if validated != self.step and not signals:
                 self._validate(validation)
             self.save()
-        if interrupts.received is not None and not signals:  # during the last validation
-            signals = [interrupts.received]
+        signals = signals or received  # during the last validation
         if signal.SIGINT in signals:
             raise KeyboardInterrupt
         if signals:
@@ -163,7 +199,7 @@ class Trainer:
         return self.history
 
     def _step(
-        self, group: list[Any], limits: _Limits, interrupts: Interrupts, advance: Advance
+        self, group: list[Any], limits: _Limits, received: list[int], advance: Advance
     ) -> tuple[bool, list[int]]:
         """One step; and whether any process is out of time, and the signals any has received."""
         began = time.perf_counter()
@@ -176,8 +212,8 @@ class Trainer:
                     loss, tokens = self.objective(self.model, on_device(batch, device))
                 loss.backward()
             sums += torch.stack((loss.detach().double(), tokens.double()))
-        received = [limits.late(), *(interrupts.received == number for number in _STOPS[1:])]
-        told = torch.tensor(received, dtype=torch.float64, device=device)
+        stop = [limits.late(), *(number in received for number in _STOPS[1:])]
+        told = torch.tensor(stop, dtype=torch.float64, device=device)
         loss_sum, count, *stops = processes.total(torch.cat((sums, told))).tolist()
         # Gradients are means over the processes here; they shall be means over the tokens.
         scale_gradients(self.model.parameters(), processes.world_size() / max(count, 1.0))
@@ -297,3 +333,56 @@ class _Limits:
             or (self.steps is not None and step >= self.steps)
             or (self.epochs is not None and epoch >= self.epochs)
         )
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Within the block the first SIGINT or SIGTERM is only put into the list; a second one acts."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    # Only the main thread may set handlers; in others signals do what they did.
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOPS[1:]:
+            handler = signal.getsignal(number)
+            if handler not in (None, signal.SIG_IGN):
+                before[number] = signal.signal(number, handle)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+@contextmanager
+def _progress(total: int | None, done: int, shown: bool) -> Iterator[Advance]:
+    """Steps, loss, learning rate, speed and the time that is left; silent if not ``shown``."""
+    # On something that is no terminal a bar would only leave garbage.
+    console = Console(stderr=True)
+    smooth: float | None = None
+
+    def advance(loss: float, learning_rate: float, speed: float) -> None:
+        nonlocal smooth
+        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
+        text = f"loss {smooth:.3f}  lr {learning_rate:.1e}  {speed:,.0f} tokens/s"
+        bar.update(task, advance=1, text=text)
+
+    with Progress(
+        TextColumn("[bold]training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    ) as bar:
+        task = bar.add_task("training", total=total, completed=done, text="")
+        yield advance

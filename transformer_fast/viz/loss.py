@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from ..training.history import History
+from ..training import History
 from . import style
 
 
