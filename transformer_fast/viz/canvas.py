@@ -37,11 +37,12 @@ class Canvas:
     def __init__(self) -> None:
         self._artists: list[Any] = []
         self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
-        self._low, self._high = [0.0, 0.0], [0.0, 0.0]
+        #: Corners of what is on it.
+        self.low, self.high = [0.0, 0.0], [0.0, 0.0]
 
     def _reach(self, x: float, y: float) -> None:
-        self._low = [min(self._low[0], x), min(self._low[1], y)]
-        self._high = [max(self._high[0], x), max(self._high[1], y)]
+        self.low = [min(self.low[0], x), min(self.low[1], y)]
+        self.high = [max(self.high[0], x), max(self.high[1], y)]
 
     def box(
         self,
@@ -107,23 +108,11 @@ class Canvas:
         self._reach(left, bottom)
         self._reach(left + width, bottom + height)
 
-    @property
-    def middle(self) -> float:
-        return (self._low[0] + self._high[0]) / 2
-
-    @property
-    def top(self) -> float:
-        return self._high[1]
-
-    @property
-    def bottom(self) -> float:
-        return self._low[1]
-
     def figure(self, margin: float = 0.2) -> Figure:
         """One inch of the drawing is one inch of the figure."""
-        left, bottom = self._low[0] - margin, self._low[1] - margin
-        width = self._high[0] + margin - left
-        height = self._high[1] + margin - bottom
+        left, bottom = self.low[0] - margin, self.low[1] - margin
+        width = self.high[0] + margin - left
+        height = self.high[1] + margin - bottom
         figure = Figure(figsize=(width, height))
         axes: Axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_xlim(left, left + width)

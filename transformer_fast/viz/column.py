@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from ..models import SinusoidalPositions, TokenEmbedding
+from ..models.embedding import OutputProjection
 from .canvas import LINE_HEIGHT, SUM_RADIUS, Canvas, Point, text_width
-from .model_facts import EmbeddingFacts, LayerFacts, OutputFacts, StackFacts
+from .model_facts import LayerFacts, StackFacts
 
 _COLOURS = {
     "embedding": "#F6D5E5",
@@ -34,23 +38,27 @@ def _ffn_text(layer: LayerFacts) -> str:
     return f"Feed-forward, {layer.activation}\n" + " \u2192 ".join(map(str, sizes))
 
 
-def _embedding_text(embedding: EmbeddingFacts) -> str:
-    text = f"Token embedding\n{embedding.vocab_size:,} \u00d7 {embedding.size}"
+def _embedding_text(embedding: TokenEmbedding) -> str:
+    size = embedding.table.embedding_dim
+    text = f"Token embedding\n{embedding.vocab_size:,} \u00d7 {size}"
     if embedding.scale == 1.0:
         return text
-    root = math.isclose(embedding.scale, math.sqrt(embedding.size))
-    return f"{text}, scaled by " + (f"\u221a{embedding.size}" if root else f"{embedding.scale:g}")
+    root = math.isclose(embedding.scale, math.sqrt(size))
+    return f"{text}, scaled by " + (f"\u221a{size}" if root else f"{embedding.scale:g}")
 
 
-def output_boxes(output: OutputFacts) -> list[tuple[str, str]]:
+def _projection_text(projection: torch.nn.Linear) -> str:
+    return f"Linear, no bias\n{projection.in_features} \u2192 {projection.out_features}"
+
+
+def output_boxes(output: OutputProjection) -> list[tuple[str, str]]:
     """(name, text) from the bottom up."""
-    bias = "" if output.bias else ", no bias"
-    size = output.d_model
-    boxes = []
-    if output.projected is not None:
-        boxes.append(("projection", f"Linear, no bias\n{size} \u2192 {output.projected}"))
-        size = output.projected
-    return [*boxes, ("linear", f"Linear{bias}\n{size} \u2192 {output.vocab_size:,}")]
+    vocab_size, size = output.weight.shape
+    bias = "" if output.bias is not None else ", no bias"
+    boxes = [("linear", f"Linear{bias}\n{size} \u2192 {vocab_size:,}")]
+    if output.projection is not None:
+        boxes.insert(0, ("projection", _projection_text(output.projection)))
+    return boxes
 
 
 def column_texts(stack: StackFacts) -> list[str]:
@@ -125,15 +133,15 @@ class Column:
         self.end = y + SUM_RADIUS
         return y
 
-    def _embedding(self, embedding: EmbeddingFacts) -> None:
+    def _embedding(self, embedding: TokenEmbedding) -> None:
         self.embedding_y = self._box("embedding", _embedding_text(embedding), "embedding")
-        if embedding.projected is not None:
-            text = f"Linear, no bias\n{embedding.size} \u2192 {embedding.projected}"
-            self._box("embedding.projection", text, "embedding")
+        if embedding.projection is not None:
+            self._box("embedding.projection", _projection_text(embedding.projection), "embedding")
         if embedding.positions is None:
             return
         y = self._sum("positions.sum")
-        text = f"{embedding.positions} positions\nup to {embedding.max_len:,}"
+        kind = "Sinusoidal" if isinstance(embedding.positions, SinusoidalPositions) else "Learned"
+        text = f"{kind} positions\nup to {self.stack.max_len:,}"
         width, height = text_width(text) + 0.24, 2 * LINE_HEIGHT + 0.16
         near = self.x + self.outer * (self.width / 2 - 0.35)
         left = near if self.outer > 0 else near - width
@@ -194,7 +202,7 @@ class Column:
         if not layer.norm_first:
             self._box(f"{name}.norm", layer.norm, "norm")
 
-    def output(self, output: OutputFacts) -> None:
+    def output(self, output: OutputProjection) -> None:
         for name, text in output_boxes(output):
             self.output_y = self._box(f"output.{name}", text, "output", _GAP + 0.1)
 

@@ -48,7 +48,7 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
     last = columns[-1]
     if facts.output is not None:
         last.output(facts.output)
-        last.to_the_end(f"logits (B, T, {facts.output.vocab_size:,})")
+        last.to_the_end(f"logits (B, T, {len(facts.output.weight):,})")
     else:
         last.to_the_end(
             f"output (B, {'T' if last.stack.side == 'decoder' else 'S'}, {last.d_model})"
@@ -57,12 +57,14 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
         _memory(canvas, columns[0], last)
     elif last.crossings:
         _memory(canvas, None, last)
-    dashed = facts.tied_output or facts.shared_table
     if facts.tied_output:
         last.tie_output()
     if facts.shared_table:
-        _tie_embeddings(canvas, columns[0], last)
-    _words(canvas, facts, title, dashed)
+        ends = [
+            (c.x + side * c.width / 2, c.embedding_y) for c, side in ((columns[0], 1), (last, -1))
+        ]
+        canvas.line("tied.embeddings", ends, arrow=False, dashed=True)
+    _words(canvas, facts, title)
     return canvas.figure()
 
 
@@ -85,18 +87,10 @@ def _memory(canvas: Canvas, encoder: Column | None, decoder: Column) -> None:
         canvas.text(edge - PAD - 0.06, y + 0.04, "K, V", ha="right", va="bottom", gid="memory.kv")
 
 
-def _tie_embeddings(canvas: Canvas, encoder: Column, decoder: Column) -> None:
-    ends = [
-        (encoder.x + encoder.width / 2, encoder.embedding_y),
-        (decoder.x - decoder.width / 2, decoder.embedding_y),
-    ]
-    canvas.line("tied.embeddings", ends, arrow=False, dashed=True)
-
-
-def _words(canvas: Canvas, facts: ModelFacts, title: str | None, dashed: bool) -> None:
+def _words(canvas: Canvas, facts: ModelFacts, title: str | None) -> None:
     """Title, what all layers have in common, and what dashes mean."""
     layers = [layer for stack in facts.stacks for _, layer in stack.layers]
-    middle = canvas.middle
+    middle = (canvas.low[0] + canvas.high[0]) / 2
     told = []
     sizes = sorted({layer.d_model for layer in layers})
     if sizes:
@@ -106,13 +100,13 @@ def _words(canvas: Canvas, facts: ModelFacts, title: str | None, dashed: bool) -
     rates = {layer.dropout for layer in layers}
     if len(rates) == 1:
         told.append(f"dropout {rates.pop():g}")
-    top = canvas.top + 0.14
+    top = canvas.high[1] + 0.14
     canvas.text(middle, top, ", ".join(told), va="bottom", gid="summary")
     if title is None:
         title = f"{facts.name}, {facts.parameters:,} parameters"
     canvas.text(middle, top + 0.22, title, va="bottom", fontsize=12, fontweight="bold", gid="title")
-    if dashed:
-        y = canvas.bottom - 0.2
+    if facts.tied_output or facts.shared_table:
+        y = canvas.low[1] - 0.2
         canvas.line(
             "tied.legend", [(middle - 0.75, y), (middle - 0.3, y)], arrow=False, dashed=True
         )

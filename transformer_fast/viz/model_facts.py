@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..models import (
-    Decoder,
-    Encoder,
-    LanguageModel,
-    SinusoidalPositions,
-    TokenEmbedding,
-    Transformer,
-)
+from ..models import Decoder, Encoder, LanguageModel, TokenEmbedding, Transformer
 from ..models.embedding import OutputProjection
 from ..nn.fusion import activation_name
 
@@ -34,37 +27,17 @@ class LayerFacts:
 
 
 @dataclass(frozen=True)
-class EmbeddingFacts:
-    vocab_size: int
-    #: E, the size of a row, and M, what it is projected to where that differs.
-    size: int
-    projected: int | None
-    scale: float
-    #: "Sinusoidal", "Learned", or None for none.
-    positions: str | None
-    max_len: int
-    dropout: float
-
-
-@dataclass(frozen=True)
-class OutputFacts:
-    vocab_size: int
-    d_model: int
-    #: E, where the vectors are projected before they meet the table.
-    projected: int | None
-    bias: bool
-
-
-@dataclass(frozen=True)
 class StackFacts:
     #: "encoder" or "decoder".
     side: str
     #: Runs of equal layers, the first first.
     layers: tuple[tuple[int, LayerFacts], ...]
     final_norm: str | None
-    embedding: EmbeddingFacts | None
     #: Whether self-attention always is causal; None: the call decides.
-    causal: bool | None
+    causal: bool | None = None
+    embedding: TokenEmbedding | None = None
+    #: How many positions there are.
+    max_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +45,7 @@ class ModelFacts:
     name: str
     parameters: int
     stacks: tuple[StackFacts, ...]
-    output: OutputFacts | None = None
+    output: OutputProjection | None = None
     #: Whether the output's weight is the last stack's table.
     tied_output: bool = False
     #: Whether both embeddings have one table.
@@ -99,7 +72,7 @@ def read_model(model: Any) -> ModelFacts:
             name,
             parameters,
             (_half(encoder, "encoder", False), _half(decoder, "decoder", True)),
-            _output(inner.output),
+            inner.output,
             inner.output.weight is decoder.embedding.table.weight,
             encoder.embedding.table.weight is decoder.embedding.table.weight,
         )
@@ -108,7 +81,7 @@ def read_model(model: Any) -> ModelFacts:
             name,
             parameters,
             (_half(inner.encoder, "decoder", True),),
-            _output(inner.output),
+            inner.output,
             inner.output.weight is inner.encoder.embedding.table.weight,
         )
     if isinstance(inner, Encoder):
@@ -118,7 +91,7 @@ def read_model(model: Any) -> ModelFacts:
     elif isinstance(inner, torch.nn.Transformer):
         stacks = (_stack(inner.encoder, "encoder"), _stack(inner.decoder, "decoder"))
     elif isinstance(inner, _LAYERS):
-        stacks = (StackFacts(_side(inner), ((1, _layer(inner)),), None, None, None),)
+        stacks = (StackFacts(_side(inner), ((1, _layer(inner)),), None),)
     else:
         stacks = (_stack(inner, _side(inner)),)
     return ModelFacts(name, parameters, stacks)
@@ -149,15 +122,12 @@ def _side(module: torch.nn.Module) -> str:
 
 
 def _half(half: Encoder | Decoder, side: str, causal: bool | None) -> StackFacts:
-    return _stack(half.stack, side, _embedding(half.embedding, half.max_len), causal)
+    return replace(
+        _stack(half.stack, side), causal=causal, embedding=half.embedding, max_len=half.max_len
+    )
 
 
-def _stack(
-    stack: Any,
-    side: str,
-    embedding: EmbeddingFacts | None = None,
-    causal: bool | None = None,
-) -> StackFacts:
+def _stack(stack: Any, side: str) -> StackFacts:
     runs: list[tuple[int, LayerFacts]] = []
     if not hasattr(stack, "layers"):
         raise TypeError(
@@ -170,9 +140,7 @@ def _stack(
         else:
             runs.append((1, facts))
     norm = getattr(stack, "norm", None)
-    return StackFacts(
-        side, tuple(runs), None if norm is None else type(norm).__name__, embedding, causal
-    )
+    return StackFacts(side, tuple(runs), None if norm is None else type(norm).__name__)
 
 
 def _layer(layer: Any) -> LayerFacts:
@@ -181,48 +149,17 @@ def _layer(layer: Any) -> LayerFacts:
             "model must be built of TransformerEncoderLayer and TransformerDecoderLayer, and one "
             f"of its layers is {type(layer).__name__}"
         )
-    attention = layer.self_attn
+    attention, activation = layer.self_attn, layer.activation
     return LayerFacts(
         isinstance(layer, torch.nn.TransformerDecoderLayer),
         attention.embed_dim,
         attention.num_heads,
         layer.linear1.out_features,
-        _activation(layer.activation),
+        str(
+            activation_name(activation)
+            or getattr(activation, "__name__", type(activation).__name__)
+        ),
         bool(layer.norm_first),
         type(layer.norm1).__name__,
         layer.dropout1.p,
-    )
-
-
-def _activation(activation: Any) -> str:
-    return activation_name(activation) or str(
-        getattr(activation, "__name__", type(activation).__name__)
-    )
-
-
-def _embedding(embedding: TokenEmbedding, max_len: int) -> EmbeddingFacts:
-    kind = None
-    if embedding.positions is not None:
-        sinusoidal = isinstance(embedding.positions, SinusoidalPositions)
-        kind = "Sinusoidal" if sinusoidal else "Learned"
-    projection = embedding.projection
-    return EmbeddingFacts(
-        embedding.vocab_size,
-        embedding.table.embedding_dim,
-        None if projection is None else projection.out_features,
-        embedding.scale,
-        kind,
-        max_len,
-        embedding.dropout.p,
-    )
-
-
-def _output(output: OutputProjection) -> OutputFacts:
-    vocab_size, size = output.weight.shape
-    projection = output.projection
-    return OutputFacts(
-        vocab_size,
-        size if projection is None else projection.in_features,
-        None if projection is None else projection.out_features,
-        output.bias is not None,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import Colormap
@@ -38,8 +39,6 @@ def new_figure(width: float, height: float) -> Figure:
 
 def colours(name: str) -> Colormap:
     """The map of that name, which lets `hatched` axes through where there is no value."""
-    from matplotlib import colormaps
-
     return colormaps[name].with_extremes(bad="none")
 
 
