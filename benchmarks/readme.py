@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformer_fast.cli import form
-from transformer_fast.cli.limits import dtype_names
+from transformer_fast.cli.info import dtype_names
 from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
@@ -62,7 +62,7 @@ def _cell(kernel: Kernel | None) -> str:
         parts.append("forward, backward (not of masks)")
     else:
         parts.append("forward, backward")
-    if kernel.op in ("add_layer_norm", "add_rms_norm", "attention", "feed_forward"):
+    if "dropout_p" in OPS[kernel.op].arguments:
         parts.append("dropout" if kernel.dropout else "no dropout")
     return ", ".join(parts)
 

@@ -13,7 +13,7 @@ import torch
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
 from transformer_fast.cli import info
-from transformer_fast.cli.limits import activation_names, dtype_names, kernel_row, reasons
+from transformer_fast.cli.info import activation_names, dtype_names, kernel_row, reasons
 
 
 @pytest.fixture(autouse=True)

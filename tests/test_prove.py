@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from transformer_fast import dispatch, proof, reference
 from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, gpu, info, prove
-from transformer_fast.cli.limits import state
+from transformer_fast.cli.info import state
 from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import accuracy, clock, torch_ops
 from transformer_fast.measure import device as on_device

@@ -152,7 +152,9 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     ]
     if on_gpu:
         known, _ = proof.known(torch.cuda.current_device())
-        rows = sorted([*rows, *gpu.rows(measured.findings, known)], key=_place)
+        rows = sorted(
+            [*rows, *gpu.rows(measured.findings, known)], key=lambda row: CASES.index(row.op)
+        )
         head.append(
             f"GPU: {torch.cuda.get_device_name()}, one call of each common case, without gradients "
             "and with them; the longer of the device's and the host's time"
@@ -190,10 +192,6 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 0
     console.print(f"\n{wrong}", style="bold red", highlight=False)
     return 1
-
-
-def _place(row: Row) -> int:
-    return CASES.index(row.op)
 
 
 def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:

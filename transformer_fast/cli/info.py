@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import _native, _switches, proof
+from .. import _native, _switches, proof, specs
 from ..backends.triton import ARCHITECTURES, table_for
-from ..dispatch import BACKENDS, OPS, compute_capability, kernels
+from ..dispatch import BACKENDS, OPS, Kernel, compute_capability, kernels, why_unproven
 from ..measure import machine
+from ..reference.linear import ACTIVATIONS
 from . import form
 from .console import bullets, output, progress
-from .limits import kernel_row, reasons
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +133,67 @@ def _facts() -> Table:
     for row in rows:
         grid.add_row(*row)
     return grid
+
+
+_DTYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
+}  # fmt: skip
+
+
+def dtype_names(dtypes: frozenset[torch.dtype]) -> str:
+    """'fp32 bf16'; no limit is 'any'."""
+    named = [name for dtype, name in _DTYPES.items() if dtype in dtypes]
+    return " ".join([*named, *(str(d)[6:] for d in dtypes if d not in _DTYPES)]) or "any"
+
+
+def activation_names(kernel: Kernel) -> str:
+    """'named' for all that have a name, 'any' for callables too; '' where there is none."""
+    if "activation" not in specs.OPS[kernel.op].arguments:
+        return ""
+    if kernel.activations is None:
+        return "any"
+    known = {name for name in kernel.activations if name}
+    return "named" if known == set(ACTIVATIONS) else " ".join(sorted(known))
+
+
+def state(kernel: Kernel) -> str:
+    if kernel.unavailable is not None:
+        return "cannot run"
+    return "ready" if why_unproven(kernel) is None else "if named"
+
+
+def kernel_row(kernel: Kernel) -> tuple[str, ...]:
+    """backend, state, devices, dtypes, gradients, dropout, activations."""
+    gradients = "yes" if kernel.gradients else "no"
+    if kernel.op == "attention" and kernel.gradients and not kernel.mask_gradient:
+        gradients = "not of masks"
+    dropout = "yes" if kernel.dropout else "no"
+    if "dropout_p" not in specs.OPS[kernel.op].arguments:
+        dropout = ""
+    return (
+        kernel.backend,
+        state(kernel),
+        " ".join(kernel.devices) or "any",
+        dtype_names(kernel.dtypes),
+        gradients,
+        dropout,
+        activation_names(kernel),
+    )
+
+
+def reasons(kernels: Iterable[Kernel]) -> list[str]:
+    """Why some cannot run here: 'cpu: the native module was not built (all its ops)'."""
+    found: dict[tuple[str, str], list[str]] = {}
+    totals: dict[str, int] = {}
+    for kernel in kernels:
+        totals[kernel.backend] = totals.get(kernel.backend, 0) + 1
+        why = kernel.unavailable or why_unproven(kernel)
+        if why is not None:
+            found.setdefault((kernel.backend, why), []).append(kernel.op)
+    return [
+        f"{backend}: {why} ({'all its ops' if len(ops) == totals[backend] else ', '.join(ops)})"
+        for (backend, why), ops in found.items()
+    ]
 
 
 def _kernel_table() -> Table:

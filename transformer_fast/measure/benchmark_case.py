@@ -6,27 +6,16 @@ import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..testing import Parity
 from . import roof
 from .clock import ORDINARY, Plan, alternate
 from .memory import peak
 from .summary import Ratio, Summary, speed_up, summarise
-
-
-class Verdict(Protocol):
-    """How far a result is from the fp64 oracle; `testing.Parity` is one."""
-
-    @property
-    def error(self) -> float: ...
-    @property
-    def ratio(self) -> float: ...
-    @property
-    def ok(self) -> bool: ...
-
 
 #: Error allowed for peers, in units of the reference's error. Our own kernels are held to the error
 #: budget; this only has to reject other work or half precision, which errs thousands of times as much.
@@ -34,7 +23,7 @@ PEER_FACTOR = 256.0
 
 #: Positional arguments of one call.
 Arguments = tuple[Any, ...]
-Checker = Callable[[Any, Arguments], Verdict]
+Checker = Callable[[Any, Arguments], Parity]
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ def _check(benchmark_case: BenchmarkCase, candidate: Candidate, row: Row) -> flo
         before = [x.detach().clone() for x in _tensors(arguments)]
         try:
             result = candidate.run(*arguments)
-            verdict = benchmark_case.checker(result, arguments)
+            parity = benchmark_case.checker(result, arguments)
         except Exception as error:
             # A peer that raises is reported; a kernel of ours that raises fails the run.
             row.ok, row.reason = (False if candidate.ours else None), problem_of(error)
@@ -143,9 +132,9 @@ def _check(benchmark_case: BenchmarkCase, candidate: Candidate, row: Row) -> flo
             if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
                 row.ok, row.reason = False, "it changed its input"
                 return None
-        row.ok = _passes(candidate, verdict) and row.ok is not False
-        row.error = worse(row.error, verdict.error)
-        row.error_ratio = worse(row.error_ratio, verdict.ratio)
+        row.ok = _passes(candidate, parity) and row.ok is not False
+        row.error = worse(row.error, parity.error)
+        row.error_ratio = worse(row.error_ratio, parity.ratio)
         written += sum(x.numel() * x.element_size() for x in _tensors(result))
     if not row.ok:
         row.reason = "its result is outside the error budget, so no speed is given"
@@ -153,8 +142,8 @@ def _check(benchmark_case: BenchmarkCase, candidate: Candidate, row: Row) -> flo
     return written
 
 
-def _passes(candidate: Candidate, verdict: Verdict) -> bool:
-    return verdict.ok or (not candidate.ours and verdict.ratio <= PEER_FACTOR)
+def _passes(candidate: Candidate, parity: Parity) -> bool:
+    return parity.ok or (not candidate.ours and parity.ratio <= PEER_FACTOR)
 
 
 def worse(one: float | None, other: float) -> float:
