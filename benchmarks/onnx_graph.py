@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -118,14 +117,6 @@ def encoder_layer(
 
 #: Makes of a graph, whose first input and whose output are of that dtype, what runs it.
 Runner = Callable[[bytes, torch.dtype], Callable[..., Tensor]]
-
-
-def missing(packages: Sequence[str]) -> str | None:
-    """What is not installed, as a sentence, or None."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed (pip install {package})"
-    return None
 
 
 def _refuses(x: Tensor, dtypes: Collection[torch.dtype]) -> str | None:

@@ -26,6 +26,7 @@ import transformer_fast
 from benchmarks import peers, run, store
 from benchmarks.__main__ import main
 from benchmarks.peers import (
+    Remote,
     candidates,
     inductor_tuned,
     liger,
@@ -35,12 +36,10 @@ from benchmarks.peers import (
     zentorch,
 )
 from benchmarks.peers import flex_attention as flex
-from benchmarks.processes import Remote
 from benchmarks.scope import Scope
 from benchmarks.suites import (
     SCALING,
     SUITES,
-    backward,
     decode,
     hand_written,
     layers,
@@ -200,7 +199,7 @@ def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
 
 def test_no_relu_is_near_its_kink_when_gradients_are_compared():
     case = OPS["feed_forward"].bench_cases[2]
-    arguments = backward.away_from_the_kink("feed_forward", case.build(torch.float32, "cpu", None))
+    arguments = ops.away_from_the_kink("feed_forward", case.build(torch.float32, "cpu", None))
     x, weight1, bias1, *_ = arguments
     before = torch.nn.functional.linear(x, weight1, bias1)
     assert before.numel() > 500_000
@@ -208,7 +207,7 @@ def test_no_relu_is_near_its_kink_when_gradients_are_compared():
     assert 0.4 < (before > 0).float().mean() < 0.6
     same = OPS["layer_norm"].bench_cases[-1].build(torch.float32, "cpu", None)
     assert all(
-        a is b for a, b in zip(backward.away_from_the_kink("layer_norm", same), same, strict=True)
+        a is b for a, b in zip(ops.away_from_the_kink("layer_norm", same), same, strict=True)
     )
 
 

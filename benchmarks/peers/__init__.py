@@ -27,8 +27,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import multiprocessing
 import pkgutil
+import signal
+import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +51,14 @@ def load(names: Sequence[str] | None = None) -> list[ModuleType]:
             raise ValueError(f"there is no peer {name!r}; there are: {', '.join(found)}")
     wanted = found if names is None else [name for name in found if name in names]
     return [importlib.import_module(f"{__name__}.{name}") for name in wanted]
+
+
+def missing(*packages: str) -> str | None:
+    """Which of them is not installed, as a sentence, or None."""
+    for package in packages:
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            return f"{package} is not installed (pip install {package})"
+    return None
 
 
 def versions(peers: Sequence[ModuleType]) -> dict[str, str]:
@@ -79,3 +92,52 @@ def candidates(peers: Sequence[ModuleType], kind: str, *arguments: Any) -> list[
         else:
             found.append(Candidate(peer.NAME, offer, ours=False))
     return found
+
+
+class Remote:
+    """The function that ``make(*arguments)`` gives, in a fresh process; all must be picklable.
+
+    For libraries that bring threads of an OpenMP runtime which PyTorch uses as well: they slow down
+    everybody else in their process for good. With more threads than processors GNU's runtime stops to
+    spin, and each parallel loop then waits for the system to wake a thread.
+
+    Raises, when made or called, what that process raised.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._stop = weakref.finalize(self, process.kill)
+        self._receive()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._connection.send(arguments)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        result, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return result
+
+
+def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this one
+    try:
+        call = make(*arguments)
+        connection.send((None, None))
+    except Exception as error:
+        connection.send((None, error))
+        return
+    while True:
+        try:
+            asked = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((call(*asked), None))
+        except Exception as error:
+            connection.send((None, error))

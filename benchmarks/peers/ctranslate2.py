@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..processes import Remote
-from . import Offer
+from . import Offer, Remote, missing
 
 NAME = "CTranslate2"
 PACKAGES = ("ctranslate2",)
 
 
 def available() -> str | None:
-    if importlib.util.find_spec("ctranslate2") is None:
-        return "ctranslate2 is not installed (pip install ctranslate2)"
-    return None
+    return missing(*PACKAGES)
 
 
 def _array(tensor: Tensor) -> Any:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Offer
+from . import Offer, missing
 
 NAME = "Hugging Face"
 PACKAGES = ("transformers",)
 
 
 def available() -> str | None:
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed (pip install transformers)"
-    return None
+    return missing(*PACKAGES)
 
 
 def _attention_state(name: str, attention: torch.nn.MultiheadAttention) -> dict[str, Tensor]:

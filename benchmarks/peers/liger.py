@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
 from torch import Tensor
 
-from . import Offer
+from . import Offer, missing
 
 NAME = "Liger"
 PACKAGES = ("liger-kernel",)
 
 
 def available() -> str | None:
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed"
-    return None
+    return missing(*PACKAGES)
 
 
 def op(op: str, arguments: tuple[Any, ...]) -> Offer:

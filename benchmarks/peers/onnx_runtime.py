@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import isa, onnx_graph
-from . import Offer
+from . import Offer, missing
 
 NAME = "ONNX Runtime"
 PACKAGES = ("onnx", "onnxruntime")
 
 
 def available() -> str | None:
-    if (why := onnx_graph.missing(PACKAGES)) is not None:
+    if (why := missing(*PACKAGES)) is not None:
         return why
     if (name := isa.named()) is not None:
         return f"it cannot be held to {name}"

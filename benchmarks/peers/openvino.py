@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import onnx_graph
-from . import Offer
+from . import Offer, missing
 
 NAME = "OpenVINO"
 PACKAGES = ("onnx", "openvino")
@@ -17,7 +17,7 @@ _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def available() -> str | None:
-    return onnx_graph.missing(PACKAGES)
+    return missing(*PACKAGES)
 
 
 class _Request:

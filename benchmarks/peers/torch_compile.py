@@ -36,12 +36,7 @@ def encoder_layer(layer: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
     return compiled(layer)
 
 
-def transformer(model: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
-    return compiled(model)
-
-
-def encoder(model: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:
-    return compiled(model)
+encoder = transformer = encoder_layer
 
 
 def hand_written(model: torch.nn.Module, adapt: Callable[..., Any]) -> Offer:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Offer
+from . import Offer, missing
 
 NAME = "xFormers"
 PACKAGES = ("xformers",)
 
 
 def available() -> str | None:
-    if importlib.util.find_spec("xformers") is None:
-        return "xformers is not installed"
-    return None
+    return missing(*PACKAGES)
 
 
 def bias(query: Tensor, keys: int, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..scope import Maker, Scope
-from . import backward, decode, hand_written, layers, models, ops, overhead, scaling, training
+from . import decode, hand_written, layers, models, ops, overhead, scaling, training
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 
 #: The ordinary run, in the order of its report.
 SUITES: dict[str, Suite] = {
     "ops": ops.suite,
-    "backward": backward.suite,
+    "backward": ops.backward,
     "layers": layers.suite,
     "models": models.suite,
     "training": training.suite,

@@ -19,6 +19,7 @@ from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced
 from transformer_fast.measure.modules import parameter_bytes, twins, with_fast_path
+from transformer_fast.measure.ops import TIMES_FORWARD
 from transformer_fast.measure.text import Batch
 from transformer_fast.measure.transformers import (
     Seq2Seq,
@@ -31,9 +32,9 @@ from transformer_fast.measure.transformers import (
 from .. import hand_written, peers
 from ..scope import Maker, Scope
 from . import layers
-from .backward import spread_biases
 from .models import Case
-from .training import TIMES_FORWARD, Step
+from .ops import spread_biases
+from .training import Step
 
 #: (B, T), and the share of places that hold text.
 _LAYERS = ((8, 128, 1.0), (8, 128, 0.65))

@@ -15,19 +15,18 @@ from transformer_fast.measure.accuracy import StepChecker
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced, record
 from transformer_fast.measure.modules import parameter_bytes, twins
+from transformer_fast.measure.ops import TIMES_FORWARD
 from transformer_fast.measure.text import Batch
 from transformer_fast.measure.transformers import Seq2Seq, transformer_work
 
 from ..scope import Maker, Scope
-from .backward import spread_biases
 from .models import Case
+from .ops import spread_biases
 
 EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
 #: (model, source, target, the tokens that are right) -> loss
 Loss = Callable[[Any, Batch, Batch, Tensor], Tensor]
 _CASES, _QUICK = (Case(8, 128, 32000, 6),), (Case(4, 32, 1000, 2),)
-#: Forward once, and backward does each product twice.
-TIMES_FORWARD = 3.0
 
 
 def by_logits(cross_entropy: Callable[..., Tensor]) -> Loss:

@@ -25,7 +25,7 @@ from transformer_fast.measure.transformers import Seq2Seq, Size
 
 from .. import hand_written
 from ..scope import Maker, Scope
-from .backward import spread_biases
+from .ops import spread_biases
 
 IMPORTED, ACCELERATED, AS_WRITTEN = "import of our nn", "accelerate", "torch eager"
 #: (width, B, T, threads)
