@@ -31,7 +31,6 @@ from benchmarks.peers import (
     inductor_tuned,
     liger,
     load,
-    openvino,
     xformers,
     zentorch,
 )
@@ -58,35 +57,34 @@ from transformer_fast.reference import attention
 from transformer_fast.specs import OPS
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
-
+pytestmark = pytest.mark.usefixtures("threads")
 
 FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    torch.set_num_threads(1)
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("peer", peers.load(), ids=lambda peer: peer.__name__.rpartition(".")[2])
-def test_a_peer_does_the_same_work_or_says_why_not(peer):
+def test_a_peer_does_the_same_work_or_says_why_not(peer, dtype):
     if peer.__name__.endswith(("torch_compile", "inductor_tuned")):
         pytest.skip("compiling takes long; torch's own tests are about it")
     reason = peer.available()
     if reason is not None:
         pytest.skip(reason)
+    limits = (
+        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    )
     if hasattr(peer, "op"):
         for op in ("linear", "feed_forward"):
-            arguments = OPS[op].cases[0].build(torch.float32, "cpu", None)
+            arguments = OPS[op].cases[0].build(dtype, "cpu", None)
             for offered in peers.candidates([peer], "op", op, arguments):
                 if offered.run is not None:
                     right = OPS[op].reference(*arguments)
-                    torch.testing.assert_close(offered.run(*arguments), right)
+                    torch.testing.assert_close(offered.run(*arguments), right, **limits)
     if hasattr(peer, "encoder_layer"):
-        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True).eval()
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True).eval().to(dtype)
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
         for hidden in (None, padding):
-            arguments = torch.randn(2, 5, 32), None, hidden
+            arguments = torch.randn(2, 5, 32).to(dtype), None, hidden
             (offered,) = peers.candidates([peer], "encoder_layer", layer, arguments)
             assert not offered.ours
             if offered.run is None:
@@ -95,7 +93,7 @@ def test_a_peer_does_the_same_work_or_says_why_not(peer):
             with torch.no_grad():
                 real = slice(None) if hidden is None else ~hidden
                 got, right = offered.run(*arguments), layer(*arguments)
-            torch.testing.assert_close(got[real], right[real], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got[real], right[real], **limits)
 
 
 def _translators() -> tuple[Any, Any]:
@@ -371,26 +369,6 @@ def test_a_candidate_in_a_process_of_its_own():
     assert power(7) == 128
     with pytest.raises(ValueError, match="invalid literal"):
         Remote(int, "nothing to call")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_openvino_means_the_same(dtype: torch.dtype, masked: bool) -> None:
-    if (reason := openvino.available()) is not None:
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).eval().to(dtype)
-    x = torch.randn(2, 9, 32).to(dtype)
-    padding = torch.arange(9) >= torch.tensor([[9], [4]]) if masked else None
-    run = openvino.encoder_layer(layer, (x, None, padding))
-    assert callable(run), run
-    with torch.no_grad():
-        expected = layer(x, None, padding)
-        found = run(x, None, padding)
-    assert found.dtype == dtype
-    limit = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    seen = slice(None) if padding is None else ~padding
-    torch.testing.assert_close(found[seen], expected[seen], **limit)
 
 
 def _layer() -> tuple[torch.nn.Module, tuple[torch.Tensor, None, torch.Tensor]]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,23 +261,22 @@ def test_unknown_mode(name, expected, checkout):
     assert done.stdout.splitlines()[-1] == f"{name} is 'yes'; expected {expected}"
 
 
-def test_why_absent_other_machine(monkeypatch):
-    monkeypatch.setattr(_native.platform, "machine", lambda: "aarch64")
-    assert "this is Linux on aarch64" in _native._why_absent()
-
-
-def test_why_absent_never_built(monkeypatch):
-    monkeypatch.setattr(_native, "_build_record", lambda: None)
-    assert "was not built: run `pip install .`" in _native._why_absent()
-
-
-def test_why_absent_other_python(monkeypatch):
-    class Record:
-        REASON = ""
-        PYTHON = "cpython-39"
-
-    monkeypatch.setattr(_native, "_build_record", lambda: Record)
-    assert "was built for cpython-39; this interpreter is cpython-3" in _native._why_absent()
+@pytest.mark.parametrize(
+    ("record", "machine", "said"),
+    [
+        (None, "aarch64", "this is Linux on aarch64"),
+        (None, "x86_64", "was not built: run `pip install .`"),
+        (
+            SimpleNamespace(REASON="", PYTHON="cpython-39"),
+            "x86_64",
+            "was built for cpython-39; this interpreter is cpython-3",
+        ),
+    ],
+)
+def test_why_the_native_module_is_absent(record, machine, said, monkeypatch):
+    monkeypatch.setattr(_native.platform, "machine", lambda: machine)
+    monkeypatch.setattr(_native, "_build_record", lambda: record)
+    assert said in _native._why_absent()
 
 
 def test_why_there_are_no_cuda_kernels(monkeypatch, tmp_path):

@@ -69,16 +69,8 @@ def library() -> Path:
         found = folder / "libsimt.so"
         if done:
             return found
-        options = [
-            *(
-                "-O1",
-                "-fPIC",
-                f"-I{SOURCES.parent}",
-                f"-I{HERE}",
-                "-isystem",
-            ),
-            *(str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"),
-        ]
+        options = ["-O1", "-fPIC", f"-I{SOURCES.parent}", f"-I{HERE}", "-isystem"]
+        options += [str(_TORCH / "include"), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-c"]
         running, objects = [], []
         for source in [*sorted(SOURCES.glob("*.cu")), *MACHINE]:
             objects.append(str(folder / (source.name + ".o")))

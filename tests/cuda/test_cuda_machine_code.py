@@ -3,6 +3,7 @@ architecture of the library."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shutil
@@ -31,6 +32,13 @@ pytestmark = [
 def dump(*options: str) -> str:
     command = [str(TOOL), *options, str(_native.CUDA_LIBRARY)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def kernels() -> dict[str, str]:
+    """The machine code of sm_80 by kernel."""
+    found = re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]
+    return {kernel.split("\n", 1)[0]: kernel for kernel in found}
 
 
 def _vectors_of_backward(name: str) -> int | None:
@@ -63,9 +71,8 @@ def test_no_kernel_keeps_registers_in_memory():
 
 
 def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
-    code, seen = dump("-sass", "-arch", "sm_80"), set()
-    for kernel in re.split(r"Function : ", code)[1:]:
-        name = kernel.split("\n", 1)[0]
+    seen = set()
+    for name, kernel in kernels().items():
         vector = re.search(r"layer_norm_kernelI.*RowTileILi\d+ELi\d+ELi(\d+)", name)
         vector = vector or re.search(r"epilogue\w*_kernelI\w+?Li(\d+)E", name)
         if vector is None:
@@ -79,8 +86,7 @@ def test_rows_in_vectors_are_read_and_written_16_bytes_at_a_time():
 
 def test_backward_of_norms_loads_the_next_row_before_it_shuffles():
     found = []
-    for kernel in re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]:
-        name = kernel.split("\n", 1)[0]
+    for name, kernel in kernels().items():
         vectors = _vectors_of_backward(name)
         if vectors is None:
             continue
@@ -93,8 +99,7 @@ def test_backward_of_norms_loads_the_next_row_before_it_shuffles():
 
 def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():
     found = 0
-    for kernel in re.split(r"Function : ", dump("-sass", "-arch", "sm_80"))[1:]:
-        name = kernel.split("\n", 1)[0]
+    for name, kernel in kernels().items():
         if re.search(r"attention_decode_kernelI\w+?Lb1E", name) is None:
             continue
         found += 1
@@ -103,10 +108,8 @@ def test_decoding_loads_four_keys_and_their_values_before_it_shuffles():
 
 
 def test_attention_copies_16_bytes_and_multiplies_by_tensor_cores():
-    code = dump("-sass", "-arch", "sm_80")
     found = 0
-    for kernel in re.split(r"Function : ", code)[1:]:
-        name = kernel.split("\n", 1)[0]
+    for name, kernel in kernels().items():
         tile = re.search(r"AttentionTileI(\S+?)Li(\d+)ELi(\d+)E", name)
         if tile is None:
             continue

@@ -280,7 +280,8 @@ def test_opcheck(calls, device):
         )
 
 
-WRONG = {
+#: Of (2, 5, 24) the arguments of a norm, and what is wrong with them.
+WRONG_NORMS = {
     "float64": (lambda x: (x.double(), None, None, None, 1, 1e-5, 0, 0.0, None), "dtype"),
     "dimensions": (lambda x: (x, None, None, None, 4, 1e-5, 0, 0.0, None), "the last 4 .* of 3"),
     "weight": (lambda x: (x, None, x[0, 0, :5], None, 1, 1e-5, 0, 0.0, None), "24 elements"),
@@ -289,15 +290,7 @@ WRONG = {
     "no seed": (lambda x: (x, x, None, None, 1, 1e-5, 0, 0.5, None), "seed"),
     "probability": (lambda x: (x, x, None, None, 1, 1e-5, 0, 1.5, None), "dropout_p"),
 }
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls_are_errors(name, device):
-    make, words = WRONG[name]
-    with pytest.raises(RuntimeError, match=words):
-        ops.layer_norm_training.cuda(*make(rows_of((2, 5, 24), torch.float32, device, 1)))
-
-
+#: Of (5, 24) those of a linear map.
 WRONG_MAPS = {
     "float64": (lambda x: (x.double(), x.double(), None, None, 0, False), "dtype"),
     "weight's dtype": (lambda x: (x, x.half(), None, None, 0, False), "weight"),
@@ -309,11 +302,16 @@ WRONG_MAPS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_MAPS)
-def test_wrong_maps_are_errors(name, device):
-    make, words = WRONG_MAPS[name]
-    with pytest.raises(RuntimeError, match=words):
-        ops.linear_training.cuda(*make(rows_of((5, 24), torch.float32, device, 1)))
+@pytest.mark.parametrize("name", sorted({*WRONG_NORMS, *WRONG_MAPS}))
+def test_wrong_calls_are_errors(name, device):
+    for calls, operator, shape in (
+        (WRONG_NORMS, ops.layer_norm_training, (2, 5, 24)),
+        (WRONG_MAPS, ops.linear_training, (5, 24)),
+    ):
+        if name in calls:
+            make, words = calls[name]
+            with pytest.raises(RuntimeError, match=words):
+                operator.cuda(*make(rows_of(shape, torch.float32, device, 1)))
 
 
 @pytest.mark.parametrize("op", KERNELS)
@@ -337,28 +335,6 @@ def doubled(kernel: dispatch.Kernel) -> Any:
         return (2 * results[0], *results[1:]) if isinstance(results, tuple) else 2 * results
 
     return run
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("op", KERNELS)
-def test_prove_judges_the_backend(op, gradients, device, monkeypatch):
-    monkeypatch.setattr(on_device, "cache_bytes", lambda device: 1)
-    kernel, one = the_kernel(op), GpuCase(op, OPS[op].cases[0])
-
-    def clock(call: Any, inputs: int, *rest: Any) -> Any:
-        for i in range(inputs):
-            call(i)
-        return on_device.Times(1e-5, 2e-5)
-
-    def checked(run: Any) -> Any:
-        kernels = [replace(kernel, run=run)]
-        place = torch.device(device)
-        [found] = on_device.checker(one, torch.float32, gradients, place, clock, kernels)
-        return found.verdict
-
-    found = checked(kernel.run)
-    assert (found.op, found.backend, found.right, found.device) == (op, "cuda", True, 1e-5)
-    assert not checked(doubled(kernel)).right
 
 
 NAMES = ["cross_entropy.cuda", "cross_entropy_backward.cuda"] + [

@@ -408,9 +408,6 @@ def test_bad_input_of_positions(options: dict[str, Any], error: type[Exception],
         viz.positional_encoding(**({"positions": POSITIONS} | options))
 
 
-pytest.importorskip("matplotlib")
-
-
 def history(scale: float = 1.0) -> training.History:
     found = training.History()
     found.loss = [8.0 * scale, 4.0 * scale, 6.0 * scale]
