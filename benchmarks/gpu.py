@@ -106,11 +106,7 @@ class Session:
         self._write(stage, "results", [])
 
     def do(
-        self,
-        stage: str,
-        groups: Sequence[Sequence[Item]],
-        jobs: int,
-        until: float | None = None,
+        self, stage: str, groups: Sequence[Sequence[Item]], jobs: int, until: float | None = None
     ) -> list[Item]:
         """Each group in a process, so many at once; what each piece of work came to.
 

@@ -25,15 +25,7 @@ import benchmarks.hand_written
 import transformer_fast
 from benchmarks import peers, run, store
 from benchmarks.__main__ import main
-from benchmarks.peers import (
-    Remote,
-    candidates,
-    inductor_tuned,
-    liger,
-    load,
-    xformers,
-    zentorch,
-)
+from benchmarks.peers import Remote, candidates, inductor_tuned, liger, load, xformers, zentorch
 from benchmarks.peers import flex_attention as flex
 from benchmarks.scope import Scope
 from benchmarks.suites import (

@@ -455,11 +455,7 @@ def test_when_the_cuda_kernels_are_built(options, reason, stand_in_build):
 @pytest.mark.parametrize(
     ("options", "built", "in_cmake"),
     [
-        (
-            {},
-            ("8.0", "9.0", "10.0", "12.0+PTX"),
-            "80-real;90-real;100-real;120-real;120-virtual",
-        ),
+        ({}, ("8.0", "9.0", "10.0", "12.0+PTX"), "80-real;90-real;100-real;120-real;120-virtual"),
         ({"known": "sm_75 sm_80 sm_90"}, ("8.0", "9.0+PTX"), "80-real;90-real;90-virtual"),
         (
             {"TORCH_CUDA_ARCH_LIST": "7.5;8.6 9.0a+PTX"},

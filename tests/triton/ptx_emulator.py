@@ -108,7 +108,7 @@ def _kind(suffix: str) -> tuple[str, int]:
 
 def _typed(kind: str, width: int, bits: Array) -> Array:
     if kind == "p":
-        return bits.astype(bool)
+        return bits.astype(bool, copy=False)
     if bits.dtype == np.bool_:
         bits = bits.astype(_UNSIGNED[width])
     if bits.dtype.itemsize * 8 != width:
@@ -116,6 +116,11 @@ def _typed(kind: str, width: int, bits: Array) -> Array:
     if kind == "f":
         return bits.view(_FLOAT[width])
     return bits.view(_SIGNED[width]) if kind == "s" else bits
+
+
+def _names(operands: str) -> list[str]:
+    """Of '{%r1, %r2}' the registers."""
+    return [name.strip() for name in operands.strip("{} ").split(",")]
 
 
 def kernels(module: str) -> dict[str, str]:
@@ -203,15 +208,6 @@ class Program:
         if operand.startswith("%") or operand in self._dtype:
             if operand.startswith(("%tid.", "%ctaid.", "%nctaid.", "%laneid")):
                 return lambda m: _typed(kind, width, m.special[operand])
-            same = self.dtype(operand) is (np.bool_ if kind == "p" else _UNSIGNED[width])
-            if same and kind in "bup":
-                return lambda m: m.registers[operand]
-            if same and kind == "s":
-                signed = _SIGNED[width]
-                return lambda m: m.registers[operand].view(signed)
-            if same:
-                floating = _FLOAT[width]
-                return lambda m: m.registers[operand].view(floating)
             return lambda m: _typed(kind, width, m.registers[operand])
         if operand.startswith("0f"):
             value = np.array(int(operand[2:], 16), np.uint32)
@@ -246,6 +242,9 @@ class Program:
 
         return put
 
+    def _writes(self, operands: str) -> list[Any]:
+        return [self._write(name) for name in _names(operands)]
+
     def _address(self, operand: str) -> Callable[[Machine], Array]:
         base, _, offset = operand.strip("[] ").partition("+")
         read = self._read(base.strip(), "u", 64)
@@ -257,14 +256,7 @@ class Program:
     def _simple(self, operands: list[str], kind: str, width: int, function: Any) -> Step:
         """destination = function(sources), all of one type."""
         put, reads = self._write(operands[0]), self._reads(operands[1:], kind, width)
-        if len(reads) == 1:
-            (one,) = reads
-            return lambda m, on: put(m, on, function(one(m)))
-        if len(reads) == 2:
-            one, two = reads
-            return lambda m, on: put(m, on, function(one(m), two(m)))
-        one, two, three = reads
-        return lambda m, on: put(m, on, function(one(m), two(m), three(m)))
+        return lambda m, on: put(m, on, function(*[read(m) for read in reads]))
 
     # Moving -----------------------------------------------------------------------------------
 
@@ -272,7 +264,7 @@ class Program:
         kind, width = _kind(op[-1])
         to, source = operands
         if source.startswith("{"):
-            parts = [part.strip() for part in source.strip("{} ").split(",")]
+            parts = _names(source)
             piece = width // len(parts)
             put, reads = self._write(to), self._reads(parts, "b", piece)
             wide = _UNSIGNED[width]
@@ -285,9 +277,8 @@ class Program:
 
             return pack
         if to.startswith("{"):
-            parts = [part.strip() for part in to.strip("{} ").split(",")]
-            piece = width // len(parts)
-            read, puts = self._read(source, "b", width), [self._write(part) for part in parts]
+            read, puts = self._read(source, "b", width), self._writes(to)
+            piece = width // len(puts)
 
             def unpack(m: Machine, on: Array) -> None:
                 value = read(m)
@@ -300,8 +291,7 @@ class Program:
 
     def op_ld(self, op: list[str], operands: list[str]) -> Step:
         kind, width = _kind(op[-1])
-        names = [name.strip() for name in operands[0].strip("{} ").split(",")]
-        puts, at = [self._write(name) for name in names], self._address(operands[1])
+        puts, at = self._writes(operands[0]), self._address(operands[1])
         bits = _UNSIGNED[width]
         signed = _SIGNED[width] if kind == "s" else bits
         load_from = {"param": Machine.load_parameters, "shared": Machine.load_shared}.get(
@@ -317,8 +307,7 @@ class Program:
 
     def op_st(self, op: list[str], operands: list[str]) -> Step:
         width = _kind(op[-1])[1]
-        names = [name.strip() for name in operands[1].strip("{} ").split(",")]
-        reads, at = self._reads(names, "b", width), self._address(operands[0])
+        reads, at = self._reads(_names(operands[1]), "b", width), self._address(operands[0])
         bits, shared = _UNSIGNED[width], op[1] == "shared"
 
         def store(m: Machine, on: Array) -> None:
@@ -617,8 +606,7 @@ class Program:
         return across
 
     def op_ldmatrix(self, op: list[str], operands: list[str]) -> Step:
-        puts = [self._write(name.strip()) for name in operands[0].strip("{} ").split(",")]
-        at, transposed = self._address(operands[1]), "trans" in op
+        puts, at, transposed = self._writes(operands[0]), self._address(operands[1]), "trans" in op
 
         def load(m: Machine, on: Array) -> None:
             m.warps(on)
@@ -642,9 +630,8 @@ class Program:
         assert op[4:6] == ["row", "col"], op
         assert op[6] == op[9] == "f32", op
         half = op[7] == "f16"
-        names = [[name.strip() for name in group.strip("{} ").split(",")] for group in operands]
-        a, b, c = (self._reads(group, "b", 32) for group in names[1:])
-        puts = [self._write(name) for name in names[0]]
+        a, b, c = (self._reads(_names(group), "b", 32) for group in operands[1:])
+        puts = self._writes(operands[0])
 
         def values(bits: Array) -> Array:
             raw = bits.view(np.uint16)

@@ -16,10 +16,7 @@ from transformer_fast.backends.triton.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
 )
-from transformer_fast.backends.triton.operators import (
-    cross_entropy,
-    linear_cross_entropy,
-)
+from transformer_fast.backends.triton.operators import cross_entropy, linear_cross_entropy
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check, check_gradients, gradients
 

@@ -49,10 +49,7 @@ def arguments(
 
 @pytest.mark.parametrize(
     ("dtype", "offsets", "causal", "p"),
-    [
-        (torch.float32, torch.int64, False, 0.3),
-        (torch.bfloat16, torch.int32, True, 0.0),
-    ],
+    [(torch.float32, torch.int64, False, 0.3), (torch.bfloat16, torch.int32, True, 0.0)],
 )
 def test_outputs_and_gradients(device, dtype, offsets, causal, p):
     call = arguments(device, dtype, offsets, causal, p)

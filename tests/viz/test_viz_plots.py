@@ -329,11 +329,7 @@ def test_tokens_and_no_mask() -> None:
         ),
         ({"attn_mask": torch.ones(ROWS, COLS + 1)}, ValueError, r"\(B, H, 5, 6\), not \[5, 7\]"),
         ({"attn_mask": torch.full((ROWS, COLS), math.nan)}, ValueError, "must not hold NaN"),
-        (
-            {"attn_mask": torch.ones(2, 1, ROWS, COLS), "index": 2},
-            IndexError,
-            "index must be in",
-        ),
+        ({"attn_mask": torch.ones(2, 1, ROWS, COLS), "index": 2}, IndexError, "index must be in"),
         ({"attn_mask": torch.ones(2, 2, ROWS, COLS), "head": 2}, IndexError, "head must be in"),
         ({"key_padding": torch.zeros(2, COLS)}, TypeError, "key_padding must be a bool Tensor"),
         ({"key_lengths": torch.tensor([7])}, ValueError, r"key_lengths must be in \[0, 6\], not 7"),

@@ -16,10 +16,7 @@ OUT_OF_TIME = "there was no time left"
 
 
 def lines_of(
-    command: Sequence[str],
-    take: Callable[[Any], None],
-    patience: float,
-    until: float = math.inf,
+    command: Sequence[str], take: Callable[[Any], None], patience: float, until: float = math.inf
 ) -> str | None:
     """Runs a command and passes each line of JSON it prints to ``take``; returns an error or None.
 

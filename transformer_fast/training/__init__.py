@@ -19,13 +19,7 @@ from .batches import PairBatch, PairCollator, TokenBatches, pad_sequences
 from .checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from .evaluate import evaluate
 from .loss import NextTokenLoss, label_smoothing_loss
-from .optimizer import (
-    adamw,
-    clip_gradients,
-    linear_schedule,
-    paper_schedule,
-    parameter_groups,
-)
+from .optimizer import adamw, clip_gradients, linear_schedule, paper_schedule, parameter_groups
 from .position import random_state, set_random_state
 from .processes import parallelise, process_group
 from .trainer import History, Trainer

@@ -45,10 +45,7 @@ def loss_curves(
         mean = _means(history.loss, window)
         validated = [(step, found["loss"]) for step, found in history.validation if "loss" in found]
         times = list(itertools.accumulate(history.seconds))
-        for axes, places in (
-            (over_steps, list(range(1, history.steps + 1))),
-            (over_time, times),
-        ):
+        for axes, places in ((over_steps, list(range(1, history.steps + 1))), (over_time, times)):
             axes.plot(places, history.loss, color=colour, alpha=0.2, linewidth=0.7)
             axes.plot(places, mean, color=colour, linestyle=dash, linewidth=1.6, label=name)
             if validated:
