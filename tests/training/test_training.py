@@ -152,8 +152,6 @@ def test_clipping() -> None:
 
 
 def test_activation_checkpointing_changes_no_number() -> None:
-    from training_case import make_loader, make_pairs
-
     batch = next(iter(make_loader(make_pairs())))
     found = []
     for wanted in (False, True):

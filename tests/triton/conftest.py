@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from interpreted import DEVICE, WHY_NOT
@@ -13,7 +14,7 @@ from transformer_fast.backends import triton as triton_backend
 if WHY_NOT is not None:
     collect_ignore_glob = ["test_triton_[!h]*.py"]
 else:
-    from transformer_fast.backends.triton import config
+    from transformer_fast.backends.triton import config, matmul
 
 
 @pytest.fixture
@@ -32,3 +33,11 @@ def small_tiles() -> Iterator[None]:
     config.interpreter_tile = (16, 16)
     yield
     config.interpreter_tile = before
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that products of matrices launch, one after the other."""
+    found, launch = [], matmul.launch
+    monkeypatch.setattr(matmul, "launch", lambda *a, **k: (found.append(a[0]), launch(*a, **k))[1])
+    return found

@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 from interpreted import jit
 
-from transformer_fast import reference
 from transformer_fast.backends.triton import config, mask_tiles, runtime
 from transformer_fast.backends.triton.attention import attention_forward, make_problem
 from transformer_fast.backends.triton.attention_bwd import attention_backward
@@ -249,12 +248,6 @@ def test_one_split_needs_no_merging(keys, kernels):
     assert len(found) == kernels
 
 
-def test_gradients_of_one_query(device):
-    q, k, v = drawn(device, b=2, h=4, key_heads=2, t=1, s=40, dv=24)
-    call = arguments(q, k, v, None, torch.tensor([40, 0], device=device), weights=True)
-    check_gradients("attention", attention, call)
-
-
 def test_garbage_beside_one_query(device):
     q, k, v = drawn(device, b=2, h=4, key_heads=1, t=1, s=40)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool, device=device)
@@ -268,12 +261,6 @@ def test_garbage_beside_one_query(device):
 # Weights, bits, strides ---------------------------------------------------------------------------
 
 
-def test_gradient_through_the_weights(device):
-    q, k, v = drawn(device, b=1, h=2, key_heads=1)
-    call = arguments(q, k, v, patchy_mask(37, 53, device), causal=True, p=0.3, weights=True)
-    check_gradients("attention", attention, call)
-
-
 def test_same_bits_every_time(device):
     q, k, v = drawn(device, b=2, h=2, dtype=torch.bfloat16)
     mask = torch.randn(1, 2, 37, 53, generator=torch.Generator().manual_seed(6)).to(device)
@@ -285,16 +272,6 @@ def test_same_bits_every_time(device):
         runs.append((output, shift, norm, *found))
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
-
-
-def test_dropout_is_the_references(device):
-    """Not a place more, not a place less: weights are 0 exactly where the reference drops."""
-    q, k, v = drawn(device, b=2, h=3)
-    call = arguments(q, k, v, p=0.5, weights=True)
-    weights = attention(*call)[1]
-    expected = reference.attention(*call)[1]
-    assert torch.equal(weights == 0, expected == 0)
-    assert 0.4 < (weights == 0).float().mean() < 0.6
 
 
 @pytest.mark.parametrize("far", ["mask", "key"])

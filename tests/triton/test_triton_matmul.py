@@ -30,18 +30,13 @@ def use_tile(monkeypatch, **changes):
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("sideways", [False, True])
-def test_epilogue_forward(device, monkeypatch, sideways, descriptors, slices):
+def test_epilogue_forward(device, monkeypatch, launched, sideways, descriptors, slices):
     use_tile(monkeypatch, descriptors=descriptors, slices=slices)
     m, n, k = SIZES
     n = n if sideways else 48  # rows that descriptors can describe
     a, bias, residual = drawn(m, k).to(device), drawn(n).to(device), drawn(m, n).to(device)
     b = drawn(n, k).to(device).t() if sideways else drawn(k, n).to(device)
     seed = torch.tensor(2**62 + 5, device=device)
-    taken = []
-    launch = matmul.launch
-    monkeypatch.setattr(
-        matmul, "launch", lambda *args, **kw: (taken.append(args[0]), launch(*args, **kw))[1]
-    )
     result = matmul.matmul(
         a,
         b,
@@ -54,7 +49,7 @@ def test_epilogue_forward(device, monkeypatch, sideways, descriptors, slices):
             save_z=True,
         ),
     )
-    assert taken == [matmul.matmul_descriptor_kernel if descriptors else matmul.matmul_kernel]
+    assert launched == [matmul.matmul_descriptor_kernel if descriptors else matmul.matmul_kernel]
     z = a.double() @ b.double() + bias
     expected = dropout(activate(z, "silu"), 0.3, seed) + residual
     torch.testing.assert_close(result.z, z.float())
@@ -109,7 +104,7 @@ def test_what_descriptors_cannot_describe_is_loaded_through_pointers(device, mon
     torch.testing.assert_close(result.output, (a.double() @ b.double()).bfloat16())
 
 
-def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkeypatch):
+def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkeypatch, launched):
     x = drawn(config.few_rows + 1, 40).to(device)
     weight, bias, residual = (
         drawn(24, 40).to(device),
@@ -119,18 +114,13 @@ def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkey
     products = []
     addmm = torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda *a: (products.append(a), addmm(*a))[1])
-    taken = []
-    launch = matmul.launch
-    monkeypatch.setattr(
-        matmul, "launch", lambda *args, **kw: (taken.append(args[0]), launch(*args, **kw))[1]
-    )
     for rows, rest, kernels in (
         (64, {}, []),
         (64, {"activation": activation.RELU, "save_z": True}, [matmul.epilogue_kernel]),
         (64, {"residual": residual[:64]}, [matmul.epilogue_kernel]),
         (65, {"residual": residual}, [matmul.matmul_kernel]),
     ):
-        taken.clear()
+        launched.clear()
         products.clear()
         result = matmul.matmul(x[:rows], weight.t(), matmul.Epilogue(bias=bias, **rest))
         z = x[:rows].double() @ weight.t().double() + bias
@@ -138,7 +128,7 @@ def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkey
         torch.testing.assert_close(result.output, expected.float())
         if "save_z" in rest:
             torch.testing.assert_close(result.z, z.float())
-        assert (taken, len(products)) == (kernels, int(rows == 64))
+        assert (launched, len(products)) == (kernels, int(rows == 64))
 
 
 def test_explain_says_whose_product_it_is(device):

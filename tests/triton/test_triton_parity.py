@@ -54,7 +54,7 @@ def few_rows_of_many_classes(op: str, arguments: tuple[Any, ...], device: str) -
 # Rows that hide everything, and infinities on purpose, make NumPy warn in the interpreter.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("op", "case", "dtype", "few_rows"), list(calls()))
-def test_outputs_and_gradients(op, case, dtype, few_rows, device, monkeypatch):
+def test_outputs_and_gradients(op, case, dtype, few_rows, device, launched, monkeypatch):
     kernel = next(k for k in dispatch.kernels(op) if k.backend == "triton")
     generator = torch.Generator().manual_seed(0)
     arguments = all_among_nan(
@@ -65,9 +65,6 @@ def test_outputs_and_gradients(op, case, dtype, few_rows, device, monkeypatch):
         pytest.skip("; ".join(reasons))
     seen: list[Any] = []
     monkeypatch.setattr(config, "few_rows", few_rows or 0)
-    made = []
-    launch = matmul.launch
-    monkeypatch.setattr(matmul, "launch", lambda *a, **k: (made.append(a[0]), launch(*a, **k))[1])
 
     def run(*given: Any) -> Any:
         seen.append(kernel.run(*given))
@@ -81,7 +78,7 @@ def test_outputs_and_gradients(op, case, dtype, few_rows, device, monkeypatch):
     own = {matmul.matmul_kernel, matmul.matmul_descriptor_kernel}
     empty = any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in arguments)
     if op in ("linear", "feed_forward") and not empty:
-        assert own.isdisjoint(made) == (few_rows is not None)
+        assert own.isdisjoint(launched) == (few_rows is not None)
     # The results on the way to the gradients; without gradients the same kernels run.
     check(op, seen[0], arguments)
 
