@@ -83,7 +83,6 @@ SHARES = {
     ),
     "test_install": 20,
     # Many draws of what others test by a few.
-    "test_compile_tutorials": 0,
     "test_export": 15,
     "test_fuzz_layers": 10,
     "test_fuzz_ops": 10,
@@ -92,7 +91,7 @@ SHARES = {
     "test_nn_compile": 50,
     "test_nn_module_info": 25,
     "test_nn_op_info": 10,
-    "test_compile_backend": 40,
+    "test_compile_backend": 30,
     "test_packed_weights": 15,
     "test_kernels": 50,
     "test_gradients_linear": 50,

@@ -167,30 +167,6 @@ class Single(nn.Module):
         return (wei @ v).reshape(B, T, H, D).transpose(1, 2)
 
 
-#: name: (how it is written, a mask for it)
-ATTENTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "no mask": (lambda: divided, lambda: None),
-    "divided, (B, 1, 1, T)": (lambda: divided, padding),
-    "divided, (T, T)": (lambda: divided, lambda: causal().int()),
-    "divided, (B, 1, T, T)": (lambda: divided, lambda: both().float()),
-    "divided, rows that see nothing": (lambda: divided, with_blind_rows),
-    "multiplied": (lambda: multiplied, lambda: causal()[None, None]),
-    "scaled first": (lambda: scaled_first, with_blind_rows),
-    "einsum": (lambda: einsum, with_blind_rows),
-    "einsum in place": (lambda: einsum_in_place, both),
-    "added, large": (lambda: added_large, with_blind_rows),
-    "added, infinite": (lambda: added_infinite, lambda: None),
-    "bmm": (lambda: batched, with_blind_rows),
-    "baddbmm": (lambda: added_product, with_blind_rows),
-    "weights before dropout": (lambda: weights_before_dropout, padding),
-    "two fills": (lambda: two_fills, padding),
-    "in fp32": (lambda: in_fp32, lambda: both().int()),
-    "rows of a matrix": (lambda: by_rows, both),
-    "learned bias": (Biased, with_blind_rows),
-    "one head": (Single, lambda: None),
-}
-
-
 class Attention(nn.Module):
     """Projections around one of the ways to attend."""
 
@@ -247,15 +223,6 @@ def without_affine(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-2)
 
 
-NORMS = {
-    f.__name__: f
-    for f in (
-        annotated_norm, biased_std, root_outside, variance, mean_of_squares, unbiased_variance,
-        without_affine,
-    )
-}  # fmt: skip
-
-
 def llama_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     wide = x.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
@@ -296,6 +263,10 @@ def exact_gelu(x: Tensor) -> Tensor:
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
 
+def gelu_over_x(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * x * (1.0 + 0.044715 * x * x)))
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu method": lambda x: x.relu(),
@@ -307,6 +278,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": lambda x: x * torch.sigmoid(x),
     "gelu by hand": exact_gelu,
     "gelu tanh by hand": new_gelu,
+    "gelu over x": gelu_over_x,
 }
 
 
@@ -482,7 +454,26 @@ def _added() -> Tensor:
 
 
 #: name: (how it is written, a mask for it)
-MORE_ATTENTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+ATTENTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "no mask": (lambda: divided, lambda: None),
+    "divided, (B, 1, 1, T)": (lambda: divided, padding),
+    "divided, (T, T)": (lambda: divided, lambda: causal().int()),
+    "divided, (B, 1, T, T)": (lambda: divided, lambda: both().float()),
+    "divided, rows that see nothing": (lambda: divided, with_blind_rows),
+    "multiplied": (lambda: multiplied, lambda: causal()[None, None]),
+    "scaled first": (lambda: scaled_first, with_blind_rows),
+    "einsum": (lambda: einsum, with_blind_rows),
+    "einsum in place": (lambda: einsum_in_place, both),
+    "added, large": (lambda: added_large, with_blind_rows),
+    "added, infinite": (lambda: added_infinite, lambda: None),
+    "bmm": (lambda: batched, with_blind_rows),
+    "baddbmm": (lambda: added_product, with_blind_rows),
+    "weights before dropout": (lambda: weights_before_dropout, padding),
+    "two fills": (lambda: two_fills, padding),
+    "in fp32": (lambda: in_fp32, lambda: both().int()),
+    "rows of a matrix": (lambda: by_rows, both),
+    "learned bias": (Biased, with_blind_rows),
+    "one head": (Single, lambda: None),
     "zeros afterwards": (lambda: zeros_afterwards, with_blind_rows),
     "nan_to_num": (lambda: nan_to_num, with_blind_rows),
     "permuted": (lambda: permuted_for_the_mask, lambda: torch.randn(B, T, T)),
@@ -526,11 +517,13 @@ def put_back(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a * (x - x.mean(-1).unsqueeze(-1)) / (x.std(-1)[..., None] + 1e-3) + b
 
 
-MORE_NORMS = {f.__name__: f for f in (var_and_mean, std_and_mean, put_back)}
-
-
-def gelu_over_x(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * x * (1.0 + 0.044715 * x * x)))
+NORMS = {
+    f.__name__: f
+    for f in (
+        annotated_norm, biased_std, root_outside, variance, mean_of_squares, unbiased_variance,
+        without_affine, var_and_mean, std_and_mean, put_back,
+    )
+}  # fmt: skip
 
 
 class Convolutions(nn.Module):

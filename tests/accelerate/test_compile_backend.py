@@ -21,18 +21,23 @@ from hand_written import (
     Attention,
     B,
     Block,
+    Convolutions,
+    ConvolutionsAlone,
     FeedForward,
     M,
     Norm,
+    OneNumber,
     T,
     Translator,
     annotated_norm,
     causal,
     divided,
     einsum,
+    nan_to_num,
     padding,
     sentences,
     with_blind_rows,
+    zeros_afterwards,
 )
 from module_checks import assert_same_numbers
 from torch import Tensor
@@ -62,7 +67,7 @@ def test_attention(name: str) -> None:
     attend, mask = ATTENTIONS[name]
     [report] = check(Attention(attend()), _x(), _x(), mask(), attention=1, linear=4)
     assert not report.left
-    assert not {"softmax", "matmul", "bmm", "einsum", "baddbmm"} & set(report.others)
+    assert not {"softmax", "matmul", "bmm", "einsum", "baddbmm", "exp"} & set(report.others)
 
 
 @pytest.mark.parametrize("shape", [None, (T, 9), (1, 1, T, 9), (B, 1, 1, 9), (B, 1, T, 9)])
@@ -107,7 +112,7 @@ def test_infinite_fills_give_zeros_where_nothing_is_seen() -> None:
 def test_norms(name: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(NORMS[name]))
     [report] = check(model, 1 + 3 * _x(), layer_norm=1)
-    assert not {"mean", "std", "var", "sqrt", "sub"} & set(report.others)
+    assert not {"mean", "std", "var", "var_mean", "std_mean", "sqrt", "sub"} & set(report.others)
     torch.nn.init.normal_(model[0].weight, 0, 1e-4)
     torch.nn.init.zeros_(model[0].bias)
     check(model, _x(), layer_norm=1)  # eps counts
@@ -513,3 +518,130 @@ def test_the_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = torch.compile(model, backend="transformer_fast")
     torch.testing.assert_close(ours(x), model(x))
     assert compile_reports(clear=True)[0].counts == {"feed_forward": 1}
+
+
+@pytest.mark.parametrize("name", ["like the scores", "permuted", "one key head", "temperatures"])
+def test_lengths_of_attention_may_vary(name: str) -> None:
+    model = Attention(ATTENTIONS[name][0]()).eval()
+    ours, reports = compiled(model)
+    with torch.no_grad():
+        for length in (5, 6, 9):
+            x, mask = torch.randn(B, length, M), torch.ones(length, length).tril() > 0
+            if name == "permuted":
+                mask = torch.randn(B, length, length)
+            torch.testing.assert_close(ours(x, x, mask), model(x, x, mask))
+    assert [report.counts["attention"] for report in reports] == [1, 1]
+
+
+@pytest.mark.parametrize("attend", [zeros_afterwards, nan_to_num])
+def test_what_sees_nothing_gets_nothing_where_the_user_says_so(attend: Any) -> None:
+    mask = with_blind_rows()
+    model = Attention(attend).eval()
+    ours, _ = compiled(model)
+    with torch.no_grad():
+        got = ours(_x(), _x(), mask)
+    output = got[0] if isinstance(got, tuple) else got
+    blind = ~mask.any(-1)[:, 0]
+    torch.testing.assert_close(output[blind], model.out.bias.expand_as(output[blind]))
+    if isinstance(got, tuple):
+        assert (got[1].transpose(1, 2)[blind] == 0).all()
+
+
+def test_zeros_elsewhere_than_the_fills_stay_the_users() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+        scores = (q @ k.mT).masked_fill(~mask, -1e9)
+        return scores.softmax(-1).masked_fill(mask, 0.0) @ v
+
+    [report] = check(Attention(attend), _x(), _x(), with_blind_rows(), attention=0)
+    assert "its weights are filled where its scores are not" in str(report)
+
+
+def test_permuted_products_stay_the_users() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+        return (q @ k.mT).transpose(0, 1).softmax(-1).transpose(0, 1) @ v
+
+    [report] = check(Attention(attend), _x(), _x(), None, attention=0)
+    assert "its scores are permuted" in str(report)
+
+
+def test_a_norm_with_one_number_for_all() -> None:
+    [report] = check(torch.nn.Sequential(torch.nn.Linear(M, M), OneNumber()), _x(), layer_norm=1)
+    assert set(report.others) <= {"expand"}
+
+
+@pytest.mark.parametrize(
+    "activation", [torch.relu, torch.nn.ReLU(inplace=True), torch.nn.GELU("tanh")]
+)
+def test_convolutions_over_single_positions(activation: Any) -> None:
+    [report] = check(Convolutions(activation), _x(), feed_forward=1, add_layer_norm=1)
+    assert set(report.others) == {"squeeze", "getitem"}
+    [report] = check(ConvolutionsAlone(activation), _x(), feed_forward=1)
+    assert set(report.others) == {"squeeze", "transpose", "contiguous", "view"}
+
+
+def test_convolutions_over_several_positions_stay() -> None:
+    model = Convolutions()
+    model.w_1 = torch.nn.Conv1d(M, 2 * M, 3, padding=1)
+    [report] = check(model, _x(), feed_forward=0, add_layer_norm=1)
+    assert report.others["conv1d"] == 2
+
+
+class InPlace(torch.nn.Module):
+    """Activation and dropouts write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_1, self.w_2, self.norm = (
+            torch.nn.Linear(M, 2 * M),
+            torch.nn.Linear(2 * M, M),
+            torch.nn.LayerNorm(M),
+        )
+        self.activation, self.dropout = (
+            torch.nn.ReLU(inplace=True),
+            torch.nn.Dropout(0.5, inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.w_2(self.dropout(self.activation(self.w_1(x))))
+        return self.norm(x + self.dropout(y))
+
+
+def test_what_wrote_in_place_is_taken_out() -> None:
+    ours, reports = compiled(InPlace())
+    ours(_x()).sum().backward()
+    assert reports[0].counts == {"feed_forward": 1, "add_layer_norm": 1}
+    assert set(reports[0].others) <= {"getitem"}
+
+
+class Decoding(torch.nn.Module):
+    """One query to a growing cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(divided)
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        return self.attention(x, torch.cat([past, x], dim=1), None)[0]
+
+
+def test_a_cache() -> None:
+    check(Decoding(), torch.randn(B, 1, M), torch.randn(B, 9, M), attention=1, linear=4)
+
+
+class OfTorch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(M, 4, 64, 0.0, batch_first=True)
+        self.weight = torch.nn.Parameter(torch.randn(M, M))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(
+            torch.addmm(x.sum(), x.flatten(0, 1), self.weight).view_as(x) @ self.weight
+        )
+
+
+def test_what_stays_and_could_be_faster_is_told() -> None:
+    [report] = check(OfTorch(), _x(), attention=0)
+    told = str(report)
+    assert "a module of torch.nn, which transformer_fast.accelerate(model) swaps" in told
+    assert told.count("it is a product with a (in, out) matrix") == 2
