@@ -1,10 +1,14 @@
-"""What kernel tests share: the kernels that can run here, and what runs them."""
+"""What tests share: the kernels that can run here, what runs them, and processes."""
 
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -189,3 +193,19 @@ class OnDevice(Operators):
 def name_of(func: Any) -> str:
     """An operator's, without its overload."""
     return str(func._schema.name.rpartition("::")[2])
+
+
+def python(
+    *arguments: object, status: int | None = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, in this folder, where Triton does not interpret.
+
+    ``status``: what it must end with; None: anything.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=Path(__file__).parents[1], env={**kept, **environment}, text=True, capture_output=True,
+    )  # fmt: skip
+    assert status in (None, done.returncode), done.stdout + done.stderr
+    return done

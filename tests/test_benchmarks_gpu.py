@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from bench_rows import CPU, SMALL, fake_clock, wrong_linear
+from harness import python
 
 from benchmarks import gpu
 from transformer_fast import dispatch, reference
@@ -165,9 +166,7 @@ def noisy(item, device, clock):
 gpu.WORK["smoke"] = noisy
 raise SystemExit(gpu.alone("smoke", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device("cpu")))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+    assert [json.loads(line) for line in python("-c", script).stdout.splitlines()] == [
         {"result": 0.5},
         {"problem": "ZeroDivisionError in noisy: division by zero"},
         {"result": 0.25},

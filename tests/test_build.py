@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import python
 
 from transformer_fast import _native, functional
 
@@ -26,30 +26,24 @@ ISAS = ["baseline", "avx2", "avx512", "avx512_bf16", "amx"]
 SUPPORTED = _C.supported_isas() if _C else []
 
 
-def import_with(isa, before=""):
+def import_with(isa, before="", status=0):
     """Import the package in a new process with TRANSFORMER_FAST_CPU_ISA; print the set in use."""
     code = f"{before}\nfrom transformer_fast import _native\nprint(_native.module.isa())"
-    env = {**os.environ, "TRANSFORMER_FAST_CPU_ISA": isa}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True
-    )
+    return python("-c", code, status=status, TRANSFORMER_FAST_CPU_ISA=isa)
 
 
 @pytest.mark.parametrize("isa", SUPPORTED)
 def test_environment_forces(isa):
-    done = import_with(isa.upper())  # names are read in any case
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == isa
+    # Names are read in any case.
+    assert import_with(isa.upper()).stdout.strip() == isa
 
 
 def test_empty_environment_means_best():
-    done = import_with("")
-    assert done.stdout.strip() == SUPPORTED[-1], done.stderr
+    assert import_with("").stdout.strip() == SUPPORTED[-1]
 
 
 def test_unknown_isa_is_an_error():
-    done = import_with("sse9")
-    assert done.returncode != 0
+    done = import_with("sse9", status=1)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ValueError: TRANSFORMER_FAST_CPU_ISA is 'sse9', which is not")
     assert last.endswith("this machine has: " + ", ".join(SUPPORTED))
@@ -69,8 +63,7 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
 
 def test_missing_isa_is_an_error():
     lacking = [isa for isa in ISAS if isa not in SUPPORTED] or ["amx"]
-    done = import_with(lacking[0], before=SMALL_SIGNAL_STACK)
-    assert done.returncode != 0, done.stdout
+    done = import_with(lacking[0], SMALL_SIGNAL_STACK, status=1)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
         f"ValueError: TRANSFORMER_FAST_CPU_ISA is '{lacking[0]}', but this machine does not have"

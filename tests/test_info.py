@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from harness import python
 
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
@@ -99,12 +97,9 @@ main(["info", "--kernels", "80", "90"])
 def test_triton_kernels_are_compiled_ahead():
     pytest.importorskip("triton", reason="Triton is not installed")
     # A process of its own: in this one the kernels may be interpreted.
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE_ONE]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "layer_norm_forward_kernel" in done.stdout
-    assert done.stdout.count("sm_80") == done.stdout.count("sm_90") > 1
+    told = python("-c", _COMPILE_ONE).stdout
+    assert "layer_norm_forward_kernel" in told
+    assert told.count("sm_80") == told.count("sm_90") > 1
 
 
 def test_without_triton_there_is_nothing_to_compile(capsys, monkeypatch):

@@ -6,14 +6,13 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from harness import python
 from torch import Tensor
 
 from transformer_fast import _native, functional, memory
@@ -200,11 +199,10 @@ for mebibytes in (700, 1):
         print(error)
     del keep
 """
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    told = python("-c", code).stdout
     expected = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes"
     for mebibytes in (700, 1):
-        assert expected.format(mebibytes * MIB) in done.stdout
+        assert expected.format(mebibytes * MIB) in told
 
 
 def test_the_limit_honours_control_groups(tmp_path: Path) -> None:

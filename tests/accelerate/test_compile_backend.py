@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -39,6 +37,7 @@ from hand_written import (
     with_blind_rows,
     zeros_afterwards,
 )
+from harness import python
 from module_checks import assert_same_numbers
 from torch import Tensor
 
@@ -494,11 +493,7 @@ assert transformer_fast.compile_reports()[0].counts == {"feed_forward": 1}
 @pytest.mark.parametrize("first", ["", "dynamo"])
 def test_the_name_is_known_without_an_entry_point(first: str) -> None:
     """In a checkout that is not installed, whichever of Dynamo and the package comes first."""
-    done = subprocess.run(
-        [sys.executable, "-c", _KNOWN_WITHOUT_ENTRY_POINT, first], capture_output=True, text=True,
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    python("-c", _KNOWN_WITHOUT_ENTRY_POINT, first)
 
 
 def test_the_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from harness import python
 
 from transformer_fast.backends.triton import config
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
     r"attention bfloat16 head (HEADS)( groups, causal| packed|)$"
     r"|layer_norm bfloat16 columns 512 dropout"
@@ -32,13 +28,10 @@ UNIT = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
 def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[dict]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "transformer_fast.backends.triton.compile_report", "--json"]
+    command = ["-m", "transformer_fast.backends.triton.compile_report", "--json"]
     match = match.replace("HEADS", HEADS.get(architecture, "64|128"))
-    done = subprocess.run(
-        [*command, "--architectures", str(architecture), "--match", match, "--kernel", kernel],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
+    command += ["--architectures", str(architecture), "--match", match, "--kernel", kernel]
+    done = python(*command, status=None)
     if "nvdisasm" in done.stderr or "cuobjdump" in done.stderr:
         pytest.skip(f"NVIDIA's disassembler is not here: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
@@ -103,12 +96,7 @@ with config.use_architecture(90):
 
 
 def test_warming_fills_tritons_cache(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", WARM], capture_output=True, text=True, cwd=ROOT,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python("-c", WARM, TRITON_CACHE_DIR=str(tmp_path))
     # With and without dropout, RMS norms, forward and backward; sums of columns are the same for both.
     made = [path.stem for path in tmp_path.rglob("*.cubin")]
     assert {name: made.count(name) for name in made} == {

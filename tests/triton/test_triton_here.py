@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 from interpreted import WHY_NOT
 
 
@@ -23,7 +24,7 @@ def test_importing_the_library_imports_neither_triton_nor_a_driver():
         "assert 'triton' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 _SPOILT = """

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from harness import python
 
 if TYPE_CHECKING:
     from transformer_fast.testing.launcher import Machine
@@ -24,12 +24,8 @@ CASES = ("variants", "stream", "batches", "fallback", "order", "host", "blocks",
 
 @pytest.mark.parametrize("case", CASES)
 def test_launches(case):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, __file__, case], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    python(__file__, case, PYTHONPATH=path)
 
 
 def _calls() -> list[Any]:

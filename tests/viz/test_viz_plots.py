@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from harness import python
 from viz_checks import assert_legible, labels, legend, maps, shown
 
 from transformer_fast import functional, models, training, viz
@@ -457,13 +456,8 @@ except ImportError as error:
 """
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_missing_matplotlib_is_named() -> None:
-    assert run(HIDDEN) == (
+    assert python("-c", HIDDEN).stdout.strip() == (
         "transformer_fast.viz needs matplotlib, which is not installed: "
         "pip install transformer_fast[viz]"
     )
@@ -471,4 +465,5 @@ def test_missing_matplotlib_is_named() -> None:
 
 def test_importing_the_package_does_not_import_matplotlib() -> None:
     code = "import sys, transformer_fast; from transformer_fast import models, nn; "
-    assert run(code + "print('matplotlib' in sys.modules)") == "False"
+    code += "print('matplotlib' in sys.modules)"
+    assert python("-c", code).stdout == "False\n"
