@@ -11,6 +11,7 @@ from transformer_fast.cli.console import until_interrupted
 
 from . import compare, report, run
 from .suites import SCALING, SUITES
+from .suites.scaling import PLAN as SCALING_PLAN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_arguments(timed, SUITES)
     timed.set_defaults(run=run.main, parser=timed)
     scaling = commands.add_parser("scaling", help="how time grows with each size; about 10 minutes")
-    run.add_arguments(scaling, SCALING)
-    scaling.set_defaults(run=run.main_scaling, parser=scaling)
+    run.add_arguments(scaling, SCALING, "-scaling", SCALING_PLAN)
+    scaling.set_defaults(run=run.main, parser=scaling)
     against = commands.add_parser("compare", help="this tree against a revision or a result file")
     compare.add_arguments(against)
     against.set_defaults(run=compare.main, parser=against)

@@ -32,12 +32,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress, TaskID
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_fast import _native, dispatch, proof
@@ -500,11 +498,6 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(bar: Progress, task: TaskID, done: int, planned: int) -> None:
-    # At once: a stage's last result is followed by the end of its bar.
-    bar.update(task, completed=done, total=planned, refresh=True)
-
-
 def run(options: argparse.Namespace) -> int:
     """0 if all that ran was right, 1 if not, 2 without a GPU."""
     if (why := on_device.why_no_gpu("benchmarks.gpu")) is not None:
@@ -521,7 +514,10 @@ def run(options: argparse.Namespace) -> int:
             if stage not in (options.stages or STAGES):
                 continue
             task = bar.add_task(stage, total=0)
-            session.changed = partial(_show, bar, task)
+            # At once: a stage's last result is followed by the end of its bar.
+            session.changed = lambda done, planned, task=task: bar.update(
+                task, completed=done, total=planned, refresh=True
+            )
             start = time.monotonic()
             session.begin(stage)
             _PLANS[stage](session)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,13 +20,20 @@ from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 
 from . import peers, store
 from .scope import Scope
-from .suites import SCALING, SUITES, Suite, scaling
+from .suites import Suite
 
 _QUICK_PEERS = ("onednn_prepacked",)
 
 
-def add_arguments(parser: argparse.ArgumentParser, suites: Iterable[str]) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    suites: Mapping[str, Suite],
+    kind: str = "",
+    plan: Plan = ORDINARY,
+) -> None:
+    """``kind``: the end of the file's name; ``plan``: that of a run that names none."""
     names = list(suites)
+    parser.set_defaults(suites=suites, kind=kind, plan=plan)
     parser.add_argument(
         "--suite", nargs="+", type=str.lower, choices=names, default=names, metavar="SUITE",
         help=f"of: {'; '.join(names)} (all)",
@@ -55,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, suites: Iterable[str]) -> Non
     )  # fmt: skip
 
 
-def scope_of(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, plan: Plan = ORDINARY
-) -> Scope:
+def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Scope:
     device, names = device_of(parser, options), options.peer
     if names is None and options.quick:
         names = _QUICK_PEERS
@@ -66,7 +70,7 @@ def scope_of(
     except ValueError as error:
         parser.error(str(error))
     return Scope(
-        plan=QUICK if options.quick else THOROUGH if options.thorough else plan,
+        plan=QUICK if options.quick else THOROUGH if options.thorough else options.plan,
         dtype=DTYPES[options.dtype],
         device=device,
         backends=tuple(options.backend),
@@ -94,14 +98,9 @@ def run_suite(name: str, suite: Suite, scope: Scope) -> list[Row]:
     return rows
 
 
-def _run(
-    parser: argparse.ArgumentParser,
-    options: argparse.Namespace,
-    suites: Any,
-    kind: str = "",
-    plan: Plan = ORDINARY,
-) -> int:
-    scope = scope_of(parser, options, plan)
+def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """1 if a result of ours is outside its error budget, else 0."""
+    scope = scope_of(parser, options)
     console = output()
     about = machine.describe(scope.device)
     if scope.device.type == "cpu":
@@ -113,11 +112,11 @@ def _run(
         console.print(f"no native kernels: {_native.why_not}", style="red", highlight=False)
     path = options.json
     if path is None and not options.quick:
-        path = store.FOLDER / f"{machine.slug(about)}{kind}.json"
+        path = store.FOLDER / f"{machine.slug(about)}{options.kind}.json"
     failed = 0
     suffix = "" if options.dtype == "float32" else f", {options.dtype}"
     for name in options.suite:
-        rows = run_suite(name, suites[name], scope)
+        rows = run_suite(name, options.suites[name], scope)
         if not rows:
             continue
         console.rule(name)
@@ -140,13 +139,3 @@ def _run(
     if failed:
         console.print(f"\n{failed} results are wrong", style="bold red")
     return 1 if failed else 0
-
-
-def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """1 if a result of ours is outside its error budget, else 0."""
-    return _run(parser, options, SUITES)
-
-
-def main_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The same for the scaling suites, into a file of their own."""
-    return _run(parser, options, SCALING, "-scaling", scaling.PLAN)

@@ -33,7 +33,6 @@ from benchmarks.suites import (
     SUITES,
     decode,
     hand_written,
-    layers,
     models,
     ops,
     overhead,
@@ -147,7 +146,7 @@ def test_inputs_of_a_case_share_weights_and_nothing_else():
 
 def test_lengths_have_the_share_that_they_say():
     for share in (0.1, 0.25, 0.5, 0.65, 0.9, 1.0):
-        found = layers.lengths(16, 400, share)
+        found = models.lengths(16, 400, share)
         assert found.float().mean().item() / 400 == pytest.approx(share, abs=0.01)
         assert 1 <= int(found.min()) <= int(found.max()) <= 400
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..scope import Maker, Scope
-from . import decode, hand_written, layers, models, ops, overhead, scaling, training
+from . import decode, hand_written, models, ops, overhead, scaling, training
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 
@@ -13,7 +13,7 @@ Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 SUITES: dict[str, Suite] = {
     "ops": ops.suite,
     "backward": ops.backward,
-    "layers": layers.suite,
+    "layers": models.layers,
     "models": models.suite,
     "training": training.suite,
     "hand-written": hand_written.suite,

@@ -31,8 +31,7 @@ from transformer_fast.measure.transformers import (
 
 from .. import hand_written, peers
 from ..scope import Maker, Scope
-from . import layers
-from .models import Case
+from .models import Case, calls
 from .ops import spread_biases
 from .training import Step
 
@@ -121,7 +120,7 @@ def _layer(scope: Scope, batch: int, length: int, share: float) -> BenchmarkCase
 
     case = f"({batch},{length})" + (f", {share:.0%} real" if share < 1.0 else "")
     work = encoder_work(size, parameter_bytes(theirs))
-    inputs = layers.calls(scope, batch, length, share)
+    inputs = calls(scope, batch, length, share)
     return _forward(
         scope, "encoder_layer", case, (ours, theirs, written), inputs, visible, real_places, work
     )

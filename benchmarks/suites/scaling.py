@@ -17,7 +17,7 @@ from transformer_fast.specs.spec import Draw, case
 
 from .. import peers
 from ..scope import Maker, Scope
-from .layers import lengths
+from .models import lengths
 
 #: Lines of many points need fewer rounds than a figure in a table: some ten minutes on two cores.
 PLAN = Plan(rounds=15, seconds=1.0, least=3, sample=0.002)
