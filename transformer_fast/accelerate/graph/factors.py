@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from .nodes import is_number, value
+from .nodes import is_number
 from .ops import read
 
 
@@ -75,8 +75,3 @@ def plus(node: object) -> tuple[float, Node] | None:
 def close(found: float, wanted: float) -> bool:
     """Whether a constant of the user's, written with a few digits, is the wanted one."""
     return abs(found - wanted) <= 1e-4 * abs(wanted)
-
-
-def same_shape(*nodes: Node) -> bool:
-    shapes = {getattr(value(n), "shape", None) for n in nodes}
-    return len(shapes) == 1

@@ -37,7 +37,6 @@ _TYPES = {
 
 #: Shared memory one block may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
-REGISTER_LIMIT = 255
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,18 @@ def _describe(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as the assembler wrote them into the binary."""
+def _told(tool: Any, option: str, cubin: bytes) -> str:
+    """What a tool of NVIDIA's prints about a binary."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run(
-            [tool, "-res-usage", str(path)], check=True, capture_output=True, text=True
-        ).stdout
+        command = [tool.path, option, str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread, as the assembler wrote them into the binary."""
+    text = _told(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if match is None:
         raise RuntimeError(f"cuobjdump printed no resource usage:\n{text}")
@@ -111,13 +113,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def disassemble(cubin: bytes) -> str:
     """The machine code (SASS) of a compiled kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        tool = triton.knobs.nvidia.nvdisasm.path
-        return subprocess.run(
-            [tool, "-c", str(path)], check=True, capture_output=True, text=True
-        ).stdout
+    return _told(triton.knobs.nvidia.nvdisasm, "-c", cubin)
 
 
 def compile_binary(launch: Launch, architecture: int) -> Any:

@@ -1,9 +1,9 @@
-"""``python -m transformer_fast.backends.triton.compile_report``: what every kernel needs.
+"""``python -m transformer_fast.backends.triton.compile_report``: what the assembler made of every kernel.
 
-Compiles the calls of `compile_cases` for each architecture and prints, per kernel, registers, bytes
-that did not fit in them, shared memory, and the instructions that tell whether the assembler took the
-fast path: HGMMA and UTCHMMA are the matrix units of Hopper and Blackwell, HMMA those before, UTMALDG
-is the copy engine, LDG.128 and LDGSTS.128 are loads of 16 bytes a thread.
+Compiles the calls of `compile_cases` for each architecture and prints, per kernel, a line of JSON: what
+``info --kernels`` shows, and the instructions that tell whether the assembler took the fast path.
+HGMMA and UTCHMMA are the matrix units of Hopper and Blackwell, HMMA those before, UTMALDG is the copy
+engine, LDG.128 and LDGSTS.128 are loads of 16 bytes a thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,31 +61,12 @@ def report(architectures: list[int], match: str, kernel: str) -> Iterator[dict[s
                 }
 
 
-def main(arguments: list[str] | None = None) -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
     parser.add_argument(
         "--architectures", type=int, nargs="+", choices=SHARED_LIMIT, default=list(SHARED_LIMIT)
     )
     parser.add_argument("--match", default="", help="regular expression for the calls")
     parser.add_argument("--kernel", default="", help="regular expression for the kernels")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args(arguments)
-    too_large = 0
-    for record in report(options.architectures, options.match, options.kernel):
-        too_large += not record["fits"]
-        if options.json:
-            print(json.dumps(record), flush=True)
-            continue
-        found = " ".join(f"{n} {name}" for name, n in record["instructions"].items())
-        print(
-            f"sm_{record['architecture']:<3} {record['kernel']:32} {record['registers']:3} registers,"
-            f" {record['spilled']:4} bytes spilled, {record['shared'] / 1024:5.1f} KiB shared"
-            f"{'' if record['fits'] else ' (too much)'}, {found or 'no matrix unit'}"
-            f"  [{record['call']}]",
-            flush=True,
-        )
-    return 1 if too_large else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for record in report(**vars(parser.parse_args())):
+        print(json.dumps(record), flush=True)
