@@ -58,8 +58,7 @@ FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 def test_a_peer_does_the_same_work_or_says_why_not(peer, dtype):
     if peer.__name__.endswith(("torch_compile", "inductor_tuned")):
         pytest.skip("compiling takes long; torch's own tests are about it")
-    reason = peer.available()
-    if reason is not None:
+    if (reason := peers.why_not(peer)) is not None:
         pytest.skip(reason)
     limits = (
         {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}

@@ -4,7 +4,8 @@ A peer is a module in this folder with
 
     NAME: str                            what its rows are called
     PACKAGES: tuple[str, ...]            (optional) whose versions matter
-    def available() -> str | None        why it cannot be used here, as a sentence, or None
+    def available() -> str | None        why it cannot be used here, as a sentence, or None; without it
+                                         the packages decide
 
 and any of the following, each of which gives a function to time, or a sentence why there is none,
 or None if it is about other work:
@@ -61,6 +62,11 @@ def missing(*packages: str) -> str | None:
     return None
 
 
+def why_not(peer: Any) -> str | None:
+    """Why it cannot be used here, as a sentence, or None."""
+    return peer.available() if hasattr(peer, "available") else missing(*peer.PACKAGES)
+
+
 def versions(peers: Sequence[ModuleType]) -> dict[str, str]:
     """Of the peers' packages, those that are installed."""
     found = {}
@@ -80,7 +86,7 @@ def candidates(peers: Sequence[ModuleType], kind: str, *arguments: Any) -> list[
             continue
         offer: Offer
         try:
-            offer = getattr(peer, kind)(*arguments) if (why := peer.available()) is None else why
+            offer = getattr(peer, kind)(*arguments) if (why := why_not(peer)) is None else why
         except Exception as error:
             # Software of others may break in its own ways; that must not end the run.
             lines = str(error).strip().splitlines() or ["no message"]

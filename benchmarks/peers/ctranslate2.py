@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import Offer, Remote, missing
+from . import Offer, Remote
 
 NAME = "CTranslate2"
 PACKAGES = ("ctranslate2",)
-
-
-def available() -> str | None:
-    return missing(*PACKAGES)
 
 
 def _array(tensor: Tensor) -> Any:

@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Offer, missing
+from . import Offer
 
 NAME = "Hugging Face"
 PACKAGES = ("transformers",)
-
-
-def available() -> str | None:
-    return missing(*PACKAGES)
 
 
 def _attention_state(name: str, attention: torch.nn.MultiheadAttention) -> dict[str, Tensor]:

@@ -7,14 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from . import Offer, missing
+from . import Offer
 
 NAME = "Liger"
 PACKAGES = ("liger-kernel",)
-
-
-def available() -> str | None:
-    return missing(*PACKAGES)
 
 
 def op(op: str, arguments: tuple[Any, ...]) -> Offer:

@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import onnx_graph
-from . import Offer, missing
+from . import Offer
 
 NAME = "OpenVINO"
 PACKAGES = ("onnx", "openvino")
 
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
-
-
-def available() -> str | None:
-    return missing(*PACKAGES)
 
 
 class _Request:

@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Offer, missing
+from . import Offer
 
 NAME = "xFormers"
 PACKAGES = ("xformers",)
-
-
-def available() -> str | None:
-    return missing(*PACKAGES)
 
 
 def bias(query: Tensor, keys: int, mask: Tensor | None, lengths: Tensor | None) -> Tensor | None:
