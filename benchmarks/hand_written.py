@@ -18,13 +18,13 @@ State = dict[str, Tensor]
 
 
 class Attention(nn.Module):
-    def __init__(self, size: Size, dropout: float = 0.0) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
         self.query, self.key, self.value, self.out = (
             nn.Linear(size.model, size.model) for _ in range(4)
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.0)
 
     def split(self, x: Tensor) -> Tensor:
         batch, length, model = x.shape
@@ -42,13 +42,13 @@ class Attention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, size: Size, dropout: float = 0.0) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.self_attn = Attention(size, dropout)
+        self.self_attn = Attention(size)
         self.linear1 = nn.Linear(size.model, size.hidden)
         self.linear2 = nn.Linear(size.hidden, size.model)
         self.norm1, self.norm2 = nn.LayerNorm(size.model), nn.LayerNorm(size.model)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = self.norm1(x + self.dropout(self.self_attn(x, x, mask)))
@@ -57,13 +57,13 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, size: Size, dropout: float = 0.0) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.self_attn, self.multihead_attn = Attention(size, dropout), Attention(size, dropout)
+        self.self_attn, self.multihead_attn = Attention(size), Attention(size)
         self.linear1 = nn.Linear(size.model, size.hidden)
         self.linear2 = nn.Linear(size.hidden, size.model)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(size.model) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(
         self, x: Tensor, memory: Tensor, target_mask: Tensor, source_mask: Tensor

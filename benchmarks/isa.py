@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
 
 _NAMES = (
     "ATEN_CPU_CAPABILITY",
@@ -31,9 +30,8 @@ def named() -> str | None:
     return name if name in _THEIRS else None
 
 
-def hold_others(environment: MutableMapping[str, str] = os.environ) -> None:
+def hold_others() -> None:
     """Set their variables, those that are not set; too late, and left alone, if torch is there."""
-    name = environment.get("TRANSFORMER_FAST_CPU_ISA", "").lower()
-    if name in _THEIRS and "torch" not in sys.modules:
+    if (name := named()) is not None and "torch" not in sys.modules:
         for theirs, value in zip(_NAMES, _THEIRS[name], strict=True):
-            environment.setdefault(theirs, value)
+            os.environ.setdefault(theirs, value)

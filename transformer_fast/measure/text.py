@@ -71,23 +71,22 @@ def batch(texts: list[bytes], longest: int, begin: bool = False) -> Batch:
     return Batch(tokens, lengths)
 
 
-def _take(count: int, size: int, skip: int, after: int = 0) -> list[list[bytes]]:
+def _take(count: int, size: int, after: int = 0) -> list[list[bytes]]:
     texts = paragraphs()
-    if skip < 0 or count < 1 or size < 1 or skip + count * size + after > len(texts):
+    if count < 1 or size < 1 or after + count * size > len(texts):
         raise ValueError(
-            f"there are {len(texts)} paragraphs, which is not enough for {count} batches of {size} "
-            f"after the first {skip}"
+            f"there are {len(texts)} paragraphs, which is not enough for {count} batches of {size}"
         )
-    starts = range(skip + after, skip + after + count * size, size)
+    starts = range(after, after + count * size, size)
     return [list(texts[start : start + size]) for start in starts]
 
 
-def batches(count: int, size: int, longest: int = 512, skip: int = 0) -> list[Batch]:
-    """``count`` batches of ``size`` consecutive paragraphs; the first ``skip`` are passed over."""
-    return [batch(texts, longest) for texts in _take(count, size, skip)]
+def batches(count: int, size: int, longest: int = 512) -> list[Batch]:
+    """``count`` batches of ``size`` consecutive paragraphs."""
+    return [batch(texts, longest) for texts in _take(count, size)]
 
 
-def pairs(count: int, size: int, longest: int = 256, skip: int = 0) -> list[tuple[Batch, Batch]]:
+def pairs(count: int, size: int, longest: int = 256) -> list[tuple[Batch, Batch]]:
     """(source, target) batches for teacher forcing: each paragraph's target is the next one."""
-    targets = [batch(texts, longest, begin=True) for texts in _take(count, size, skip, 1)]
-    return list(zip(batches(count, size, longest, skip), targets, strict=True))
+    targets = [batch(texts, longest, begin=True) for texts in _take(count, size, 1)]
+    return list(zip(batches(count, size, longest), targets, strict=True))

@@ -153,16 +153,9 @@ def _size(tensor: Tensor) -> float:
 
 
 def check_gradients(
-    op: str,
-    run: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    factor: float = GRADIENT_FACTOR,
-    names: tuple[str, ...] | None = None,
-    twice: bool = False,
-    truth: GradientTruth | None = None,
+    op: str, run: Callable[..., Any], arguments: tuple[Any, ...], **options: Any
 ) -> Parity:
     """`measure_gradients`, raising AssertionError with the place beyond its limit."""
-    options: dict[str, Any] = {"factor": factor, "names": names, "twice": twice, "truth": truth}
     parity = measure_gradients(op, run, arguments, **options)
     if not parity.ok:
         raise AssertionError(f"{op}: {parity}")

@@ -108,8 +108,9 @@ class Canvas:
         self._reach(left, bottom)
         self._reach(left + width, bottom + height)
 
-    def figure(self, margin: float = 0.2) -> Figure:
+    def figure(self) -> Figure:
         """One inch of the drawing is one inch of the figure."""
+        margin = 0.2
         left, bottom = self.low[0] - margin, self.low[1] - margin
         width = self.high[0] + margin - left
         height = self.high[1] + margin - bottom

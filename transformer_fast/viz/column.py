@@ -111,8 +111,8 @@ class Column:
             self._box("final_norm", self.stack.final_norm, "norm")
         return self
 
-    def _arrow_to(self, y: float, name: str = "flow") -> None:
-        self.canvas.line(name, [(self.x, self.end), (self.x, y)])
+    def _arrow_to(self, y: float) -> None:
+        self.canvas.line("flow", [(self.x, self.end), (self.x, y)])
 
     def _box(self, name: str, text: str, colour: str, gap: float = _GAP) -> float:
         """On top of what is there; gives the height of its middle."""
