@@ -42,7 +42,8 @@ from transformer_fast import _native, dispatch, proof
 from transformer_fast.cli.console import bullets, output, progress, until_interrupted
 from transformer_fast.dispatch import Kernel
 from transformer_fast.measure import device as on_device
-from transformer_fast.measure import machine, torch_ops
+from transformer_fast.measure import machine
+from transformer_fast.measure.accuracy import unchecked
 from transformer_fast.measure.apart import OUT_OF_TIME, lines_of
 from transformer_fast.measure.benchmark_case import PEER_FACTOR, problem_of
 from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
@@ -312,7 +313,7 @@ def _kernel(op: str, backend: str) -> Kernel:
 def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
     """Why a kernel cannot be checked in a call, or None."""
     if kernel.backend == "torch" and not call.tensors[0].is_cpu:  # type: ignore[union-attr]
-        return torch_ops.why_not(call.dropout_p)
+        return unchecked(call.dropout_p)
     return "; ".join(dispatch.why_not(kernel, call)) or None
 
 
@@ -341,7 +342,7 @@ _SDPA = {
 def _by_sdpa(backend: SDPBackend) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         with sdpa_kernel(backend):
-            return torch_ops.attention(*arguments)
+            return OPS["attention"].pytorch(*arguments)
 
     return run
 
@@ -387,7 +388,7 @@ def bench(item: Item, device: torch.device, clock: Clock) -> Item:
             with torch.no_grad():
                 work(0)
             # What PyTorch drops cannot be checked.
-            if name in ("cuda", "triton") or not torch_ops.why_not(trial.call.dropout_p):
+            if name in ("cuda", "triton") or not unchecked(trial.call.dropout_p):
                 parity = trial.parity(work)
                 if not parity.ok and (name in BACKENDS or parity.ratio > PEER_FACTOR):
                     found[name] = {"why_not": f"wrong: {parity}", "wrong": name in BACKENDS}

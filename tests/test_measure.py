@@ -15,8 +15,13 @@ import torch
 from transformer_fast import _native, dispatch, nn
 from transformer_fast.backends import cpu_blocks
 from transformer_fast.functional import layer_norm
-from transformer_fast.measure import calls, clock, machine, roof, text, torch_ops
-from transformer_fast.measure.accuracy import ModuleChecker, OpChecker, SampledAttentionChecker
+from transformer_fast.measure import calls, clock, machine, roof, text
+from transformer_fast.measure.accuracy import (
+    ModuleChecker,
+    OpChecker,
+    SampledAttentionChecker,
+    unchecked,
+)
 from transformer_fast.measure.benchmark_case import BenchmarkCase, Candidate, Row, run_case
 from transformer_fast.measure.clock import Plan, alternate
 from transformer_fast.measure.ops import op_case
@@ -464,10 +469,10 @@ def test_what_stands_for_torch_does_the_same_work(op):
     for case in OPS[op].cases:
         arguments = case.build(torch.float32, "cpu", torch.Generator().manual_seed(0))
         dropout_p = OPS[op].named(arguments).get("dropout_p", 0.0)
-        if torch_ops.why_not(dropout_p) or any(word in case.name for word in _ODD):
+        if unchecked(dropout_p) or any(word in case.name for word in _ODD):
             continue
         # Not a kernel of ours, so with room: what is looked for is other work, not rounding.
-        check(op, torch_ops.OPS[op](*arguments), arguments, factor=8.0)
+        check(op, OPS[op].pytorch(*arguments), arguments, factor=8.0)
         checked += 1
     assert checked >= 5
 

@@ -20,12 +20,13 @@ from transformer_fast.__main__ import main
 from transformer_fast.cli import compare, gpu, info, prove
 from transformer_fast.cli.info import state
 from transformer_fast.dispatch import Call, select
-from transformer_fast.measure import accuracy, clock, torch_ops
+from transformer_fast.measure import accuracy, clock
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
-from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase, _attention_case, _packed_case
+from transformer_fast.specs.attention import _gpu_case, _packed_case
+from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase
 from transformer_fast.specs.layer_norm import _bench
 from transformer_fast.testing import call_of
 
@@ -219,6 +220,10 @@ def test_a_traced_program_obeys_the_proof(triton):
     assert torch.equal(asked(torch.zeros(2)), torch.full((2,), 2.0))
 
 
+def _attention_case(*given):
+    return GpuCase("attention", _gpu_case(*given))
+
+
 def class_of(one):
     return shape_class(call_of(one.op, one.case.build(torch.bfloat16, "meta", None)))
 
@@ -246,7 +251,9 @@ def test_what_is_measured():
     assert f"{trials:,} trials" in " ".join(
         (ROOT / "docs" / "guides" / "gpu.md").read_text().split()
     )
-    packed = [class_of(_packed_case(1, 2, longest, 64)) for longest in (512, 513)]
+    packed = [
+        class_of(GpuCase("attention", _packed_case(1, 2, longest, 64))) for longest in (512, 513)
+    ]
     assert ["up to 512 keys" in packed[0], "up to 2048 keys" in packed[1]] == [True, True]
 
 
@@ -361,9 +368,7 @@ def test_attention_by_heads_has_the_same_truth(gradients, seen, monkeypatch):
     drawn = _attention_case(2, 3, 7, 9, 4, seen).case.build(
         torch.float32, CPU, torch.Generator().manual_seed(0)
     )
-    packed = _packed_case(3, 2, 9, 4).case.build(
-        torch.float32, CPU, torch.Generator().manual_seed(0)
-    )
+    packed = _packed_case(3, 2, 9, 4).build(torch.float32, CPU, torch.Generator().manual_seed(0))
     for arguments in (drawn, packed):
         whole = accuracy.truth("attention", arguments, gradients)
         with monkeypatch.context() as patch:
@@ -415,7 +420,7 @@ def test_with_dropout_the_rival_is_sdpa(small_cache, monkeypatch):
             (*[torch.ones(4, 4)] * 2, None, torch.ones(4, 4), None, "relu", 1.0, None),
         ),
     ):
-        found = torch_ops.OPS[op](*arguments)
+        found = OPS[op].pytorch(*arguments)
         dropped = found[1] - 1 if isinstance(found, tuple) else found
         assert torch.equal(dropped, torch.zeros_like(dropped))
 

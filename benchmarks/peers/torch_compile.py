@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from transformer_fast.measure import torch_ops
+from transformer_fast.measure.accuracy import unchecked
 from transformer_fast.measure.modules import compiled, with_fast_path
 from transformer_fast.specs import OPS
 
@@ -25,11 +25,11 @@ def available() -> str | None:
 
 
 def op(op: str, arguments: tuple[Any, ...]) -> Offer:
-    reason = torch_ops.why_not(OPS[op].named(arguments).get("dropout_p", 0.0))
+    reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
     if reason is not None:
         return reason
     torch._dynamo.reset()
-    return torch.compile(torch_ops.OPS[op], dynamic=False)
+    return torch.compile(OPS[op].pytorch, dynamic=False)
 
 
 def encoder_layer(layer: torch.nn.Module, arguments: tuple[Any, ...]) -> Offer:

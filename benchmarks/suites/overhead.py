@@ -22,65 +22,17 @@ from transformer_fast import call_cache, functional
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.ops import op_case
 from transformer_fast.specs import OPS
-from transformer_fast.specs.spec import Draw, case
 from transformer_fast.testing.launcher import stubbed
 
 from ..scope import Maker, Scope
 from . import tutorials
 
-#: The public functions, called with the reference's arguments.
-_PUBLIC: dict[str, Callable[..., Any]] = {
-    "layer_norm": functional.layer_norm,
-    "add_layer_norm": lambda *given: functional.add_layer_norm(*given[:6]),
-    "rms_norm": functional.rms_norm,
-    "add_rms_norm": lambda *given: functional.add_rms_norm(*given[:5]),
-    "attention": lambda q, k, v, *_: (functional.scaled_dot_product_attention(q, k, v), None),
-    "linear": lambda x, weight, bias, *_: functional.linear(x, weight, bias),
-    "feed_forward": lambda x, w1, b1, w2, b2, *_: functional.feed_forward(x, w1, b1, w2, b2),
-    "cross_entropy": lambda x, target, ignored, smoothing: functional.cross_entropy(
-        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-    ),
-    "linear_cross_entropy": lambda x, weight, bias, target, ignored, smoothing: (
-        functional.linear_cross_entropy(
-            x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
-            label_smoothing=smoothing,
-        )
-    ),
-}  # fmt: skip
-
-
-def _norm(draw: Draw) -> Arguments:
-    return (8,), draw.normal(8), draw.normal(8), 1e-5
-
-
-def _linear(draw: Draw) -> Arguments:
-    return draw.normal(1, 8), draw.normal(8, 8), draw.normal(8)
-
-
-_ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {
-    "layer_norm": lambda draw: (draw.normal(1, 8), *_norm(draw)),
-    "add_layer_norm": lambda draw: (
-        draw.normal(1, 8), draw.normal(1, 8), *_norm(draw), 0.0, None
-    ),
-    "rms_norm": lambda draw: (draw.normal(1, 8), (8,), draw.normal(8), 1e-5),
-    "add_rms_norm": lambda draw: (
-        draw.normal(1, 8), draw.normal(1, 8), (8,), draw.normal(8), 1e-5, 0.0, None
-    ),
-    "attention": lambda draw: (
-        *(draw.normal(1, 1, 1, 8) for _ in range(3)),
-        *(None, None, False, None, 0.0, None, False, False, None),
-    ),
-    "linear": lambda draw: (*_linear(draw), None, None),
-    "feed_forward": lambda draw: (*_linear(draw), *_linear(draw)[1:], "relu", 0.0, None),
-    "cross_entropy": lambda draw: (draw.normal(1, 8), draw.integers(1, end=8), -100, 0.0),
-    "linear_cross_entropy": lambda draw: (*_linear(draw), draw.integers(1, end=8), -100, 0.0),
-}  # fmt: skip
-
 
 def _contest(scope: Scope, op: str) -> BenchmarkCase:
-    inputs = scope.draw(op, case("call", _ARGUMENTS[op]))
-    benchmark_case = op_case(op, "call", inputs, ("reference",))
-    public = Candidate(f"{benchmark_case.chosen}, public function", _PUBLIC[op])
+    spec = OPS[op]
+    benchmark_case = op_case(op, "call", scope.draw(op, spec.tiny), ("reference",))
+    run = functools.partial(spec.public, functional) if spec.public else getattr(functional, op)
+    public = Candidate(f"{benchmark_case.chosen}, public function", run)
     return replace(
         benchmark_case,
         candidates=[public, *benchmark_case.candidates],

@@ -49,6 +49,13 @@ class BothWays:
         )
 
 
+def unchecked(dropout_p: float) -> str | None:
+    """Why PyTorch's result cannot be checked, as a sentence, or None."""
+    if dropout_p != 0.0:
+        return "PyTorch drops other elements for the same seed, so its result cannot be checked"
+    return None
+
+
 def scores_of(arguments: Arguments) -> int:
     """Elements of the (B, H, T, S) scores of an attention call."""
     return math.prod(arguments[0].shape[:-1]) * int(arguments[1].shape[-2])

@@ -15,7 +15,6 @@ from ..proof import Verdict, shape_class
 from ..specs import OPS
 from ..specs.gpu import COMMON, GPU_CASES, GpuCase
 from ..testing import Parity, call_of, nan_memory, require_grad
-from . import torch_ops
 from .accuracy import BothWays, OpChecker, leaves
 from .benchmark_case import problem_of
 from .clock import Call, Clock, Times, in_turn, medians
@@ -104,7 +103,7 @@ class Trial:
             for kernel in dispatch.kernels(self.op)
             if kernel.backend == "torch" and not dispatch.why_not(kernel, self.call)
         }
-        return {**found, "by hand": torch_ops.OPS[self.op]}
+        return {**found, "by hand": OPS[self.op].pytorch}
 
 
 class Finding(NamedTuple):

@@ -11,8 +11,7 @@ from .. import dispatch
 from ..dispatch import BACKENDS
 from ..specs import OPS
 from ..testing import call_of, require_grad
-from . import torch_ops
-from .accuracy import BothWays, OpChecker, checker_of, leaves, scores_of
+from .accuracy import BothWays, OpChecker, checker_of, leaves, scores_of, unchecked
 from .benchmark_case import Arguments, BenchmarkCase, Candidate
 from .calls import chosen
 
@@ -52,8 +51,8 @@ def _too_large(op: str, backend: str, arguments: Arguments) -> str | None:
 
 
 def _of_torch(op: str, arguments: Arguments) -> Candidate:
-    reason = torch_ops.why_not(OPS[op].named(arguments).get("dropout_p", 0.0))
-    return Candidate("torch", None if reason else torch_ops.OPS[op], reason, ours=False)
+    reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
+    return Candidate("torch", None if reason else OPS[op].pytorch, reason, ours=False)
 
 
 #: Cost of forward and backward: backward computes two products for each of the forward's, reads the

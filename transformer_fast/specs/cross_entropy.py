@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Case, Draw, OpSpec, bytes_of, case
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 _IGNORED = -100
 
@@ -139,6 +140,49 @@ def _linear_bytes(arguments: tuple[Any, ...]) -> float:
     return bytes_of(x, weight, bias, target) + 4.0 * x.shape[0]
 
 
+def _by_pytorch(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    return F.cross_entropy(
+        input,
+        target,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
+def _linear_by_pytorch(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> Tensor:
+    return _by_pytorch(F.linear(input, weight, bias), target, *rest)
+
+
+def _public(functional: Any, x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+    return functional.cross_entropy(  # type: ignore[no-any-return]
+        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+    )
+
+
+def _linear_public(
+    functional: Any, x: Tensor, weight: Tensor, bias: Any, target: Tensor, ignored: int, s: float
+) -> Tensor:
+    return functional.linear_cross_entropy(  # type: ignore[no-any-return]
+        x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
+        label_smoothing=s,
+    )  # fmt: skip
+
+
+def _linear_text(text: Text) -> list[tuple[Any, ...]]:
+    """The target of each position is the next token; padding behind the text is ignored."""
+    parameters = text.parameters(text.size.vocabulary, text.size.model)
+    targets = [F.pad(b.tokens[:, 1:], (0, 1), value=text.padding).flatten() for b in text.batches]
+    pairs = zip(targets, text.embedded, strict=True)
+    return [(x.flatten(0, 1), *parameters, target, text.padding, 0.1) for target, x in pairs]
+
+
+def _text(text: Text) -> list[tuple[Any, ...]]:
+    return [(x @ weight.t() + bias, *rest) for x, weight, bias, *rest in _linear_text(text)]
+
+
 CROSS_ENTROPY = OpSpec(
     name="cross_entropy",
     summary="Cross entropy of logits with label smoothing, the loss of each row.",
@@ -150,6 +194,16 @@ CROSS_ENTROPY = OpSpec(
     bench_cases=(_bench(1024, 32000), _bench(1024, 32000, 0.1), _bench(4096, 1000)),
     flops=_flops,
     bytes=_bytes,
+    pytorch=_by_pytorch,
+    tiny=_bench(1, 8),
+    text_cases=(("{vocabulary} tokens", _text),),
+    gpu_cases=tuple(
+        case(f"{rows}x{classes}", _loss(rows, classes, smoothing=0.1, ignored=0.2))
+        for rows in (1000, 8192)
+        for classes in (1000, 8192, 32000)
+    ),
+    gpu_classes=("up to 8192 rows, more than 16384 classes",),
+    public=_public,
 )
 
 LINEAR_CROSS_ENTROPY = OpSpec(
@@ -163,4 +217,12 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     bench_cases=(_linear_bench(1024, 512, 32000), _linear_bench(256, 512, 8000)),
     flops=_linear_flops,
     bytes=_linear_bytes,
+    pytorch=_linear_by_pytorch,
+    tiny=case("call", _linear_loss(1, 8, 8, smoothing=0.0, ignored=0.0)),
+    text_cases=(("512 → {vocabulary} tokens", _linear_text),),
+    gpu_cases=tuple(
+        case(f"{rows}x512x32000", _linear_loss(rows, 512, 32000)) for rows in (1000, 8192)
+    ),
+    gpu_classes=("up to 8192 rows",),
+    public=_linear_public,
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Case, Draw, OpSpec, bytes_of, case
+from ..reference.linear import activate
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 
 def _feed_forward(
@@ -75,9 +77,17 @@ _CASES = (
 )
 
 
-def _bench(rows: int, activation: str = "relu", dropout_p: float = 0.0) -> Case:
-    name = f"{rows}x512x2048, {activation}" + (f", dropout {dropout_p}" if dropout_p else "")
-    return case(name, _feed_forward((rows,), 512, 2048, activation=activation, dropout_p=dropout_p))
+def _bench(
+    rows: int,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    model: int = 512,
+    hidden: int = 2048,
+) -> Case:
+    name = f"{rows}x{model}x{hidden}, {activation}"
+    name += f", dropout {dropout_p}" if dropout_p else ""
+    build = _feed_forward((rows,), model, hidden, activation=activation, dropout_p=dropout_p)
+    return case(name, build)
 
 
 def _rows(arguments: tuple[Any, ...]) -> int:
@@ -94,6 +104,26 @@ def _bytes(arguments: tuple[Any, ...]) -> float:
     x, weight1, bias1, weight2, bias2, *_ = arguments
     result = _rows(arguments) * weight2.shape[0] * x.element_size()
     return bytes_of(x, weight1, bias1, weight2, bias2) + result
+
+
+def _by_pytorch(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: Any,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    hidden = activate(F.linear(input, weight1, bias1), activation)
+    return F.linear(F.dropout(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
+
+
+def _text(text: Text) -> list[tuple[Any, ...]]:
+    first = text.parameters(text.size.hidden, text.size.model)
+    second = text.parameters(text.size.model, text.size.hidden)
+    return [(x, *first, *second, "relu", 0.0, None) for x in text.embedded]
 
 
 FEED_FORWARD = OpSpec(
@@ -117,4 +147,15 @@ FEED_FORWARD = OpSpec(
     ),
     flops=_flops,
     bytes=_bytes,
+    pytorch=_by_pytorch,
+    tiny=_bench(1, model=8, hidden=8),
+    text_cases=(("512 → 2048, relu", _text),),
+    gpu_cases=tuple(
+        _bench(rows, dropout_p=p, model=1024, hidden=4096)
+        for rows in (32, 1000, 4096, 16384)
+        for p in (0.0, 0.1)
+    ),
+    gpu_classes=("up to 8192 rows",),
+    gpu_bench_cases=tuple(_bench(rows, model=1024, hidden=4096) for rows in (32768, 65536)),
+    public=lambda functional, x, w1, b1, w2, b2, *_: functional.feed_forward(x, w1, b1, w2, b2),
 )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Case, Draw, OpSpec, bytes_of, case
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 _EPS = 1e-5
 
@@ -118,28 +120,21 @@ _ADD_CASES = (
 )
 
 
-def _without_bias(built: Case) -> Any:
+def _without_bias(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of layer_norm or add_layer_norm, for the RMS norm."""
+    place = 3 if len(arguments) == len(LAYER_NORM.arguments) else 4
+    return *arguments[:place], *arguments[place + 1 :]
+
+
+def _rms(built: Case) -> Case:
     def build(draw: Draw) -> tuple[Any, ...]:
-        x, shape, weight, _, eps = built.build(draw.dtype, draw.device, draw.generator)
-        return x, shape, weight, eps
+        return _without_bias(built.build(draw.dtype, draw.device, draw.generator))
 
-    return build
-
-
-def _rms_with_residual(built: Case) -> Any:
-    """Of a case of add_layer_norm."""
-
-    def build(draw: Draw) -> tuple[Any, ...]:
-        x, residual, shape, weight, _, *rest = built.build(draw.dtype, draw.device, draw.generator)
-        return x, residual, shape, weight, *rest
-
-    return build
+    return case(built.name, build)
 
 
-_RMS_CASES = tuple(case(c.name, _without_bias(c)) for c in _CASES if c.name != "bias only")
-_ADD_RMS_CASES = tuple(
-    case(c.name, _rms_with_residual(c)) for c in _ADD_CASES if c.name != "bias only"
-)
+def _rms_cases(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    return tuple(_rms(one) for one in cases if one.name != "bias only")
 
 
 def _bench(rows: int, columns: int) -> Case:
@@ -194,6 +189,30 @@ def _add_bytes(arguments: tuple[Any, ...]) -> float:
     return _bytes(arguments) + arguments[0].numel() * arguments[0].element_size()
 
 
+def _behind_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(input: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *given, dropout_p, _ = rest
+        total = residual + (F.dropout(input, dropout_p) if dropout_p else input)
+        return norm(total, *given), total
+
+    return run
+
+
+def _text(text: Text) -> list[tuple[Any, ...]]:
+    model = text.size.model
+    weight, bias = text.normal(model, scale=0.1, shift=1.0), text.normal(model, scale=0.1)
+    return [(x, (model,), weight, bias, _EPS) for x in text.embedded]
+
+
+def _add_text(text: Text) -> list[tuple[Any, ...]]:
+    sublayer = text.weight(text.size.model, text.size.model)
+    return [(x @ sublayer, x, *rest, 0.0, None) for x, *rest in _text(text)]
+
+
+_GPU_SIZES = [(rows, columns) for rows in (32, 1000, 4096, 16384) for columns in (512, 1024, 4096)]
+_GPU_CLASSES = ("up to 8192 rows, up to 1024 columns",)
+
+
 LAYER_NORM = OpSpec(
     name="layer_norm",
     summary="Layer normalisation over the trailing dimensions.",
@@ -205,6 +224,12 @@ LAYER_NORM = OpSpec(
     bench_cases=(_bench(4096, 512), _bench(65536, 512), _bench(4096, 2048), _bench(32, 512)),
     flops=_layer_norm_flops,
     bytes=_bytes,
+    pytorch=F.layer_norm,
+    tiny=case("call", _plain(1, 8)),
+    text_cases=(("512", _text),),
+    gpu_cases=tuple(_bench(*sizes) for sizes in _GPU_SIZES),
+    gpu_classes=_GPU_CLASSES,
+    gpu_bench_cases=(_bench(32768, 1024), _bench(65536, 1024)),
 )
 
 ADD_LAYER_NORM = OpSpec(
@@ -225,6 +250,13 @@ ADD_LAYER_NORM = OpSpec(
     ),
     flops=_add_layer_norm_flops,
     bytes=_add_bytes,
+    pytorch=_behind_sum(F.layer_norm),
+    tiny=_add_bench(1, 8),
+    text_cases=(("512", _add_text),),
+    gpu_cases=tuple(_add_bench(*sizes, p) for sizes in _GPU_SIZES for p in (0.0, 0.1)),
+    gpu_classes=_GPU_CLASSES,
+    gpu_bench_cases=(_add_bench(32768, 1024, 0.1), _add_bench(65536, 1024, 0.1)),
+    public=lambda functional, *given: functional.add_layer_norm(*given[:6]),
 )  # fmt: skip
 
 RMS_NORM = OpSpec(
@@ -234,10 +266,15 @@ RMS_NORM = OpSpec(
     arguments=("input", "normalized_shape", "weight", "eps"),
     results=("output",),
     gradients_of=("input", "weight"),
-    cases=_RMS_CASES,
-    bench_cases=tuple(case(c.name, _without_bias(c)) for c in LAYER_NORM.bench_cases),
+    cases=_rms_cases(_CASES),
+    bench_cases=_rms_cases(LAYER_NORM.bench_cases),
     flops=_rms_norm_flops,
     bytes=_bytes,
+    pytorch=F.rms_norm,
+    tiny=_rms(LAYER_NORM.tiny),
+    text_cases=(("512", lambda text: [_without_bias(one) for one in _text(text)]),),
+    gpu_cases=_rms_cases(LAYER_NORM.gpu_cases),
+    gpu_classes=_GPU_CLASSES,
 )
 
 ADD_RMS_NORM = OpSpec(
@@ -247,8 +284,14 @@ ADD_RMS_NORM = OpSpec(
     arguments=("input", "residual", "normalized_shape", "weight", "eps", "dropout_p", "seed"),
     results=("normalized", "sum"),
     gradients_of=("input", "residual", "weight"),
-    cases=_ADD_RMS_CASES,
-    bench_cases=tuple(case(c.name, _rms_with_residual(c)) for c in ADD_LAYER_NORM.bench_cases),
+    cases=_rms_cases(_ADD_CASES),
+    bench_cases=_rms_cases(ADD_LAYER_NORM.bench_cases),
     flops=_add_rms_norm_flops,
     bytes=_add_bytes,
+    pytorch=_behind_sum(F.rms_norm),
+    tiny=_rms(ADD_LAYER_NORM.tiny),
+    text_cases=(("512", lambda text: [_without_bias(one) for one in _add_text(text)]),),
+    gpu_cases=_rms_cases(ADD_LAYER_NORM.gpu_cases),
+    gpu_classes=_GPU_CLASSES,
+    public=lambda functional, *given: functional.add_rms_norm(*given[:5]),
 )

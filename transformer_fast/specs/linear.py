@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Case, Draw, OpSpec, bytes_of, case
+from ..reference.linear import activate
+from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 
 def _linear(
@@ -104,6 +106,23 @@ def _bytes(arguments: tuple[Any, ...]) -> float:
     return bytes_of(x, weight, bias, residual) + rows * outputs * x.element_size()
 
 
+def _by_pytorch(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, residual: Tensor | None
+) -> Tensor:
+    y = activate(F.linear(input, weight, bias), activation)
+    return y if residual is None else y + residual
+
+
+def _text(text: Text) -> list[tuple[Any, ...]]:
+    parameters = text.parameters(text.size.model, text.size.model)
+    return [(x, *parameters, None, x.flip(0)) for x in text.embedded]
+
+
+def _widening_text(text: Text) -> list[tuple[Any, ...]]:
+    parameters = text.parameters(text.size.hidden, text.size.model)
+    return [(x, *parameters, "gelu", None) for x in text.embedded]
+
+
 LINEAR = OpSpec(
     name="linear",
     summary="A linear map, then optionally an activation and a residual.",
@@ -125,4 +144,14 @@ LINEAR = OpSpec(
     ),
     flops=_flops,
     bytes=_bytes,
+    pytorch=_by_pytorch,
+    tiny=_bench(1, 8, 8),
+    text_cases=(("512 → 512", _text), ("512 → 2048, gelu", _widening_text)),
+    gpu_cases=tuple(
+        _bench(rows, 512, 2048, activation)
+        for rows in (32, 1000, 4096, 16384)
+        for activation in (None, "gelu")
+    ),
+    gpu_classes=("up to 8192 rows", "up to 8192 rows, activation or residual"),
+    public=lambda functional, x, weight, bias, *_: functional.linear(x, weight, bias),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class Case:
 
     name: str
     build: Build
+    #: Whether its gradients are of interest, too.
+    gradients: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -53,6 +56,22 @@ class OpSpec:
     flops: Callable[[tuple[Any, ...]], float]
     #: Least memory traffic of a call: every argument read once, every result written once.
     bytes: Callable[[tuple[Any, ...]], float]
+    #: PyTorch's equivalent as a user would write it, with the reference's signature. For comparison only:
+    #: unlike the backend `torch`, it may let NaN at masked positions reach the result.
+    pytorch: Callable[..., Any]
+    #: A call with next to no data: its time is overhead.
+    tiny: Case
+    #: What `compare` runs it on: names, and functions that give a call for each batch of the text.
+    text_cases: tuple[tuple[str, Callable[[Text], list[tuple[Any, ...]]]], ...]
+    #: Calls in sizes that say something about a GPU, see `specs.gpu`.
+    gpu_cases: tuple[Case, ...]
+    #: The classes of `proof.shape_class` that `compare` measures: those of ordinary batches.
+    gpu_classes: tuple[str, ...]
+    #: Larger sizes, which ``python -m benchmarks.gpu`` times beside `gpu_cases`.
+    gpu_bench_cases: tuple[Case, ...] = ()
+    #: The public function on the reference's arguments, of which `functional` is the first, as far as
+    #: `tiny` needs; None: its name and its arguments are the reference's.
+    public: Callable[..., Any] | None = None
     #: The part of `flops` that masks leave to do, in [0, 1].
     useful_share: Callable[[tuple[Any, ...]], float] = _everything
 
@@ -119,9 +138,36 @@ class Draw:
         return drawn.to(torch.int64).to(self.device)
 
 
-def case(name: str, build: Callable[[Draw], tuple[Any, ...]]) -> Case:
+@dataclass(frozen=True)
+class Text(Draw):
+    """Draws calls on batches of a text (`measure.text`) under one random embedding."""
+
+    batches: Sequence[Any]
+    #: The token behind the end of a text.
+    padding: int
+    #: Those of the base model, a `measure.transformers.Size`.
+    size: Any
+
+    @cached_property
+    def embedded(self) -> list[Tensor]:
+        table = self.normal(self.size.vocabulary, self.size.model)
+        return [table[batch.tokens] for batch in self.batches]
+
+    def parameters(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias of a linear map."""
+        return self.weight(rows, columns), self.normal(rows, scale=0.1)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """A projection of x, split into heads: (B, H, T, D), strided as in a real model."""
+        projected = x @ self.weight(self.size.model, self.size.model).t()
+        return projected.unflatten(-1, (self.size.heads, -1)).transpose(1, 2)
+
+
+def case(name: str, build: Callable[[Draw], tuple[Any, ...]], gradients: bool = True) -> Case:
     """A case from a function of a `Draw`."""
-    return Case(name, lambda dtype, device, generator: build(Draw(dtype, device, generator)))
+    return Case(
+        name, lambda dtype, device, generator: build(Draw(dtype, device, generator)), gradients
+    )
 
 
 def bytes_of(*tensors: Tensor | None) -> float:
