@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .. import _native, reference, small
 from ..dispatch import Call, Kernel, is_exporting, register
 from ..functional._pointwise import DROPOUT
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
+from ..functional.layer_norm import PYTORCH
 
 #: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
 #: the reference would be slower than PyTorch's ops.
@@ -284,6 +285,21 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return DROPOUT.of["cpu"](grad, ctx.p, seed), None, None
 
 
+def _norms() -> Iterator[Kernel]:
+    for op, norm in PYTORCH.items():
+        refuses = _refuse_layer_norm if norm is F.layer_norm else None
+        yield Kernel(op, "torch", norm, gradients=True, refuses=refuses)
+        yield Kernel(
+            f"add_{op}",
+            "torch",
+            _behind_sum(norm),
+            gradients=True,
+            dropout=True,
+            drops_as_torch=_drops_as_torch,
+            refuses=refuses,
+        )
+
+
 def _register() -> None:
     if _native.module is not None:
         torch.library.register_autograd(
@@ -292,25 +308,7 @@ def _register() -> None:
     reference.register_losses("torch", reference.linear, cross_entropy)
     names = frozenset({None, *reference.ACTIVATIONS})
     for kernel in (
-        Kernel("layer_norm", "torch", F.layer_norm, gradients=True, refuses=_refuse_layer_norm),
-        Kernel(
-            "add_layer_norm",
-            "torch",
-            _behind_sum(F.layer_norm),
-            gradients=True,
-            dropout=True,
-            drops_as_torch=_drops_as_torch,
-            refuses=_refuse_layer_norm,
-        ),
-        Kernel("rms_norm", "torch", F.rms_norm, gradients=True),
-        Kernel(
-            "add_rms_norm",
-            "torch",
-            _behind_sum(F.rms_norm),
-            gradients=True,
-            dropout=True,
-            drops_as_torch=_drops_as_torch,
-        ),
+        *_norms(),
         Kernel(
             "attention",
             "torch",

@@ -453,6 +453,8 @@ BACKWARD = Operator(
 
 #: Kinds of norms, as the schemas have them: the codes of ``NormKind`` in csrc/cpu/ops/norm.
 LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = range(4)
+#: PyTorch's own, by op.
+PYTORCH: dict[str, Callable[..., Tensor]] = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}
 #: y of (source, normalized_shape, weight, bias, eps), by kind.
 _FORMULAS: tuple[Callable[..., Tensor], ...] = (
     reference.layer_norm,
