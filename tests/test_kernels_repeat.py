@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness import Target, drawn, in_use, on, run, targets, targets_and_cases
+from ops import ROWS
 
 from transformer_fast import nn
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check
 from transformer_fast.testing.oracle import as_results
@@ -30,57 +30,16 @@ def equal(one: Any, other: Any) -> bool:
     )
 
 
-def large(op: str, dtype: torch.dtype, queries: int = 900, heads: int = 5) -> list[tuple[Any, ...]]:
-    """Calls with work for several threads, split by rows, by columns and by heads."""
-    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
-
-    def attention(heads: int, queries: int, keys: int, **options: Any) -> tuple[Any, ...]:
-        qkv = draw.normal(1, heads, queries, 24), *(draw.normal(1, heads, keys, 24) for _ in "kv")
-        return arrange(*qkv, **options)
-
-    def feed_forward(rows: int) -> tuple[Any, ...]:
-        first = draw.weight(300, 90), draw.normal(300)
-        second = draw.weight(90, 300), draw.normal(90)
-        return draw.normal(rows, 90), *first, *second, "gelu", 0.0, None
-
-    def linear(rows: int, outputs: int, inputs: int = 90) -> tuple[Any, ...]:
-        residual = draw.normal(rows, outputs)
-        return draw.normal(rows, inputs), draw.weight(outputs, inputs), None, "relu", residual
-
-    norm = draw.normal(900, 130), (130,), draw.normal(130), draw.normal(130), 1e-5
-    return {
-        "layer_norm": [norm],
-        "add_layer_norm": [(norm[0], draw.normal(900, 130), *norm[1:], 0.0, None)],
-        "rms_norm": [(*norm[:3], 1e-5)],
-        "add_rms_norm": [(norm[0], draw.normal(900, 130), *norm[1:3], 1e-5, 0.0, None)],
-        "linear": [
-            linear(1, 700),
-            linear(40, 300),
-            linear(100, 300),
-            linear(500, 130),
-            linear(130, 600, 1100),
-            linear(75, 130, 300),
-            linear(150, 130, 300),
-        ],
-        # From some 60 rows on one thread takes them in blocks, several do so from as many times that.
-        "feed_forward": [feed_forward(rows) for rows in (1, 40, 60, 100, 170, 500)],
-        "cross_entropy": [(draw.normal(700, 130), draw.integers(700, end=130), 7, 0.1)],
-        "linear_cross_entropy": [
-            (draw.normal(rows, 90), draw.weight(130, 90), None, draw.integers(rows, end=130), 7, 0)
-            for rows in (40, 700)
-        ],
-        "attention": [
-            attention(1, queries, 530),
-            attention(1, queries, 530, causal=True),
-            attention(heads, 130, 300),
-            attention(7, 1, 700),
-        ],
-    }[op]
+def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
+    """Calls with work for several threads; ``filling``: those that leave NaN in all scratch memory."""
+    row = ROWS[target.op]
+    make = (filling and row.filling) or row.large
+    return make(Draw(target.dtype, "cpu", torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("target", NATIVE)
 def test_thread_counts_agree(target, threads):
-    for arguments in large(target.op, target.dtype):
+    for arguments in large(target):
         results = []
         for count in (1, 2, 3, 4, 1):
             torch.set_num_threads(count)
@@ -112,9 +71,8 @@ def test_two_runs_agree(target, case):
 @pytest.mark.parametrize("target", NATIVE)
 def test_garbage_of_an_earlier_call_is_not_read(target):
     """Scratch memory is kept between calls; here it is full of NaN from a larger one."""
-    calls = [c for c in large(target.op, target.dtype) if not target.refusal(c)]
-    # NaN takes attention's long way, query by query, and a block of queries fills all it keeps.
-    filling = [c for c in large(target.op, target.dtype, 150, 2) if not target.refusal(c)]
+    calls = [c for c in large(target) if not target.refusal(c)]
+    filling = [c for c in large(target, filling=True) if not target.refusal(c)]
     small = [drawn(target.op, c.name, target.dtype) for c in OPS[target.op].cases]
     small = [arguments for arguments in small if not target.refusal(arguments)]
     clean = [run(target, arguments) for arguments in (*small, *calls)]
@@ -132,7 +90,7 @@ def _all_nan(value: Any) -> Any:
 
 @pytest.mark.parametrize("target", NATIVE)
 def test_a_result_is_not_overwritten_by_the_next_call(target):
-    for arguments in large(target.op, target.dtype):
+    for arguments in large(target):
         first = run(target, arguments)
         kept = [None if x is None else x.clone() for x in as_results(first)]
         run(target, tuple(_all_nan(x) for x in arguments))
@@ -141,7 +99,7 @@ def test_a_result_is_not_overwritten_by_the_next_call(target):
 
 @pytest.mark.parametrize("target", [p for p in NATIVE if p.values[0].isa in (None, "avx2")])
 def test_python_threads_do_not_disturb_each_other(target):
-    calls = large(target.op, target.dtype)
+    calls = large(target)
     with in_use(target.isa), torch.no_grad():
         expected = [target.kernel.run(*call) for call in calls]
         wrong: list[int] = []

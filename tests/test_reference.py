@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from ops import ROWS
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,7 @@ from transformer_fast.reference import (
 from transformer_fast.reference.dropout import draw_seed, philox_numbers, threshold
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.spec import Draw
 from transformer_fast.testing.oracle import as_results, is_floating
 
 DOUBLE = torch.float64
@@ -729,50 +731,9 @@ def test_along_a_random_direction(op, case, generator):
     assert gradcheck(function, leaves, fast_mode=True)
 
 
-def small(op):
-    def draw(*shape):
-        return torch.randn(shape, dtype=DOUBLE)
-
-    seed = torch.tensor(9)
-    qkv = draw(2, 2, 3, 2), draw(2, 2, 4, 2), draw(2, 2, 4, 3)
-    mask = torch.rand(2, 1, 3, 4) < 0.6
-    mask[0, 0, 1] = False  # a row that sees nothing
-    lengths = torch.tensor([3, 0])
-    return {
-        "layer_norm": [(draw(3, 4), (4,), draw(4), draw(4), 1e-5)],
-        "add_layer_norm": [
-            (draw(3, 4), draw(3, 4), (4,), draw(4), draw(4), 1e-5, p, seed) for p in (0.0, 0.4)
-        ],
-        "rms_norm": [(draw(3, 4), (4,), draw(4), 1e-5)],
-        "add_rms_norm": [
-            (draw(3, 4), draw(3, 4), (4,), draw(4), 1e-5, p, seed) for p in (0.0, 0.4)
-        ],
-        "attention": [
-            arrange(*qkv, weights=True),
-            arrange(*qkv, mask=mask, weights=True),
-            arrange(*qkv, mask=draw(1, 2, 3, 4), causal=True),
-            arrange(*qkv, lengths=lengths, scale=-0.7, dropout_p=0.3, seed=seed),
-            arrange(draw(1, 4, 3, 2), *(draw(1, 2, 3, 2) for _ in range(2)), gqa=True),
-        ],
-        "linear": [
-            (draw(3, 4), draw(2, 4), draw(2), name, draw(3, 2))
-            for name in (None, "relu", "gelu", "gelu_tanh", "silu", torch.tanh)
-        ],
-        "feed_forward": [
-            (draw(3, 2), draw(4, 2), draw(4), draw(2, 4), draw(2), name, p, seed)
-            for name, p in (("relu", 0.0), ("gelu", 0.3), ("gelu_tanh", 0.0), ("silu", 0.5))
-        ],
-        "cross_entropy": [(draw(3, 4), torch.tensor([2, 1, 3]), 1, s) for s in (0.0, 0.2)],
-        "linear_cross_entropy": [
-            (draw(3, 2), draw(4, 2), bias, torch.tensor([2, 1, 3]), 1, 0.2)
-            for bias in (None, draw(4))
-        ],
-    }[op]
-
-
 @pytest.mark.parametrize("op", OPS)
-def test_every_element_and_twice(op):
-    for arguments in small(op):
+def test_every_element_and_twice(op, generator):
+    for arguments in ROWS[op].small(Draw(DOUBLE, "cpu", generator)):
         function, leaves = differentiable(op, arguments)
         assert gradcheck(function, leaves)
         assert gradgradcheck(function, leaves, fast_mode=True)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
-import definitions
+import harness
 import numpy as np
 import torch
 import torch.nn.functional as F
+from calls import exact
+from ops import ROWS
+from ops.row import size_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel, why_not
-from transformer_fast.reference.dropout import dropout
 from transformer_fast.specs import OPS
 from transformer_fast.testing import (
     GradientTruth,
@@ -38,27 +39,16 @@ from transformer_fast.testing import (
 from transformer_fast.testing.oracle import as_results
 from transformer_fast.testing.parity import relative_error
 
-ISAS: tuple[str | None, ...] = tuple(_native.module.supported_isas()) if _native.module else (None,)
-
-
-def exact(value: Any) -> Any:
-    """A tensor as NumPy's, in fp64 if it has floating-point numbers."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach()
-    return (value.double() if value.is_floating_point() else value).resolve_neg().numpy()
+ISAS: tuple[str | None, ...] = harness.ISAS or (None,)
 
 
 def _defined(op: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[..., Any]]:
-    given = [exact(x) for x in arguments]
-    if op == "attention":
-        rest, need_weights = [*given[:10], *given[11:]], given[10]
-        rest[8] = None if rest[8] is None else int(rest[8])
-        (output, weights), back = definitions.attention(*rest)
-        return (output, weights if need_weights else None), back
-    if op in ("feed_forward", "add_layer_norm", "add_rms_norm"):
-        given[-1] = None if given[-1] is None else int(given[-1])
-    results, back = getattr(definitions, op)(*given)
+    results, back = ROWS[op].defined(
+        *(
+            int(value) if name == "seed" and value is not None else exact(value)
+            for name, value in zip(OPS[op].arguments, arguments, strict=False)
+        )
+    )
     return results if isinstance(results, tuple) else (results,), back
 
 
@@ -193,7 +183,7 @@ class Orders:
     def __init__(self, op: str, seed: int, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.reference = OPS[op].reference
-        self.run: Callable[..., Any] = getattr(self, op)
+        self.run = functools.partial(ROWS[op].in_order, self)
         self.seed = seed
 
     def __call__(self, *arguments: Any) -> Any:
@@ -204,104 +194,6 @@ class Orders:
 
     def order(self, n: int, fixed: bool = False) -> Tensor:
         return torch.arange(n) if fixed else torch.randperm(n, generator=self.generator)
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, lengths: Any, causal: bool,
-        scale: Any, p: float, seed: Any, *rest: Any,
-    ) -> Any:  # fmt: skip
-        of_scores, of_values = self.order(q.shape[-1]), self.order(v.shape[-1])
-        if self.seed % 2 and q.dtype == torch.float32 and q.shape[-1]:
-            # Some scale queries, some scores; neither is exact.
-            q, scale = q * (q.shape[-1] ** -0.5 if scale is None else scale), 1.0
-        places = lengths is not None or causal or seed is not None
-        of_keys = self.order(k.shape[-2], fixed=places)
-        if mask is not None and mask.dim() and mask.shape[-1] > 1:
-            mask = mask[..., of_keys]
-        output, weights = self.reference(
-            q[..., of_scores], k[..., of_keys, :][..., of_scores], v[..., of_keys, :][..., of_values],
-            mask, lengths, causal, scale, p, seed, *rest,
-        )  # fmt: skip
-        if weights is not None:
-            weights = weights[..., of_keys.argsort()]
-        return output[..., of_values.argsort()], weights
-
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, act: Any, residual: Any) -> Tensor:
-        n, k = w.shape
-        lead = x.shape[:-1]
-        rows, of_k, of_n = self.order(lead.numel()), self.order(k), self.order(n)
-        if residual is not None:
-            residual = residual.reshape(len(rows), n)[rows][:, of_n]
-        y = OPS["linear"].reference(
-            x.reshape(len(rows), k)[rows][:, of_k], w[of_n][:, of_k], _at(b, of_n), act, residual
-        )
-        return y[rows.argsort()][:, of_n.argsort()].reshape(*lead, n)
-
-    def feed_forward(
-        self, x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, act: str, p: float, seed: Any
-    ) -> Tensor:
-        hidden = self.linear(x, w1, b1, act, None)
-        return self.linear(dropout(hidden, p, seed), w2, b2, None, None)
-
-    def layer_norm(self, x: Tensor, shape: Any, w: Any, b: Any, eps: float) -> Tensor:
-        (y,) = self.norm((x,), shape, w, b, eps)
-        return y
-
-    def add_layer_norm(
-        self, x: Tensor, y: Tensor, shape: Any, w: Any, b: Any, eps: float, p: float, seed: Any
-    ) -> Any:
-        return self.norm((x, y), shape, w, b, eps, p, seed, fixed=seed is not None)
-
-    def rms_norm(self, x: Tensor, shape: Any, w: Any, eps: float) -> Tensor:
-        (y,) = self.norm((x,), shape, w, eps)
-        return y
-
-    def add_rms_norm(
-        self, x: Tensor, y: Tensor, shape: Any, w: Any, eps: float, p: float, seed: Any
-    ) -> Any:
-        return self.norm((x, y), shape, w, eps, p, seed, fixed=seed is not None)
-
-    def norm(
-        self, given: Any, shape: Any, w: Any, *rest: Any, fixed: bool = False
-    ) -> tuple[Tensor, ...]:
-        n = math.prod(shape)
-        lead = given[0].shape[: given[0].dim() - len(shape)]
-        rows, of_n = self.order(lead.numel(), fixed), self.order(n, fixed)
-        found = self.reference(
-            *(x.reshape(len(rows), n)[rows][:, of_n] for x in given),
-            *((n,), _at(w, of_n), *(_at(x, of_n) if _is_row(x, shape) else x for x in rest)),
-        )
-        found = found if isinstance(found, tuple) else (found,)
-        back = rows.argsort(), of_n.argsort()
-        return tuple(x[back[0]][:, back[1]].reshape(given[0].shape) for x in found)
-
-    def cross_entropy(self, x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
-        classes = self.order(x.shape[1])
-        target = _renamed(target, ignored, classes)
-        result: Tensor = self.reference(x[:, classes], target, -100, smoothing)
-        return result
-
-    def linear_cross_entropy(
-        self, x: Tensor, w: Tensor, b: Any, target: Tensor, ignored: int, smoothing: float
-    ) -> Tensor:
-        rows, of_k, classes = (self.order(n) for n in (*x.shape, w.shape[0]))
-        target = _renamed(target, ignored, classes)[rows]
-        losses: Tensor = self.reference(
-            *(x[rows][:, of_k], w[classes][:, of_k], _at(b, classes), target, -100, smoothing)
-        )
-        return losses[rows.argsort()]
-
-
-def _is_row(value: Any, shape: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tuple(shape)
-
-
-def _at(x: Tensor | None, order: Tensor) -> Tensor | None:
-    return None if x is None else x.reshape(-1)[order]
-
-
-def _renamed(target: Tensor, ignored: int, classes: Tensor) -> Tensor:
-    place = classes.argsort()[target.clamp(0, len(classes) - 1)]
-    return torch.where(target == ignored, -100, place)
 
 
 #: What passes beside the reference in its own order passes beside the worst of any others. They are
@@ -342,7 +234,7 @@ def gradient_truth(
         for name, true in truth.true.items():
             off = rounded[name] if loss else rounded[name].to(truth.expected[name].dtype)
             far = _far(off, true)
-            if loss and far < _size(true):
+            if loss and far < size_of(true):
                 continue
             if off.isfinite().all() and far > _far(truth.expected[name], true):
                 truth.expected[name] = off.to(truth.expected[name].dtype)
@@ -354,7 +246,7 @@ def gradient_truth(
 
 
 def _far(got: Tensor, true: Tensor) -> float:
-    return _size(got.double() - true)
+    return size_of(got.double() - true)
 
 
 class Wrong(AssertionError):  # noqa: N818 - a verdict, not a fault of the test
@@ -387,20 +279,20 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
     with torch.no_grad():
         results = reference(*wide)
     results = results if isinstance(results, tuple) else (results,)
-    pairs = list(zip(OPS[op].results, results, oracle(op, wide), strict=True))
+    defined = oracle(op, wide)
+    pairs = list(zip(OPS[op].results, results, defined, strict=True))
     # Where everything cancels (the loss of a certain target), fp64 has its own rounding: of some
     # hundreds of units where the slopes of scores of some hundreds do.
-    rounding = 4 * torch.finfo(torch.float64).eps * (1.0 + _norm_terms(op, arguments))
+    rounding = 4 * torch.finfo(torch.float64).eps * (1.0 + ROWS[op].terms(arguments, defined))
     if names:
         found = truth_of_gradients(op, wide, names, oracle=gradient_oracle)
         pairs += [(name, x, found.true[name]) for name, x in found.expected.items()]
-        largest = max((_size(x) for x in found.true.values()), default=0.0)
-        of_op = {"attention": _slope_terms, "linear_cross_entropy": _logit_terms}
-        terms = of_op[op](arguments) if op in of_op else 0.0
+        largest = max((size_of(x) for x in found.true.values()), default=0.0)
+        terms = ROWS[op].gradient_terms(arguments)
     for name, got, true in pairs:
         if got is None or true is None or true.numel() == 0:
             continue
-        size = _size(true)
+        size = size_of(true)
         if names and name in names:
             size = max(size, largest * torch.finfo(dtype).eps)
             rounding = (4 + 1000 * largest + 4 * terms) * torch.finfo(torch.float64).eps
@@ -412,52 +304,6 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
                 f"{op}: the reference in fp64 is not the definition: {name}: "
                 f"error {error.max().item():.3g}, limit {limit:.3g}"
             )
-
-
-def _norm_terms(op: str, arguments: tuple[Any, ...]) -> float:
-    """The largest |x| weight / sqrt(variance + eps) of a norm.
-
-    x - mean is a difference of such terms, and the rounding of the mean is as large as what is left
-    where the columns of a row are nearly equal.
-    """
-    if not op.endswith("_norm") or not arguments[0].numel():
-        return 0.0
-    named = OPS[op].named(arguments)
-    x = _defined(op, arguments)[0][1] if op.startswith("add_") else exact(arguments[0])
-    rows, weight = x.reshape(-1, math.prod(named["normalized_shape"])), named["weight"]
-    largest = 1.0 if weight is None else _size(weight.double())
-    square = (rows**2).mean(axis=1) if op.endswith("rms_norm") else rows.var(axis=1)
-    terms = np.abs(rows).max(axis=1) / np.sqrt(square + named["eps"]) * largest
-    return float(np.where(np.isfinite(terms), terms, 0.0).max())
-
-
-def _slope_terms(arguments: tuple[Any, ...]) -> float:
-    """The largest |scale| |K| sum(|dO| |V|), or with Q.
-
-    dQ is a sum of P (dO V - dO O) K: of differences of such terms, which vanish where keys are equal.
-    """
-    named = OPS["attention"].named(arguments)
-    query, key, value = (_size(named[name].double()) for name in ("query", "key", "value"))
-    shape = (*named["query"].shape[:-1], named["value"].shape[-1])
-    start = upstream(torch.empty(shape, dtype=named["query"].dtype), 0).double()
-    channels = named["query"].shape[-1]
-    scale = named["scale"]
-    scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else abs(scale)
-    slopes = value * _size(start.abs().sum(dim=-1))
-    return float(scale * max(query, key) * slopes)
-
-
-def _logit_terms(arguments: tuple[Any, ...]) -> float:
-    """The largest sums of |p - t| |W| over classes, of |p - t| |x| over rows.
-
-    Where logits are nearly equal and all of the target is smoothing, the differences nearly vanish.
-    """
-    x, weight = (_size(given.double()) for given in arguments[:2])
-    return max(2.0 * weight, len(arguments[0]) * x)
-
-
-def _size(x: Tensor) -> float:
-    return torch.where(x.isfinite(), x.abs(), 0.0).max().item() if x.numel() else 0.0
 
 
 def check_kernels(

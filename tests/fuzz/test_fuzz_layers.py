@@ -8,7 +8,7 @@ import math
 import os
 from typing import Any, NamedTuple
 
-import definitions
+import layer_definitions
 import pytest
 import torch
 from calls import DTYPES, Numbers
@@ -99,7 +99,7 @@ def layers(draw: Any, dtype: torch.dtype, decoding: bool = False) -> Drawn:
 
 
 def visible(drawn: Drawn, length: int) -> Any:
-    """The mask of self-attention as `definitions.attention` has it."""
+    """The mask of self-attention as `ops.attention` has it."""
     if drawn.padding is not None:
         return exact(~drawn.padding)[:, None, None, :length]
     if drawn.mask is None:
@@ -117,7 +117,7 @@ def defined(drawn: Drawn, x: Any, module: torch.nn.Module | None = None) -> tupl
         memory = exact(drawn.memory)
         if drawn.memory_padding is not None:
             seen = exact(~drawn.memory_padding)[:, None, None, :]
-    return definitions.layer(
+    return layer_definitions.layer(
         parameters, drawn.heads, drawn.activation, drawn.norm_first, 1e-5, x,
         visible(drawn, x.shape[1]), drawn.causal, memory, seen,
     )  # fmt: skip

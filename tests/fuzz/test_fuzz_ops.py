@@ -10,9 +10,10 @@ import os
 
 import pytest
 import torch
-from calls import DTYPES, STRATEGIES, Drawn
+from calls import DTYPES, Drawn
 from fuzz_checks import check_kernels, check_reference
 from hypothesis import Phase, given, settings
+from ops import ROWS
 
 from transformer_fast.specs import OPS
 
@@ -32,7 +33,7 @@ def share_of(op: str) -> int:
 def test_calls(op: str, dtype: torch.dtype) -> None:
     # Calls are not shrunk: it takes minutes, and the first one that fails tells as much.
     @settings(max_examples=share_of(op), derandomize=not MORE, phases=[Phase.generate])
-    @given(STRATEGIES[op](dtype))
+    @given(ROWS[op].drawn(dtype))
     def check_drawn(drawn: Drawn) -> None:
         check_reference(op, drawn.arguments, drawn.names)
         check_kernels(op, *drawn)

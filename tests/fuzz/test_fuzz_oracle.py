@@ -9,12 +9,15 @@ import definitions
 import numpy as np
 import pytest
 import torch
-from calls import STRATEGIES, Drawn, Numbers
+from calls import Drawn
 from fuzz_checks import Orders, Wrong, _defined, check_kernels, check_reference
 from hypothesis import HealthCheck, Phase, given, settings
+from ops import ROWS
+from ops.linear import activation
 
 from transformer_fast import dispatch
 from transformer_fast.specs import OPS
+from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import gradients
 from transformer_fast.testing.oracle import as_results
 
@@ -41,44 +44,15 @@ def test_philox_gives_the_known_words(key: Any, counter: Any, words: Any) -> Non
 
 
 def _call(op: str) -> tuple[Any, ...]:
-    numbers = Numbers(torch.float64, 7)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return numbers.normal(*shape)
-
-    seed = torch.tensor(12345678901234)
-    mask = normal(1, 2, 3, 5)
-    mask[0, 0, 1, 2] = -torch.inf
-    target = torch.tensor([1, 2, -100, 0])
-    return {
-        "layer_norm": (normal(4, 6), (6,), normal(6), normal(6), 1e-5),
-        "add_layer_norm": (
-            *(normal(4, 6), normal(4, 6), (6,), normal(6), normal(6), 1e-5, 0.3, seed),
-        ),
-        "rms_norm": (normal(4, 6), (6,), normal(6), 1e-5),
-        "add_rms_norm": (normal(4, 6), normal(4, 6), (6,), normal(6), 1e-5, 0.3, seed),
-        "attention": (
-            *(normal(2, 2, 3, 4), normal(2, 1, 5, 4), normal(2, 1, 5, 3), mask),
-            *(torch.tensor([4, 5]), False, None, 0.2, seed, True, True),
-        ),
-        "linear": (normal(4, 5), normal(3, 5), normal(3), "silu", normal(4, 3)),
-        "feed_forward": (
-            *(normal(4, 5), normal(6, 5), normal(6), normal(3, 6), normal(3), "gelu_tanh"),
-            *(0.3, seed),
-        ),
-        "cross_entropy": (normal(4, 5), target, -100, 0.1),
-        "linear_cross_entropy": (normal(4, 3), normal(5, 3), normal(5), target, -100, 0.1),
-    }[op]
+    return ROWS[op].small(Draw(torch.float64, "cpu", torch.Generator().manual_seed(7)))[-1]
 
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_slopes_of_activations(act: str) -> None:
     z = np.linspace(-6.0, 6.0, 50)  # 0 is not among them
     step = 1e-6
-    high, low = (definitions.activation(act, z + d)[0] for d in (step, -step))
-    np.testing.assert_allclose(
-        definitions.activation(act, z)[1], (high - low) / (2 * step), atol=1e-8
-    )
+    high, low = (activation(act, z + d)[0] for d in (step, -step))
+    np.testing.assert_allclose(activation(act, z)[1], (high - low) / (2 * step), atol=1e-8)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -124,7 +98,7 @@ def test_a_planted_bug_is_found(op: str, bug: str) -> None:
     wrong = dataclasses.replace(kernel, run=run)
 
     @settings(max_examples=40, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(STRATEGIES[op](torch.float32))
+    @given(ROWS[op].drawn(torch.float32))
     def check(drawn: Drawn) -> None:
         check_kernels(op, drawn.arguments, (), drawn.offset, [(wrong, None)])
 
@@ -154,7 +128,7 @@ def test_a_planted_bug_in_gradients_is_found(op: str) -> None:
     wrong = dataclasses.replace(kernel, run=run)
 
     @settings(max_examples=40, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(STRATEGIES[op](torch.float32))
+    @given(ROWS[op].drawn(torch.float32))
     def check(drawn: Drawn) -> None:
         check_kernels(op, *drawn, [(wrong, None)])
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import DEVICE
+from ops import ROWS
 
 import transformer_fast
 from transformer_fast import dispatch
@@ -113,25 +114,14 @@ def test_opcheck(calls, device):
         torch.library.opcheck(overload, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-CASES = {
-    "layer_norm": "three dimensions",
-    "add_layer_norm": "dropout",
-    "rms_norm": "three dimensions",
-    "add_rms_norm": "dropout",
-    "attention": "weights, mask, empty rows",
-    "linear": "silu, residual, no bias",
-    "feed_forward": "dropout",
-    "cross_entropy": "padding",
-    "linear_cross_entropy": "bias",
-}
+def sample(op: str, device: Any, generator: torch.Generator | None) -> tuple[Any, ...]:
+    return OPS[op].case(ROWS[op].sample).build(torch.float32, device, generator)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_graph_forward_and_backward(op, device):
     torch.compiler.reset()
-    arguments = (
-        OPS[op].case(CASES[op]).build(torch.float32, device, torch.Generator().manual_seed(0))
-    )
+    arguments = sample(op, device, torch.Generator().manual_seed(0))
     run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
 
     def total(*given: Any) -> torch.Tensor:
@@ -151,17 +141,11 @@ def test_one_graph_forward_and_backward(op, device):
 
 @pytest.mark.parametrize("op", OPS)
 def test_empty_calls_are_the_references(op, device):
-    arguments = list(OPS[op].case(CASES[op]).build(torch.float32, device, None))
-    arguments[0] = arguments[0][:0]
-    if op in ("attention", "add_layer_norm", "add_rms_norm"):
-        arguments[1] = arguments[1][:0]
-    if op == "attention":
-        arguments[2], arguments[3] = arguments[2][:0], arguments[3][:0]
-    if op == "linear":
-        arguments[4] = arguments[4][:0]
-    if op in ("cross_entropy", "linear_cross_entropy"):
-        place = OPS[op].arguments.index("target")
-        arguments[place] = arguments[place][:0]
+    arguments = sample(op, device, None)
+    rows = arguments[0].shape[0]
+    arguments = tuple(
+        x[:0] if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else x for x in arguments
+    )
     run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
     expected = OPS[op].reference(*arguments)
     for ours, theirs in zip(

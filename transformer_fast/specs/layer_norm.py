@@ -141,13 +141,18 @@ def _bench(rows: int, columns: int) -> Case:
     return case(f"{rows}x{columns}", _plain(rows, columns))
 
 
-def _add_bench(rows: int, columns: int, dropout_p: float = 0.0) -> Case:
+def _added(rows: int, columns: int, dropout_p: float = 0.0) -> Any:
     def build(draw: Draw) -> tuple[Any, ...]:
         x, shape, weight, bias, eps = _plain(rows, columns)(draw)
         seed = draw.seed() if dropout_p else None
         return x, draw.normal(rows, columns), shape, weight, bias, eps, dropout_p, seed
 
-    return case(f"{rows}x{columns}" + (f", dropout {dropout_p}" if dropout_p else ""), build)
+    return build
+
+
+def _add_bench(rows: int, columns: int, dropout_p: float = 0.0) -> Case:
+    name = f"{rows}x{columns}" + (f", dropout {dropout_p}" if dropout_p else "")
+    return case(name, _added(rows, columns, dropout_p))
 
 
 def _flops(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> float:

@@ -1,0 +1,472 @@
+"""What tests know of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from calls import (
+    LARGE,
+    LAYOUTS,
+    MIDDLE,
+    SMALL,
+    Draw,
+    Drawn,
+    Numbers,
+    kinds,
+    laid_out,
+    sizes,
+    valued,
+)
+from definitions import Array, Gradients, kept
+from hypothesis import strategies as st
+from torch import Tensor
+
+from transformer_fast import reference
+from transformer_fast.specs import OPS
+from transformer_fast.specs.attention_cases import _attention, arrange
+from transformer_fast.testing.gradients import upstream
+
+from .row import Row, size_of, some
+
+
+def attention_bug(bug: str):
+    def run(q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends):
+        def right(q=q, k=k, v=v, mask=mask, lengths=lengths, causal=causal, scale=scale):
+            return reference.attention(
+                q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends
+            )
+
+        if bug == "scale 1 / D":
+            return right(scale=1 / q.shape[-1])
+        if bug == "no scale":
+            return right(scale=1.0)
+        if bug == "scale off by 1e-4":
+            return right(scale=(1 + 1e-4) / math.sqrt(q.shape[-1]))
+        if bug == "last key dropped":
+            return right(k=k[:, :, :-1], v=v[:, :, :-1])
+        if bug == "flipped mask":
+            return right(mask=~mask)
+        if bug == "mask forgotten":
+            return right(mask=None)
+        if bug == "mask of the first head for all":
+            return right(mask=mask[:, :1])
+        if bug == "mask of the first batch element for all":
+            return right(mask=mask[:1])
+        if bug == "mask transposed":
+            return right(mask=mask.flip(-1))
+        if bug == "causal off by one, strict":
+            t, s = q.shape[-2], k.shape[-2]
+            return right(mask=torch.ones(1, 1, t, s, dtype=torch.bool).tril(-1), causal=False)
+        if bug == "causal off by one, lax":
+            t, s = q.shape[-2], k.shape[-2]
+            return right(mask=torch.ones(1, 1, t, s, dtype=torch.bool).tril(1), causal=False)
+        if bug == "causal at the lower right":
+            t, s = q.shape[-2], k.shape[-2]
+            return right(mask=torch.ones(1, 1, t, s, dtype=torch.bool).tril(s - t), causal=False)
+        if bug == "causal forgotten":
+            return right(causal=False)
+        if bug == "key lengths off by one":
+            return right(lengths=lengths - 1)
+        if bug == "key lengths forgotten":
+            return right(lengths=None)
+        if bug == "heads interleaved":
+            repeat = q.shape[1] // k.shape[1]
+            return right(k=k.repeat(1, repeat, 1, 1), v=v.repeat(1, repeat, 1, 1))
+        output, weights = right()
+        if bug == "row that sees nothing gets the mean":
+            nothing = (output == 0).all(dim=-1, keepdim=True)
+            output = torch.where(nothing, v.mean(dim=-2, keepdim=True), output)
+        if bug == "row that sees nothing gets NaN":
+            nothing = (output == 0).all(dim=-1, keepdim=True)
+            output = output.masked_fill(nothing, math.nan)
+        if bug == "one element of one head":
+            output = output.clone()
+            output[-1, -1, -1, -1] += 1e-5
+        if bug == "weights not normalised":
+            weights = weights * weights.shape[-1]
+        if bug == "weights left out":
+            weights = None
+        return output, weights
+
+    return run
+
+
+def defined(
+    q: Array, k: Array, v: Array, mask: Any, lengths: Any, causal: bool, scale: float | None,
+    p: float, seed: int | None, gqa: bool, need_weights: bool,
+    query_lengths: Any = None,
+) -> tuple[tuple[Array, Array | None], Callable[[Array, Array | None], Gradients]]:  # fmt: skip
+    """(output, weights after dropout); the function takes the gradients of both."""
+    batch, heads, queries, size = q.shape
+    keys, value_size = k.shape[2], v.shape[3]
+    group = heads // k.shape[1] if gqa and k.shape[1] else 1
+    if scale is None:
+        scale = 1.0 / math.sqrt(size) if size else 1.0
+    added = None
+    sees = np.ones((batch, heads, queries, keys), bool)
+    if mask is not None:
+        full = np.broadcast_to(mask, sees.shape)
+        if mask.dtype == bool:
+            sees &= full
+        else:
+            added = full
+            sees &= full != -np.inf
+    if causal:
+        sees &= np.arange(keys)[None, :] <= np.arange(queries)[:, None]
+    if lengths is not None:
+        sees &= np.arange(keys)[None, None, None, :] < lengths[:, None, None, None]
+    if query_lengths is not None:
+        sees &= np.arange(queries)[None, None, :, None] < query_lengths[:, None, None, None]
+    weights = np.zeros(sees.shape)
+    output = np.zeros((batch, heads, queries, value_size))
+    factor = kept(sees.shape, p, seed)
+    for b in range(batch):
+        for h in range(heads):
+            here = sees[b, h]
+            any_visible = here.any(axis=1, keepdims=True)
+            with np.errstate(invalid="ignore", over="ignore"):
+                s = (q[b, h] * scale) @ k[b, h // group].T
+                if added is not None:
+                    s = s + added[b, h]
+            s = np.where(here, s, -np.inf)
+            top = np.max(s, axis=1, keepdims=True, initial=-np.inf)
+            with np.errstate(invalid="ignore"):
+                e = np.where(here, np.exp(s - np.where(any_visible, top, 0.0)), 0.0)
+            total = e.sum(axis=1, keepdims=True)
+            weights[b, h] = e / np.where(any_visible, total, 1.0)
+            output[b, h] = _weighted(weights[b, h] * factor[b, h], v[b, h // group], here)
+
+    def back(
+        doutput: Array, dweights: Array | None,
+        rounded: tuple[Array, Array | None, Any, Callable[[Array], Array]] | None = None,
+    ) -> Gradients:  # fmt: skip
+        """``rounded``: results, and an order of the value's channels: the slopes and their weighted
+        mean are to be taken from these in fp32, as Dao et al. 2022 do. And what becomes of P and dS
+        as factors of matrix units.
+        """
+        dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+        ds = np.zeros(sees.shape)
+        for b in range(batch):
+            for h in range(heads):
+                g, here = h // group, sees[b, h]
+                clean_k = np.where(here.any(axis=0)[:, None], k[b, g], 0.0)
+                clean_v = np.where(here.any(axis=0)[:, None], v[b, g], 0.0)
+                dp = doutput[b, h] @ clean_v.T
+                if dweights is not None:
+                    dp = dp + dweights[b, h]
+                dp = dp * factor[b, h]
+                w = weights[b, h]
+                mean = (w * dp).sum(axis=1, keepdims=True)
+                if rounded is not None:
+                    dp, mean = _slopes(doutput[b, h], clean_v, rounded[0][b, h], rounded[2])
+                    if dweights is not None and rounded[1] is not None:
+                        dp = dp + dweights[b, h]
+                        mean = mean + (dweights[b, h] * rounded[1][b, h]).sum(axis=1, keepdims=True)
+                    dp = dp * factor[b, h]
+                ds[b, h] = w * (dp - mean)
+                dropped = w * factor[b, h]
+                if rounded is not None:
+                    ds[b, h], dropped = rounded[3](ds[b, h]), rounded[3](dropped)
+                clean_q = np.where(here.any(axis=1)[:, None], q[b, h], 0.0)
+                dq[b, h] = scale * ds[b, h] @ clean_k
+                dk[b, g] += scale * ds[b, h].T @ clean_q
+                dv[b, g] += dropped.T @ doutput[b, h]
+        dmask = None
+        if added is not None:
+            axes = tuple(i for i, n in enumerate(mask.shape) if n == 1)
+            dmask = ds.sum(axis=axes, keepdims=True)
+        return {"query": dq, "key": dk, "value": dv, "attn_mask": dmask}
+
+    return (output, weights * factor if need_weights else None), back
+
+
+def _slopes(doutput: Array, values: Array, output: Array, order: Any) -> tuple[Array, Array]:
+    """dO V^T and, for each row, dO O, summed up in fp32 in an order of their terms."""
+    do, v, o = (x[:, order].astype(np.float32) for x in (doutput, values, output))
+    return (do @ v.T).astype(np.float64), (do * o).sum(axis=1, keepdims=True).astype(np.float64)
+
+
+def _weighted(weights: Array, values: Array, sees: Any) -> Array:
+    """weights @ values, of each row over the values that it sees only."""
+    wild = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    result: Array = weights @ np.where(np.isfinite(values), values, 0.0)
+    for key in wild:
+        seen = sees[:, key]
+        bad = np.where(np.isfinite(values[key]), 0.0, values[key])
+        with np.errstate(invalid="ignore"):
+            result[seen] += weights[seen, key, None] * bad[None, :]
+    return result
+
+
+#: Shapes of masks over (B, H, T, S): which dimensions are not 1.
+MASK_SHAPES = ("BHTS", "TS", "BS", "BT", "HS", "HTS", "S", "B", "T", "BHS", "BTS")
+BOOL_MASKS = ("random", "dense", "sparse", "all", "nothing", "empty rows", "blocks")
+FLOAT_MASKS = ("normal", "hiding", "lowest", "zeros", "float of a bool", "large", "alibi", "rising")
+FLOAT_MASKS += ("steep",)
+
+
+def mask_of(numbers: Numbers, kind: str, shape: str, b: int, h: int, t: int, s: int) -> Tensor:
+    full = dict(zip("BHTS", (b, h, t, s), strict=True))
+    size = tuple(full[d] if d in shape else 1 for d in "BHTS")
+    if kind in BOOL_MASKS:
+        chances = {"random": 0.5, "dense": 0.9, "sparse": 0.05, "all": 1.1, "nothing": -1.0}
+        mask = numbers.bools(*size, true=chances.get(kind, 0.6))
+        if kind == "empty rows":
+            mask = mask & numbers.bools(size[0], size[1], size[2], 1, true=0.7)
+        if kind == "blocks":
+            left = numbers.bools(size[0], size[1], -(-size[2] // 16), -(-size[3] // 64), true=0.4)
+            left = left.repeat_interleave(16, 2).repeat_interleave(64, 3)
+            mask = left[:, :, : size[2], : size[3]].contiguous()
+        return mask
+    if kind in ("alibi", "rising", "steep"):
+        slopes = 2.0 ** -torch.arange(1, size[1] + 1, dtype=torch.float64)
+        far = torch.arange(size[3])[None, :] - torch.arange(size[2])[:, None]
+        sign = {"alibi": -1.0, "rising": 1.0, "steep": 4.0}[kind]
+        bias = sign * slopes[None, :, None, None] * far.abs().double()[None, None]
+        return bias.expand(size).to(numbers.dtype).clone()
+    if kind == "zeros":
+        return torch.zeros(size, dtype=numbers.dtype)
+    mask = numbers.normal(*size, scale=100.0 if kind == "large" else 1.0)
+    if kind == "hiding":
+        return torch.where(numbers.bools(*size, true=0.4), -math.inf, mask)
+    if kind == "lowest":
+        return torch.where(numbers.bools(*size, true=0.4), torch.finfo(numbers.dtype).min, mask)
+    if kind == "float of a bool":
+        return torch.where(numbers.bools(*size, true=0.4), -math.inf, torch.zeros_like(mask))
+    return mask
+
+
+SCORES = {
+    "normal": 5, "equal keys": 1, "zero queries": 1, "small": 1, "std 30": 1, "std 100": 1,
+    "std 300": 1, "rising keys": 1, "denormal": 1, "one far key": 1,
+}  # fmt: skip
+
+
+@st.composite
+def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
+    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    t = draw(sizes(SMALL, MIDDLE, (0, 1, 4, 5, 127, 129, 257)))
+    s = draw(sizes(SMALL, MIDDLE, LARGE, (0, 1)))
+    d = draw(
+        sizes((1, 2, 3, 7, 8, 16, 17), (24, 31, 32, 33, 48, 64, 64, 64), (0, 65, 80, 128, 131))
+    )
+    dv = d if draw(st.integers(0, 3)) else draw(sizes((1, 3, 8, 16, 31), (33, 64, 0)))
+    b, kv_heads, group = draw(
+        st.sampled_from(
+            [
+                (1, 1, 1),
+                (1, 2, 1),
+                (2, 2, 1),
+                (3, 1, 1),
+                (2, 1, 3),
+                (1, 2, 2),
+                (2, 3, 1),
+                (0, 2, 1),
+                (2, 0, 1),
+                (1, 1, 8),
+            ]
+        )
+    )
+    h = kv_heads * group
+    work = max(1, b * h * t * s * (d + dv))
+    if work > 1_000_000:
+        t = max(1, min(t, 1_000_000 // max(1, b * h * s * (d + dv))))
+    kind = draw(kinds(SCORES))
+    values = draw(kinds({"normal": 5, "small": 1, "large": 1, "far": 1, "equal rows": 1}))
+    scale = draw(st.sampled_from((None, None, None, 0.3, 0.0, -0.5)))
+    q, k = numbers.normal(b, h, t, d), numbers.normal(b, kv_heads, s, d)
+    v = valued(numbers, values, b, kv_heads, s, dv)
+    if kind.startswith("std"):
+        q = q * float(kind[4:])
+    elif kind == "rising keys":
+        # Scores grow along the keys, so that the first block of them has the smallest.
+        direction = numbers.normal(d)
+        slope = numbers.one_of(0.1, 0.5, 1.0)
+        steps = (torch.arange(s, dtype=torch.float64) * slope / max(1, d) ** 0.5)[:, None]
+        k = (k.double() * 0.1 + steps * direction.double().sign()).to(dtype)
+        q = (q.double() * 0.1 + direction.double().sign()).to(dtype)
+    elif kind == "equal keys":
+        k = k[:, :, :1].expand(k.shape).clone()
+    elif kind == "zero queries":
+        q = torch.zeros_like(q)
+    elif kind == "small":
+        q, k = q * 1e-3, k * 1e-3
+    elif kind == "denormal":
+        k = valued(numbers, "denormal", *k.shape)
+    elif kind == "one far key" and s:
+        k[:, :, int(numbers.integers(end=s))] *= 50.0
+    mask = None
+    if draw(st.integers(0, 2)):
+        form = draw(st.sampled_from(MASK_SHAPES))
+        forms = draw(st.sampled_from(BOOL_MASKS + FLOAT_MASKS))
+        mask = mask_of(numbers, forms, form, b, h, t, s)
+        if draw(st.integers(0, 3)) == 0:
+            mask = mask.expand(b, h, t, s)
+        elif draw(st.booleans()):
+            mask = laid_out(mask, draw(st.sampled_from(("transposed", "flipped", "contiguous"))))
+        if mask.dtype != torch.bool and draw(st.integers(0, 5)) == 0:
+            mask = mask.float()
+    causal = draw(st.integers(0, 2)) == 2
+    lengths = None
+    if draw(st.integers(0, 3)) == 3:
+        lengths = numbers.integers(b, end=s + 1)
+        lengths = lengths.to(draw(st.sampled_from((torch.int64, torch.int32))))
+    p = draw(st.sampled_from((0.0, 0.0, 0.0, 0.1, 0.5, 1.0)))
+    seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
+    weights = draw(st.integers(0, 2)) == 2
+    if lengths is not None and draw(st.booleans()) and k.numel() and v.numel():
+        # Garbage behind the real keys.
+        beyond = (torch.arange(s) >= lengths[:, None])[:, None, :, None]
+        k = torch.where(beyond, numbers.one_of(math.nan, math.inf), k)
+        v = torch.where(beyond, numbers.one_of(math.nan, -math.inf), v)
+    q, k, v = (laid_out(x, draw(kinds(LAYOUTS))) for x in (q, k, v))
+    if b > 1 and draw(st.integers(0, 7)) == 7:
+        k, v = (x[:1].expand(x.shape) for x in (k, v))
+        lengths = None
+        if not bool(torch.isfinite(k).all() and torch.isfinite(v).all()):
+            k, v = numbers.normal(*k.shape), numbers.normal(*v.shape)
+    names: tuple[str, ...] = ()
+    if draw(st.booleans()) and min(q.numel(), k.numel(), v.numel()) > 0:
+        names = ("query", "key", "value")
+        # A mask in fp32 over half types has the gradient of scores that are no more exact than they.
+        # What is added to all of a row's scores changes nothing: its gradient is 0, and what comes
+        # out is the rounding of terms as large as the values, of which no other gradient tells.
+        if mask is not None and mask.dtype == dtype and draw(st.booleans()) and mask.shape[-1] > 1:
+            names = (*names, "attn_mask")
+    gqa = group > 1
+    query_lengths = numbers.integers(b, end=t + 1) if draw(st.integers(0, 5)) == 5 else None
+    given = (q, k, v, mask, lengths, causal, scale, p, seed, gqa, weights, query_lengths)
+    return Drawn(given, names, draw(st.integers(0, 3)))
+
+
+def _in_order(
+    orders: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, lengths: Any, causal: bool,
+    scale: Any, p: float, seed: Any, *rest: Any,
+) -> Any:  # fmt: skip
+    of_scores, of_values = orders.order(q.shape[-1]), orders.order(v.shape[-1])
+    if orders.seed % 2 and q.dtype == torch.float32 and q.shape[-1]:
+        # Some scale queries, some scores; neither is exact.
+        q, scale = q * (q.shape[-1] ** -0.5 if scale is None else scale), 1.0
+    places = lengths is not None or causal or seed is not None
+    of_keys = orders.order(k.shape[-2], fixed=places)
+    if mask is not None and mask.dim() and mask.shape[-1] > 1:
+        mask = mask[..., of_keys]
+    output, weights = orders.reference(
+        q[..., of_scores], k[..., of_keys, :][..., of_scores], v[..., of_keys, :][..., of_values],
+        mask, lengths, causal, scale, p, seed, *rest,
+    )  # fmt: skip
+    if weights is not None:
+        weights = weights[..., of_keys.argsort()]
+    return output[..., of_values.argsort()], weights
+
+
+def _slope_terms(arguments: tuple[Any, ...]) -> float:
+    """The largest |scale| |K| sum(|dO| |V|), or with Q.
+
+    dQ is a sum of P (dO V - dO O) K: of differences of such terms, which vanish where keys are equal.
+    """
+    named = OPS["attention"].named(arguments)
+    query, key, value = (size_of(named[name].double()) for name in ("query", "key", "value"))
+    shape = (*named["query"].shape[:-1], named["value"].shape[-1])
+    start = upstream(torch.empty(shape, dtype=named["query"].dtype), 0).double()
+    channels = named["query"].shape[-1]
+    scale = named["scale"]
+    scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else abs(scale)
+    slopes = value * size_of(start.abs().sum(dim=-1))
+    return float(scale * max(query, key) * slopes)
+
+
+def _small(draw: Any) -> list[tuple[Any, ...]]:
+    qkv = draw.normal(2, 2, 3, 2), draw.normal(2, 2, 4, 2), draw.normal(2, 2, 4, 3)
+    mask = draw.bools(2, 1, 3, 4, true=0.6)
+    mask[0, 0, 1] = False  # a row that sees nothing
+    hiding = draw.normal(1, 2, 3, 4)
+    hiding[0, 0, 1, 2] = -math.inf
+    options: Any = {"scale": -0.7, "dropout_p": 0.3, "seed": draw.seed()}
+    grouped = (x[:, :1] for x in qkv[1:])
+    return [
+        arrange(*qkv, weights=True),
+        arrange(*qkv, mask=mask, weights=True),
+        arrange(*qkv, mask=draw.normal(1, 2, 3, 4), causal=True),
+        arrange(*qkv, lengths=torch.tensor([3, 0]), **options),
+        _attention(1, 4, 3, 3, 2, key_heads=2)(draw),
+        arrange(
+            qkv[0], *grouped, mask=hiding, lengths=torch.tensor([4, 3]), gqa=True, weights=True,
+            dropout_p=0.2, seed=draw.seed(),
+        ),
+    ]  # fmt: skip
+
+
+def _large(draw: Any, heads: int = 5, queries: int = 900) -> list[tuple[Any, ...]]:
+    return [
+        _attention(1, 1, queries, 530, 24)(draw),
+        _attention(1, 1, queries, 530, 24, causal=True)(draw),
+        _attention(1, heads, 130, 300, 24)(draw),
+        _attention(1, 7, 1, 700, 24)(draw),
+    ]
+
+
+def _swept(
+    draw: Any, heads: int, queries: int, keys: int, size: int, value_size: int, **rest: Any
+) -> tuple[Any, ...]:
+    return _attention(1, heads, queries, keys, size, value_size=value_size, **rest)(draw)
+
+
+ROWS = {
+    "attention": Row(
+        planted=attention_bug,
+        bugs={
+            "scale 1 / D": "plain",
+            "no scale": "plain",
+            "scale off by 1e-4": "plain",
+            "last key dropped": "plain",
+            "flipped mask": "bool mask (B,H,T,S)",
+            "mask forgotten": "float mask, distance",
+            "mask of the first head for all": "float mask, distance",
+            "mask of the first batch element for all": "bool mask (B,H,T,S)",
+            "mask transposed": "bool mask (T,S)",
+            "causal off by one, strict": "causal",
+            "causal off by one, lax": "causal",
+            "causal at the lower right": "causal, more keys",
+            "causal forgotten": "causal",
+            "key lengths off by one": "key lengths",
+            "key lengths forgotten": "key lengths",
+            "heads interleaved": "fewer key heads",
+            "row that sees nothing gets the mean": "bool mask, empty rows",
+            "row that sees nothing gets NaN": "bool mask, empty rows",
+            "one element of one head": "plain",
+            "weights not normalised": "weights",
+            "weights left out": "weights",
+        },
+        sweeps={
+            "queries": lambda draw, n: _swept(draw, 2, n, 21, 9, some(n)),
+            "keys": lambda draw, n: _swept(draw, 2, 15, n, 9, 11),
+            "keys, causal": lambda draw, n: _swept(draw, 2, 15, n, 9, 11, causal=True),
+            "head size": lambda draw, n: _swept(draw, 2, 15, 21, n, 11),
+            "value size": lambda draw, n: _swept(draw, 2, some(n), 21, 9, n),
+            "queries and keys, causal": lambda draw, n: _swept(
+                draw, 1, n, n, 9, some(n), causal=True
+            ),
+            "keys, weights": lambda draw, n: _swept(draw, 2, 15, n, 9, 11, weights=True),
+            "key lengths": lambda draw, n: _swept(
+                draw, 2, 15, 521, 9, 11, lengths=lambda *_: torch.tensor([n])
+            ),
+            "key mask": lambda draw, n: _swept(
+                draw, 2, 15, n, 9, 11, mask=lambda *_: draw.bools(1, 1, 1, n, true=0.7)
+            ),
+        },
+        small=_small,
+        large=_large,
+        drawn=_drawn,
+        defined=defined,
+        in_order=_in_order,
+        sample="weights, mask, empty rows",
+        # NaN takes the long way, query by query, and a block of queries fills all it keeps.
+        filling=lambda draw: _large(draw, 2, 150),
+        gradient_terms=_slope_terms,
+    )
+}

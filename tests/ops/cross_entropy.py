@@ -1,0 +1,241 @@
+"""What tests know of cross_entropy and linear_cross_entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from calls import (
+    LARGE,
+    LAYOUTS,
+    MIDDLE,
+    SMALL,
+    VALUES,
+    Draw,
+    Drawn,
+    Numbers,
+    kinds,
+    laid_out,
+    sizes,
+    valued,
+)
+from definitions import Array, Gradients
+from hypothesis import strategies as st
+from torch import Tensor
+
+from transformer_fast import reference
+from transformer_fast.specs.cross_entropy import _linear_loss, _loss
+
+from . import linear
+from .row import Row, at, size_of
+
+
+def cross_entropy_bug(bug: str):
+    def run(x, target, ignored, smoothing):
+        if bug == "smoothing forgotten":
+            smoothing = 0.0
+        if bug == "smoothing over the other classes":
+            smoothing = smoothing * x.shape[1] / (x.shape[1] - 1)
+        if bug == "padding counts":
+            target = target.masked_fill(target == ignored, 0)
+        if bug == "next class":
+            target = torch.where(target == ignored, target, (target + 1) % x.shape[1])
+        if bug == "last class left out":
+            x = torch.cat((x[:, :-1], torch.full_like(x[:, :1], -1e4)), dim=1)
+        if bug == "1e-4":
+            return reference.cross_entropy(x, target, ignored, smoothing) * (1 + 1e-4)
+        return reference.cross_entropy(x, target, ignored, smoothing)
+
+    return run
+
+
+def linear_cross_entropy_bug(bug: str):
+    def run(x, weight, bias, target, ignored, smoothing):
+        if bug == "no bias":
+            bias = None
+        if bug == "padding counts":
+            target = target.masked_fill(target == ignored, 0)
+        if bug == "second part of the classes left out":
+            weight, bias = weight[:4096], bias[:4096]
+            target = target.clamp(max=4095)
+        return reference.linear_cross_entropy(x, weight, bias, target, ignored, smoothing)
+
+    return run
+
+
+def _defined(
+    x: Array, target: Any, ignored: int, smoothing: float
+) -> tuple[Array, Callable[..., Gradients]]:
+    """The function takes the losses' gradient, and a unit by which log p, and p, may be off."""
+    rows, classes = x.shape
+    losses, probable = np.zeros(rows), np.full((rows, classes), -np.inf)
+    wanted = np.zeros((rows, classes))
+    for row in range(rows):
+        if target[row] == ignored:
+            continue
+        line, place = x[row], int(target[row])
+        with np.errstate(invalid="ignore"):
+            top = line.max()
+            log_p = line - top - np.log(np.exp(line - top).sum())
+            losses[row] = -log_p[place]
+            if smoothing:
+                losses[row] = (1 - smoothing) * -log_p[place] - smoothing * log_p.mean()
+            probable[row], wanted[row] = log_p, smoothing / classes
+        wanted[row, place] += 1 - smoothing
+
+    def back(dl: Array, unit: float = 0.0) -> Gradients:
+        p = np.exp(probable)
+        with np.errstate(invalid="ignore"):
+            off = np.where(p > 0.0, p * unit * np.maximum(1.0, -probable), 0.0)
+        return {"input": (p + off - wanted) * dl[:, None]}
+
+    return losses, back
+
+
+def _linear_defined(
+    x: Array, weight: Array, bias: Array | None, target: Any, ignored: int, smoothing: float
+) -> tuple[Array, Callable[[Array], Gradients]]:
+    logits, back_of_linear = linear.defined(x, weight, bias)
+    losses, back_of_loss = _defined(logits, target, ignored, smoothing)
+
+    def back(dl: Array, unit: float = 0.0) -> Gradients:
+        return back_of_linear(back_of_loss(dl, unit)["input"])  # type: ignore[arg-type]
+
+    return losses, back
+
+
+@st.composite
+def _drawn(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
+    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    rows = draw(sizes((0, *SMALL), (31, 33, 64, 100)))
+    classes = draw(sizes(SMALL, MIDDLE, LARGE, (1000, 1025)))
+    ignored = draw(st.sampled_from((-100, 0, 1)))
+    smoothing = draw(st.sampled_from((0.0, 0.0, 0.1, 1.0)))
+    target = numbers.integers(rows, end=classes)
+    if draw(st.booleans()):
+        target = torch.where(numbers.bools(rows, true=0.3), ignored, target)
+    grads = draw(st.booleans()) and rows > 0
+    kind = draw(kinds({**VALUES, "scores": 3, "hidden": 1}))
+    if with_linear:
+        k = draw(sizes(SMALL, MIDDLE))
+        x = valued(numbers, kind if kind in VALUES and kind != "large" else "normal", rows, k)
+        weight = numbers.normal(classes, k, scale=draw(st.sampled_from((0.2, 1.0, 3.0))))
+        bias = numbers.normal(classes) if draw(st.booleans()) else None
+        x, weight = laid_out(x, draw(kinds(LAYOUTS))), laid_out(weight, draw(kinds(LAYOUTS)))
+        given: tuple[Any, ...] = (x, weight, bias, target, ignored, smoothing)
+        return Drawn(given, ("input", "weight", "bias") if grads else (), draw(st.integers(0, 3)))
+    if kind == "scores":
+        x = numbers.normal(rows, classes, scale=draw(st.sampled_from((30.0, 100.0, 300.0, 5e3))))
+    elif kind == "hidden":
+        # Some classes are impossible; the target never is.
+        x = numbers.normal(rows, classes)
+        x = torch.where(numbers.bools(rows, classes, true=0.3), -math.inf, x)
+        real = target.clamp(0, classes - 1)
+        x.scatter_(1, real[:, None], 0.5)
+        smoothing = 0.0
+    else:
+        x = valued(numbers, kind, rows, classes)
+    if draw(st.booleans()) and rows:
+        x = torch.where((target == ignored)[:, None], numbers.one_of(math.nan, math.inf), x)
+    x = laid_out(x, draw(kinds(LAYOUTS)))
+    if x.stride()[-1:] == (0,):
+        x = x.contiguous()
+    given = (x, target, ignored, smoothing)
+    return Drawn(given, ("input",) if grads else (), draw(st.integers(0, 3)))
+
+
+def _in_order(orders: Any, x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+    classes = orders.order(x.shape[1])
+    target = _renamed(target, ignored, classes)
+    result: Tensor = orders.reference(x[:, classes], target, -100, smoothing)
+    return result
+
+
+def _linear_in_order(
+    orders: Any, x: Tensor, w: Tensor, b: Any, target: Tensor, ignored: int, smoothing: float
+) -> Tensor:
+    rows, of_k, classes = (orders.order(n) for n in (*x.shape, w.shape[0]))
+    target = _renamed(target, ignored, classes)[rows]
+    losses: Tensor = orders.reference(
+        *(x[rows][:, of_k], w[classes][:, of_k], at(b, classes), target, -100, smoothing)
+    )
+    return losses[rows.argsort()]
+
+
+def _renamed(target: Tensor, ignored: int, classes: Tensor) -> Tensor:
+    place = classes.argsort()[target.clamp(0, len(classes) - 1)]
+    return torch.where(target == ignored, -100, place)
+
+
+def _logit_terms(arguments: tuple[Any, ...]) -> float:
+    """The largest sums of |p - t| |W| over classes, of |p - t| |x| over rows.
+
+    Where logits are nearly equal and all of the target is smoothing, the differences nearly vanish.
+    """
+    x, weight = (size_of(given.double()) for given in arguments[:2])
+    return max(2.0 * weight, len(arguments[0]) * x)
+
+
+def _swept(draw: Any, rows: int, classes: int) -> tuple[Any, ...]:
+    return draw.normal(rows, classes), draw.integers(rows, end=classes), 1, 0.1
+
+
+def _small(draw: Any) -> list[tuple[Any, ...]]:
+    return [(draw.normal(3, 4), torch.tensor([2, 1, 3]), 1, s) for s in (0.0, 0.2)]
+
+
+def _linear_small(draw: Any) -> list[tuple[Any, ...]]:
+    made = [_linear_loss(3, 2, 4, bias=bias)(draw) for bias in (False, True)]
+    return [(*tensors[:3], torch.tensor([2, 1, 3]), 1, 0.2) for tensors in made]
+
+
+def _large(draw: Any) -> list[tuple[Any, ...]]:
+    return [_linear_loss(n, 90, 130, bias=False, smoothing=0.0)(draw) for n in (40, 700)]
+
+
+ROWS = {
+    "cross_entropy": Row(
+        planted=cross_entropy_bug,
+        bugs={
+            "smoothing forgotten": "smoothing",
+            "smoothing over the other classes": "smoothing",
+            "padding counts": "padding",
+            "next class": "plain",
+            "last class left out": "smoothing",
+            "1e-4": "plain",
+        },
+        sweeps={
+            "classes": lambda draw, n: _swept(draw, 300, n + 1),
+            "rows": lambda draw, n: _swept(draw, n, 37),
+        },
+        small=_small,
+        large=lambda draw: [_loss(700, 130, smoothing=0.1, ignored=0.2)(draw)],
+        drawn=lambda dtype: _drawn(dtype, False),
+        defined=_defined,
+        in_order=_in_order,
+        sample="padding",
+    ),
+    "linear_cross_entropy": Row(
+        planted=linear_cross_entropy_bug,
+        bugs={
+            "no bias": "bias",
+            "padding counts": "primes",
+            "second part of the classes left out": "more classes than one part",
+        },
+        sweeps={
+            "inputs": lambda draw, n: _linear_loss(300, n, 35)(draw),
+            "classes": lambda draw, n: _linear_loss(300, 18, n + 1)(draw),
+            "rows": lambda draw, n: _linear_loss(n, 18, 35)(draw),
+        },
+        small=_linear_small,
+        large=_large,
+        drawn=lambda dtype: _drawn(dtype, True),
+        defined=_linear_defined,
+        in_order=_linear_in_order,
+        sample="bias",
+        gradient_terms=_logit_terms,
+    ),
+}

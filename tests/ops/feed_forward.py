@@ -1,0 +1,157 @@
+"""What tests know of feed_forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from calls import (
+    ACTIVATIONS,
+    KINK,
+    LAYOUTS,
+    MIDDLE,
+    SMALL,
+    VALUES,
+    Draw,
+    Drawn,
+    Numbers,
+    exact,
+    kinds,
+    laid_out,
+    leading,
+    sizes,
+    valued,
+)
+from definitions import Array, Gradients, kept
+from hypothesis import strategies as st
+from torch import Tensor
+
+from transformer_fast import reference
+from transformer_fast.specs.feed_forward import _feed_forward
+
+from . import linear
+from .linear import near_a_kink
+from .row import Row, some
+
+
+def feed_forward_bug(bug: str):
+    def run(x, w1, b1, w2, b2, activation, p, seed):
+        if bug == "missing first bias":
+            b1 = None
+        if bug == "missing second bias":
+            b2 = None
+        if bug == "no activation":
+            activation = lambda hidden: hidden  # noqa: E731
+        if bug == "gelu by tanh":
+            activation = "gelu_tanh"
+        if bug == "last hidden value dropped":
+            w1, b1, w2 = w1[:-1], b1[:-1], w2[:, :-1]
+        if bug == "dropout on the result":
+            y = reference.feed_forward(x, w1, b1, w2, b2, activation, 0.0, None)
+            return reference.dropout(y, p, seed)
+        if bug == "dropout forgotten":
+            p = 0.0
+        return reference.feed_forward(x, w1, b1, w2, b2, activation, p, seed)
+
+    return run
+
+
+def defined(
+    x: Array, weight1: Array, bias1: Array | None, weight2: Array, bias2: Array | None,
+    act: str, p: float, seed: int | None,
+) -> tuple[Array, Callable[[Array], Gradients]]:  # fmt: skip
+    hidden, back1 = linear.defined(x, weight1, bias1, act)
+    factor = kept(hidden.shape, p, seed)
+    y, back2 = linear.defined(hidden * factor, weight2, bias2)
+
+    def back(dy: Array) -> Gradients:
+        second = back2(dy)
+        first = back1(second["input"] * factor)
+        return {
+            "input": first["input"],
+            "weight1": first["weight"],
+            "bias1": first["bias"],
+            "weight2": second["weight"],
+            "bias2": second["bias"],
+        }
+
+    return y, back
+
+
+@st.composite
+def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
+    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    m = draw(sizes(SMALL, MIDDLE, (0, 127, 129)))
+    f = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257)))
+    out = m if draw(st.booleans()) else draw(sizes(SMALL, MIDDLE))
+    lead = leading(draw, 2_000_000 // max(1, f * (m + out)))
+    x = valued(numbers, draw(kinds(VALUES)), *lead, m)
+    weight1 = numbers.normal(f, m, scale=1.0 / math.sqrt(max(1, m)))
+    weight2 = numbers.normal(out, f, scale=1.0 / math.sqrt(max(1, f)))
+    bias1 = numbers.normal(f) if draw(st.booleans()) else None
+    bias2 = numbers.normal(out) if draw(st.booleans()) else None
+    act = draw(st.sampled_from(ACTIVATIONS[1:]))
+    p = draw(st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)))
+    seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
+    grads = draw(st.booleans()) and x.numel() > 0 and f > 0
+    if grads and act == "relu":
+        grads = not near_a_kink(exact(x), exact(weight1), exact(bias1), KINK)
+    x = laid_out(x, draw(kinds(LAYOUTS)))
+    weight1, weight2 = (
+        laid_out(weight1, draw(kinds(LAYOUTS))),
+        laid_out(weight2, draw(kinds(LAYOUTS))),
+    )
+    names = ("input", "weight1", "bias1", "weight2", "bias2") if grads else ()
+    return Drawn((x, weight1, bias1, weight2, bias2, act, p, seed), names, draw(st.integers(0, 3)))
+
+
+def _in_order(
+    orders: Any, x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, act: str, p: float, seed: Any
+) -> Tensor:
+    hidden = linear.in_order(orders, x, w1, b1, act, None)
+    return linear.in_order(orders, reference.dropout(hidden, p, seed), w2, b2, None, None)
+
+
+def _small(draw: Any) -> list[tuple[Any, ...]]:
+    kinds = (("relu", 0.0), ("gelu", 0.3), ("gelu_tanh", 0.0), ("silu", 0.5))
+    return [_feed_forward((3,), 2, 4, activation=name, dropout_p=p)(draw) for name, p in kinds]
+
+
+# From some 60 rows on one thread takes them in blocks, several do so from as many times that.
+def _large(draw: Any) -> list[tuple[Any, ...]]:
+    rows = (1, 40, 60, 100, 170, 500)
+    return [_feed_forward((n,), 90, 300, activation="gelu")(draw) for n in rows]
+
+
+def _swept(draw: Any, rows: int, model: int, hidden: int, out: int) -> tuple[Any, ...]:
+    return _feed_forward((rows,), model, hidden, outputs=out)(draw)
+
+
+ROWS = {
+    "feed_forward": Row(
+        planted=feed_forward_bug,
+        bugs={
+            "missing first bias": "relu",
+            "missing second bias": "relu",
+            "no activation": "relu",
+            "gelu by tanh": "gelu",
+            "last hidden value dropped": "primes",
+            "dropout on the result": "dropout",
+            "dropout forgotten": "dropout",
+        },
+        sweeps={
+            "rows": lambda draw, n: _swept(draw, n, 18, 35, some(n)),
+            "model size": lambda draw, n: _swept(draw, 9, n, 35, 34),
+            "hidden size": lambda draw, n: _swept(draw, 9, 18, n, 34),
+            "outputs": lambda draw, n: _swept(draw, some(n), 18, 35, n),
+        },
+        small=_small,
+        large=_large,
+        drawn=_drawn,
+        defined=defined,
+        in_order=_in_order,
+        sample="dropout",
+    )
+}

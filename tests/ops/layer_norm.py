@@ -1,0 +1,347 @@
+"""What tests know of the norms, alone and behind a residual connection."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from calls import (
+    DENORMAL,
+    LARGE,
+    LAYOUTS,
+    MIDDLE,
+    SMALL,
+    VALUES,
+    Draw,
+    Drawn,
+    Numbers,
+    exact,
+    kinds,
+    laid_out,
+    leading,
+    sizes,
+    valued,
+)
+from definitions import Array, Gradients, kept
+from hypothesis import strategies as st
+from torch import Tensor
+
+from transformer_fast import reference
+from transformer_fast.specs import OPS
+from transformer_fast.specs.layer_norm import _added, _plain, _without_bias
+
+from .row import Row, at, size_of, some
+
+
+def layer_norm_bug(bug: str):
+    def run(x, shape, weight, bias, eps):
+        dims = tuple(range(-len(shape), 0))
+        x = x.clone()
+        if bug == "tail column dropped from the statistics":
+            mean = x[..., :-1].mean(dim=dims, keepdim=True)
+        else:
+            mean = x.mean(dim=dims, keepdim=True)
+        centred = x - mean
+        variance = (centred * centred).mean(dim=dims, keepdim=True)
+        if bug == "variance by E[x^2] - E[x]^2":
+            variance = (x * x).mean(dim=dims, keepdim=True) - mean * mean
+        if bug == "unbiased variance":
+            variance = x.var(dim=dims, keepdim=True)
+        if bug == "eps outside the root":
+            y = centred / (variance.sqrt() + eps)
+        elif bug == "no eps":
+            y = centred * torch.rsqrt(variance)
+        elif bug == "reciprocal root to 12 bits":
+            y = centred * torch.rsqrt(variance + eps) * (1 + 2.0**-13)
+        else:
+            y = centred * torch.rsqrt(variance + eps)
+        if bug == "weight + 1":
+            weight = weight + 1
+        if weight is not None and bug != "missing weight":
+            y = y * weight
+        if bias is not None and bug != "missing bias":
+            y = y + bias
+        if bug == "last row not written":
+            y[-1] = math.nan
+        if bug == "last column zero":
+            y[..., -1] = 0
+        return y.to(x.dtype)
+
+    return run
+
+
+def add_layer_norm_bug(bug: str):
+    def run(x, residual, shape, weight, bias, eps, p, seed):
+        y, total = reference.add_layer_norm(x, residual, shape, weight, bias, eps, p, seed)
+        if bug == "sum is the input":
+            total = x
+        if bug == "norm of the input alone":
+            y = reference.layer_norm(x, shape, weight, bias, eps)
+        if bug == "dropout on the sum":
+            total = reference.dropout(residual + x, p, seed)
+        if bug == "dropout not rescaled":
+            total = residual + reference.dropout(x, p, seed) * (1 - p)
+        if bug == "another seed":
+            y, total = reference.add_layer_norm(x, residual, shape, weight, bias, eps, p, seed + 1)
+        return y, total
+
+    return run
+
+
+def rms_norm_bug(bug: str):
+    def run(x, shape, weight, eps):
+        if bug == "the mean is subtracted":
+            x = x - x.mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
+        if bug == "no eps":
+            eps = 0.0
+        if bug == "sum of squares":
+            return reference.rms_norm(x, shape, weight, eps) / math.prod(shape) ** 0.5
+        if bug == "missing weight":
+            weight = None
+        return reference.rms_norm(x, shape, weight, eps)
+
+    return run
+
+
+def add_rms_norm_bug(bug: str):
+    def run(x, residual, shape, weight, eps, p, seed):
+        y, total = reference.add_rms_norm(x, residual, shape, weight, eps, p, seed)
+        if bug == "norm of the input alone":
+            y = reference.rms_norm(x, shape, weight, eps)
+        if bug == "dropout on the sum":
+            total = reference.dropout(residual + x, p, seed)
+        return y, total
+
+    return run
+
+
+def defined(
+    x: Array,
+    shape: tuple[int, ...],
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    centre: bool = True,
+) -> tuple[Array, Callable[[Array], Gradients]]:
+    size = math.prod(shape)
+    rows = math.prod(x.shape[: x.ndim - len(shape)])
+    w = np.ones(size) if weight is None else weight.reshape(size)
+    flat = x.reshape(rows, size)
+    centred, normal, scale = np.zeros((rows, size)), np.zeros((rows, size)), np.zeros((rows, 1))
+    if size:
+        # Twice: the rounding of the mean of large values is as large as what is left of them.
+        centred = flat
+        for _ in range(2 * centre):
+            centred = centred - centred.mean(axis=1, keepdims=True)
+        scale = 1.0 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + eps)
+        normal = centred * scale
+    y = normal * w + (0.0 if bias is None else bias.reshape(size))
+
+    def back(dy: Array) -> Gradients:
+        d = dy.reshape(rows, size)
+        g = d * w
+        dx = g
+        if size:
+            along = (g * normal).mean(axis=1, keepdims=True)
+            dx = scale * (g - centre * g.mean(axis=1, keepdims=True) - normal * along)
+        return {
+            "input": dx.reshape(x.shape),
+            "weight": None if weight is None else (d * normal).sum(axis=0).reshape(shape),
+            "bias": None if bias is None else d.sum(axis=0).reshape(shape),
+        }
+
+    return y.reshape(x.shape), back
+
+
+def _sum_defined(
+    x: Array, residual: Array, shape: tuple[int, ...], weight: Array | None, bias: Array | None,
+    eps: float, p: float, seed: int | None, centre: bool = True,
+) -> tuple[tuple[Array, Array], Callable[[Array, Array], Gradients]]:  # fmt: skip
+    factor = kept(x.shape, p, seed)
+    total = residual + x * factor
+    y, back_of_norm = defined(total, shape, weight, bias, eps, centre)
+
+    def back(dy: Array, dtotal: Array) -> Gradients:
+        found = back_of_norm(dy)
+        d = found["input"] + dtotal
+        return {**found, "input": d * factor, "residual": d}
+
+    return (y, total), back
+
+
+def _rms_defined(x: Array, shape: tuple[int, ...], weight: Array | None, eps: float) -> Any:
+    return defined(x, shape, weight, None, eps, centre=False)
+
+
+def _rms_sum_defined(x: Array, r: Array, shape: Any, weight: Array | None, *rest: Any) -> Any:
+    return _sum_defined(x, r, shape, weight, None, *rest, centre=False)
+
+
+@st.composite
+def _drawn(draw: Draw, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
+    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    columns = draw(sizes(SMALL, MIDDLE, LARGE, (0, 768, 1000, 1025)))
+    lead = leading(draw, 60_000 // max(1, columns))
+    shape: tuple[int, ...] = (columns,)
+    if draw(st.integers(0, 5)) == 5 and columns:
+        shape = (2, columns)
+    x = valued(numbers, draw(kinds(VALUES if dtype == torch.bfloat16 else DENORMAL)), *lead, *shape)
+    eps = draw(st.sampled_from((1e-5, 1e-6, 1e-12, 0.1)))
+    weight = bias = None
+    if draw(st.booleans()):
+        weight = laid_out(numbers.normal(*shape), draw(kinds(LAYOUTS)))
+    if not is_rms and draw(st.booleans()):
+        bias = numbers.normal(*shape)
+    biased = () if is_rms else (bias,)
+    x = laid_out(x, draw(kinds(LAYOUTS)))
+    offset, grads = draw(st.integers(0, 3)), draw(st.booleans())
+    if not add:
+        given: tuple[Any, ...] = (x, shape, weight, *biased, eps)
+        names: tuple[str, ...] = ("input", "weight", "bias")
+    else:
+        p = draw(st.sampled_from((0.0, 0.0, 0.1, 0.5, 0.9, 1.0)))
+        seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
+        residual = laid_out(valued(numbers, draw(kinds(VALUES)), *x.shape), draw(kinds(LAYOUTS)))
+        given = (x, residual, shape, weight, *biased, eps, p, seed)
+        names = ("input", "residual", "weight", "bias")
+    names = tuple(name for name in names if not (is_rms and name == "bias"))
+    return Drawn(given, names if grads and x.numel() else (), offset)
+
+
+def _in_order(
+    orders: Any, given: Any, shape: Any, w: Any, *rest: Any, fixed: bool = False
+) -> tuple[Tensor, ...]:
+    n = math.prod(shape)
+    lead = given[0].shape[: given[0].dim() - len(shape)]
+    rows, of_n = orders.order(lead.numel(), fixed), orders.order(n, fixed)
+    found = orders.reference(
+        *(x.reshape(len(rows), n)[rows][:, of_n] for x in given),
+        *((n,), at(w, of_n), *(at(x, of_n) if _is_row(x, shape) else x for x in rest)),
+    )
+    found = found if isinstance(found, tuple) else (found,)
+    back = rows.argsort(), of_n.argsort()
+    return tuple(x[back[0]][:, back[1]].reshape(given[0].shape) for x in found)
+
+
+def _norm_in_order(orders: Any, x: Tensor, *rest: Any) -> Tensor:
+    (y,) = _in_order(orders, (x,), *rest)
+    return y
+
+
+def _sum_in_order(orders: Any, x: Tensor, y: Tensor, *rest: Any) -> Any:
+    return _in_order(orders, (x, y), *rest, fixed=rest[-1] is not None)
+
+
+def _is_row(value: Any, shape: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tuple(shape)
+
+
+def _terms(op: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> float:
+    """The largest |x| weight / sqrt(variance + eps) of a norm.
+
+    x - mean is a difference of such terms, and the rounding of the mean is as large as what is left
+    where the columns of a row are nearly equal.
+    """
+    if not arguments[0].numel():
+        return 0.0
+    named = OPS[op].named(arguments)
+    x = exact(results[1] if "sum" in OPS[op].results else arguments[0])
+    rows, weight = x.reshape(-1, math.prod(named["normalized_shape"])), named["weight"]
+    largest = 1.0 if weight is None else size_of(weight.double())
+    square = (rows**2).mean(axis=1) if op.endswith("rms_norm") else rows.var(axis=1)
+    terms = np.abs(rows).max(axis=1) / np.sqrt(square + named["eps"]) * largest
+    return float(np.where(np.isfinite(terms), terms, 0.0).max())
+
+
+def _rms(row: Row, **changes: Any) -> Row:
+    """The same calls without a bias."""
+
+    def without_biases(make: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        return lambda draw: [_without_bias(one) for one in make(draw)]
+
+    sweeps = {
+        what: lambda draw, n, make=make: _without_bias(make(draw, n))
+        for what, make in row.sweeps.items()
+    }
+    small, large = without_biases(row.small), without_biases(row.large)
+    return dataclasses.replace(row, sweeps=sweeps, small=small, large=large, **changes)
+
+
+_NORM = Row(
+    planted=layer_norm_bug,
+    bugs={
+        "tail column dropped from the statistics": "rows of 64",
+        "variance by E[x^2] - E[x]^2": "values far from zero",
+        "unbiased variance": "rows of 64",
+        "eps outside the root": "values of the size of eps",
+        "no eps": "values of the size of eps",
+        "reciprocal root to 12 bits": "rows of 64",
+        "weight + 1": "rows of 64",
+        "missing weight": "rows of 64",
+        "missing bias": "rows of 64",
+        "last row not written": "rows of 64",
+        "last column zero": "prime columns",
+    },
+    sweeps={
+        "columns": lambda draw, n: _plain(some(n), n)(draw),
+        "rows": lambda draw, n: _plain(n, 37)(draw),
+    },
+    small=lambda draw: [_plain(3, 4)(draw)],
+    large=lambda draw: [_plain(900, 130)(draw)],
+    drawn=lambda dtype: _drawn(dtype, False, False),
+    defined=defined,
+    in_order=_norm_in_order,
+    sample="three dimensions",
+    terms=functools.partial(_terms, "layer_norm"),
+)
+_SUM = Row(
+    planted=add_layer_norm_bug,
+    bugs={
+        "sum is the input": "rows of 64",
+        "norm of the input alone": "rows of 64",
+        "dropout on the sum": "dropout",
+        "dropout not rescaled": "dropout",
+        "another seed": "dropout",
+    },
+    sweeps={
+        "columns": lambda draw, n: _added(some(n), n)(draw),
+        "rows": lambda draw, n: _added(n, 37)(draw),
+    },
+    small=lambda draw: [_added(3, 4, p)(draw) for p in (0.0, 0.4)],
+    large=lambda draw: [_added(900, 130)(draw)],
+    drawn=lambda dtype: _drawn(dtype, True, False),
+    defined=_sum_defined,
+    in_order=_sum_in_order,
+    sample="dropout",
+    terms=functools.partial(_terms, "add_layer_norm"),
+)
+ROWS = {
+    "layer_norm": _NORM,
+    "add_layer_norm": _SUM,
+    "rms_norm": _rms(
+        _NORM,
+        planted=rms_norm_bug,
+        bugs={
+            "the mean is subtracted": "rows of 64",
+            "no eps": "values of the size of eps",
+            "sum of squares": "rows of 64",
+            "missing weight": "rows of 64",
+        },
+        drawn=lambda dtype: _drawn(dtype, False, True),
+        defined=_rms_defined,
+        terms=functools.partial(_terms, "rms_norm"),
+    ),
+    "add_rms_norm": _rms(
+        _SUM,
+        planted=add_rms_norm_bug,
+        bugs={"norm of the input alone": "rows of 64", "dropout on the sum": "dropout"},
+        drawn=lambda dtype: _drawn(dtype, True, True),
+        defined=_rms_sum_defined,
+        terms=functools.partial(_terms, "add_rms_norm"),
+    ),
+}

@@ -1,0 +1,207 @@
+"""What tests know of linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from calls import (
+    ACTIVATIONS,
+    DENORMAL,
+    KINK,
+    LAYOUTS,
+    MIDDLE,
+    SMALL,
+    VALUES,
+    Draw,
+    Drawn,
+    Numbers,
+    exact,
+    kinds,
+    laid_out,
+    leading,
+    sizes,
+    valued,
+)
+from definitions import Array, Gradients
+from harness import ISAS
+from hypothesis import strategies as st
+from torch import Tensor
+
+from transformer_fast import reference
+from transformer_fast.reference.linear import activate
+from transformer_fast.specs import OPS
+from transformer_fast.specs.linear import _linear
+
+from .row import Row, at, some
+
+
+def linear_bug(bug: str):
+    def run(x, weight, bias, activation, residual):
+        if bug == "missing bias":
+            return reference.linear(x, weight, None, activation, residual)
+        if bug == "missing residual":
+            return reference.linear(x, weight, bias, activation, None)
+        if bug == "activation after the residual":
+            return activate(reference.linear(x, weight, bias, None, residual), activation)
+        if bug == "no activation":
+            return reference.linear(x, weight, bias, None, residual)
+        if bug == "gelu by tanh":
+            return reference.linear(x, weight, bias, "gelu_tanh", residual)
+        if bug == "last input dropped":
+            return reference.linear(x[..., :-1], weight[:, :-1], bias, activation, residual)
+        if bug == "sums in bf16":
+            return reference.linear(
+                x.bfloat16(), weight.bfloat16(), bias.bfloat16(), None, None
+            ).to(x.dtype)
+        y = reference.linear(x, weight, bias, activation, residual)
+        if bug == "result transposed":
+            return y.mT.contiguous()
+        if bug == "result in fp64":
+            return y.double()
+        if bug == "last columns not written":
+            y[..., -3:] = math.nan
+        return y
+
+    return run
+
+
+_erfc = np.frompyfunc(math.erfc, 1, 1)
+
+
+def activation(name: str | None, z: Array) -> tuple[Array, Array]:
+    """act(z) and its slope."""
+    if name is None:
+        return z, np.ones_like(z)
+    if name == "relu":
+        return np.where(z > 0, z, np.where(np.isnan(z), z, 0.0)), (z > 0) * 1.0
+    if name == "silu":
+        s = np.where(z < 0, np.exp(np.minimum(z, 0)), 1.0) / (1.0 + np.exp(-np.abs(z)))
+        return z * s, s * (1.0 + z * (1.0 - s))
+    if name == "gelu":
+        cdf = 0.5 * np.asarray(_erfc(-z / math.sqrt(2.0)), np.float64).reshape(z.shape)
+        return z * cdf, cdf + z * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    assert name == "gelu_tanh"
+    k = math.sqrt(2.0 / math.pi)
+    # 1 + tanh(u) is 2 / (1 + e^-2u), which does not cancel.
+    with np.errstate(over="ignore"):
+        s = 1.0 / (1.0 + np.exp(-2.0 * k * (z + 0.044715 * z**3)))
+    return z * s, s + 2.0 * z * s * (1.0 - s) * k * (1.0 + 3 * 0.044715 * z * z)
+
+
+def defined(
+    x: Array, weight: Array, bias: Array | None, act: str | None = None,
+    residual: Array | None = None,
+) -> tuple[Array, Callable[[Array], Gradients]]:  # fmt: skip
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    z = rows @ weight.T + (0.0 if bias is None else bias)
+    y, slope = activation(act, z)
+    result = y.reshape(*x.shape[:-1], weight.shape[0])
+
+    def back(dy: Array) -> Gradients:
+        dz = dy.reshape(z.shape) * slope
+        return {
+            "input": (dz @ weight).reshape(x.shape),
+            "weight": dz.T @ rows,
+            "bias": None if bias is None else dz.sum(axis=0),
+            "residual": None if residual is None else dy,
+        }
+
+    return result if residual is None else result + residual, back
+
+
+def near_a_kink(x: Array, weight: Array, bias: Array | None, by: float) -> bool:
+    """Whether rounding may change the sign of a product, where the slope of ReLU jumps."""
+    rows = x.reshape(-1, x.shape[-1])
+    z = rows @ weight.T + (0.0 if bias is None else bias)
+    size = np.abs(rows) @ np.abs(weight).T + (0.0 if bias is None else np.abs(bias))
+    return bool(((np.abs(z) <= by * size) & (size > 0)).any())
+
+
+@st.composite
+def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
+    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    k = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300, 513)))
+    n = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300)))
+    lead = leading(draw, 4_000_000 // max(1, k * n))
+    # Pieces of denormal numbers are 0 in AMX's products (docs/guides/backends.md).
+    flushed = dtype == torch.bfloat16 or (dtype == torch.float32 and "amx" in ISAS)
+    x = valued(numbers, draw(kinds(VALUES if flushed else DENORMAL)), *lead, k)
+    weight = valued(numbers, draw(kinds(VALUES)), n, k)
+    weight = weight / math.sqrt(max(1, k)) if dtype == torch.float16 else weight
+    bias = numbers.normal(n) if draw(st.booleans()) else None
+    act = draw(st.sampled_from(ACTIVATIONS))
+    residual = numbers.normal(*lead, n) if draw(st.booleans()) else None
+    grads = draw(st.booleans()) and x.numel() > 0 and n > 0
+    if grads and act == "relu":
+        grads = not near_a_kink(exact(x), exact(weight), exact(bias), KINK)
+    x, weight = laid_out(x, draw(kinds(LAYOUTS))), laid_out(weight, draw(kinds(LAYOUTS)))
+    if residual is not None:
+        residual = laid_out(residual, draw(kinds(LAYOUTS)))
+    names = ("input", "weight", "bias", "residual") if grads else ()
+    return Drawn((x, weight, bias, act, residual), names, draw(st.integers(0, 3)))
+
+
+def in_order(
+    orders: Any, x: Tensor, w: Tensor, b: Tensor | None, act: Any, residual: Any
+) -> Tensor:
+    n, k = w.shape
+    lead = x.shape[:-1]
+    rows, of_k, of_n = orders.order(lead.numel()), orders.order(k), orders.order(n)
+    if residual is not None:
+        residual = residual.reshape(len(rows), n)[rows][:, of_n]
+    y = OPS["linear"].reference(
+        x.reshape(len(rows), k)[rows][:, of_k], w[of_n][:, of_k], at(b, of_n), act, residual
+    )
+    return y[rows.argsort()][:, of_n.argsort()].reshape(*lead, n)
+
+
+def _small(draw: Any) -> list[tuple[Any, ...]]:
+    names = (None, "relu", "gelu", "gelu_tanh", torch.tanh, "silu")
+    return [_linear((3,), 4, 2, activation=name, residual=True)(draw) for name in names]
+
+
+def _large(draw: Any) -> list[tuple[Any, ...]]:
+    shapes = (
+        *((1, 90, 700), (40, 90, 300), (100, 90, 300), (500, 90, 130), (130, 1100, 600)),
+        *((75, 300, 130), (150, 300, 130)),
+    )
+    options: Any = {"bias": False, "activation": "relu", "residual": True}
+    return [_linear((rows,), *sizes, **options)(draw) for rows, *sizes in shapes]
+
+
+def _swept(draw: Any, rows: int, inputs: int, outputs: int) -> tuple[Any, ...]:
+    return _linear((rows,), inputs, outputs, activation="relu", residual=True)(draw)
+
+
+ROWS = {
+    "linear": Row(
+        planted=linear_bug,
+        bugs={
+            "missing bias": "bias",
+            "missing residual": "residual",
+            "activation after the residual": "silu, residual, no bias",
+            "no activation": "relu",
+            "gelu by tanh": "gelu",
+            "last input dropped": "primes",
+            "sums in bf16": "long sums",
+            "result transposed": "bias",
+            "result in fp64": "bias",
+            "last columns not written": "primes",
+        },
+        sweeps={
+            "rows": lambda draw, n: _swept(draw, n, 19, some(n)),
+            "inputs": lambda draw, n: _swept(draw, 9, n, 35),
+            "outputs": lambda draw, n: _swept(draw, some(n), 19, n),
+        },
+        small=_small,
+        large=_large,
+        drawn=_drawn,
+        defined=defined,
+        in_order=in_order,
+        sample="silu, residual, no bias",
+    )
+}
