@@ -19,19 +19,8 @@ from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, parity
 
 OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(nn, name)
-    for name in (
-        "LayerNorm",
-        "RMSNorm",
-        "CrossEntropyLoss",
-        "Embedding",
-        "Linear",
-        "MultiheadAttention",
-        "TransformerEncoderLayer",
-        "TransformerDecoderLayer",
-        "TransformerEncoder",
-        "TransformerDecoder",
-        "Transformer",
-    )
+    for name in nn._OURS
+    if isinstance(getattr(nn, name), type)
 }
 
 

@@ -1,4 +1,5 @@
-"""How much Python a call runs (functions of the package, their files, and turns), and what imports what.
+"""How much Python a call runs (functions of the package, their files, and turns), what imports what,
+and how many files name an op.
 
 A turn is a return into another file. The tables only fall: whoever brings a number down writes the
 new one here, and nobody raises one.
@@ -7,6 +8,7 @@ new one here, and nobody raises one.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 
 import transformer_fast
 from transformer_fast import _native, functional, models, nn
+from transformer_fast.specs import OPS
 
 pytestmark = [
     pytest.mark.usefixtures("small_calls"),
@@ -132,3 +135,37 @@ def test_backends_are_imported_by_nobody_else() -> None:
         if any(f"{name}.".startswith("backends.") for name in _imports(path))
     }
     assert {path for path in found if not path.startswith("backends/")} == IMPORT_BACKENDS
+
+
+#: How many files of the package, of csrc, the tests and the benchmarks have an op's name as a word. An
+#: op that is not here has ten.
+NAMED_IN = {
+    "layer_norm": 86,
+    "add_layer_norm": 47,
+    "rms_norm": 16,
+    "add_rms_norm": 10,
+    "attention": 175,
+    "linear": 138,
+    "feed_forward": 92,
+    "cross_entropy": 47,
+    "linear_cross_entropy": 27,
+}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _named_in(op: str) -> list[str]:
+    folders = ("transformer_fast", "csrc", "tests", "benchmarks")
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh")
+        and path != Path(__file__)
+        and re.search(rf"\b{op}\b", path.read_text())
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_few_files_name_an_op(op: str) -> None:
+    found, most = _named_in(op), NAMED_IN.get(op, 10)
+    assert 0.9 * NAMED_IN.get(op, 0) <= len(found) <= most, "\n".join([str(len(found)), *found])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from module_checks import assert_close, fast_path, to_ours
+from module_checks import OURS, assert_close, fast_path, to_ours
 from torch import Tensor
 
 from transformer_fast import functional, nn
@@ -570,30 +570,15 @@ def test_nested_input_goes_to_torch() -> None:
         torch.testing.assert_close(output[0], encoder(x[0]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "LayerNorm",
-        "RMSNorm",
-        "Linear",
-        "MultiheadAttention",
-        "TransformerEncoderLayer",
-        "TransformerDecoderLayer",
-        "TransformerEncoder",
-        "TransformerDecoder",
-        "Transformer",
-    ],
-)
-def test_signatures(name: str) -> None:
+@pytest.mark.parametrize("cls", OURS, ids=lambda cls: cls.__name__)
+def test_signatures(cls: type) -> None:
     for method in ("__init__", "forward"):
         ours, theirs = (
             [
                 (p.name, p.default, p.kind)
-                for p in inspect.signature(
-                    getattr(getattr(space, name), method)
-                ).parameters.values()
+                for p in inspect.signature(getattr(space, method)).parameters.values()
             ]
-            for space in (nn, torch.nn)
+            for space in (OURS[cls], cls)
         )
         assert ours == theirs
 

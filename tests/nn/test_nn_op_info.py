@@ -57,15 +57,14 @@ def multi_head_attention_forward(
     )
 
 
-#: Ours, and how many samples torch has at least (without gradients).
-OURS: dict[str, tuple[Callable[..., Any], int]] = {
-    "layer_norm": (F.layer_norm, 6),
-    "rms_norm": (F.rms_norm, 6),
-    "linear": (F.linear, 18),
-    "scaled_dot_product_attention": (F.scaled_dot_product_attention, 25),
-    MHA: (multi_head_attention_forward, 192),
-}
 INFOS = {info.name.rpartition(".")[2]: info for info in op_db if info.name.startswith("nn.")}
+#: Of PyTorch's functions those that ours take the place of. test_cross_entropy.py has losses.
+OURS: dict[str, Callable[..., Any]] = {
+    name: getattr(F, name) for name in F.__all__ if name in INFOS and "cross_entropy" not in name
+}
+OURS |= {MHA: multi_head_attention_forward}
+#: How many samples torch has at least (without gradients).
+SAMPLES = {"linear": 18, "scaled_dot_product_attention": 25, MHA: 192}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -140,7 +139,7 @@ def check(
             for x, y, true in zip(found, moved, oracle, strict=True)
         ]
         rows.append((errors, got, oracle))
-    assert len(rows) >= (1 if grad and name == MHA else OURS[name][1])
+    assert len(rows) >= (1 if grad and name == MHA else SAMPLES.get(name, 6))
     scale = EPS[dtype] / EPS[torch.float32]
     for column, factor in enumerate((OUTPUT_FACTOR, GRADIENT_FACTOR)):
         unit = scale * max(errors[column] for errors, *_ in rows)
@@ -152,7 +151,7 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", OURS)
 def test_same_numbers(name: str, dtype: torch.dtype, grad: bool) -> None:
-    check(name, dtype, grad, OURS[name][0])
+    check(name, dtype, grad, OURS[name])
 
 
 @pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
@@ -161,18 +160,18 @@ def test_same_numbers(name: str, dtype: torch.dtype, grad: bool) -> None:
 def test_kernels_take_every_sample(name: str, grad: bool) -> None:
     """In fp32, with the reference forbidden."""
     with strict():
-        check(name, torch.float32, grad, OURS[name][0])
+        check(name, torch.float32, grad, OURS[name])
 
 
 # Of rows of one element some of rms_norm's are exactly 0 in PyTorch; gradgradcheck has its.
 @pytest.mark.parametrize("name", [name for name in OURS if name != "rms_norm"])
 def test_second_derivatives(name: str) -> None:
-    check(name, torch.float32, True, OURS[name][0], Differentiated)
+    check(name, torch.float32, True, OURS[name], Differentiated)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_forward_mode(name: str) -> None:
-    check(name, torch.float32, False, OURS[name][0], tangents)
+    check(name, torch.float32, False, OURS[name], tangents)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -180,7 +179,7 @@ def test_fakes(name: str) -> None:
     """Every operator's fake has the shape, dtype and strides of what the operator makes."""
     for args, kwargs in samples(name, torch.float32, False)[:: 8 if name == MHA else 1]:
         with CrossRefFakeMode():
-            run(OURS[name][0], args, kwargs, False)
+            run(OURS[name], args, kwargs, False)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -189,23 +188,21 @@ def test_fakes_with_gradients(name: str) -> None:
     """The same of every operator of the backward."""
     for sample in samples(name, torch.float32, True)[:: 16 if name == MHA else 3]:
         with CrossRefFakeMode():
-            run(OURS[name][0], *sample, True)
+            run(OURS[name], *sample, True)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "linear"])
 def test_composite_compliance(name: str) -> None:
     """PyTorch's check of functions made of others: subclasses reach what they are made of."""
     for args, kwargs in samples(name, torch.float32, False):
-        composite_compliance.check_with_mode(
-            OURS[name][0], args, kwargs, torch.testing.assert_close
-        )
+        composite_compliance.check_with_mode(OURS[name], args, kwargs, torch.testing.assert_close)
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", MHA])
 def test_a_forgotten_mask_fails(name: str) -> None:
     def forgetful(*args: Any, **kwargs: Any) -> Any:
         without = {"attn_mask": None} if name == MHA else {"attn_mask": None, "is_causal": False}
-        return OURS[name][0](*args, **{**kwargs, **without})
+        return OURS[name](*args, **{**kwargs, **without})
 
     with pytest.raises(AssertionError):
         check(name, torch.float32, False, forgetful)

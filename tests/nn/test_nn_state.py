@@ -166,7 +166,7 @@ def test_every_name_of_torch_is_there() -> None:
 
 
 def test_ours_are_subclasses() -> None:
-    assert len(OURS) == 11
+    assert len(OURS) >= 11
     for theirs, ours in OURS.items():
         assert issubclass(ours, theirs)
         assert ours.__name__ == theirs.__name__

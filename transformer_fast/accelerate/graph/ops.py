@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from ...functional.layer_norm import PYTORCH
 from .nodes import is_number, rank
 
 
@@ -129,16 +131,10 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     "ones_like": (_UNARY, (torch.ones_like,), ()),
     "zeros_like": (_UNARY, (torch.zeros_like,), ()),
     "nan_to_num": (("input", "nan", "posinf", "neginf"), (torch.nan_to_num,), ("nan_to_num",)),
-    "layer_norm": (
-        ("input", "normalized_shape", "weight", "bias", "eps"),
-        (F.layer_norm, torch.layer_norm),
-        (),
-    ),
-    "rms_norm": (
-        ("input", "normalized_shape", "weight", "eps"),
-        (F.rms_norm, torch.rms_norm),
-        (),
-    ),
+    **{
+        name: (tuple(inspect.signature(norm).parameters), (norm, getattr(torch, name)), ())
+        for name, norm in PYTORCH.items()
+    },
     "attention": (
         ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
         (F.scaled_dot_product_attention,),
