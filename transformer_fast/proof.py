@@ -170,19 +170,18 @@ def _loss_class(call: Any) -> list[str]:
     return [*_rows_class(call), _up_to(classes, (1024, 16384), "classes")]
 
 
+#: Those of other ops are of `_rows_class`.
 _CLASSES: dict[str, Callable[[Any], list[str]]] = {
     **{op: _norm_class for op in OPS if op.endswith("_norm")},
     "attention": _attention_class,
     "linear": _linear_class,
-    "feed_forward": _rows_class,
     "cross_entropy": _loss_class,
-    "linear_cross_entropy": _rows_class,
 }
 
 
 def shape_class(call: Any) -> str:
     """What a `dispatch.Call` has in common with those that a proof of it speaks for."""
-    words = _CLASSES[call.op](call)
+    words = _CLASSES.get(call.op, _rows_class)(call)
     return ", ".join([*words, "dropout"] if call.dropout_p else words)
 
 
