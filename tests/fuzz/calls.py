@@ -124,29 +124,28 @@ def valued(numbers: Numbers, kind: str, *shape: int) -> Tensor:
     return x
 
 
+class Drawing(Numbers):
+    """Tensors in values and in strides that are drawn, too."""
+
+    def __init__(self, draw: Draw, dtype: torch.dtype) -> None:
+        super().__init__(dtype, draw(st.integers(0, 2**32)))
+        self.draw = draw
+
+    def valued(self, *shape: int, denormal: bool = False) -> Tensor:
+        return valued(self, self.draw(kinds(DENORMAL if denormal else VALUES)), *shape)
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        return laid_out(x, self.draw(kinds(LAYOUTS)))
+
+
 def leading(draw: Draw, most: int) -> tuple[int, ...]:
     """Leading dimensions of at most so many elements."""
     shape = draw(
         st.sampled_from(
-            [
-                (1,),
-                (3,),
-                (2, 3),
-                (),
-                (7,),
-                (16,),
-                (17,),
-                (0,),
-                (64,),
-                (73,),
-                (2, 0, 3),
-                (1, 1, 5),
-                (129,),
-                (150,),
-                (8, 20),
-            ]
+            [(1,), (3,), (2, 3), (), (7,), (16,), (17,), (0,), (64,), (73,), (2, 0, 3), (1, 1, 5),
+             (129,), (150,), (8, 20)]
         )
-    )
+    )  # fmt: skip
     return shape if math.prod(shape) <= most else (3,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 import torch
 from calls import (
     LARGE,
-    LAYOUTS,
     MIDDLE,
     SMALL,
     Draw,
+    Drawing,
     Drawn,
     Numbers,
     kinds,
@@ -25,74 +26,80 @@ from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transformer_fast import reference
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import _attention, arrange
 from transformer_fast.testing.gradients import upstream
 
-from .row import Row, size_of, some
+from .row import Row, size_of, some, wrong
 
 
-def attention_bug(bug: str):
-    def run(q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends):
-        def right(q=q, k=k, v=v, mask=mask, lengths=lengths, causal=causal, scale=scale):
-            return reference.attention(
-                q, k, v, mask, lengths, causal, scale, p, seed, gqa, need, ends
-            )
+def _below(diagonal: Callable[[int, int], int]) -> Any:
+    """A bug of causality: the mask is triangular below this diagonal of (T, S)."""
 
-        if bug == "scale 1 / D":
-            return right(scale=1 / q.shape[-1])
-        if bug == "no scale":
-            return right(scale=1.0)
-        if bug == "scale off by 1e-4":
-            return right(scale=(1 + 1e-4) / math.sqrt(q.shape[-1]))
-        if bug == "last key dropped":
-            return right(k=k[:, :, :-1], v=v[:, :, :-1])
-        if bug == "flipped mask":
-            return right(mask=~mask)
-        if bug == "mask forgotten":
-            return right(mask=None)
-        if bug == "mask of the first head for all":
-            return right(mask=mask[:, :1])
-        if bug == "mask of the first batch element for all":
-            return right(mask=mask[:1])
-        if bug == "mask transposed":
-            return right(mask=mask.flip(-1))
-        if bug == "causal off by one, strict":
-            t, s = q.shape[-2], k.shape[-2]
-            return right(mask=torch.ones(1, 1, t, s, dtype=torch.bool).tril(-1), causal=False)
-        if bug == "causal off by one, lax":
-            t, s = q.shape[-2], k.shape[-2]
-            return right(mask=torch.ones(1, 1, t, s, dtype=torch.bool).tril(1), causal=False)
-        if bug == "causal at the lower right":
-            t, s = q.shape[-2], k.shape[-2]
-            return right(mask=torch.ones(1, 1, t, s, dtype=torch.bool).tril(s - t), causal=False)
-        if bug == "causal forgotten":
-            return right(causal=False)
-        if bug == "key lengths off by one":
-            return right(lengths=lengths - 1)
-        if bug == "key lengths forgotten":
-            return right(lengths=None)
-        if bug == "heads interleaved":
-            repeat = q.shape[1] // k.shape[1]
-            return right(k=k.repeat(1, repeat, 1, 1), v=v.repeat(1, repeat, 1, 1))
-        output, weights = right()
-        if bug == "row that sees nothing gets the mean":
-            nothing = (output == 0).all(dim=-1, keepdim=True)
-            output = torch.where(nothing, v.mean(dim=-2, keepdim=True), output)
-        if bug == "row that sees nothing gets NaN":
-            nothing = (output == 0).all(dim=-1, keepdim=True)
-            output = output.masked_fill(nothing, math.nan)
-        if bug == "one element of one head":
-            output = output.clone()
-            output[-1, -1, -1, -1] += 1e-5
-        if bug == "weights not normalised":
-            weights = weights * weights.shape[-1]
-        if bug == "weights left out":
-            weights = None
-        return output, weights
+    def mask(call: Any) -> Tensor:
+        t, s = call.query.shape[-2], call.key.shape[-2]
+        return torch.ones(1, 1, t, s, dtype=torch.bool).tril(diagonal(t, s))
 
-    return run
+    return wrong("attention", attn_mask=mask, is_causal=False)
+
+
+def _blind(output: Tensor) -> Tensor:
+    return (output == 0).all(dim=-1, keepdim=True)
+
+
+def _interleaved(x: Tensor, like: Tensor) -> Tensor:
+    return x.repeat(1, like.shape[1] // x.shape[1], 1, 1)
+
+
+def _one_element_off(call: Any, output: Tensor, weights: Tensor | None) -> Any:
+    output = output.clone()
+    output[-1, -1, -1, -1] += 1e-5
+    return output, weights
+
+
+_wrong = functools.partial(wrong, "attention")
+_BUGS = {
+    "scale 1 / D": ("plain", _wrong(scale=lambda call: 1 / call.query.shape[-1])),
+    "no scale": ("plain", _wrong(scale=1.0)),
+    "scale off by 1e-4": (
+        "plain", _wrong(scale=lambda call: (1 + 1e-4) / math.sqrt(call.query.shape[-1])),
+    ),
+    "last key dropped": (
+        "plain", _wrong(key=lambda call: call.key[:, :, :-1], value=lambda call: call.value[:, :, :-1]),
+    ),
+    "flipped mask": ("bool mask (B,H,T,S)", _wrong(attn_mask=lambda call: ~call.attn_mask)),
+    "mask forgotten": ("float mask, distance", _wrong(attn_mask=None)),
+    "mask of the first head for all": (
+        "float mask, distance", _wrong(attn_mask=lambda call: call.attn_mask[:, :1]),
+    ),
+    "mask of the first batch element for all": (
+        "bool mask (B,H,T,S)", _wrong(attn_mask=lambda call: call.attn_mask[:1]),
+    ),
+    "mask transposed": ("bool mask (T,S)", _wrong(attn_mask=lambda call: call.attn_mask.flip(-1))),
+    "causal off by one, strict": ("causal", _below(lambda t, s: -1)),
+    "causal off by one, lax": ("causal", _below(lambda t, s: 1)),
+    "causal at the lower right": ("causal, more keys", _below(lambda t, s: s - t)),
+    "causal forgotten": ("causal", _wrong(is_causal=False)),
+    "key lengths off by one": ("key lengths", _wrong(key_lengths=lambda call: call.key_lengths - 1)),
+    "key lengths forgotten": ("key lengths", _wrong(key_lengths=None)),
+    "heads interleaved": (
+        "fewer key heads",
+        _wrong(
+            key=lambda call: _interleaved(call.key, call.query),
+            value=lambda call: _interleaved(call.value, call.query),
+        ),
+    ),
+    "row that sees nothing gets the mean": (
+        "bool mask, empty rows",
+        _wrong(lambda call, y, w: (torch.where(_blind(y), call.value.mean(-2, keepdim=True), y), w)),
+    ),
+    "row that sees nothing gets NaN": (
+        "bool mask, empty rows", _wrong(lambda call, y, w: (y.masked_fill(_blind(y), math.nan), w)),
+    ),
+    "one element of one head": ("plain", _wrong(_one_element_off)),
+    "weights not normalised": ("weights", _wrong(lambda call, y, w: (y, w * w.shape[-1]))),
+    "weights left out": ("weights", _wrong(lambda call, y, w: (y, None))),
+}  # fmt: skip
 
 
 def defined(
@@ -248,7 +255,7 @@ SCORES = {
 
 @st.composite
 def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
-    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    numbers = Drawing(draw, dtype)
     t = draw(sizes(SMALL, MIDDLE, (0, 1, 4, 5, 127, 129, 257)))
     s = draw(sizes(SMALL, MIDDLE, LARGE, (0, 1)))
     d = draw(
@@ -257,20 +264,10 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
     dv = d if draw(st.integers(0, 3)) else draw(sizes((1, 3, 8, 16, 31), (33, 64, 0)))
     b, kv_heads, group = draw(
         st.sampled_from(
-            [
-                (1, 1, 1),
-                (1, 2, 1),
-                (2, 2, 1),
-                (3, 1, 1),
-                (2, 1, 3),
-                (1, 2, 2),
-                (2, 3, 1),
-                (0, 2, 1),
-                (2, 0, 1),
-                (1, 1, 8),
-            ]
+            [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 1, 1), (2, 1, 3), (1, 2, 2), (2, 3, 1), (0, 2, 1),
+             (2, 0, 1), (1, 1, 8)]
         )
-    )
+    )  # fmt: skip
     h = kv_heads * group
     work = max(1, b * h * t * s * (d + dv))
     if work > 1_000_000:
@@ -323,7 +320,7 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
         beyond = (torch.arange(s) >= lengths[:, None])[:, None, :, None]
         k = torch.where(beyond, numbers.one_of(math.nan, math.inf), k)
         v = torch.where(beyond, numbers.one_of(math.nan, -math.inf), v)
-    q, k, v = (laid_out(x, draw(kinds(LAYOUTS))) for x in (q, k, v))
+    q, k, v = (numbers.laid_out(x) for x in (q, k, v))
     if b > 1 and draw(st.integers(0, 7)) == 7:
         k, v = (x[:1].expand(x.shape) for x in (k, v))
         lengths = None
@@ -418,30 +415,7 @@ def _swept(
 
 ROWS = {
     "attention": Row(
-        planted=attention_bug,
-        bugs={
-            "scale 1 / D": "plain",
-            "no scale": "plain",
-            "scale off by 1e-4": "plain",
-            "last key dropped": "plain",
-            "flipped mask": "bool mask (B,H,T,S)",
-            "mask forgotten": "float mask, distance",
-            "mask of the first head for all": "float mask, distance",
-            "mask of the first batch element for all": "bool mask (B,H,T,S)",
-            "mask transposed": "bool mask (T,S)",
-            "causal off by one, strict": "causal",
-            "causal off by one, lax": "causal",
-            "causal at the lower right": "causal, more keys",
-            "causal forgotten": "causal",
-            "key lengths off by one": "key lengths",
-            "key lengths forgotten": "key lengths",
-            "heads interleaved": "fewer key heads",
-            "row that sees nothing gets the mean": "bool mask, empty rows",
-            "row that sees nothing gets NaN": "bool mask, empty rows",
-            "one element of one head": "plain",
-            "weights not normalised": "weights",
-            "weights left out": "weights",
-        },
+        bugs=_BUGS,
         sweeps={
             "queries": lambda draw, n: _swept(draw, 2, n, 21, 9, some(n)),
             "keys": lambda draw, n: _swept(draw, 2, 15, n, 9, 11),

@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from calls import (
-    LARGE,
-    LAYOUTS,
-    MIDDLE,
-    SMALL,
-    VALUES,
-    Draw,
-    Drawn,
-    Numbers,
-    kinds,
-    laid_out,
-    sizes,
-    valued,
-)
+from calls import LARGE, MIDDLE, SMALL, VALUES, Draw, Drawing, Drawn, kinds, sizes, valued
 from definitions import Array, Gradients
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transformer_fast import reference
 from transformer_fast.specs.cross_entropy import _linear_loss, _loss
 
 from . import linear
-from .row import Row, at, size_of
+from .row import Row, at, size_of, wrong
 
 
-def cross_entropy_bug(bug: str):
-    def run(x, target, ignored, smoothing):
-        if bug == "smoothing forgotten":
-            smoothing = 0.0
-        if bug == "smoothing over the other classes":
-            smoothing = smoothing * x.shape[1] / (x.shape[1] - 1)
-        if bug == "padding counts":
-            target = target.masked_fill(target == ignored, 0)
-        if bug == "next class":
-            target = torch.where(target == ignored, target, (target + 1) % x.shape[1])
-        if bug == "last class left out":
-            x = torch.cat((x[:, :-1], torch.full_like(x[:, :1], -1e4)), dim=1)
-        if bug == "1e-4":
-            return reference.cross_entropy(x, target, ignored, smoothing) * (1 + 1e-4)
-        return reference.cross_entropy(x, target, ignored, smoothing)
-
-    return run
+def _counted(call: Any) -> Tensor:
+    return call.target.masked_fill(call.target == call.ignore_index, 0)
 
 
-def linear_cross_entropy_bug(bug: str):
-    def run(x, weight, bias, target, ignored, smoothing):
-        if bug == "no bias":
-            bias = None
-        if bug == "padding counts":
-            target = target.masked_fill(target == ignored, 0)
-        if bug == "second part of the classes left out":
-            weight, bias = weight[:4096], bias[:4096]
-            target = target.clamp(max=4095)
-        return reference.linear_cross_entropy(x, weight, bias, target, ignored, smoothing)
+def _next(call: Any) -> Tensor:
+    ignored = call.target == call.ignore_index
+    return torch.where(ignored, call.target, (call.target + 1) % call.input.shape[1])
 
-    return run
+
+_wrong = functools.partial(wrong, "cross_entropy")
+_BUGS = {
+    "smoothing forgotten": ("smoothing", _wrong(label_smoothing=0.0)),
+    "smoothing over the other classes": (
+        "smoothing",
+        _wrong(label_smoothing=lambda c: c.label_smoothing / (1 - 1 / c.input.shape[1])),
+    ),
+    "padding counts": ("padding", _wrong(target=_counted)),
+    "next class": ("plain", _wrong(target=_next)),
+    "last class left out": (
+        "smoothing",
+        _wrong(input=lambda c: torch.cat((c.input[:, :-1], c.input[:, :1] * 0.0 - 1e4), dim=1)),
+    ),
+    "1e-4": ("plain", _wrong(lambda call, losses: losses * (1 + 1e-4))),
+}
+_linear_wrong = functools.partial(wrong, "linear_cross_entropy")
+_LINEAR_BUGS = {
+    "no bias": ("bias", _linear_wrong(bias=None)),
+    "padding counts": ("primes", _linear_wrong(target=_counted)),
+    "second part of the classes left out": (
+        "more classes than one part",
+        _linear_wrong(
+            weight=lambda call: call.weight[:4096],
+            bias=lambda call: call.bias[:4096],
+            target=lambda call: call.target.clamp(max=4095),
+        ),
+    ),
+}
 
 
 def _defined(
@@ -109,7 +102,7 @@ def _linear_defined(
 
 @st.composite
 def _drawn(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
-    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    numbers = Drawing(draw, dtype)
     rows = draw(sizes((0, *SMALL), (31, 33, 64, 100)))
     classes = draw(sizes(SMALL, MIDDLE, LARGE, (1000, 1025)))
     ignored = draw(st.sampled_from((-100, 0, 1)))
@@ -124,7 +117,7 @@ def _drawn(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
         x = valued(numbers, kind if kind in VALUES and kind != "large" else "normal", rows, k)
         weight = numbers.normal(classes, k, scale=draw(st.sampled_from((0.2, 1.0, 3.0))))
         bias = numbers.normal(classes) if draw(st.booleans()) else None
-        x, weight = laid_out(x, draw(kinds(LAYOUTS))), laid_out(weight, draw(kinds(LAYOUTS)))
+        x, weight = numbers.laid_out(x), numbers.laid_out(weight)
         given: tuple[Any, ...] = (x, weight, bias, target, ignored, smoothing)
         return Drawn(given, ("input", "weight", "bias") if grads else (), draw(st.integers(0, 3)))
     if kind == "scores":
@@ -140,7 +133,7 @@ def _drawn(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
         x = valued(numbers, kind, rows, classes)
     if draw(st.booleans()) and rows:
         x = torch.where((target == ignored)[:, None], numbers.one_of(math.nan, math.inf), x)
-    x = laid_out(x, draw(kinds(LAYOUTS)))
+    x = numbers.laid_out(x)
     if x.stride()[-1:] == (0,):
         x = x.contiguous()
     given = (x, target, ignored, smoothing)
@@ -198,15 +191,7 @@ def _large(draw: Any) -> list[tuple[Any, ...]]:
 
 ROWS = {
     "cross_entropy": Row(
-        planted=cross_entropy_bug,
-        bugs={
-            "smoothing forgotten": "smoothing",
-            "smoothing over the other classes": "smoothing",
-            "padding counts": "padding",
-            "next class": "plain",
-            "last class left out": "smoothing",
-            "1e-4": "plain",
-        },
+        bugs=_BUGS,
         sweeps={
             "classes": lambda draw, n: _swept(draw, 300, n + 1),
             "rows": lambda draw, n: _swept(draw, n, 37),
@@ -219,12 +204,7 @@ ROWS = {
         sample="padding",
     ),
     "linear_cross_entropy": Row(
-        planted=linear_cross_entropy_bug,
-        bugs={
-            "no bias": "bias",
-            "padding counts": "primes",
-            "second part of the classes left out": "more classes than one part",
-        },
+        bugs=_LINEAR_BUGS,
         sweeps={
             "inputs": lambda draw, n: _linear_loss(300, n, 35)(draw),
             "classes": lambda draw, n: _linear_loss(300, 18, n + 1)(draw),

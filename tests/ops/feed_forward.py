@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +11,14 @@ import torch
 from calls import (
     ACTIVATIONS,
     KINK,
-    LAYOUTS,
     MIDDLE,
     SMALL,
-    VALUES,
     Draw,
+    Drawing,
     Drawn,
-    Numbers,
     exact,
-    kinds,
-    laid_out,
     leading,
     sizes,
-    valued,
 )
 from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
@@ -33,29 +29,32 @@ from transformer_fast.specs.feed_forward import _feed_forward
 
 from . import linear
 from .linear import near_a_kink
-from .row import Row, some
+from .row import Row, some, wrong
 
-
-def feed_forward_bug(bug: str):
-    def run(x, w1, b1, w2, b2, activation, p, seed):
-        if bug == "missing first bias":
-            b1 = None
-        if bug == "missing second bias":
-            b2 = None
-        if bug == "no activation":
-            activation = lambda hidden: hidden  # noqa: E731
-        if bug == "gelu by tanh":
-            activation = "gelu_tanh"
-        if bug == "last hidden value dropped":
-            w1, b1, w2 = w1[:-1], b1[:-1], w2[:, :-1]
-        if bug == "dropout on the result":
-            y = reference.feed_forward(x, w1, b1, w2, b2, activation, 0.0, None)
-            return reference.dropout(y, p, seed)
-        if bug == "dropout forgotten":
-            p = 0.0
-        return reference.feed_forward(x, w1, b1, w2, b2, activation, p, seed)
-
-    return run
+_wrong = functools.partial(wrong, "feed_forward")
+_BUGS = {
+    "missing first bias": ("relu", _wrong(bias1=None)),
+    "missing second bias": ("relu", _wrong(bias2=None)),
+    "no activation": ("relu", _wrong(activation=lambda call: lambda hidden: hidden)),
+    "gelu by tanh": ("gelu", _wrong(activation="gelu_tanh")),
+    "last hidden value dropped": (
+        "primes",
+        _wrong(
+            weight1=lambda call: call.weight1[:-1],
+            bias1=lambda call: call.bias1[:-1],
+            weight2=lambda call: call.weight2[:, :-1],
+        ),
+    ),
+    "dropout on the result": (
+        "dropout",
+        _wrong(
+            lambda call, y: reference.dropout(y, call.dropout_p, call.seed),
+            dropout_p=0.0,
+            seed=None,
+        ),
+    ),
+    "dropout forgotten": ("dropout", _wrong(dropout_p=0.0)),
+}
 
 
 def defined(
@@ -82,12 +81,12 @@ def defined(
 
 @st.composite
 def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
-    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    numbers = Drawing(draw, dtype)
     m = draw(sizes(SMALL, MIDDLE, (0, 127, 129)))
     f = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257)))
     out = m if draw(st.booleans()) else draw(sizes(SMALL, MIDDLE))
     lead = leading(draw, 2_000_000 // max(1, f * (m + out)))
-    x = valued(numbers, draw(kinds(VALUES)), *lead, m)
+    x = numbers.valued(*lead, m)
     weight1 = numbers.normal(f, m, scale=1.0 / math.sqrt(max(1, m)))
     weight2 = numbers.normal(out, f, scale=1.0 / math.sqrt(max(1, f)))
     bias1 = numbers.normal(f) if draw(st.booleans()) else None
@@ -98,10 +97,10 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
     grads = draw(st.booleans()) and x.numel() > 0 and f > 0
     if grads and act == "relu":
         grads = not near_a_kink(exact(x), exact(weight1), exact(bias1), KINK)
-    x = laid_out(x, draw(kinds(LAYOUTS)))
+    x = numbers.laid_out(x)
     weight1, weight2 = (
-        laid_out(weight1, draw(kinds(LAYOUTS))),
-        laid_out(weight2, draw(kinds(LAYOUTS))),
+        numbers.laid_out(weight1),
+        numbers.laid_out(weight2),
     )
     names = ("input", "weight1", "bias1", "weight2", "bias2") if grads else ()
     return Drawn((x, weight1, bias1, weight2, bias2, act, p, seed), names, draw(st.integers(0, 3)))
@@ -131,16 +130,7 @@ def _swept(draw: Any, rows: int, model: int, hidden: int, out: int) -> tuple[Any
 
 ROWS = {
     "feed_forward": Row(
-        planted=feed_forward_bug,
-        bugs={
-            "missing first bias": "relu",
-            "missing second bias": "relu",
-            "no activation": "relu",
-            "gelu by tanh": "gelu",
-            "last hidden value dropped": "primes",
-            "dropout on the result": "dropout",
-            "dropout forgotten": "dropout",
-        },
+        bugs=_BUGS,
         sweeps={
             "rows": lambda draw, n: _swept(draw, n, 18, 35, some(n)),
             "model size": lambda draw, n: _swept(draw, 9, n, 35, 34),

@@ -10,23 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import (
-    DENORMAL,
-    LARGE,
-    LAYOUTS,
-    MIDDLE,
-    SMALL,
-    VALUES,
-    Draw,
-    Drawn,
-    Numbers,
-    exact,
-    kinds,
-    laid_out,
-    leading,
-    sizes,
-    valued,
-)
+from calls import LARGE, MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
 from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,89 +19,92 @@ from transformer_fast import reference
 from transformer_fast.specs import OPS
 from transformer_fast.specs.layer_norm import _added, _plain, _without_bias
 
-from .row import Row, at, size_of, some
+from .row import Row, at, size_of, some, wrong
 
 
-def layer_norm_bug(bug: str):
-    def run(x, shape, weight, bias, eps):
+def by_formula(bug: str) -> Any:
+    """layer_norm with a bug in its formula."""
+
+    def run(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Tensor:
         dims = tuple(range(-len(shape), 0))
-        x = x.clone()
-        if bug == "tail column dropped from the statistics":
-            mean = x[..., :-1].mean(dim=dims, keepdim=True)
-        else:
-            mean = x.mean(dim=dims, keepdim=True)
+        tail = bug == "tail column dropped from the statistics"
+        mean = (x[..., :-1] if tail else x).mean(dim=dims, keepdim=True)
         centred = x - mean
         variance = (centred * centred).mean(dim=dims, keepdim=True)
         if bug == "variance by E[x^2] - E[x]^2":
             variance = (x * x).mean(dim=dims, keepdim=True) - mean * mean
         if bug == "unbiased variance":
             variance = x.var(dim=dims, keepdim=True)
+        scale = torch.rsqrt(variance + eps)
         if bug == "eps outside the root":
-            y = centred / (variance.sqrt() + eps)
-        elif bug == "no eps":
-            y = centred * torch.rsqrt(variance)
-        elif bug == "reciprocal root to 12 bits":
-            y = centred * torch.rsqrt(variance + eps) * (1 + 2.0**-13)
-        else:
-            y = centred * torch.rsqrt(variance + eps)
-        if bug == "weight + 1":
-            weight = weight + 1
-        if weight is not None and bug != "missing weight":
-            y = y * weight
-        if bias is not None and bug != "missing bias":
-            y = y + bias
-        if bug == "last row not written":
-            y[-1] = math.nan
-        if bug == "last column zero":
-            y[..., -1] = 0
-        return y.to(x.dtype)
+            scale = 1 / (variance.sqrt() + eps)
+        if bug == "reciprocal root to 12 bits":
+            scale = scale * (1 + 2.0**-13)
+        y = centred * scale
+        y = y if weight is None else y * weight
+        return (y if bias is None else y + bias).to(x.dtype)
 
     return run
 
 
-def add_layer_norm_bug(bug: str):
-    def run(x, residual, shape, weight, bias, eps, p, seed):
-        y, total = reference.add_layer_norm(x, residual, shape, weight, bias, eps, p, seed)
-        if bug == "sum is the input":
-            total = x
-        if bug == "norm of the input alone":
-            y = reference.layer_norm(x, shape, weight, bias, eps)
-        if bug == "dropout on the sum":
-            total = reference.dropout(residual + x, p, seed)
-        if bug == "dropout not rescaled":
-            total = residual + reference.dropout(x, p, seed) * (1 - p)
-        if bug == "another seed":
-            y, total = reference.add_layer_norm(x, residual, shape, weight, bias, eps, p, seed + 1)
-        return y, total
-
-    return run
-
-
-def rms_norm_bug(bug: str):
-    def run(x, shape, weight, eps):
-        if bug == "the mean is subtracted":
-            x = x - x.mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
-        if bug == "no eps":
-            eps = 0.0
-        if bug == "sum of squares":
-            return reference.rms_norm(x, shape, weight, eps) / math.prod(shape) ** 0.5
-        if bug == "missing weight":
-            weight = None
-        return reference.rms_norm(x, shape, weight, eps)
-
-    return run
+FORMULA_BUGS = {
+    "tail column dropped from the statistics": "rows of 64",
+    "variance by E[x^2] - E[x]^2": "values far from zero",
+    "unbiased variance": "rows of 64",
+    "eps outside the root": "values of the size of eps",
+    "reciprocal root to 12 bits": "rows of 64",
+}
+_wrong = functools.partial(wrong, "layer_norm")
+_BUGS = {
+    **{bug: (case, by_formula(bug)) for bug, case in FORMULA_BUGS.items()},
+    "no eps": ("values of the size of eps", _wrong(eps=0.0)),
+    "weight + 1": ("rows of 64", _wrong(weight=lambda call: call.weight + 1)),
+    "missing weight": ("rows of 64", _wrong(weight=None)),
+    "missing bias": ("rows of 64", _wrong(bias=None)),
+    "last row not written": (
+        "rows of 64", _wrong(lambda call, y: torch.cat((y[:-1], y[-1:] * math.nan))),
+    ),
+    "last column zero": (
+        "prime columns", _wrong(lambda call, y: torch.cat((y[..., :-1], y[..., -1:] * 0), dim=-1)),
+    ),
+}  # fmt: skip
 
 
-def add_rms_norm_bug(bug: str):
-    def run(x, residual, shape, weight, eps, p, seed):
-        y, total = reference.add_rms_norm(x, residual, shape, weight, eps, p, seed)
-        if bug == "norm of the input alone":
-            y = reference.rms_norm(x, shape, weight, eps)
-        if bug == "dropout on the sum":
-            total = reference.dropout(residual + x, p, seed)
-        return y, total
+def _of_input(call: Any, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    bias = [call.bias] if hasattr(call, "bias") else []
+    norm = reference.layer_norm if bias else reference.rms_norm
+    return norm(call.input, call.normalized_shape, call.weight, *bias, call.eps), total
 
-    return run
+
+def _dropping_sum(call: Any, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    return y, reference.dropout(call.residual + call.input, call.dropout_p, call.seed)
+
+
+def _not_rescaled(call: Any, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    return y, call.residual + (total - call.residual) * (1 - call.dropout_p)
+
+
+_wrong = functools.partial(wrong, "add_layer_norm")
+_SUM_BUGS = {
+    "sum is the input": ("rows of 64", _wrong(lambda call, y, total: (y, call.input))),
+    "norm of the input alone": ("rows of 64", _wrong(_of_input)),
+    "dropout on the sum": ("dropout", _wrong(_dropping_sum)),
+    "dropout not rescaled": ("dropout", _wrong(_not_rescaled)),
+    "another seed": ("dropout", _wrong(seed=lambda call: call.seed + 1)),
+}
+_wrong = functools.partial(wrong, "rms_norm")
+_RMS_BUGS = {
+    "the mean is subtracted": (
+        "rows of 64", _wrong(input=lambda call: call.input - call.input.mean(-1, keepdim=True)),
+    ),
+    "no eps": ("values of the size of eps", _wrong(eps=0.0)),
+    "sum of squares": ("rows of 64", _wrong(lambda call, y: y / math.prod(call.normalized_shape) ** 0.5)),
+    "missing weight": ("rows of 64", _wrong(weight=None)),
+}  # fmt: skip
+_RMS_SUM_BUGS = {
+    "norm of the input alone": ("rows of 64", wrong("add_rms_norm", _of_input)),
+    "dropout on the sum": ("dropout", wrong("add_rms_norm", _dropping_sum)),
+}
 
 
 def defined(
@@ -184,21 +171,21 @@ def _rms_sum_defined(x: Array, r: Array, shape: Any, weight: Array | None, *rest
 
 @st.composite
 def _drawn(draw: Draw, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
-    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    numbers = Drawing(draw, dtype)
     columns = draw(sizes(SMALL, MIDDLE, LARGE, (0, 768, 1000, 1025)))
     lead = leading(draw, 60_000 // max(1, columns))
     shape: tuple[int, ...] = (columns,)
     if draw(st.integers(0, 5)) == 5 and columns:
         shape = (2, columns)
-    x = valued(numbers, draw(kinds(VALUES if dtype == torch.bfloat16 else DENORMAL)), *lead, *shape)
+    x = numbers.valued(*lead, *shape, denormal=dtype != torch.bfloat16)
     eps = draw(st.sampled_from((1e-5, 1e-6, 1e-12, 0.1)))
     weight = bias = None
     if draw(st.booleans()):
-        weight = laid_out(numbers.normal(*shape), draw(kinds(LAYOUTS)))
+        weight = numbers.laid_out(numbers.normal(*shape))
     if not is_rms and draw(st.booleans()):
         bias = numbers.normal(*shape)
     biased = () if is_rms else (bias,)
-    x = laid_out(x, draw(kinds(LAYOUTS)))
+    x = numbers.laid_out(x)
     offset, grads = draw(st.integers(0, 3)), draw(st.booleans())
     if not add:
         given: tuple[Any, ...] = (x, shape, weight, *biased, eps)
@@ -206,7 +193,7 @@ def _drawn(draw: Draw, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
     else:
         p = draw(st.sampled_from((0.0, 0.0, 0.1, 0.5, 0.9, 1.0)))
         seed = numbers.integers(end=2**62) if 0.0 < p < 1.0 else None
-        residual = laid_out(valued(numbers, draw(kinds(VALUES)), *x.shape), draw(kinds(LAYOUTS)))
+        residual = numbers.laid_out(numbers.valued(*x.shape))
         given = (x, residual, shape, weight, *biased, eps, p, seed)
         names = ("input", "residual", "weight", "bias")
     names = tuple(name for name in names if not (is_rms and name == "bias"))
@@ -273,20 +260,7 @@ def _rms(row: Row, **changes: Any) -> Row:
 
 
 _NORM = Row(
-    planted=layer_norm_bug,
-    bugs={
-        "tail column dropped from the statistics": "rows of 64",
-        "variance by E[x^2] - E[x]^2": "values far from zero",
-        "unbiased variance": "rows of 64",
-        "eps outside the root": "values of the size of eps",
-        "no eps": "values of the size of eps",
-        "reciprocal root to 12 bits": "rows of 64",
-        "weight + 1": "rows of 64",
-        "missing weight": "rows of 64",
-        "missing bias": "rows of 64",
-        "last row not written": "rows of 64",
-        "last column zero": "prime columns",
-    },
+    bugs=_BUGS,
     sweeps={
         "columns": lambda draw, n: _plain(some(n), n)(draw),
         "rows": lambda draw, n: _plain(n, 37)(draw),
@@ -300,14 +274,7 @@ _NORM = Row(
     terms=functools.partial(_terms, "layer_norm"),
 )
 _SUM = Row(
-    planted=add_layer_norm_bug,
-    bugs={
-        "sum is the input": "rows of 64",
-        "norm of the input alone": "rows of 64",
-        "dropout on the sum": "dropout",
-        "dropout not rescaled": "dropout",
-        "another seed": "dropout",
-    },
+    bugs=_SUM_BUGS,
     sweeps={
         "columns": lambda draw, n: _added(some(n), n)(draw),
         "rows": lambda draw, n: _added(n, 37)(draw),
@@ -325,21 +292,14 @@ ROWS = {
     "add_layer_norm": _SUM,
     "rms_norm": _rms(
         _NORM,
-        planted=rms_norm_bug,
-        bugs={
-            "the mean is subtracted": "rows of 64",
-            "no eps": "values of the size of eps",
-            "sum of squares": "rows of 64",
-            "missing weight": "rows of 64",
-        },
+        bugs=_RMS_BUGS,
         drawn=lambda dtype: _drawn(dtype, False, True),
         defined=_rms_defined,
         terms=functools.partial(_terms, "rms_norm"),
     ),
     "add_rms_norm": _rms(
         _SUM,
-        planted=add_rms_norm_bug,
-        bugs={"norm of the input alone": "rows of 64", "dropout on the sum": "dropout"},
+        bugs=_RMS_SUM_BUGS,
         drawn=lambda dtype: _drawn(dtype, True, True),
         defined=_rms_sum_defined,
         terms=functools.partial(_terms, "add_rms_norm"),

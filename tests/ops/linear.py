@@ -2,72 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from calls import (
-    ACTIVATIONS,
-    DENORMAL,
-    KINK,
-    LAYOUTS,
-    MIDDLE,
-    SMALL,
-    VALUES,
-    Draw,
-    Drawn,
-    Numbers,
-    exact,
-    kinds,
-    laid_out,
-    leading,
-    sizes,
-    valued,
-)
+from calls import ACTIVATIONS, KINK, MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
 from definitions import Array, Gradients
 from harness import ISAS
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transformer_fast import reference
 from transformer_fast.reference.linear import activate
 from transformer_fast.specs import OPS
 from transformer_fast.specs.linear import _linear
 
-from .row import Row, at, some
+from .row import Row, at, some, wrong
 
-
-def linear_bug(bug: str):
-    def run(x, weight, bias, activation, residual):
-        if bug == "missing bias":
-            return reference.linear(x, weight, None, activation, residual)
-        if bug == "missing residual":
-            return reference.linear(x, weight, bias, activation, None)
-        if bug == "activation after the residual":
-            return activate(reference.linear(x, weight, bias, None, residual), activation)
-        if bug == "no activation":
-            return reference.linear(x, weight, bias, None, residual)
-        if bug == "gelu by tanh":
-            return reference.linear(x, weight, bias, "gelu_tanh", residual)
-        if bug == "last input dropped":
-            return reference.linear(x[..., :-1], weight[:, :-1], bias, activation, residual)
-        if bug == "sums in bf16":
-            return reference.linear(
-                x.bfloat16(), weight.bfloat16(), bias.bfloat16(), None, None
-            ).to(x.dtype)
-        y = reference.linear(x, weight, bias, activation, residual)
-        if bug == "result transposed":
-            return y.mT.contiguous()
-        if bug == "result in fp64":
-            return y.double()
-        if bug == "last columns not written":
-            y[..., -3:] = math.nan
-        return y
-
-    return run
-
+_wrong = functools.partial(wrong, "linear")
+_BUGS = {
+    "missing bias": ("bias", _wrong(bias=None)),
+    "missing residual": ("residual", _wrong(residual=None)),
+    "activation after the residual": (
+        "silu, residual, no bias",
+        _wrong(lambda call, y: activate(y, call.activation), activation=None),
+    ),
+    "no activation": ("relu", _wrong(activation=None)),
+    "gelu by tanh": ("gelu", _wrong(activation="gelu_tanh")),
+    "last input dropped": (
+        "primes",
+        _wrong(input=lambda call: call.input[..., :-1], weight=lambda call: call.weight[:, :-1]),
+    ),
+    "sums in bf16": (
+        "long sums",
+        _wrong(
+            lambda call, y: y.to(call.input.dtype),
+            input=lambda call: call.input.bfloat16(),
+            weight=lambda call: call.weight.bfloat16(),
+            bias=lambda call: call.bias.bfloat16(),
+        ),
+    ),
+    "result transposed": ("bias", _wrong(lambda call, y: y.mT.contiguous())),
+    "result in fp64": ("bias", _wrong(lambda call, y: y.double())),
+    "last columns not written": (
+        "primes", _wrong(lambda call, y: torch.cat((y[..., :-3], y[..., -3:] * math.nan), dim=-1)),
+    ),
+}  # fmt: skip
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
 
@@ -123,14 +105,14 @@ def near_a_kink(x: Array, weight: Array, bias: Array | None, by: float) -> bool:
 
 @st.composite
 def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
-    numbers = Numbers(dtype, draw(st.integers(0, 2**32)))
+    numbers = Drawing(draw, dtype)
     k = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300, 513)))
     n = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300)))
     lead = leading(draw, 4_000_000 // max(1, k * n))
     # Pieces of denormal numbers are 0 in AMX's products (docs/guides/backends.md).
     flushed = dtype == torch.bfloat16 or (dtype == torch.float32 and "amx" in ISAS)
-    x = valued(numbers, draw(kinds(VALUES if flushed else DENORMAL)), *lead, k)
-    weight = valued(numbers, draw(kinds(VALUES)), n, k)
+    x = numbers.valued(*lead, k, denormal=not flushed)
+    weight = numbers.valued(n, k)
     weight = weight / math.sqrt(max(1, k)) if dtype == torch.float16 else weight
     bias = numbers.normal(n) if draw(st.booleans()) else None
     act = draw(st.sampled_from(ACTIVATIONS))
@@ -138,9 +120,9 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
     grads = draw(st.booleans()) and x.numel() > 0 and n > 0
     if grads and act == "relu":
         grads = not near_a_kink(exact(x), exact(weight), exact(bias), KINK)
-    x, weight = laid_out(x, draw(kinds(LAYOUTS))), laid_out(weight, draw(kinds(LAYOUTS)))
+    x, weight = numbers.laid_out(x), numbers.laid_out(weight)
     if residual is not None:
-        residual = laid_out(residual, draw(kinds(LAYOUTS)))
+        residual = numbers.laid_out(residual)
     names = ("input", "weight", "bias", "residual") if grads else ()
     return Drawn((x, weight, bias, act, residual), names, draw(st.integers(0, 3)))
 
@@ -179,19 +161,7 @@ def _swept(draw: Any, rows: int, inputs: int, outputs: int) -> tuple[Any, ...]:
 
 ROWS = {
     "linear": Row(
-        planted=linear_bug,
-        bugs={
-            "missing bias": "bias",
-            "missing residual": "residual",
-            "activation after the residual": "silu, residual, no bias",
-            "no activation": "relu",
-            "gelu by tanh": "gelu",
-            "last input dropped": "primes",
-            "sums in bf16": "long sums",
-            "result transposed": "bias",
-            "result in fp64": "bias",
-            "last columns not written": "primes",
-        },
+        bugs=_BUGS,
         sweeps={
             "rows": lambda draw, n: _swept(draw, n, 19, some(n)),
             "inputs": lambda draw, n: _swept(draw, 9, n, 35),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from calls import Drawn
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
+from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 
 Arguments = tuple[Any, ...]
@@ -24,9 +26,8 @@ def _no_terms(arguments: Arguments, results: tuple[Tensor | None, ...] = ()) -> 
 class Row:
     """What tests know of an op that the op table does not."""
 
-    #: The op with a bug, by the bug's name, and in which case each bug is looked for.
-    planted: Callable[[str], Callable[..., Any]]
-    bugs: dict[str, str]
+    #: Planted bugs: the case in which each is looked for, and the op with it.
+    bugs: dict[str, tuple[str, Callable[..., Any]]]
     #: What is swept: the arguments when one of the call's sizes is n.
     sweeps: dict[str, Callable[[Draw, int], Arguments]]
     #: Few elements, for finite differences. The last call has gradients of all arguments that can.
@@ -47,6 +48,23 @@ class Row:
     #: arguments and the exact results.
     terms: Callable[[Arguments, tuple[Any, ...]], float] = _no_terms
     gradient_terms: Callable[[Arguments], float] = _no_terms
+
+
+def wrong(op: str, then: Callable[..., Any] | None = None, **changes: Any) -> Callable[..., Any]:
+    """The reference with other arguments: values, or functions of the call, which has all by name.
+
+    ``then`` makes other results of the call and the right ones.
+    """
+
+    def run(*arguments: Any) -> Any:
+        call = SimpleNamespace(**OPS[op].named(arguments))
+        new = {name: x(call) if callable(x) else x for name, x in changes.items()}
+        results = OPS[op].reference(*{**vars(call), **new}.values())
+        if then is None:
+            return results
+        return then(call, *(results if isinstance(results, tuple) else (results,)))
+
+    return run
 
 
 def some(n: int, least: int = 300) -> int:
