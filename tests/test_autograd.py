@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ops import ROWS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,13 +20,7 @@ from transformer_fast.testing import call_of, require_grad
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 #: One call of each op with everything in it that has a gradient.
-CASES = {
-    "layer_norm": "three dimensions",
-    "add_layer_norm": "dropout",
-    "attention": "float mask and causal",
-    "linear": "silu, residual, no bias",
-    "feed_forward": "dropout",
-}
+CASES = {op: row.sample for op, row in ROWS.items()} | {"attention": "float mask and causal"}
 
 
 def arguments_of(op: str, name: str | None = None, seed: int = 0) -> tuple[Any, ...]:

@@ -147,8 +147,3 @@ def leading(draw: Draw, most: int) -> tuple[int, ...]:
         )
     )  # fmt: skip
     return shape if math.prod(shape) <= most else (3,)
-
-
-#: How far fp32 sums may be off, in units of the sum of the sizes of what is summed.
-KINK = 1e-5
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")

@@ -9,19 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import (
-    LARGE,
-    MIDDLE,
-    SMALL,
-    Draw,
-    Drawing,
-    Drawn,
-    Numbers,
-    kinds,
-    laid_out,
-    sizes,
-    valued,
-)
+from calls import LARGE, MIDDLE, SMALL, Draw, Drawing, Drawn, kinds, laid_out, sizes, valued
 from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
@@ -216,7 +204,7 @@ FLOAT_MASKS = ("normal", "hiding", "lowest", "zeros", "float of a bool", "large"
 FLOAT_MASKS += ("steep",)
 
 
-def mask_of(numbers: Numbers, kind: str, shape: str, b: int, h: int, t: int, s: int) -> Tensor:
+def mask_of(numbers: Drawing, kind: str, shape: str, b: int, h: int, t: int, s: int) -> Tensor:
     full = dict(zip("BHTS", (b, h, t, s), strict=True))
     size = tuple(full[d] if d in shape else 1 for d in "BHTS")
     if kind in BOOL_MASKS:

@@ -8,18 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from calls import (
-    ACTIVATIONS,
-    KINK,
-    MIDDLE,
-    SMALL,
-    Draw,
-    Drawing,
-    Drawn,
-    exact,
-    leading,
-    sizes,
-)
+from calls import MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
 from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,7 +17,7 @@ from transformer_fast import reference
 from transformer_fast.specs.feed_forward import _feed_forward
 
 from . import linear
-from .linear import near_a_kink
+from .linear import ACTIVATIONS, KINK, near_a_kink
 from .row import Row, some, wrong
 
 _wrong = functools.partial(wrong, "feed_forward")

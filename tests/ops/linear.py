@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import ACTIVATIONS, KINK, MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
+from calls import MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
 from definitions import Array, Gradients
 from harness import ISAS
 from hypothesis import strategies as st
@@ -20,6 +20,10 @@ from transformer_fast.specs import OPS
 from transformer_fast.specs.linear import _linear
 
 from .row import Row, at, some, wrong
+
+#: How far fp32 sums may be off, in units of the sum of the sizes of what is summed.
+KINK = 1e-5
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 
 _wrong = functools.partial(wrong, "linear")
 _BUGS = {
