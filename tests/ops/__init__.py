@@ -9,10 +9,7 @@ from transformer_fast.specs import OPS
 
 from .row import Row
 
-_MODULES = [
-    importlib.import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)
-]
-_ROWS: dict[str, Row] = {
-    op: row for one in _MODULES for op, row in getattr(one, "ROWS", {}).items()
-}
+_ROWS: dict[str, Row] = {}
+for _one in pkgutil.iter_modules(__path__):
+    _ROWS |= getattr(importlib.import_module(f"{__name__}.{_one.name}"), "ROWS", {})
 ROWS: dict[str, Row] = {op: _ROWS[op] for op in OPS}

@@ -156,21 +156,6 @@ def _linear_by_pytorch(
     return _by_pytorch(F.linear(input, weight, bias), target, *rest)
 
 
-def _public(functional: Any, x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
-    return functional.cross_entropy(  # type: ignore[no-any-return]
-        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-    )
-
-
-def _linear_public(
-    functional: Any, x: Tensor, weight: Tensor, bias: Any, target: Tensor, ignored: int, s: float
-) -> Tensor:
-    return functional.linear_cross_entropy(  # type: ignore[no-any-return]
-        x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
-        label_smoothing=s,
-    )  # fmt: skip
-
-
 def _linear_text(text: Text) -> list[tuple[Any, ...]]:
     """The target of each position is the next token; padding behind the text is ignored."""
     parameters = text.parameters(text.size.vocabulary, text.size.model)
@@ -203,7 +188,9 @@ CROSS_ENTROPY = OpSpec(
         for classes in (1000, 8192, 32000)
     ),
     gpu_classes=("up to 8192 rows, more than 16384 classes",),
-    public=_public,
+    public=lambda functional, x, target, ignored, smoothing: functional.cross_entropy(
+        x, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+    ),
 )
 
 LINEAR_CROSS_ENTROPY = OpSpec(
@@ -224,5 +211,10 @@ LINEAR_CROSS_ENTROPY = OpSpec(
         case(f"{rows}x512x32000", _linear_loss(rows, 512, 32000)) for rows in (1000, 8192)
     ),
     gpu_classes=("up to 8192 rows",),
-    public=_linear_public,
-)
+    public=lambda functional, x, weight, bias, target, ignored, smoothing: (
+        functional.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, ignore_index=ignored, reduction="none",
+            label_smoothing=smoothing,
+        )
+    ),
+)  # fmt: skip

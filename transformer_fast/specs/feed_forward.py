@@ -107,17 +107,10 @@ def _bytes(arguments: tuple[Any, ...]) -> float:
 
 
 def _by_pytorch(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: Any,
-    dropout_p: float,
-    seed: Tensor | None,
+    x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, activation: Any, p: float, seed: Any
 ) -> Tensor:
-    hidden = activate(F.linear(input, weight1, bias1), activation)
-    return F.linear(F.dropout(hidden, dropout_p) if dropout_p else hidden, weight2, bias2)
+    hidden = activate(F.linear(x, w1, b1), activation)
+    return F.linear(F.dropout(hidden, p) if p else hidden, w2, b2)
 
 
 def _text(text: Text) -> list[tuple[Any, ...]]:
