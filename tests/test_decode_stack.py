@@ -46,6 +46,10 @@ def make_sublayers(crossed: bool, layers: int = LAYERS) -> list[list[Tensor | No
     return found
 
 
+def flat(sublayers: list[list[Any]]) -> list[Any]:
+    return [parameter for sublayer in sublayers for parameter in sublayer]
+
+
 def step_of_parts(
     x: Tensor,
     cache: Tensor,
@@ -144,7 +148,7 @@ def test_a_step_is_its_parts(
         weights = [[w if w is None else torch.nn.Parameter(w) for w in s] for s in weights]
         eps = [1e-5] * len(weights)
         step = DecodeStack(
-            weights, eps, norm_first, activation, x.shape[0], memories, mask, lengths
+            flat(weights), eps, norm_first, activation, x.shape[0], memories, mask, lengths
         )
         return step(x, cache, start)
 
@@ -175,7 +179,7 @@ def packed_of(step: DecodeStack) -> list[Tensor | None]:
 
 
 def make_step(parameters: list[list[Any]]) -> DecodeStack:
-    return DecodeStack(parameters, [1e-5, 1e-5], False, "relu", 8, [])
+    return DecodeStack(flat(parameters), [1e-5, 1e-5], False, "relu", 8, [])
 
 
 def test_weights_that_change(parameters: list[list[Any]]) -> None:
@@ -292,7 +296,9 @@ def test_bad_steps_are_errors() -> None:
         sublayers = [list(s) for s in good]
         if change is not None:
             sublayers[change[0]][change[1]] = change[2]
-        stack = DecodeStack(sublayers, [1e-5] * 3, False, "relu", 2, memories, key_lengths=lengths)
+        stack = DecodeStack(
+            flat(sublayers), [1e-5] * 3, False, "relu", 2, memories, key_lengths=lengths
+        )
         stack(x, cache, start)
 
     step()
@@ -322,7 +328,7 @@ def test_bad_steps_are_errors() -> None:
 @pytest.mark.parametrize("crossed", [False, True])
 def test_opcheck(crossed: bool) -> None:
     stack = DecodeStack(
-        make_sublayers(crossed), [1e-5] * (6 if crossed else 4), True, "relu", 2,
+        flat(make_sublayers(crossed)), [1e-5] * (6 if crossed else 4), True, "relu", 2,
         [torch.randn(2, 2, HEADS, 4, SIZE) for _ in range(LAYERS if crossed else 0)],
     )  # fmt: skip
     arguments = (

@@ -221,9 +221,10 @@ def test_costs_of_decoding():
     sizes = [(96, 32), (32, 32), (32, 32), (32, 32), (48, 32), (32, 48)]
     weights = [torch.randn(size) for size in sizes]
     norm = torch.ones(width)
-    sublayers = [(weights[i], None, weights[i + 1], None, norm, norm) for i in (0, 2, 4)] * layers
+    maps = ((weights[i], None, weights[i + 1], None, norm, norm) for i in (0, 2, 4))
+    parameters = [tensor for each in maps for tensor in each] * layers
     memories = [torch.randn(2, rows, 4, cross, 8) for _ in range(layers)]
-    step = cpu_blocks.DecodeStack(sublayers, [1e-5] * 6, False, "relu", rows, memories)
+    step = cpu_blocks.DecodeStack(parameters, [1e-5] * 6, False, "relu", rows, memories)
     cache = torch.zeros(layers, 2, rows, 4, 9, 8)
     with torch.no_grad(), _Count() as found:
         step(torch.randn(rows, width), cache, keys - 1)

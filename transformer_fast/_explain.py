@@ -9,7 +9,8 @@ from typing import Any
 from . import functional
 from .dispatch import OPS, Explanation, explain_call
 
-_NAMES = (*OPS, "scaled_dot_product_attention")
+_LAYERS = ("encoder_layer", "decoder_layer")
+_NAMES = (*OPS, "scaled_dot_product_attention", *_LAYERS)
 
 
 def _prepare(name: str) -> Callable[..., Any]:
@@ -27,8 +28,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Args:
         op: the op's name ("attention", "layer_norm", ...) or the function of
-            `transformer_fast.functional`.
-        args, kwargs: what the function would be called with, ``backend`` included.
+            `transformer_fast.functional`; or "encoder_layer" or "decoder_layer", which some backends
+            run as a whole.
+        args, kwargs: what the function would be called with, ``backend`` included; of a layer itself,
+            and what it would be called with.
 
     Returns:
         An `Explanation`: ``.backend``, ``.reasons``, and sentences from ``str()``.
@@ -39,6 +42,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in _NAMES:
         raise ValueError(f"op must be one of {', '.join(_NAMES)}, not {name!r}")
+    if name in _LAYERS:
+        from .nn.fused_layers import explain as explain_layer
+
+        return explain_layer(name, *args, **kwargs)
     backend = kwargs.pop("backend", None)
     call, _ = _prepare(name)(*args, **kwargs)
     return explain_call(call, backend)

@@ -22,6 +22,10 @@ from .reference import OPS as OPS
 
 #: In the order in which `select` asks them.
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
+#: What kernels run as a whole, and what is composed of ops where none does: `find`.
+FUSED = ("encoder_layer", "decoder_layer", "decode_step", "argmax", "embedding")
+#: What `explain` says of those.
+COMPOSED = "it is composed of ops, each of which is dispatched by itself"
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 
@@ -81,7 +85,7 @@ class Kernel:
 
     op: str
     backend: str
-    #: Has exactly the signature of ``reference.<op>``.
+    #: Has exactly the signature of ``reference.<op>``; of `FUSED` one that its backend documents.
     run: Callable[..., Any]
     devices: tuple[str, ...] = ()  # empty: any
     dtypes: frozenset[torch.dtype] = ANY_DTYPE
@@ -128,7 +132,7 @@ _state = _State()
 
 def register(kernel: Kernel) -> None:
     """Add a kernel; a second one for the same (op, backend) replaces the first."""
-    if kernel.op not in OPS or kernel.backend not in BACKENDS:
+    if kernel.op not in (*OPS, *FUSED) or kernel.backend not in BACKENDS:
         raise ValueError(f"unknown op or backend: {kernel.op!r}, {kernel.backend!r}")
     others = [k for k in _state.kernels.get(kernel.op, ()) if k.backend != kernel.backend]
     found = tuple(sorted([*others, kernel], key=lambda k: BACKENDS.index(k.backend)))
@@ -138,7 +142,7 @@ def register(kernel: Kernel) -> None:
 
 def kernels(op: str) -> tuple[Kernel, ...]:
     """The kernels of an op, in the order in which they are asked."""
-    return _state.kernels[op]
+    return _state.kernels.get(op, ())
 
 
 def named_backend() -> str | None:
@@ -339,14 +343,13 @@ def _usable(kernels: tuple[Kernel, ...], kind: str) -> tuple[Kernel, ...]:
     )
 
 
-def _candidates(call: Call, compiling: bool) -> tuple[Kernel, ...]:
-    """The kernels for the device of the call, in order of preference."""
-    first = call.tensors[0]
+def candidates(op: str, first: Tensor | None, compiling: bool = False) -> tuple[Kernel, ...]:
+    """The kernels of an op for the device of ``first``, in order of preference."""
     assert first is not None
     kind = "cpu" if first.is_cpu else first.device.type  # the name of a device takes its time
-    kernels = _state.kernels[call.op]
+    kernels = _state.kernels[op]
     if not compiling:  # Dynamo does not compare tuples, and has the time
-        known = _state.usable.get(call.op)
+        known = _state.usable.get(op)
         if known is not None and known[0] is kernels and kind in known[1]:
             return known[1][kind]
     return _usable(kernels, kind)
@@ -357,7 +360,7 @@ def only_pytorchs(op: str, first: Tensor) -> bool:
     call: no kernel is proven there, none is built, or there is none for such devices."""
     if _state.backend is not None or _state.strict:
         return False
-    for kernel in _candidates(Call(op, (first,), False), torch.compiler.is_compiling()):
+    for kernel in candidates(op, first, torch.compiler.is_compiling()):
         if kernel.backend in ("torch", "reference"):
             return True
         if why_unproven(kernel) is None:
@@ -438,7 +441,7 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             return _pytorchs(call)
         preferring = proven = None
         most = -1.0
-        for kernel in _candidates(call, compiling):
+        for kernel in candidates(call.op, call.tensors[0], compiling):
             if kernel.proven is not None:  # these stand before all others
                 if _fits(kernel, call) and why_unproven(kernel, call) is None:
                     gain = _gain(kernel, call)
@@ -467,6 +470,17 @@ def select(call: Call, backend: str | None = None) -> Kernel:
             )
     check_name(backend)
     raise NotImplementedError(f"backend {backend!r} has no kernel for {call.op}.")
+
+
+def find(call: Call) -> Kernel | None:
+    """The kernel that runs a call of `FUSED` as a whole, or None: it is to be composed of ops.
+
+    A named backend runs it with its own kernel or with its ops.
+    """
+    for kernel in candidates(call.op, call.tensors[0]):
+        if _state.backend in (None, kernel.backend) and _fits(kernel, call):
+            return None if transforms(*call.tensors) else kernel
+    return None
 
 
 def _pytorchs(call: Call) -> Kernel:
@@ -504,7 +518,7 @@ class Explanation:
         lines = [
             f"{self.op} runs on '{self.backend}'{remark}."
             if self.backend is not None
-            else f"{self.op}: no backend can run this call."
+            else f"{self.op}: {self.remark or 'no backend can run this call'}."
         ]
         for name, reasons in self.reasons.items():
             if name != self.backend:
@@ -516,6 +530,14 @@ class Explanation:
 def explain_call(call: Call, backend: str | None = None) -> Explanation:
     """`explain` for a prepared call."""
     reasons = {k.backend: _why_not_chosen(k, call) for k in _state.kernels[call.op]}
+    if call.op in FUSED:
+        for name in reasons:
+            if _state.backend not in (None, name):
+                reasons[name].append(f"backend {_state.backend!r} is named")
+        found = find(call)
+        if found is None:
+            return Explanation(call.op, None, reasons, COMPOSED)
+        return Explanation(call.op, found.backend, reasons)
     try:
         chosen = select(call, backend)
     except NotImplementedError:

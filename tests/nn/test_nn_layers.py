@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ import torch.nn.utils.prune
 from module_checks import OURS, assert_close, fast_path, to_ours
 from torch import Tensor
 
-from transformer_fast import functional, nn
-from transformer_fast.backends import cpu_blocks
-from transformer_fast.nn import masks
+from transformer_fast import dispatch, functional, nn
+from transformer_fast.nn import fusion, masks
 
 B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
 LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -79,15 +79,20 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         calls.append(kwargs["activation"])
         return right(*args, **kwargs)
 
-    blocks = cpu_blocks.layers
+    def watch(kernel: dispatch.Kernel) -> dispatch.Kernel:
+        def run(owner: Any, kinds: Any, *args: Any) -> Tensor:
+            calls.extend(args[3] for kind in kinds if kind == fusion.Kind.FEED_FORWARD)
+            return kernel.run(owner, kinds, *args)
 
-    def layers(owner: Any, sublayers: Any, each: int, *args: Any) -> Tensor:
-        calls.extend(args[3] for s in sublayers if s.kind == cpu_blocks.Kind.FEED_FORWARD)
-        return blocks(owner, sublayers, each, *args)
+        return replace(kernel, run=run)
 
     monkeypatch.setattr(functional, "feed_forward", feed_forward)
-    monkeypatch.setattr(cpu_blocks, "layers", layers)
-    return calls
+    kernels = [*dispatch.kernels("encoder_layer"), *dispatch.kernels("decoder_layer")]
+    for kernel in kernels:
+        dispatch.register(watch(kernel))
+    yield calls
+    for kernel in kernels:
+        dispatch.register(kernel)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -14,7 +15,7 @@ from harness import DTYPES, ISAS, in_use
 from module_checks import cast, check_budget
 from torch import Tensor
 
-from transformer_fast import nn
+from transformer_fast import explain, nn
 from transformer_fast.backends import cpu_blocks, cpu_packing
 from transformer_fast.dispatch import use_backend
 from transformer_fast.measure.calls import record
@@ -383,3 +384,70 @@ def test_bad_blocks_are_errors(dtype: torch.dtype) -> None:
     ):
         with pytest.raises(RuntimeError, match=wrong):
             run(**change)  # type: ignore[operator]
+
+
+#: What keeps a layer from being one call: what is done to it, within what it is called, and the reason.
+REASONS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "nothing": (lambda layer: layer, None, {}, ""),
+    "gradients": (lambda layer: layer, torch.enable_grad, {}, "it has no backward"),
+    "dropout": (lambda layer: layer.train(), None, {}, "it does not support dropout"),
+    "dtype": (lambda layer: layer.double(), None, {}, "the call has float64"),
+    "activation": (
+        lambda layer: setattr(layer, "activation", torch.tanh), None, {}, "named activations only",
+    ),
+    "hook": (
+        lambda layer: layer.linear1.register_forward_hook(lambda *_: None), None, {},
+        "its linear1 is hooked or replaced",
+    ),
+    "subclass": (
+        lambda layer: setattr(layer, "_ff_block", layer._ff_block), None, {}, "_ff_block is replaced",
+    ),
+    "autocast": (
+        lambda layer: layer, lambda: torch.autocast("cpu", torch.bfloat16), {}, "autocast is on",
+    ),
+    "named": (
+        lambda layer: layer, lambda: use_backend("torch"), {}, "backend 'torch' is named",
+    ),
+    "masks": (
+        lambda layer: layer, None,
+        {"src_mask": torch.zeros(T, T), "src_key_padding_mask": hidden_of(T)}, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@torch.no_grad()
+@pytest.mark.parametrize("case", REASONS)
+def test_explain_tells_why_a_layer_is_composed(case: str) -> None:
+    change, within, masks, reason = REASONS[case]
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, batch_first=True).eval()
+    change(layer)
+    x = torch.randn(B, T, M, dtype=layer.norm1.weight.dtype)
+    with within() if within else contextlib.nullcontext():
+        found = explain("encoder_layer", layer, x, **masks)
+        with record() as ran:
+            layer(x, **masks)
+    assert found.backend == (None if reason else "cpu")
+    assert reason in "; ".join(found.reasons["cpu"])
+    assert bool(reason) == str(found).startswith("encoder_layer: it is composed of ops")
+    whole = sum(n for (name, _), n in ran.calls.items() if name.endswith("sub-layer"))
+    # The mask's dtypes are made one by the layer; with its own activation it still attends at once.
+    assert whole == {"masks": 2, "activation": 1, "hook": 1, "subclass": 1}.get(
+        case, 0 if reason else 2
+    )
+
+
+def test_explain_of_other_layers() -> None:
+    x = torch.randn(1, 4, 16)
+    decoder = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
+    found = explain("decoder_layer", decoder, x, x, tgt_mask=CAUSAL(4), tgt_is_causal=True)
+    assert "multiples of 32" in found.reasons["cpu"][0]
+    unlike = {"tgt_mask": torch.zeros(4, 4), "tgt_key_padding_mask": torch.zeros(1, 4).bool()}
+    found = explain("decoder_layer", decoder, x, x, **unlike)
+    assert found.reasons["cpu"] == ["its masks differ in dtype"]
+    theirs = torch.nn.TransformerEncoderLayer(16, 2, 32)
+    assert "accelerate swaps it" in explain("encoder_layer", theirs, x).reasons["cpu"][0]
+    with pytest.raises(TypeError, match="layer must be a TransformerEncoderLayer, not Linear"):
+        explain("encoder_layer", torch.nn.Linear(2, 2), x)
+    with pytest.raises(TypeError, match="src_masks"):
+        explain("encoder_layer", theirs, x, src_masks=None)

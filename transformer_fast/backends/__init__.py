@@ -1,8 +1,8 @@
 """The backends; importing this registers their kernels with the dispatcher."""
 
 from ..functional import _operator
-from . import cpu, cuda, reference, torch, triton
+from . import cpu, cpu_blocks, cuda, reference, torch, triton
 
-__all__ = ["cpu", "cuda", "reference", "torch", "triton"]
+__all__ = ["cpu", "cpu_blocks", "cuda", "reference", "torch", "triton"]
 
 _operator.tell()  # of the operators that all of them have defined

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import dispatch, small
-from ..backends import cpu_blocks
-from ..dispatch import OPS, Kernel
+from ..dispatch import FUSED, OPS, Kernel
 from ..testing import call_of
 
 
@@ -34,9 +33,10 @@ class Record:
         return "+".join(sorted({backend for _, backend in self.calls}))
 
 
-def _sublayer_name(sublayer: cpu_blocks.Sublayer) -> str:
-    network = sublayer.kind == cpu_blocks.Kind.FEED_FORWARD
-    return "feed_forward sub-layer" if network else "attention sub-layer"
+def _sublayers(kinds: Sequence[int], eps: Sequence[float]) -> list[str]:
+    """Names of what a call of layers runs, given the kinds of one layer and each sub-layer's eps."""
+    names = ["feed_forward sub-layer" if kind == 2 else "attention sub-layer" for kind in kinds]
+    return names * (len(eps) // len(kinds))
 
 
 @contextmanager
@@ -53,34 +53,36 @@ def record() -> Iterator[Record]:
             found.calls[key] += 1
             return kernel.run(*arguments)
 
-        return replace(kernel, run=run)
+        def run_layers(*arguments: Any) -> Any:
+            _, kinds, _, _, _, _, _, eps, *_ = arguments
+            found.calls.update((name, kernel.backend) for name in _sublayers(kinds, eps))
+            return kernel.run(*arguments)
 
-    def watch_block(run: Callable[..., Any], names: Callable[..., Iterable[str]]) -> Any:
-        def block(*arguments: Any) -> Any:
-            found.calls.update((name, "cpu") for name in names(*arguments))
-            return run(*arguments)
+        def bind_step(*arguments: Any) -> Any:
+            step = kernel.run(*arguments)
 
-        return block
+            def run_step(*inputs: Any) -> Any:
+                found.calls["decoding step", kernel.backend] += 1
+                return step(*inputs)
 
-    before = [kernel for op in OPS for kernel in dispatch.kernels(op)]
-    # Fused layers and decoding steps bypass the dispatcher.
-    blocks: list[tuple[Any, str, Callable[..., Iterable[str]]]] = [
-        (cpu_blocks, "layers", lambda _, sublayers, *rest: map(_sublayer_name, sublayers)),
-        (cpu_blocks.DecodeStack, "__call__", lambda *_: ["decoding step"]),
-    ]
-    plain = [getattr(owner, name) for owner, name, _ in blocks]
+            return run_step
+
+        special = {
+            "encoder_layer": run_layers,
+            "decoder_layer": run_layers,
+            "decode_step": bind_step,
+        }
+        return replace(kernel, run=special.get(kernel.op, run))
+
+    before = [kernel for op in (*OPS, *FUSED[:3]) for kernel in dispatch.kernels(op)]
     for kernel in before:
         dispatch.register(watch(kernel))
-    for (owner, name, names), run in zip(blocks, plain, strict=True):
-        setattr(owner, name, watch_block(run, names))
     try:
         with small.handed_over(short=False):
             yield found
     finally:
         for kernel in before:
             dispatch.register(kernel)
-        for (owner, name, _), run in zip(blocks, plain, strict=True):
-            setattr(owner, name, run)
 
 
 def forced(run: Callable[..., Any], backend: str | None) -> Callable[..., Any]:

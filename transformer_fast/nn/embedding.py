@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native, dispatch, small
+from .. import dispatch, small
 from ..autograd import needs_function
 from ..functional._pointwise import EMBEDDING_BACKWARD
 from .drop_in import DropIn
@@ -61,18 +61,12 @@ class Embedding(DropIn, torch.nn.Embedding):
         return _LookUp.apply(self.weight, input, padding)  # type: ignore[no-any-return,no-untyped-call]
 
     def _has_kernel(self, input: Tensor) -> bool:
-        table = self.weight
         return (
-            _native.module is not None
-            and type(input) is Tensor
+            type(input) is Tensor
             and input.dtype == torch.int64
-            and type(table) in (Tensor, torch.nn.Parameter)
-            and table.dtype == torch.float32
-            and table.device.type == input.device.type == "cpu"
+            and input.is_cpu
             and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)
-            and dispatch.named_backend() in (None, "cpu")
             and not dispatch.is_traced()
-            and not torch._C._are_functorch_transforms_active()
-            and torch.autograd.forward_ad._current_level < 0
-            and needs_function(table)
+            and needs_function(self.weight)
+            and dispatch.find(dispatch.Call("embedding", (self.weight,), True)) is not None
         )

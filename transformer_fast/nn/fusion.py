@@ -1,13 +1,15 @@
-"""Fusion of inner modules, where the result is the same as calling them.
+"""Fusion of inner modules, and what Transformer layers consist of, torch.nn's and ours.
 
-A module that is hooked, replaced, parametrised, quantised or compiled on its own is called.
+A module that is hooked, replaced, parametrised, quantised or compiled on its own is called. A layer is
+read only where calling its modules would do nothing else; `Unreadable` says what stands against it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,73 @@ from .linear import Linear
 LINEAR = (Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
 LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)
 DROPOUT = (torch.nn.Dropout,)
+_DROPOUT = (*DROPOUT, torch.nn.Identity)
+#: Names of an encoder layer's attentions, norms, dropouts and overridable methods, and a decoder's.
+_ENCODER = (
+    torch.nn.TransformerEncoderLayer, ("self_attn",), ("norm1", "norm2"), ("dropout1", "dropout2"),
+    ("_sa_block",),
+)  # fmt: skip
+_DECODER = (
+    torch.nn.TransformerDecoderLayer, ("self_attn", "multihead_attn"), ("norm1", "norm2", "norm3"),
+    ("dropout1", "dropout2", "dropout3"), ("_sa_block", "_mha_block"),
+)  # fmt: skip
+
+
+class Unreadable(Exception):  # noqa: N818 - a reason, not an error
+    """Why a layer has to be called: "<its part> is ..."."""
+
+
+class Kind(IntEnum):
+    """As in ``csrc/cpu/layers/layer_runner.h``."""
+
+    SELF_ATTENTION = 0
+    CROSS_ATTENTION = 1
+    FEED_FORWARD = 2
+
+
+class Norm(NamedTuple):
+    """A layer norm; where ``module`` is not None it is to be called instead."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    module: torch.nn.Module | None
+
+
+class Sublayer(NamedTuple):
+    """A sub-layer and the norm before it (pre-norm) or behind it.
+
+    Of attention the first weight (3 M, M) is that of queries, keys and values, the second (M, M) the
+    output's; a network's are (F, M) and (M, F).
+    """
+
+    kind: Kind
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    norm: Norm
+    #: Of attentions.
+    heads: int = 0
+    batch_first: bool = False
+
+    def of_query(self) -> tuple[Tensor, Tensor | None]:
+        """The query's projection, (M, M) and (M,)."""
+        width = self.weight1.shape[1]
+        return self.weight1[:width], None if self.bias1 is None else self.bias1[:width]
+
+
+class Layer(NamedTuple):
+    """An encoder layer or a decoder layer."""
+
+    module: torch.nn.Module
+    #: Self-attention, attention to the memory (a decoder's) and network, unless it was left out.
+    sublayers: list[Sublayer]
+    norm_first: bool
+    #: The network's, by its name where kernels have it.
+    activation: str | Callable[[Tensor], Tensor] | None
+    #: The largest of its dropouts that are active now.
+    dropout_p: float
 
 
 def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
@@ -74,6 +143,92 @@ def activation_name(activation: Any) -> str | None:
     ):
         return "gelu_tanh"
     return None
+
+
+def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> None:
+    """`is_unhooked` of all of them, written out: a call for each takes longer than this."""
+    for name, module, kinds in parts:
+        if (
+            type(module) not in kinds
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+            or module._compiled_call_impl is not None
+        ):
+            raise Unreadable(f"{name} is hooked or replaced")
+    if _has_any_global_hook():
+        raise Unreadable("modules have global hooks")
+
+
+def read_norm(module: Any, width: int) -> Norm:
+    """What a layer norm over so many features consists of."""
+    if is_unhooked(module, LAYER_NORM) and module.normalized_shape == (width,):
+        return Norm(*affine(module), module.eps, None)
+    if module is None:
+        raise Unreadable("norm is no module")
+    return Norm(None, None, 0.0, module)
+
+
+def read_layer(layer: Any, attentions: tuple[type, ...], network: bool = True) -> Layer:
+    """What an encoder or decoder layer consists of; its own class is the caller's to look at.
+
+    ``attentions``: the classes that its attentions may have. ``network``: False leaves the last
+    sub-layer out. Raises `Unreadable`.
+    """
+    crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
+    base, names, norms, dropouts, methods = _DECODER if crossed else _ENCODER
+    methods = (*methods, "_ff_block") if network else methods
+    dropouts = ("dropout", *dropouts) if network else dropouts[:-1]
+    for method in methods:
+        if method in layer.__dict__ or getattr(type(layer), method) is not getattr(base, method):
+            raise Unreadable(f"{method} is replaced")
+    # Module.__getattr__ takes ten times as long, and there are a dozen to get.
+    modules: Any = layer._modules
+    parts: list[tuple[str, Any, tuple[type, ...]]] = []
+    for name in names:
+        attention = modules.get(name)
+        parts.append((name, attention, attentions))
+        if type(attention) in attentions:
+            parts.append((f"{name}.out_proj", attention._modules.get("out_proj"), LINEAR))
+    for name in dropouts:
+        parts.append((name, modules.get(name), _DROPOUT))
+    if network:
+        one, two = modules.get("linear1"), modules.get("linear2")
+        parts += ("linear1", one, LINEAR), ("linear2", two, LINEAR)
+    _require_unhooked(parts)
+    width, p = modules["self_attn"].embed_dim, 0.0
+    for name in dropouts:
+        dropout = modules[name]
+        if dropout.training and type(dropout) in DROPOUT:
+            p = max(p, dropout.p)
+    sublayers = []
+    for kind, name, norm in zip(Kind, names, norms, strict=False):
+        attention = modules[name]
+        if not attention._qkv_same_embed_dim or attention.embed_dim != width:
+            raise Unreadable(f"{name} has keys or values of another size")
+        if attention.bias_k is not None or attention.bias_v is not None or attention.add_zero_attn:
+            raise Unreadable(f"{name} appends keys")
+        if attention.training:
+            p = max(p, attention.dropout)
+        first = affine(attention, "in_proj_weight", "in_proj_bias")
+        last = affine(attention._modules["out_proj"])
+        sublayers.append(
+            Sublayer(
+                kind, *first, *last, read_norm(modules.get(norm), width), attention.num_heads,  # type: ignore[arg-type]
+                attention.batch_first,
+            )
+        )  # fmt: skip
+    activation = None
+    if network:
+        if not width == one.in_features == two.out_features or one.out_features != two.in_features:
+            raise Unreadable("linear1 and linear2 have sizes that do not fit")
+        activation = activation_name(layer.activation) or layer.activation
+        last_norm = read_norm(modules.get(norms[-1]), width)
+        maps = (*affine(one), *affine(two))
+        sublayers.append(Sublayer(Kind.FEED_FORWARD, *maps, last_norm))  # type: ignore[arg-type]
+    return Layer(layer, sublayers, bool(layer.norm_first), activation, p)
 
 
 def linear(module: torch.nn.Module, input: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import cpu_blocks
-from . import blocks, ragged_ops
-from .transformer_layers import read_decoder, read_encoder
+from . import fused_layers, ragged_ops
+from .fused_layers import Masks
+from .transformer_layers import TransformerDecoderLayer, TransformerEncoderLayer
 
 
 class Rows(NamedTuple):
@@ -85,15 +85,15 @@ def encoder(
     """The encoder's layers on real tokens only; None where that is not possible or of no use."""
     if padding is None or x.dim() != 3 or (mask is not None and not is_causal):
         return None
-    calls = read_encoder(layers, x)
-    if calls is None and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
+    found = fused_layers.find(layers, x, Masks(mask, None, is_causal), kind=TransformerEncoderLayer)
+    if found is None and not all(ragged_ops.encoder_layer_fits(layer, x) for layer in layers):
         return None
     batch_first = _batch_first(layers)
     if batch_first is None or not _padding_fits(padding, x, batch_first):
         return None
     rows = gather(x, padding, batch_first)
-    if calls is not None:
-        values = blocks.run_rows(calls, rows.values, rows.starts, is_causal)
+    if found is not None:
+        values = fused_layers.run(found, rows.values, None, rows.starts)
         return scatter(rows._replace(values=values), x, batch_first)
     places = ragged_ops.Places.of(padding, rows.places)
     values = rows.values
@@ -117,22 +117,19 @@ def decoder(
         return None
     if memory_mask is not None or (mask is not None and not is_causal):
         return None
-    calls = read_decoder(layers, x)
-    if calls is None or not cpu_blocks.fits(x, memory) or x.shape[2] != memory.shape[2]:
+    own = Masks(mask, None, is_causal)
+    found = fused_layers.find(layers, x, own, memory, kind=TransformerDecoderLayer)
+    if found is None:
         return None
     batch_first = _batch_first(layers)
     if batch_first is None:
         return None
-    batch_dim = 0 if batch_first else 1
     if not (
-        x.shape[batch_dim] == memory.shape[batch_dim]
-        and _padding_fits(padding, x, batch_first)
+        _padding_fits(padding, x, batch_first)
         and _padding_fits(memory_padding, memory, batch_first)
     ):
         return None
     rows = gather(x, padding, batch_first)
     source = gather(memory, memory_padding, batch_first)
-    values = blocks.run_rows(
-        calls, rows.values, rows.starts, is_causal, source.values, source.starts
-    )
+    values = fused_layers.run(found, rows.values, source.values, rows.starts, source.starts)
     return scatter(rows._replace(values=values), x, batch_first)

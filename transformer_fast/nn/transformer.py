@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _native, dispatch
-from . import blocks, masks, ragged
+from . import fused_layers, masks, ragged
 from .drop_in import DropIn
 from .layer_norm import LayerNorm
 from .tracing import by_torch, is_torchs, without_kernels
@@ -18,8 +18,6 @@ from .transformer_layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     has_torchs_shortcut,
-    read_decoder,
-    read_encoder,
 )
 
 
@@ -134,8 +132,8 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
         on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
-        given = blocks.TorchMasks(mask, src_key_padding_mask, is_causal)
-        output = blocks.run(read_encoder(self.layers, src), src, given)
+        given = fused_layers.Masks(mask, src_key_padding_mask, is_causal)
+        output = fused_layers.try_run(self.layers, src, given, kind=TransformerEncoderLayer)
         if output is None:
             output = src
             for layer in self.layers:
@@ -195,10 +193,11 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
             )  # fmt: skip
         if on_rows is not None:
             return on_rows if self.norm is None else self.norm(on_rows)
-        output = blocks.run(
-            read_decoder(self.layers, tgt), tgt,
-            blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
-            blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
+        output = fused_layers.try_run(
+            self.layers, tgt,
+            fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
+            fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal),
+            kind=TransformerDecoderLayer,
         )  # fmt: skip
         if output is None:
             output = tgt

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..functional._check import autocast, wants_grad
-from . import blocks, fusion, masks
+from . import fused_layers, fusion, masks
 from .drop_in import DropIn
 from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
@@ -175,14 +175,15 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
             src_mask = masks.additive(src_mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
 
-        if not replaced:
-            # Where only the network has to be composed, attention is one call still.
-            attention = blocks.read_attention(self, "self_attn", "dropout1", "norm1", src)
-            given = blocks.TorchMasks(src_mask, src_key_padding_mask, is_causal)
-            whole = _read_encoder_layer(self, src, attention)
-            done = blocks.run([whole or blocks.of_layer(self, [attention])], src, given)
+        if not replaced and not fused_layers.is_trained(self):
+            given = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)
+            done = fused_layers.try_run((self,), src, given)
             if done is not None:
-                return done if whole is not None else self._feed_forward_and_norm(done)
+                return done
+            # Where only the network has to be composed, attention is one call still.
+            done = fused_layers.try_run((self,), src, given, network=False)
+            if done is not None:
+                return self._feed_forward_and_norm(done)
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if replaced:
@@ -286,13 +287,13 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
 
-        done = blocks.run(
-            [_read_decoder_layer(self, tgt)], tgt,
-            blocks.TorchMasks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
-            blocks.TorchMasks(memory_mask, memory_key_padding_mask, memory_is_causal),
-        )  # fmt: skip
-        if done is not None:
-            return done
+        if not fused_layers.is_trained(self):
+            done = fused_layers.try_run(
+                (self,), tgt, fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+                memory, fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal),
+            )  # fmt: skip
+            if done is not None:
+                return done
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if fusion.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
@@ -340,49 +341,3 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
             return self._ff_block(x), None
         y = fusion.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
         return y, self.dropout3
-
-
-def _read_encoder_layer(
-    layer: torch.nn.Module, x: Tensor, attention: blocks.Sublayer | None
-) -> blocks.Layers | None:
-    """The whole layer, whose attention has been read, for one call on x."""
-    if attention is None or fusion.overridden(layer, "_ff_block", torch.nn.TransformerEncoderLayer):
-        return None
-    network = blocks.read_feed_forward(layer, "dropout2", "norm2", x)
-    return blocks.of_layer(layer, [attention, network])
-
-
-def _read_decoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | None:
-    base = torch.nn.TransformerDecoderLayer
-    if any(fusion.overridden(layer, f"_{name}_block", base) for name in ("sa", "mha", "ff")):
-        return None
-    own = blocks.read_attention(layer, "self_attn", "dropout1", "norm1", x)
-    if own is None:
-        return None
-    cross = blocks.read_attention(layer, "multihead_attn", "dropout2", "norm2", x, cross=True)
-    network = blocks.read_feed_forward(layer, "dropout3", "norm3", x)
-    return blocks.of_layer(layer, [own, cross, network], ("self_attn", "multihead_attn"))
-
-
-def read_encoder(layers: torch.nn.ModuleList, x: Tensor) -> list[blocks.Layers] | None:
-    """What runs encoder layers on x; None where calling them could do something else."""
-    return blocks.of_stack(_read_plain_encoder_layer(layer, x) for layer in layers)
-
-
-def _read_plain_encoder_layer(layer: torch.nn.Module, x: Tensor) -> blocks.Layers | None:
-    base = torch.nn.TransformerEncoderLayer
-    plain = fusion.is_unhooked(layer, (TransformerEncoderLayer,))
-    if not plain or fusion.overridden(layer, "_sa_block", base):
-        return None
-    attention = blocks.read_attention(layer, "self_attn", "dropout1", "norm1", x)
-    return _read_encoder_layer(layer, x, attention)
-
-
-def read_decoder(layers: torch.nn.ModuleList, x: Tensor) -> list[blocks.Layers] | None:
-    """The same for decoder layers."""
-    return blocks.of_stack(
-        _read_decoder_layer(layer, x)
-        if fusion.is_unhooked(layer, (TransformerDecoderLayer,))
-        else None
-        for layer in layers
-    )

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.cpu_blocks import empty_cache
 from ...nn import fusion
 from ..embedding import OutputProjection
 from . import cuda_graph
-from .kernels import Linear, bind_layer_norm, bind_linear, bind_stack, product_dtype
-from .layers import StackWeights
+from .kernels import (
+    Linear,
+    bind_layer_norm,
+    bind_linear,
+    bind_stack,
+    empty_cache,
+    product_dtype,
+)
+from .layers import Stack
 from .reordering import Reordering, select_rows
 from .sublayers import CrossAttention, FeedForward, MemoryPlaces, SelfAttention
 
@@ -53,7 +59,7 @@ class CachedDecoder:
 
     def __init__(
         self,
-        stack: StackWeights,
+        stack: Stack,
         embed: Embed,
         project: Project,
         memory: Tensor | None,
@@ -67,15 +73,13 @@ class CachedDecoder:
         self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
         norm_first = stack.norm_first
         for layer in stack.layers:
+            own, *crossed, last = layer.sublayers
             cross = None
-            if layer.cross_attention is not None:
+            if crossed:
                 assert memory is not None
-                assert layer.cross_norm is not None
-                weights, norm = layer.cross_attention, layer.cross_norm
-                cross = CrossAttention(weights, norm, norm_first, memory)
-            own = SelfAttention(layer.self_attention, layer.self_norm, norm_first)
-            last = FeedForward(layer.feed_forward, layer.feed_forward_norm, norm_first)
-            self.layers.append((own, cross, last))
+                cross = CrossAttention(crossed[0], norm_first, memory)
+            network = FeedForward(last, layer.activation, norm_first)
+            self.layers.append((SelfAttention(own, norm_first), cross, network))
         self._bound: tuple[int, int] | None = None
         # (layers, key and value, R, H, capacity, D).
         self.cache = torch.empty(0)

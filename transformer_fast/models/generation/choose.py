@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...backends import cpu_blocks
-from ...functional._pointwise import ARGMAX
+from ...dispatch import Call, find, is_traced
 from .methods import Sampling
 
 _BLOCK = 64
@@ -23,9 +22,8 @@ def _in_blocks(logits: Tensor) -> bool:
 
 def best(logits: Tensor) -> Tensor:
     """The index (R,) of each row's highest logit (R, V), the first of equals."""
-    if cpu_blocks.fits(logits):
-        return ARGMAX.of["cpu"](logits)  # type: ignore[no-any-return]
-    return logits.argmax(dim=-1)
+    kernel = None if is_traced() else find(Call("argmax", (logits,), False))
+    return logits.argmax(dim=-1) if kernel is None else kernel.run(logits)
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

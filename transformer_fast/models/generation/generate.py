@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...nn.fusion import Unreadable
 from ..tokens import check_padding_mask
 from .beam import beam_search
 from .cached import CachedDecoder, Embed, Project
@@ -20,7 +21,7 @@ from .checks import (
     check_stream,
 )
 from .incremental import StepDecoder, Task, generate_incrementally, one_by_one
-from .layers import Unreadable, read_stack
+from .layers import read_stack
 from .methods import BeamSearch, Generated, Greedy, Method
 from .recomputed import RecomputedDecoder
 

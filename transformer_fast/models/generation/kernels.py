@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import cpu_blocks
+from ... import _native, dispatch
 from ...dispatch import Call, select
-from .layers import FeedForwardWeights, NormWeights, StackWeights
+from ...nn.fusion import Kind, Norm, Sublayer
+from .layers import Stack
 
 #: (input (N, M)) -> (N, Mout)
 Linear = Callable[[Tensor], Tensor]
@@ -48,10 +49,8 @@ def bind_linear(rows: int, weight: Tensor, bias: Tensor | None) -> Linear:
     return lambda x: run(x, w, b, None, None)
 
 
-def bind_feed_forward(rows: int, weights: FeedForwardWeights) -> Linear:
-    f = weights
+def bind_feed_forward(rows: int, f: Sublayer, activation: Any) -> Linear:
     dtype, (w1, b1, w2, b2) = _cast(f.weight1, f.bias1, f.weight2, f.bias2)
-    activation = f.activation
     sample = w1.new_empty((rows, w1.shape[1]))
     call = Call("feed_forward", (sample, w1, b1, w2, b2), False, activation=activation)
     run = select(call).run
@@ -71,7 +70,7 @@ def bind_attention(
     return select(call).run
 
 
-def bind_layer_norm(sample: Tensor, norm: NormWeights) -> Linear:
+def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
     """Layer norm of (N, M), N and M the sample's."""
     if norm.module is not None:
         return norm.module
@@ -80,12 +79,12 @@ def bind_layer_norm(sample: Tensor, norm: NormWeights) -> Linear:
     return lambda x: run(x, shape, weight, bias, eps)
 
 
-def bind_enter(sample: Tensor, norm: NormWeights, norm_first: bool) -> Linear | None:
+def bind_enter(sample: Tensor, norm: Norm, norm_first: bool) -> Linear | None:
     """What comes before a sub-layer: pre-norm stacks' norm, or nothing."""
     return bind_layer_norm(sample, norm) if norm_first else None
 
 
-def bind_join(sample: Tensor, norm: NormWeights, norm_first: bool) -> Join:
+def bind_join(sample: Tensor, norm: Norm, norm_first: bool) -> Join:
     """What comes behind a sub-layer: the residual connection, and post-norm stacks' norm."""
     casts = product_dtype(sample) != sample.dtype
     module = norm.module
@@ -101,12 +100,12 @@ def bind_join(sample: Tensor, norm: NormWeights, norm_first: bool) -> Join:
 
 
 def bind_feed_forward_sublayer(
-    sample: Tensor, weights: FeedForwardWeights, norm: NormWeights, norm_first: bool
+    sample: Tensor, weights: Sublayer, activation: Any, norm_first: bool
 ) -> Linear:
     """The whole sub-layer, residual and norm included."""
-    enter = bind_enter(sample, norm, norm_first)
-    network = bind_feed_forward(sample.shape[0], weights)
-    join = bind_join(sample, norm, norm_first)
+    enter = bind_enter(sample, weights.norm, norm_first)
+    network = bind_feed_forward(sample.shape[0], weights, activation)
+    join = bind_join(sample, weights.norm, norm_first)
     if enter is None:
         return lambda x: join(network(x), x)
     return lambda x: join(network(enter(x)), x)
@@ -115,35 +114,39 @@ def bind_feed_forward_sublayer(
 def bind_stack(
     sample: Tensor,
     cache: Tensor,
-    stack: StackWeights,
+    stack: Stack,
     memories: Sequence[Tensor],
     mask: Tensor | None,
     key_lengths: Tensor | None,
-) -> cpu_blocks.DecodeStack | None:
+) -> Callable[..., Tensor] | None:
     """All layers in one call, or None where they have to be composed of single kernels."""
-    sublayers: list[tuple[Tensor | None, ...]] = []
-    norms: list[NormWeights] = []
+    parameters: list[Tensor | None] = []
+    eps: list[float] = []
+    activation = stack.layers[0].activation
     for layer in stack.layers:
-        own, cross, last = layer.self_attention, layer.cross_attention, layer.feed_forward
-        sublayers.append((own.in_weight, own.in_bias, own.out_weight, own.out_bias))
-        norms.append(layer.self_norm)
-        if cross is not None and layer.cross_norm is not None:
-            sublayers.append((*cross.of_query(), cross.out_weight, cross.out_bias))
-            norms.append(layer.cross_norm)
-        sublayers.append((last.weight1, last.bias1, last.weight2, last.bias2))
-        norms.append(layer.feed_forward_norm)
-    whole = [(*s, n.weight, n.bias) for s, n in zip(sublayers, norms, strict=True)]
-    tensors = [t for sublayer in whole for t in sublayer]
-    activation = stack.layers[0].feed_forward.activation
-    if (
-        not isinstance(activation, str)
-        or any(layer.feed_forward.activation != activation for layer in stack.layers)
-        or any(norm.module is not None for norm in norms)
-        or sample.shape[0] == 0
-        or not cpu_blocks.fits(sample, cache, *memories, *tensors)
-    ):
+        for one in layer.sublayers:
+            if one.norm.module is not None or layer.activation != activation:
+                return None
+            # The memory's keys and values are there already.
+            first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
+            parameters += *first, *one[3:5], *one.norm[:2]
+            eps.append(one.norm.eps)
+    tensors = (sample, cache, *memories, *parameters)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    kernel = dispatch.find(Call("decode_step", tensors, grad, activation=activation))
+    if kernel is None or sample.shape[0] == 0 or dispatch.is_traced():
         return None
-    eps = [norm.eps for norm in norms]
-    return cpu_blocks.DecodeStack(
-        whole, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
+    return kernel.run(  # type: ignore[no-any-return]
+        parameters, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
     )
+
+
+def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory for keys and values, on the CPU of that kept for large tensors.
+
+    Every step touches all of it, a little in each of thousands of places.
+    """
+    none = like.new_empty(0, dtype=dtype)
+    if _native.module is None or type(none) is not Tensor or not none.is_cpu:
+        return like.new_empty(shape, dtype=dtype)
+    return torch.ops.transformer_fast.cpu_uninitialized(none, shape)

@@ -8,11 +8,12 @@ step of each shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.cpu_blocks import empty_cache
+from ...nn.fusion import Sublayer
 from .cuda_graph import Place
 from .kernels import (
     bind_attention,
@@ -20,27 +21,27 @@ from .kernels import (
     bind_feed_forward_sublayer,
     bind_join,
     bind_linear,
+    empty_cache,
 )
-from .layers import AttentionWeights, FeedForwardWeights, NormWeights
 
 
 class SelfAttention:
     """Attention of the new tokens to themselves and to all before them."""
 
-    def __init__(self, weights: AttentionWeights, norm: NormWeights, norm_first: bool) -> None:
-        self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
+    def __init__(self, weights: Sublayer, norm_first: bool) -> None:
+        self.weights, self.norm_first = weights, norm_first
         self.heads = weights.heads
-        self.width = weights.in_weight.shape[1]
+        self.width = weights.weight1.shape[1]
         self.size = self.width // self.heads
         self.scale = self.size**-0.5
 
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
         """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
         w = self.weights
-        self.project_in = bind_linear(rows * length, w.in_weight, w.in_bias)
-        self.project_out = bind_linear(rows * length, w.out_weight, w.out_bias)
-        self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
-        self.join = bind_join(sample, self.norm_weights, self.norm_first)
+        self.project_in = bind_linear(rows * length, w.weight1, w.bias1)
+        self.project_out = bind_linear(rows * length, w.weight2, w.bias2)
+        self.enter = bind_enter(sample, self.weights.norm, self.norm_first)
+        self.join = bind_join(sample, self.weights.norm, self.norm_first)
         # Tokens that come together are the first ones, so the causal mask begins where they do.
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
@@ -113,19 +114,16 @@ class CrossAttention:
 
     def __init__(
         self,
-        weights: AttentionWeights,
-        norm: NormWeights,
+        weights: Sublayer,
         norm_first: bool,
         memory: Tensor,
     ) -> None:
-        self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
+        self.weights, self.norm_first = weights, norm_first
         self.heads = weights.heads
-        self.width = width = weights.in_weight.shape[1]
+        self.width = width = weights.weight1.shape[1]
         self.size = width // self.heads
         self.scale = self.size**-0.5
-        w, b = weights.in_weight, weights.in_bias
-        self.in_weight, self.in_bias = weights.of_query()
-        self.out_weight, self.out_bias = weights.out_weight, weights.out_bias
+        w, b = weights.weight1, weights.bias1
         sources, places, _ = memory.shape
         project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
         both = project(memory.reshape(sources * places, width))
@@ -143,10 +141,10 @@ class CrossAttention:
         sources = self.keys.shape[0]
         self.mask, self.lengths = places.mask, places.lengths
         self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
-        self.project_in = bind_linear(rows, self.in_weight, self.in_bias)
-        self.project_out = bind_linear(rows, self.out_weight, self.out_bias)
-        self.enter = bind_enter(sample, self.norm_weights, self.norm_first)
-        self.join = bind_join(sample, self.norm_weights, self.norm_first)
+        self.project_in = bind_linear(rows, *self.weights.of_query())
+        self.project_out = bind_linear(rows, self.weights.weight2, self.weights.bias2)
+        self.enter = bind_enter(sample, self.weights.norm, self.norm_first)
+        self.join = bind_join(sample, self.weights.norm, self.norm_first)
         query = self.keys.new_empty(self.shape).transpose(1, 2)
         self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
 
@@ -164,11 +162,11 @@ class CrossAttention:
 class FeedForward:
     """The position-wise feed-forward network."""
 
-    def __init__(self, weights: FeedForwardWeights, norm: NormWeights, norm_first: bool) -> None:
-        self.weights, self.norm_weights, self.norm_first = weights, norm, norm_first
+    def __init__(self, weights: Sublayer, activation: Any, norm_first: bool) -> None:
+        self.weights, self.activation, self.norm_first = weights, activation, norm_first
 
     def bind(self, sample: Tensor) -> None:
         """For (R * T, M) like ``sample``; ``step`` is then x -> x."""
         self.step = bind_feed_forward_sublayer(
-            sample, self.weights, self.norm_weights, self.norm_first
+            sample, self.weights, self.activation, self.norm_first
         )

@@ -1,0 +1,241 @@
+"""Layers and stacks in one call each, where nobody could tell the difference.
+
+`find` gives None where a layer has to be composed of ops or modules, and `explain` says why: gradients,
+active dropout, hooks, replaced modules, dtypes and devices that no kernel for layers takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..dispatch import Call, Explanation, Kernel
+from ..functional._check import wants_grad
+from . import masks
+from .drop_in import DropIn
+from .fusion import Kind, Layer, Unreadable, is_unhooked, read_layer
+from .multihead_attention import MultiheadAttention
+
+#: Those of torch.nn give other results for queries that may attend to nothing.
+_OURS = (MultiheadAttention,)
+_KINDS: dict[str, Any] = {
+    "encoder_layer": torch.nn.TransformerEncoderLayer,
+    "decoder_layer": torch.nn.TransformerDecoderLayer,
+}
+
+
+class Masks(NamedTuple):
+    """What a layer is told about the keys of an attention, in torch.nn's polarity."""
+
+    attention: Tensor | None = None
+    key_padding: Tensor | None = None
+    is_causal: bool = False
+
+
+class Fused(NamedTuple):
+    """A call of one or several layers, or of a part of one, and the kernel that takes it."""
+
+    kernel: Kernel
+    #: What the kernel is told of the layers.
+    layers: tuple[Any, ...]
+    #: Mask and whether it is causal, of self-attention and of attention to the memory; the masks in
+    #: SDPA's polarity, (B, H, T, S) or what broadcasts to it.
+    own: tuple[Tensor | None, bool]
+    cross: tuple[Tensor | None, bool]
+
+
+def _options(layer: Layer) -> tuple[Any, ...]:
+    """What layers must have in common for one call."""
+    kinds = []
+    heads, batch_first = layer.sublayers[0][-2:]
+    for one in layer.sublayers:
+        kinds.append(int(one.kind))  # a comprehension is a function's call
+        if one.kind is Kind.CROSS_ATTENTION and one[-2:] != (heads, batch_first):
+            raise Unreadable("attentions differ in heads or in batch_first")
+    return kinds, layer.norm_first, heads, batch_first, layer.activation
+
+
+def _seen(
+    given: Masks, x: Tensor, source: Tensor, batch_first: bool, heads: int
+) -> tuple[Tensor | None, bool]:
+    """The mask in SDPA's polarity, and whether it is causal."""
+    mask, padding, is_causal = given
+    if mask is None and padding is None and not is_causal:
+        return None, False
+    if is_causal and mask is None:
+        raise Unreadable("is_causal comes without a mask")
+    if mask is not None and padding is not None and mask.dtype != padding.dtype:
+        raise Unreadable("masks differ in dtype")
+    mask = masks.for_attend(
+        None if is_causal else mask, padding, x, source, 1 if batch_first else 0, heads
+    )
+    return mask, is_causal
+
+
+def _prepare(
+    modules: Sequence[torch.nn.Module],
+    x: Tensor,
+    own: Masks,
+    memory: Tensor | None,
+    cross: Masks,
+    network: bool,
+) -> list[tuple[Call, tuple[Any, ...]]]:
+    """As few calls as run all layers, and what their kernel is told of them. Raises `Unreadable`."""
+    if x.dim() != 3:
+        raise Unreadable(f"input has {x.dim()} dimensions and not 3")
+    groups: list[tuple[tuple[Any, ...], list[Layer]]] = []
+    for module in modules:
+        layer = read_layer(module, _OURS, network)
+        options = _options(layer)
+        if groups and groups[-1][0] == options:
+            groups[-1][1].append(layer)
+        else:
+            groups.append((options, [layer]))
+    calls = []
+    for options, layers in groups:
+        parameters: list[Tensor | None] = []
+        eps: list[float] = []
+        p = 0.0
+        for layer in layers:
+            p = max(p, layer.dropout_p)
+            for _, weight1, bias1, weight2, bias2, norm, _, _ in layer.sublayers:
+                if norm.module is not None:
+                    raise Unreadable("norm is hooked, replaced or of other sizes")
+                parameters += weight1, bias1, weight2, bias2, norm.weight, norm.bias
+                eps.append(norm.eps)
+        if parameters[2].shape[0] != x.shape[2]:  # type: ignore[union-attr]
+            raise Unreadable("size is not that of the input")
+        tensors = (x, *parameters) if memory is None else (x, memory, *parameters)
+        grad = wants_grad(*tensors, *own[:2], *cross[:2])
+        op = "encoder_layer" if memory is None else "decoder_layer"
+        call = Call(op, tensors, grad, p, options[-1])
+        calls.append((call, (layers[0].module, *options, parameters, eps)))
+    if memory is not None:
+        batch = 0 if groups[0][0][3] else 1
+        if memory.dim() != 3 or any(memory.shape[dim] != x.shape[dim] for dim in (batch, 2)):
+            raise Unreadable("memory has other sizes than the input")
+    return calls
+
+
+def _fused(
+    kernel: Kernel,
+    told: tuple[Any, ...],
+    x: Tensor,
+    own: Masks,
+    memory: Tensor | None,
+    cross: Masks,
+) -> Fused:
+    _, _, _, heads, batch_first, *_ = told
+    seen = _seen(own, x, x, batch_first, heads)
+    if memory is None:
+        return Fused(kernel, told, seen, (None, False))
+    return Fused(kernel, told, seen, _seen(cross, x, memory, batch_first, heads))
+
+
+def find(
+    modules: Sequence[torch.nn.Module],
+    x: Tensor,
+    own: Masks,
+    memory: Tensor | None = None,
+    cross: Masks = Masks(),  # noqa: B008 - it cannot be changed
+    network: bool = True,
+    kind: type | None = None,
+) -> list[Fused] | None:
+    """What runs the layers on x, or None where modules have to be called.
+
+    ``network``: False leaves the last sub-layer out. ``kind``: the class of layers; None if it is the
+    layer that asks, which is not `is_trained`.
+    """
+    if dispatch.is_traced() or not dispatch.candidates("encoder_layer", x):
+        return None
+    if kind is not None and (
+        is_trained(modules[0]) or not all(is_unhooked(module, (kind,)) for module in modules)
+    ):
+        return None
+    found = []
+    try:
+        for call, told in _prepare(modules, x, own, memory, cross, network):
+            kernel = dispatch.find(call)
+            if kernel is None:
+                return None
+            found.append(_fused(kernel, told, x, own, memory, cross))
+    except Unreadable:
+        return None
+    return found
+
+
+def is_trained(layer: Any) -> bool:
+    """Whether the layer's first weight needs a gradient, which is found out before all else is read."""
+    if not torch.is_grad_enabled():
+        return False
+    attention = layer._modules.get("self_attn")
+    weight = None if attention is None else attention._parameters.get("in_proj_weight")
+    return weight is not None and weight.requires_grad
+
+
+def run(
+    found: Sequence[Fused],
+    x: Tensor,
+    memory: Tensor | None = None,
+    starts: Tensor | None = None,
+    memory_starts: Tensor | None = None,
+) -> Tensor:
+    """x through all layers.
+
+    ``starts``: x is ragged, (rows, M), batch element b being rows starts[b] to starts[b + 1], and
+    ``memory_starts`` likewise.
+    """
+    for kernel, told, own, cross in found:
+        x = kernel.run(*told, x, *own, memory, *cross, starts, memory_starts)
+    return x
+
+
+def try_run(
+    modules: Sequence[torch.nn.Module],
+    x: Tensor,
+    own: Masks,
+    memory: Tensor | None = None,
+    cross: Masks = Masks(),  # noqa: B008 - it cannot be changed
+    network: bool = True,
+    kind: type | None = None,
+) -> Tensor | None:
+    """x through all layers, or None; arguments as in `find`."""
+    found = find(modules, x, own, memory, cross, network, kind)
+    return None if found is None else run(found, x, memory)
+
+
+def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend runs the layer in one call, given its inputs, and why the others do not."""
+    kind = _KINDS[op]
+    if not isinstance(layer, kind):
+        raise TypeError(f"layer must be a {kind.__name__}, not {type(layer).__name__}")
+    given = inspect.signature(kind.forward).bind(layer, *args, **kwargs)
+    given.apply_defaults()
+    _, x, *rest = given.arguments.values()
+    memory, cross = None, Masks()
+    if op == "decoder_layer":
+        memory, mask, memory_mask, padding, memory_padding, is_causal, memory_is_causal = rest
+        own, cross = (
+            Masks(mask, padding, is_causal),
+            Masks(memory_mask, memory_padding, memory_is_causal),
+        )
+    else:
+        mask, padding, is_causal = rest
+        if mask is not None and padding is not None and mask.dtype != padding.dtype:
+            mask, padding = (masks.additive(one, x.dtype) for one in (mask, padding))
+        own = Masks(mask, padding, is_causal)
+    try:
+        if not isinstance(layer, DropIn):
+            raise Unreadable("forward is torch.nn's; transformer_fast.accelerate swaps it")
+        ((call, told),) = _prepare([layer], x, own, memory, cross, True)
+        for kernel in dispatch.kernels(op):
+            _fused(kernel, told, x, own, memory, cross)
+    except Unreadable as reason:
+        why = {kernel.backend: [f"its {reason}"] for kernel in dispatch.kernels(op)}
+        return Explanation(op, None, why, dispatch.COMPOSED)
+    return dispatch.explain_call(call)
