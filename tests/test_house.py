@@ -63,10 +63,10 @@ def _generate() -> Callable[[], Any]:
 #: The call, whether it is made with gradients, and the most that it may run.
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(55, 9, 13)),
-    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(162, 18, 102)),
-    "attention, inference": (lambda: _attention(False), False, Count(35, 9, 28)),
-    "attention, training": (lambda: _attention(True), True, Count(37, 9, 29)),
-    "linear, inference": (_linear, False, Count(28, 9, 15)),
+    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(113, 18, 63)),
+    "attention, inference": (lambda: _attention(False), False, Count(6, 4, 5)),
+    "attention, training": (lambda: _attention(True), True, Count(9, 4, 7)),
+    "linear, inference": (_linear, False, Count(15, 5, 5)),
     "generate, 8 tokens": (_generate, False, Count(462, 30, 204)),
 }
 

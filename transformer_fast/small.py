@@ -1,9 +1,10 @@
-"""Size limits below which PyTorch's op is faster, because host overhead dominates.
+"""The fast path of calls on plain CPU tensors, and the sizes below which PyTorch's op is faster.
 
-A kernel of ours takes some Python to prepare and, with gradients, an autograd node in Python;
-PyTorch's ops have theirs in C++. Which calls PyTorch's op serves sooner was measured, on the CPU in
-float32. The dispatcher hands exactly those to the backend `torch` (`yields`). Functions and modules
-whose preparation would take as long as the call ask the same limits before it.
+Checks and dispatch take as long as many a kernel. `plain` is the guard of all ops: of a call that it
+lets through nothing is left to ask but shapes, and how large it is. A kernel of ours takes some Python
+to prepare and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. Which calls
+PyTorch's op serves sooner was measured, on the CPU in float32, and stands here once: functions and
+modules ask it, and the dispatcher has it as `PreferLater` (`prefers_later`).
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 _transforms = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
-_FLOAT = torch.float32
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_is_autocast_enabled = torch.is_autocast_enabled
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_STRIDED = torch.strided
+FLOAT = torch.float32
 
-#: Whether any call counts as small, and whether functions and modules may pass the dispatcher by.
+#: Whether any call counts as small, and whether calls may pass the dispatcher by.
 _on = _short = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limit:
-    """The size from which a call of an op runs on our kernel."""
+    """The size from which a call of an op in float32 runs on our kernel."""
 
     #: What is counted, in words.
     unit: str
@@ -43,22 +46,20 @@ class Limit:
     training: int
     #: Elements of the op's matrices, at most. For a few rows and larger ones PyTorch's products
     #: take up to twice the kernels' time.
-    weights: int | None = None
-
+    weights: int = 1 << 62
     #: With gradients, rows at most. In each thread PyTorch adds those of a norm's weight and bias up
     #: row by row, and of more rows gives sums further from the truth than the error budget allows.
     #: However many threads there are, as results must not depend on their number.
-    rows: int | None = None
+    rows: int = 1 << 62
 
-    def holds(self, work: int, rows: int, *tensors: Tensor | None) -> bool:
-        """Whether a call of this size is below the limit. Always True without the native module."""
-        if _native.module is None:
-            return True
-        if _is_grad_enabled() and (self.inference != self.training or self.rows is not None):
-            for tensor in tensors:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    return work < self.training and (self.rows is None or rows <= self.rows)
-        return work < self.inference
+    def __post_init__(self) -> None:
+        self.switch(True)
+
+    def switch(self, on: bool) -> None:
+        #: ``inference`` and ``training``, to be asked by whether a call needs gradients.
+        self.below = (self.inference, self.training) if on else (0, 0)
+        if on and _native.module is None:
+            self.below = 1 << 62, 1 << 62
 
 
 # With tiles products of float32 take a fraction of PyTorch's time, once there is some work.
@@ -76,276 +77,66 @@ _LOGITS = 1 << (13 if _TILES else 17)
 LINEAR_CROSS_ENTROPY = Limit("logits", _LOGITS, _LOGITS, weights=1 << 16)
 #: Elements of the table, and eight times those looked up, with gradients; without them a look-up is
 #: PyTorch's anyway.
-EMBEDDING = 1 << 19
+EMBEDDING = Limit("elements", 1 << 62, 1 << 19)
+LIMITS = (
+    LINEAR, FEED_FORWARD, LAYER_NORM, MULTIHEAD_ATTENTION, ADD_LAYER_NORM, ATTENTION, CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY, EMBEDDING,
+)  # fmt: skip
 
 
-def linear(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` is to take the call, unless a backend is named."""
-    return (
-        _short
-        and type(input) is Tensor
-        and _state.backend is None
-        and isinstance(weight, Tensor)
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        and weight.numel() <= LINEAR.weights  # type: ignore[operator]
-        and LINEAR.holds(input.numel() * weight.shape[0], 0, input, weight, bias)
-    )
-
-
-def layer_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether `torch.layer_norm` is to take the call."""
-    return (
-        _short
-        and type(input) is Tensor
-        and _state.backend is None
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        # Which function a tensor subclass is asked about differs between this and torch's module.
-        and type(weight) in _PLAIN
-        and type(bias) in _PLAIN
-        and LAYER_NORM.holds(input.numel(), _rows(input, weight), input, weight, bias)
-        # The derivative of PyTorch's own forward-mode derivative is wrong.
-        and not (_transforms() or forward_ad._current_level >= 0)
-    )
-
-
-def layer_norm_kernel(
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Callable[..., Any] | None:
-    """Fast path: returns the CPU kernel if the dispatcher would certainly select it, else None.
-
-    Dispatching costs about as much as normalizing 100 rows.
-    """
-    if not (
-        _short
-        and type(input) is Tensor
-        and _state.backend is None
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        and input.layout is torch.strided
-        and not input.is_nested
-        and forward_ad._current_level < 0
-        and not _transforms()
-        and type(eps) is float
-        and type(normalized_shape) is tuple
-        and len(normalized_shape) == 1
-        and input.shape[-1:] == normalized_shape
-        and _is_row(weight, normalized_shape)
-        and _is_row(bias, normalized_shape)
-    ):
-        return None
-    kernels, usable = _state.usable["layer_norm"]
-    first = usable["cpu"][0]
-    known = first.backend == "cpu" and kernels is _state.kernels["layer_norm"]
-    return first.run if known else None
-
-
-def _is_row(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
-    return tensor is None or (
-        type(tensor) in _PLAIN
-        and tensor.dtype is _FLOAT
-        and tensor.is_cpu
-        and tensor.shape == shape
-        and tensor.layout is torch.strided
-    )
-
-
-def _rows(input: Tensor, weight: Tensor | None) -> int:
+def rows(input: Tensor, weight: Tensor | None) -> int:
+    """Of a norm, as far as their number is limited."""
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
-def add_layer_norm(
-    input: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> bool:
-    """Whether a sum and `torch.layer_norm` are to take the call, nothing being dropped."""
-    return (
-        _short
-        and type(input) is Tensor
-        and type(residual) is Tensor
-        and _state.backend is None
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        and residual.dtype is _FLOAT
-        and input.shape == residual.shape
-        and type(weight) in _PLAIN
-        and type(bias) in _PLAIN
-        and ADD_LAYER_NORM.holds(input.numel(), _rows(input, weight), input, residual, weight, bias)
-        and not (_transforms() or forward_ad._current_level >= 0)
-    )
+def plain(first: Any, *others: Any) -> bool | None:
+    """Whether a call on these tensors needs gradients, or None: it takes the dispatcher's road.
 
-
-def feed_forward(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
-) -> bool:
-    """Whether `torch.nn.functional.linear`, twice, is to take the call, nothing being dropped."""
-    if not (
-        _short
-        and type(input) is Tensor
-        and _state.backend is None
-        and isinstance(weight1, Tensor)
-        and isinstance(weight2, Tensor)
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        and input.dim() > 0
+    That is a call that is traced or transformed, for which a backend is named, or whose tensors are of
+    subclasses, nested or elsewhere than in CPU memory. PyTorch's own op needs no more.
+    """
+    if (
+        not _short
+        or type(first) is not Tensor
+        or not first.is_cpu
+        or first.is_nested
+        or _state.backend is not None
+        or _is_compiling()
+        or _tracing_state() is not None
+        or _transforms()
+        or forward_ad._current_level >= 0
     ):
-        return False
-    # PyTorch would spread biases that the op refuses.
-    hidden, width, columns = weight1.shape, weight2.shape, input.shape[-1]
-    if not (
-        len(hidden) == 2
-        and len(width) == 2
-        and hidden[1] == columns
-        and width[1] == hidden[0]
-        and (bias1 is None or bias1.shape == hidden[:1])
-        and (bias2 is None or bias2.shape == width[:1])
-    ):
-        return False
-    weights = hidden[0] * (columns + width[0])
-    work = input.numel() // max(1, columns) * weights
-    return (
-        weights <= FEED_FORWARD.weights  # type: ignore[operator]
-        and FEED_FORWARD.holds(work, 0, input, weight1, bias1, weight2, bias2)
-    )
+        return None
+    grad = _is_grad_enabled() and first.requires_grad
+    follows = not grad and _is_grad_enabled()
+    for tensor in others:
+        if tensor is not None:
+            if type(tensor) not in _PLAIN:
+                return None
+            if follows and tensor.requires_grad:
+                grad = True
+    return grad  # type: ignore[no-any-return]
 
 
-def multihead_attention(input: Tensor) -> bool:
-    """Whether torch's operator for it is to take self-attention without masks and gradients."""
-    return (
-        _short
-        and type(input) is Tensor
-        and _state.backend is None
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        and MULTIHEAD_ATTENTION.holds(input.numel(), 0)
-        and not (_is_grad_enabled() and input.requires_grad)
-        and _is_untransformed()
-    )
+def kernel(op: str, first: Tensor, *others: Tensor | None) -> Callable[..., Any] | None:
+    """The CPU's kernel of an op for a `plain` call that is not small and that no other limit is about.
 
-
-def attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's fused attention is to take the call: no masks, no dropout, no weights."""
-    if not (
-        _short
-        and type(query) is Tensor
-        and type(key) is Tensor
-        and type(value) is Tensor
-        and _state.backend is None
-        and not _is_compiling()
-        and _tracing_state() is None
-        and query.is_cpu
-        and query.dtype is _FLOAT
-    ):
-        return False
-    sizes, keys = query.shape, key.shape
-    return (
-        len(sizes) == 4
-        and keys == value.shape
-        and len(keys) == 4
-        and sizes[:2] == keys[:2]
-        and sizes[3] == keys[3]
-        and 0 < query.numel() * keys[2] < ATTENTION.inference
-        and key.dtype is _FLOAT
-        and value.dtype is _FLOAT
-        and key.is_cpu
-        and value.is_cpu
-        and not (
-            _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        )
-        and _is_untransformed()
-    )
-
-
-def _is_untransformed() -> bool:
-    """Whether autocast, torch.func transforms and forward-mode AD are all off."""
-    return not (torch.is_autocast_enabled("cpu") or _transforms() or forward_ad._current_level >= 0)
-
-
-def embedding(tokens: Tensor, table: Tensor) -> bool:
-    """Whether `torch.embedding` is to take the look-up and its gradient."""
-    return (
-        _short
-        and type(tokens) is Tensor
-        and _state.backend is None
-        and type(table) in _PLAIN
-        and not _is_compiling()
-        and _tracing_state() is None
-        and table.is_cpu
-        and (
-            not (_is_grad_enabled() and table.requires_grad)
-            or table.numel() + 8 * tokens.numel() * table.shape[-1] < EMBEDDING
-        )
-    )
-
-
-def cross_entropy(input: Tensor, target: Tensor, ignore_index: int) -> bool:
-    """Whether `torch.nn.functional.cross_entropy` is to take the call."""
-    return (
-        _short
-        and type(input) is Tensor
-        and type(target) is Tensor
-        and _state.backend is None
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and input.dtype is _FLOAT
-        and target.dtype is torch.int64
-        and CROSS_ENTROPY.holds(input.numel(), 0, input)
-        and ignores_no_nan(input, target, ignore_index)
-    )
-
-
-def linear_cross_entropy(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int
-) -> bool:
-    """Whether PyTorch's linear map and loss, of all logits at once, are to take the call."""
-    if not (
-        _short
-        and type(input) is Tensor
-        and type(target) is Tensor
-        and _state.backend is None
-        and type(weight) in _PLAIN
-        and type(bias) in _PLAIN
-        and not _is_compiling()
-        and _tracing_state() is None
-        and input.is_cpu
-        and target.is_cpu
-        and input.dtype is _FLOAT
-        and weight.dtype is _FLOAT
-        and (bias is None or (bias.dtype is _FLOAT and bias.shape == weight.shape[:1]))
-        and target.dtype is torch.int64
-        and weight.dim() == 2
-        and input.dim() in (1, 2)
-        and target.shape == input.shape[:-1]
-    ):
-        return False
-    logits = target.numel() * weight.shape[0]
-    return (
-        logits > 0
-        and weight.numel() <= LINEAR_CROSS_ENTROPY.weights  # type: ignore[operator]
-        and LINEAR_CROSS_ENTROPY.holds(logits, 0, input, weight, bias)
-        and _is_untransformed()
-        and torch._C._len_torch_dispatch_stack() == 0
-        # PyTorch lets what stands in ignored rows reach gradients.
-        and ignore_index < 0
-        and int(target.min()) >= 0
-    )
+    None: it takes the dispatcher's road, since there is no kernel, autocast is on, or the tensors are
+    not all of one floating dtype, strided and in CPU memory.
+    """
+    kernels, usable = _state.usable[op]
+    found = usable["cpu"][0]
+    if found.backend != "cpu" or kernels is not _state.kernels[op] or _is_autocast_enabled("cpu"):
+        return None
+    dtype = first.dtype
+    if dtype not in found.dtypes or first.layout is not _STRIDED:
+        return None
+    for tensor in others:
+        if tensor is not None and (
+            tensor.dtype is not dtype or tensor.layout is not _STRIDED or not tensor.is_cpu
+        ):
+            return None
+    return found.run
 
 
 def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
@@ -417,9 +208,9 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
         # What is dropped is drawn beside PyTorch's op, in further steps.
         if not _on or call.dropout_p != 0.0:
             return False
-        if limit.rows is not None and call.needs_grad:
-            return _rows(call.tensors[0], call.tensors[-2]) <= limit.rows  # type: ignore[arg-type]
-        return limit.weights is None or _weights(call) <= limit.weights
+        if call.needs_grad and limit.rows < 1 << 62:
+            return rows(call.tensors[0], call.tensors[-2]) <= limit.rows  # type: ignore[arg-type]
+        return _weights(call) <= limit.weights
 
     return tuple(
         PreferLater(
@@ -427,9 +218,9 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
             range(below),
             f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "
             f"than {below} {limit.unit}"
-            + (f", with at most {limit.weights} weights" if limit.weights else "")
-            + (f", of at most {limit.rows} rows" if limit.rows and needs_grad else ""),
-            frozenset({_FLOAT}),
+            + (f", with at most {limit.weights} weights" if limit.weights < 1 << 62 else "")
+            + (f", of at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else ""),
+            frozenset({FLOAT}),
             needs_grad=needs_grad,
             when=when,
         )
@@ -443,18 +234,23 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
 
 @contextmanager
 def handed_over(on: bool | None = None, short: bool | None = None) -> Iterator[None]:
-    """Within the block small calls are PyTorch's or not, past the dispatcher or not.
+    """Within the block small calls are PyTorch's or not, and calls pass the dispatcher by or not.
 
     For tests of kernels, and for those who ask the dispatcher what ran. None: as it is.
     """
-    global _on, _short
     before = _on, _short
-    _on = _on if on is None else on
-    _short = _on and (_short if short is None else short)
+    _switch(*(was if now is None else now for was, now in zip(before, (on, short), strict=True)))
     try:
         yield
     finally:
-        _on, _short = before
+        _switch(*before)
+
+
+def _switch(on: bool, short: bool) -> None:
+    global _on, _short
+    _on, _short = on, short
+    for limit in LIMITS:
+        limit.switch(on)
 
 
 @contextmanager
@@ -483,5 +279,5 @@ def _set_batch_invariant(on: bool) -> None:
 
 
 if _switches.flag("TRANSFORMER_FAST_BATCH_INVARIANT"):
-    _on = _short = False
+    _switch(False, True)
     _set_batch_invariant(True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache, reference, small
+from .. import call_cache, reference
 from ..autograd import (
     Function,
     differentiates_again,
@@ -22,6 +22,8 @@ from ..autograd import (
     vjp,
 )
 from ..dispatch import Call, select
+from ..small import ATTENTION, FLOAT, plain
+from ..small import kernel as cpu_kernel
 from ._check import (
     autocast,
     is_torchs,
@@ -226,15 +228,29 @@ def scaled_dot_product_attention(
         and attn_mask is None
         and key_lengths is None
         and query_lengths is None
-        and is_causal is False
+        and type(is_causal) is bool
         and enable_gqa is False
         and not need_weights
         and type(dropout_p) is float
         and dropout_p == 0.0
         and (scale is None or type(scale) is float)
-        and small.attention(query, key, value)
+        and (grad := plain(query, key, value)) is not None
     ):
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+        sizes, keys = query.shape, key.shape
+        if (
+            len(sizes) == len(keys) == 4
+            and keys == value.shape
+            and sizes[:2] == keys[:2]
+            and sizes[3] == keys[3]
+        ):
+            run = cpu_kernel("attention", query, key, value)
+            if run is not None:
+                below = 0 if is_causal or query.dtype is not FLOAT else ATTENTION.below[grad]
+                if 0 < query.numel() * keys[2] < below:
+                    return F.scaled_dot_product_attention(query, key, value, scale=scale)
+                return run(  # type: ignore[no-any-return]
+                    query, key, value, None, None, is_causal, scale, 0.0, None, False, False
+                )[0]
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
     remembered, again = call_cache.look_up("attention", tensors, others)

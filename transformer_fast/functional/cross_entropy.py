@@ -158,7 +158,16 @@ def cross_entropy(
     Source: "Attention Is All You Need", section 5.4; Szegedy et al. 2015, section 7.
     """
     others = weight is not None or size_average is not None or reduce is not None
-    if backend is None and not others and small.cross_entropy(input, target, ignore_index):
+    if (
+        backend is None
+        and not others
+        and type(target) is Tensor
+        and target.dtype is torch.int64
+        and (grad := small.plain(input)) is not None
+        and input.dtype is small.FLOAT
+        and input.numel() < small.CROSS_ENTROPY.below[grad]
+        and small.ignores_no_nan(input, target, ignore_index)
+    ):
         return F.cross_entropy(
             input, target, None, None, ignore_index, None, reduction, label_smoothing
         )
@@ -179,6 +188,31 @@ def cross_entropy(
     losses = select(call, backend).run(*arguments)
     result = _reduce(losses, arguments[1], ignore_index, reduction).to(_result_dtype(input))
     return result.view(target.shape) if reduction == "none" else result
+
+
+def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
+    """Whether PyTorch's linear map and loss, of all logits at once, take less time."""
+    if not (
+        input.dtype is small.FLOAT
+        and type(target) is Tensor
+        and target.is_cpu
+        and target.dtype is torch.int64
+        and weight is not None
+        and weight.dim() == 2
+        and (bias is None or bias.shape == weight.shape[:1])
+        and input.dim() in (1, 2)
+        and target.shape == input.shape[:-1]
+    ):
+        return False
+    logits, limit = target.numel() * weight.shape[0], small.LINEAR_CROSS_ENTROPY
+    return (
+        0 < logits < limit.below[grad]
+        and weight.numel() <= limit.weights
+        and small.kernel("linear_cross_entropy", input, weight, bias) is not None
+        and torch._C._len_torch_dispatch_stack() == 0
+        # PyTorch lets what stands in ignored rows reach gradients.
+        and int(target.min()) >= 0
+    )
 
 
 def prepare_linear_cross_entropy(
@@ -271,7 +305,9 @@ def linear_cross_entropy(
         backend is None
         and weight is None
         and options is None
-        and small.linear_cross_entropy(input, linear_weight, linear_bias, target, ignored)
+        and ignored < 0
+        and (grad := small.plain(input, linear_weight, linear_bias)) is not None
+        and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         return F.cross_entropy(
             F.linear(input, linear_weight, linear_bias), target, None, None, ignored, None,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache, small
+from .. import call_cache
 from ..autograd import (
     Function,
     differentiates_again,
@@ -19,9 +19,11 @@ from ..autograd import (
     stand_in,
     vjp,
 )
-from ..dispatch import Call
-from ..reference.dropout import dropout
+from ..dispatch import Call, select
+from ..reference.dropout import draw_seed, dropout
 from ..reference.linear import ACTIVATIONS, activate
+from ..small import FEED_FORWARD, FLOAT, plain
+from ..small import kernel as cpu_kernel
 from ._check import (
     autocast,
     casts_itself,
@@ -38,6 +40,22 @@ from ._check import (
 )
 from ._operator import Operator, Rule
 from .linear import CODES, dtype_problem, products, total, weight_problem
+
+
+def _fits(input: Tensor, weight1: Any, bias1: Any, weight2: Any, bias2: Any) -> bool:
+    """Whether nothing is wrong with the shapes."""
+    if weight1 is None or weight2 is None:
+        return False
+    hidden, width = weight1.shape, weight2.shape
+    return (
+        input.dim() > 0
+        and len(hidden) == 2
+        and len(width) == 2
+        and hidden[1] == input.shape[-1]
+        and width[1] == hidden[0]
+        and (bias1 is None or bias1.shape == hidden[:1])
+        and (bias2 is None or bias2.shape == width[:1])
+    )
 
 
 def prepare_feed_forward(
@@ -120,13 +138,29 @@ def feed_forward(
     """
     if (
         backend is None
-        and dropout_p == 0.0
         and type(activation) is str
         and activation in ACTIVATIONS
-        and small.feed_forward(input, weight1, bias1, weight2, bias2)
+        and type(dropout_p) is float
+        and 0.0 <= dropout_p < 1.0
     ):
-        hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
-        return F.linear(hidden, weight2, bias2)
+        grad = plain(input, weight1, bias1, weight2, bias2)
+        if grad is not None and _fits(input, weight1, bias1, weight2, bias2):
+            limit, weights = FEED_FORWARD, weight1.numel() + weight2.numel()
+            columns = input.shape[-1]
+            if (
+                dropout_p == 0.0
+                and input.dtype is FLOAT
+                and weights <= limit.weights
+                and input.numel() // max(1, columns) * weights < limit.below[grad]
+            ):
+                hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
+                return F.linear(hidden, weight2, bias2)
+            given = (input, weight1, bias1, weight2, bias2)
+            if (run := cpu_kernel("feed_forward", *given)) is not None:
+                if grad:  # there are other limits
+                    run = select(Call("feed_forward", given, grad, dropout_p, activation)).run
+                seed = draw_seed(input.device) if dropout_p else None
+                return run(*given, activation, dropout_p, seed)  # type: ignore[no-any-return]
     tensors = (input, weight1, bias1, weight2, bias2)
     key, again = call_cache.look_up("feed_forward", tensors, (activation, dropout_p, backend))
     if again is not None:

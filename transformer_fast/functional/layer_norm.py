@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache, reference, small
+from .. import call_cache, reference
 from ..autograd import (
     Function,
     differentiates_again,
@@ -21,7 +21,9 @@ from ..autograd import (
     vjp,
 )
 from ..dispatch import Call, Kernel
-from ..reference.dropout import dropout
+from ..reference.dropout import draw_seed, dropout
+from ..small import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
+from ..small import kernel as cpu_kernel
 from ._check import (
     casts_itself,
     is_torchs,
@@ -126,6 +128,18 @@ def _raise_wrong_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> NoR
     )
 
 
+def _is_row(
+    input: Tensor, shape: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None
+) -> bool:
+    """Whether the last dimension is normalised, and nothing is wrong with the shapes."""
+    return (
+        len(shape) == 1
+        and input.shape[-1:] == shape
+        and (weight is None or weight.shape == shape)
+        and (bias is None or bias.shape == shape)
+    )
+
+
 def prepare_layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -167,28 +181,20 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
     """
-    if (
-        backend is None
-        and type(normalized_shape) is tuple
-        and small.layer_norm(input, weight, bias)
-    ):
-        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
-    return dispatched_layer_norm(input, normalized_shape, weight, bias, eps, backend)
-
-
-def dispatched_layer_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    backend: str | None = None,
-) -> Tensor:
-    """Like `layer_norm`, without the small-call check."""
-    if backend is None:
-        run = small.layer_norm_kernel(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
-        if run is not None:
-            return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
+    if backend is None and type(eps) is float and type(normalized_shape) is tuple:
+        grad = plain(input, weight, bias)
+        if grad is not None:
+            limit = LAYER_NORM
+            if (
+                input.dtype is FLOAT
+                and input.numel() < limit.below[grad]
+                and (not grad or rows(input, weight) <= limit.rows)
+            ):
+                return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+            if _is_row(input, normalized_shape, weight, bias) and (
+                run := cpu_kernel("layer_norm", input, weight, bias)
+            ):
+                return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
     tensors = (input, weight, bias)
     key, again = call_cache.look_up("layer_norm", tensors, (normalized_shape, eps, backend))
     if again is not None:
@@ -279,12 +285,28 @@ def add_layer_norm(
     """
     if (
         backend is None
+        and type(eps) is float
+        and type(dropout_p) is float
+        and 0.0 <= dropout_p < 1.0
         and type(normalized_shape) is tuple
-        and dropout_p == 0.0
-        and small.add_layer_norm(input, residual, weight, bias)
+        and (grad := plain(input, residual, weight, bias)) is not None
+        and residual is not None
+        and input.shape == residual.shape
     ):
-        total = residual + input
-        return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
+        limit = ADD_LAYER_NORM
+        if (
+            dropout_p == 0.0
+            and input.dtype is residual.dtype is FLOAT
+            and input.numel() < limit.below[grad]
+            and (not grad or rows(input, weight) <= limit.rows)
+        ):
+            total = residual + input
+            return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
+        if _is_row(input, normalized_shape, weight, bias) and (
+            run := cpu_kernel("add_layer_norm", input, residual, weight, bias)
+        ):
+            seed = draw_seed(input.device) if dropout_p else None
+            return run(input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)  # type: ignore[no-any-return]
     tensors = (input, residual, weight, bias)
     key, again = call_cache.look_up(
         "add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_cache, reference, small
+from .. import call_cache, reference
 from ..autograd import (
     Function,
     differentiates_again,
@@ -19,8 +19,10 @@ from ..autograd import (
     stand_in,
     vjp,
 )
-from ..dispatch import Call
+from ..dispatch import Call, select
 from ..reference.linear import activate
+from ..small import FLOAT, LINEAR, plain
+from ..small import kernel as cpu_kernel
 from ._check import (
     autocast,
     casts_itself,
@@ -189,13 +191,20 @@ def linear(
 
     Source: "Attention Is All You Need", section 3.2.2 (projections).
     """
-    if (
-        backend is None
-        and activation is None
-        and residual is None
-        and small.linear(input, weight, bias)
-    ):
-        return F.linear(input, weight, bias)
+    if backend is None and activation is None and residual is None:
+        grad = plain(input, weight, bias)
+        if grad is not None and weight is not None:
+            limit = LINEAR
+            if (
+                input.dtype is FLOAT
+                and input.numel() * weight.shape[0] < limit.below[grad]
+                and weight.numel() <= limit.weights
+            ):
+                return F.linear(input, weight, bias)
+            if _fits(input, weight, bias) and (run := cpu_kernel("linear", input, weight, bias)):
+                if grad:  # there are other limits
+                    run = select(Call("linear", (input, weight, bias, None), grad)).run
+                return run(input, weight, bias, None, None)  # type: ignore[no-any-return]
     tensors = (input, weight, bias, residual)
     key, again = call_cache.look_up("linear", tensors, (activation, backend))
     if again is not None:

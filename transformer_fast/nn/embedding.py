@@ -50,7 +50,15 @@ class Embedding(DropIn, torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         table = self._parameters.get("weight")
-        if table is not None and self.max_norm is None and small.embedding(input, table):
+        grad = None if self.max_norm is not None else small.plain(input, table)
+        if (
+            table is not None
+            and grad is not None
+            and (
+                not grad
+                or table.numel() + 8 * input.numel() * table.shape[-1] < small.EMBEDDING.below[1]
+            )
+        ):
             padding = -1 if self.padding_idx is None else self.padding_idx
             return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
         if is_torchs(input):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import small
-from ..functional.layer_norm import dispatched_layer_norm, rms_norm
+from ..functional.layer_norm import layer_norm, rms_norm
 from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
@@ -24,18 +23,13 @@ class LayerNorm(DropIn, torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         parameters = self._parameters
-        if "weight" in parameters and "bias" in parameters:
+        try:
             weight, bias = parameters["weight"], parameters["bias"]
-        else:  # parametrised
+        except KeyError:  # parametrised
             weight, bias = self.weight, self.bias
-        if small.layer_norm(input, weight, bias):
-            return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        run = small.layer_norm_kernel(input, self.normalized_shape, weight, bias, self.eps)
-        if run is not None:
-            return run(input, self.normalized_shape, weight, bias, self.eps)  # type: ignore[no-any-return]
-        if is_torchs(input):
+        if type(input) is not Tensor and is_torchs(input):
             return by_torch(self, super().forward, input)
-        return dispatched_layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(DropIn, torch.nn.RMSNorm):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import functional, small
+from ..functional.linear import linear
 from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
-
-_linear = torch.nn.functional.linear
 
 
 class Linear(DropIn, torch.nn.Linear):
@@ -24,9 +22,10 @@ class Linear(DropIn, torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         parameters = self._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if small.linear(input, weight, bias) and "bias" in parameters:
-            return _linear(input, weight, bias)  # type: ignore[arg-type]
-        if is_torchs(input):
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # parametrised
+            weight, bias = self.weight, self.bias  # type: ignore[assignment]
+        if type(input) is not Tensor and is_torchs(input):
             return by_torch(self, super().forward, input)
-        return functional.linear(input, self.weight, self.bias)
+        return linear(input, weight, bias)  # type: ignore[arg-type]

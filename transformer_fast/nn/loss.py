@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import functional, small
+from .. import functional
 from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
-
-_cross_entropy = torch.nn.functional.cross_entropy
 
 
 class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
@@ -23,14 +21,7 @@ class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        ignored = self.ignore_index
-        if self._buffers.get("weight", self) is None and small.cross_entropy(
-            input, target, ignored
-        ):
-            return _cross_entropy(
-                input, target, None, None, ignored, None, self.reduction, self.label_smoothing
-            )
-        if is_torchs(input):
+        if type(input) is not Tensor and is_torchs(input):
             return by_torch(self, super().forward, input, target)
         return functional.cross_entropy(
             input,

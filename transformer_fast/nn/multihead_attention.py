@@ -172,28 +172,22 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
 
     def _for_one_call(self, query: Tensor) -> list[Tensor] | None:
         """The projections' parameters, if torch has one operator for a call as small as this."""
-        out, own = self.out_proj, self._parameters
+        out = self.out_proj
         if not (
             self.batch_first
             and self.num_heads % 2 == 0
-            and small.multihead_attention(query)
+            and query.numel() < small.MULTIHEAD_ATTENTION.below[0]
+            and query.dtype is small.FLOAT
             and fusion.is_unhooked(out, fusion.LINEAR)
         ):
             return None
-        theirs = out._parameters
-        found = [
-            own.get("in_proj_weight"), own.get("in_proj_bias"),
-            theirs.get("weight"), theirs.get("bias"),
-        ]  # fmt: skip
-        grad = torch.is_grad_enabled()
-        for parameter in found:
-            if (
-                type(parameter) is not torch.nn.Parameter
-                or parameter.dtype is not query.dtype
-                or not parameter.is_cpu
-                or (grad and parameter.requires_grad)
-            ):
-                return None
+        found = [*fusion.affine(self, "in_proj_weight", "in_proj_bias"), *fusion.affine(out)]
+        if (
+            any(parameter is None for parameter in found)
+            or small.plain(query, *found) is not False
+            or small.kernel("linear", query, *found) is None
+        ):
+            return None
         return found  # type: ignore[return-value]
 
     def _attend(
