@@ -294,7 +294,7 @@ _CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
 def _fits(kernel: Kernel, call: Call) -> bool:
     """Whether the kernel can run the call: all of `_CHECKS` in one function, for the hot path.
 
-    Device and availability are left out: `_candidates` has looked at them.
+    Device and availability are left out: `candidates` has looked at them.
     """
     tensors = call.tensors
     dtypes = kernel.dtypes

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from . import _native, call_cache
-from .backends import cpu_packing
 
 __all__ = [
     "forget_calls", "forget_packed", "kept", "limit", "packed", "release", "set_limit",
 ]  # fmt: skip
 
 _MOST = 1 << 30
+#: Of each backend that keeps packed copies of weights: how many bytes they take, and what drops those
+#: of a module, or all.
+packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
 
 
 def kept() -> int:
@@ -66,7 +69,7 @@ def release() -> None:
 def packed() -> int:
     """Bytes that copies of weights in the kernels' layout take now, at most
     ``TRANSFORMER_FAST_PACKED_MB`` MiB (default 4096)."""
-    return cpu_packing.held_bytes()
+    return sum(held_bytes() for held_bytes, _ in packings)
 
 
 def forget_packed(module: torch.nn.Module | None = None) -> None:
@@ -76,7 +79,8 @@ def forget_packed(module: torch.nn.Module | None = None) -> None:
     ``.data``, NumPy or another tensor on the same memory. All that PyTorch sees, and rows and
     columns however they are written, is found by itself.
     """
-    cpu_packing.forget(module)
+    for _, forget in packings:
+        forget(module)
 
 
 def forget_calls() -> None:

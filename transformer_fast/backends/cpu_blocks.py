@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,9 @@ def layers(
 
 def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:
     """Those that are packed, two of each sub-layer's six parameters."""
-    return [w for i in range(0, len(parameters), 6) for w in parameters[i : i + 3 : 2]]  # type: ignore[misc]
+    weights: list[Any] = [None] * (len(parameters) // 3)
+    weights[0::2], weights[1::2] = parameters[0::6], parameters[2::6]
+    return weights
 
 
 class DecodeStack:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native, _switches
+from .. import _native, _switches, memory
 from ..functional.feed_forward import INFERENCE as FEED_FORWARD
 from ..functional.feed_forward import PACKED as FEED_FORWARD_PACKED
 from ..functional.linear import INFERENCE as LINEAR
@@ -250,12 +250,19 @@ class PackedWeights:
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last
         if pieces == before and len(last) == len(weights):
-            packed = [entry.packed for entry in last]
-            if all(e.is_of(w) for e, w in zip(last, weights, strict=True)) and _hold(last, rows):
-                now = next(_clock)
-                for entry in last:
-                    entry.used = now
-                return packed
+            packed: list[Tensor | None] = []
+            for entry, weight in zip(
+                last, weights, strict=True
+            ):  # each step of a generator is a call
+                packed.append(entry.packed)
+                if not entry.is_of(weight):
+                    break
+            else:
+                if _hold(last, rows):
+                    now = next(_clock)
+                    for entry in last:
+                        entry.used = now
+                    return packed
         entries = [_entry_of(weight, rows) for weight in weights]
         # Packing the others, or another thread, may have dropped some.
         packed = [None if entry is None else entry.packed for entry in entries]
@@ -281,3 +288,6 @@ def forget(module: torch.nn.Module | None = None) -> None:
 def held_bytes() -> int:
     """Memory that packed copies take now."""
     return sum(_size(entry) for entry in list(_entries.values()))
+
+
+memory.packings.append((held_bytes, forget))
