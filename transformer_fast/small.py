@@ -107,13 +107,13 @@ def plain(first: Any, *others: Any) -> bool | None:
         or forward_ad._current_level >= 0
     ):
         return None
-    grad = _is_grad_enabled() and first.requires_grad
-    follows = not grad and _is_grad_enabled()
+    follows = _is_grad_enabled()
+    grad = follows and first.requires_grad
     for tensor in others:
         if tensor is not None:
             if type(tensor) not in _PLAIN:
                 return None
-            if follows and tensor.requires_grad:
+            if follows and not grad and tensor.requires_grad:
                 grad = True
     return grad  # type: ignore[no-any-return]
 

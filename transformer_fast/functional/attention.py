@@ -243,11 +243,17 @@ def scaled_dot_product_attention(
             and sizes[:2] == keys[:2]
             and sizes[3] == keys[3]
         ):
+            if (
+                0 < query.numel() * keys[2] < ATTENTION.below[grad]
+                and not is_causal
+                and query.dtype is key.dtype is value.dtype is FLOAT
+                and key.is_cpu
+                and value.is_cpu
+                and not torch.is_autocast_enabled("cpu")
+            ):
+                return F.scaled_dot_product_attention(query, key, value, scale=scale)
             run = cpu_kernel("attention", query, key, value)
             if run is not None:
-                below = 0 if is_causal or query.dtype is not FLOAT else ATTENTION.below[grad]
-                if 0 < query.numel() * keys[2] < below:
-                    return F.scaled_dot_product_attention(query, key, value, scale=scale)
                 return run(  # type: ignore[no-any-return]
                     query, key, value, None, None, is_causal, scale, 0.0, None, False, False
                 )[0]
