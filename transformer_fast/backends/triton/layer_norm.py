@@ -17,16 +17,208 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import config
-from .layer_norm_kernel import (
-    column_sum_kernel,
-    layer_norm_backward_kernel,
-    layer_norm_forward_kernel,
-)
-from .philox import dropout_arguments, seed_for
+from .arithmetic import divide, narrow, store
+from .philox import dropout_arguments, keep_elements, keep_tile, seed_for
 from .runtime import ceil_div, launch, multiprocessors, with_unit_stride
+
+#: Kinds, as in ``functional/layer_norm.py``.
+RMS = tl.constexpr(1)
+ANNOTATED = tl.constexpr(2)
+
+
+@triton.jit
+def _keep(
+    seed,
+    rows,
+    limit,
+    COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    DROPOUT_COLUMNS: tl.constexpr,
+):
+    if DROPOUT_COLUMNS == COLUMNS:
+        return keep_tile(seed, rows, 0, limit, BLOCK_COLUMNS)
+    # normalized_shape has several dimensions; dropout counts columns of the last one only.
+    flat = rows[:, None] * COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    return keep_elements(seed, flat // DROPOUT_COLUMNS, flat % DROPOUT_COLUMNS, limit)
+
+
+@triton.jit(do_not_specialize=["rows", "limit"])
+def layer_norm_forward_kernel(
+    x_ptr,  # (N, C), stride_x between rows
+    residual_ptr,  # (N, C) or None
+    weight_ptr,  # (C,) or None
+    bias_ptr,  # (C,) or None
+    y_ptr,  # (N, C)
+    sum_ptr,  # (N, C) or None: residual + dropout(x)
+    mean_ptr,  # (N,) fp32
+    rstd_ptr,  # (N,) fp32
+    seed_ptr,  # () int64 or None
+    stride_x,
+    stride_residual,
+    rows,
+    eps,
+    limit,
+    keep_scale,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    DROPOUT_COLUMNS: tl.constexpr,  # 0: no dropout
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    place = row[:, None] * COLUMNS + column[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if DROPOUT_COLUMNS:
+        seed = tl.load(seed_ptr)
+        keep = _keep(seed, row, limit, COLUMNS, BLOCK_COLUMNS, DROPOUT_COLUMNS)
+        x = tl.where(keep, x * keep_scale, 0.0)
+    if residual_ptr is not None:
+        at = residual_ptr + row[:, None] * stride_residual + column[None, :]
+        residual = tl.load(at, mask=inside, other=0.0)
+        x += residual.to(tl.float32)
+        # The statistics are those of the sum that is returned, and that the backward reads.
+        rounded = narrow(x, residual)
+        tl.store(sum_ptr + place, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if KIND == RMS:
+        mean = tl.zeros([BLOCK_ROWS], tl.float32)
+        centred = x
+    else:
+        mean = divide(tl.sum(x, 1), COLUMNS * 1.0)
+        centred = tl.where((column < COLUMNS)[None, :], x - mean[:, None], 0.0)
+    square = tl.sum(centred * centred, 1)
+    if KIND < ANNOTATED:
+        rstd = divide(1.0, tl.sqrt_rn(divide(square, COLUMNS * 1.0) + eps))
+    else:
+        terms = COLUMNS - 1.0 if KIND == ANNOTATED else COLUMNS * 1.0
+        rstd = divide(1.0, tl.sqrt_rn(divide(square, terms)) + eps)
+    y = centred * rstd[:, None]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0)
+        y *= weight.to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0)
+        y += bias.to(tl.float32)[None, :]
+    store(y_ptr + place, y, inside)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "limit"])
+def layer_norm_backward_kernel(
+    dy_ptr,  # (N, C), stride_dy between rows
+    dsum_ptr,  # (N, C) or None: gradient of the returned sum
+    x_ptr,  # (N, C): what was normalised, stride_x between rows
+    weight_ptr,  # (C,) or None
+    mean_ptr,  # (N,) fp32
+    rstd_ptr,  # (N,) fp32
+    seed_ptr,  # () int64 or None
+    dx_ptr,  # (N, C): gradient of x (of residual)
+    dinput_ptr,  # (N, C) or None: gradient of input, behind the dropout
+    partial_ptr,  # (2, programs, C) fp32 or None: shares of dweight and dbias
+    stride_dy,
+    stride_dsum,
+    stride_x,
+    rows,
+    limit,
+    keep_scale,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    DROPOUT_COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,  # chunks under way at once
+):
+    column = tl.arange(0, BLOCK_COLUMNS)
+    in_row = column < COLUMNS
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    if partial_ptr is not None:
+        dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    if DROPOUT_COLUMNS:
+        seed = tl.load(seed_ptr)
+    program = tl.program_id(0)
+    chunks = tl.cdiv(rows, BLOCK_ROWS)
+    for chunk in tl.range(program, chunks, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(chunk, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = (row < rows)[:, None] & in_row[None, :]
+        place = row[:, None] * COLUMNS + column[None, :]
+        at = row[:, None] * stride_dy + column[None, :]
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        at = row[:, None] * stride_x + column[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        xhat = (x - mean[:, None]) * rstd[:, None]
+        if partial_ptr is not None:
+            dweight += dy * xhat
+            dbias += dy
+        dxhat = dy
+        if weight_ptr is not None:
+            dxhat = dy * weight[None, :]
+        slope = tl.sum(dxhat * xhat, 1)
+        if KIND < ANNOTATED:
+            slope = divide(slope, COLUMNS * 1.0)
+        else:  # 0 where all of a row are equal, as PyTorch's std has it
+            terms = COLUMNS - 1.0 if KIND == ANNOTATED else COLUMNS * 1.0
+            square = tl.sum(tl.where(inside, xhat * xhat, 0.0), 1)
+            root = tl.sqrt_rn(square * terms)
+            slope = tl.where(square == 0.0, 0.0, divide(slope, tl.where(square == 0.0, 1.0, root)))
+        if KIND == RMS:
+            dx = (dxhat - xhat * slope[:, None]) * rstd[:, None]
+        else:
+            offset = divide(tl.sum(dxhat, 1), COLUMNS * 1.0)
+            dx = (dxhat - (xhat * slope[:, None] + offset[:, None])) * rstd[:, None]
+        if dsum_ptr is not None:
+            at = row[:, None] * stride_dsum + column[None, :]
+            dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        store(dx_ptr + place, dx, inside)
+        if DROPOUT_COLUMNS:
+            keep = _keep(seed, row, limit, COLUMNS, BLOCK_COLUMNS, DROPOUT_COLUMNS)
+            dinput = tl.where(keep, dx * keep_scale, 0.0)
+            store(dinput_ptr + place, dinput, inside)
+    if partial_ptr is not None:
+        at = partial_ptr + program.to(tl.int64) * COLUMNS + column
+        tl.store(at, tl.sum(dweight, 0), mask=in_row)
+        at += tl.num_programs(0).to(tl.int64) * COLUMNS
+        tl.store(at, tl.sum(dbias, 0), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def column_sum_kernel(
+    partial_ptr,  # (2, shares, columns) fp32
+    first_ptr,  # (columns,) or None: sum of partial[0]
+    second_ptr,  # (columns,) or None: sum of partial[1]
+    shares,
+    columns,
+    BLOCK_SHARES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    which = tl.program_id(1)
+    base = partial_ptr + which * tl.cast(shares, tl.int64) * columns
+    total = tl.zeros([BLOCK_SHARES, BLOCK_COLUMNS], tl.float32)
+    for first in range(0, shares, BLOCK_SHARES):
+        share = first + tl.arange(0, BLOCK_SHARES)
+        inside = (share < shares)[:, None] & (column < columns)[None, :]
+        at = base + share.to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(at, mask=inside, other=0.0)
+    result = tl.sum(total, 0)
+    if first_ptr is not None:
+        at = first_ptr + column
+        store(at, result, (column < columns) & (which == 0))
+    if second_ptr is not None:
+        at = second_ptr + column
+        store(at, result, (column < columns) & (which == 1))
 
 
 def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
