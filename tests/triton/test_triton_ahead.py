@@ -8,6 +8,7 @@ import pytest
 from harness import python
 
 from transformer_fast.backends.triton import config
+from transformer_fast.functional.layer_norm import NORMS
 
 CALLS = (
     r"attention bfloat16 head (HEADS)( groups, causal| packed|)$"
@@ -85,7 +86,7 @@ triton.runtime.driver.set_active(Driver())
 import torch, transformer_fast
 from transformer_fast.backends.triton import compile_cases, config
 cases = compile_cases.cases
-compile_cases.cases = lambda *sizes: [one for one in cases(*sizes) if "layer_norm" in one.name]
+compile_cases.cases = lambda *sizes: [one for one in cases(*sizes) if "_norm" in one.name]
 try:
     transformer_fast.warm(device=torch.device("cpu"))
 except RuntimeError as error:
@@ -97,9 +98,10 @@ with config.use_architecture(90):
 
 def test_warming_fills_tritons_cache(tmp_path):
     done = python("-c", WARM, TRITON_CACHE_DIR=str(tmp_path))
-    # With and without dropout, RMS norms, forward and backward; sums of columns are the same for both.
+    # All norms, one with dropout, forward and backward; sums of columns are the same for all.
+    count = 2 * (len(NORMS) + 1)
     made = [path.stem for path in tmp_path.rglob("*.cubin")]
     assert {name: made.count(name) for name in made} == {
-        "layer_norm_forward_kernel": 6, "layer_norm_backward_kernel": 6, "column_sum_kernel": 1,
+        "layer_norm_forward_kernel": count, "layer_norm_backward_kernel": count, "column_sum_kernel": 1,
     }  # fmt: skip
-    assert int(done.stdout) == 18
+    assert int(done.stdout) == 3 * count

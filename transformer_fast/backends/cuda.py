@@ -17,7 +17,7 @@ from ..functional._operator import OPERATORS
 from ..functional.attention import attention_on
 from ..functional.cross_entropy import cross_entropy_on
 from ..functional.feed_forward import feed_forward_on
-from ..functional.layer_norm import LAYER, norm_kernels
+from ..functional.layer_norm import norm_kernels
 from ..functional.linear import CODES, linear_on
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -64,7 +64,7 @@ def _remark_on_products(call: Call) -> str:
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     """What is registered, for tensors on this kind of device."""
     found = (
-        *norm_kernels("cuda", (LAYER,)),
+        *norm_kernels("cuda", ["layer_norm"]),
         Kernel(
             "attention",
             "cuda",

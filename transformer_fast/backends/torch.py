@@ -14,7 +14,7 @@ from .. import _native, reference, small
 from ..dispatch import Call, Kernel, is_exporting, register
 from ..functional._pointwise import DROPOUT
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
-from ..functional.layer_norm import PYTORCH
+from ..functional.layer_norm import NORMS
 
 #: Without CPU kernels of ours nothing has to agree with their dropout and their handling of NaN, and
 #: the reference would be slower than PyTorch's ops.
@@ -286,13 +286,13 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 
 def _norms() -> Iterator[Kernel]:
-    for op, norm in PYTORCH.items():
-        refuses = _refuse_layer_norm if norm is F.layer_norm else None
-        yield Kernel(op, "torch", norm, gradients=True, refuses=refuses)
+    for op, norm in NORMS.items():
+        refuses = _refuse_layer_norm if norm.pytorch is F.layer_norm else None
+        yield Kernel(op, "torch", norm.pytorch, gradients=True, refuses=refuses)
         yield Kernel(
             f"add_{op}",
             "torch",
-            _behind_sum(norm),
+            _behind_sum(norm.pytorch),
             gradients=True,
             dropout=True,
             drops_as_torch=_drops_as_torch,

@@ -4,8 +4,8 @@ behind them, autograd."""
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -475,8 +475,23 @@ BACKWARD = Operator(
 
 #: Kinds of norms, as the schemas have them: the codes of ``NormKind`` in csrc/cpu/ops/norm.
 LAYER, RMS, ANNOTATED, ANNOTATED_BIASED = range(4)
-#: PyTorch's own, by op.
-PYTORCH: dict[str, Callable[..., Tensor]] = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}
+
+
+class Norm(NamedTuple):
+    """A norm that is an op, and another, ``add_`` in front of its name, behind a residual connection."""
+
+    kind: int
+    #: PyTorch's own, with the same parameters.
+    pytorch: Callable[..., Tensor]
+    module: type[torch.nn.Module]
+    has_bias: bool
+
+
+#: By op.
+NORMS = {
+    "layer_norm": Norm(LAYER, F.layer_norm, torch.nn.LayerNorm, True),
+    "rms_norm": Norm(RMS, F.rms_norm, torch.nn.RMSNorm, False),
+}
 #: y of (source, normalized_shape, weight, bias, eps), by kind.
 _FORMULAS: tuple[Callable[..., Tensor], ...] = (
     reference.layer_norm,
@@ -486,22 +501,23 @@ _FORMULAS: tuple[Callable[..., Tensor], ...] = (
 )
 
 
-def norm_kernels(backend: str, kinds: Sequence[int] = (LAYER, RMS), **limits: Any) -> list[Kernel]:
-    """The records of a backend with operators."""
-    ops: list[tuple[str, Callable[..., Any]]] = []
-    if LAYER in kinds:
-        ops += [("layer_norm", norm_on(backend)), ("add_layer_norm", add_norm_on(backend))]
-    if RMS in kinds:
-        norm, add_norm = norm_on(backend, RMS), add_norm_on(backend, RMS)
-        ops += [
-            ("rms_norm", lambda x, shape, w, eps: norm(x, shape, w, None, eps)),
-            ("add_rms_norm",
-             lambda x, r, shape, w, eps, p, seed: add_norm(x, r, shape, w, None, eps, p, seed)),
-        ]  # fmt: skip
-    return [
-        Kernel(op, backend, run, gradients=True, dropout=op.startswith("add_"), **limits)
-        for op, run in ops
-    ]
+def norm_kernels(backend: str, ops: Iterable[str] = NORMS, **limits: Any) -> list[Kernel]:
+    """The records of a backend with operators, of these norms and those behind a sum."""
+    records = []
+    for op in ops:
+        kind, *_, has_bias = NORMS[op]
+        norm, add_norm = norm_on(backend, kind), add_norm_on(backend, kind)
+        if not has_bias:
+            norm, add_norm = _without_bias(norm, 3), _without_bias(add_norm, 4)
+        records += [
+            Kernel(op, backend, norm, gradients=True, **limits),
+            Kernel(f"add_{op}", backend, add_norm, gradients=True, dropout=True, **limits),
+        ]
+    return records
+
+
+def _without_bias(run: Callable[..., Any], place: int) -> Callable[..., Any]:
+    return lambda *given: run(*given[:place], None, *given[place:])
 
 
 def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:

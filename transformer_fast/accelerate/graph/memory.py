@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...functional.layer_norm import PYTORCH
+from ...functional.layer_norm import NORMS
 from .nodes import only_user, value
 from .ops import is_view, mutates, read
 
@@ -21,7 +21,7 @@ _FRESH_OPS = frozenset(
     {"matmul", "baddbmm", "addmm", "einsum", "add", "sub", "mul", "div", "neg", "softmax",
      "masked_fill", "where", "linear", "relu", "gelu", "silu", "sigmoid", "tanh", "erf", "mean",
      "std", "var", "sqrt", "rsqrt", "pow", "eq", "ne", "not", "clone", "tensor", "full",
-     "full_like", "attention", "conv1d", "exp", "sum", "maximum", "nan_to_num", *PYTORCH}
+     "full_like", "attention", "conv1d", "exp", "sum", "maximum", "nan_to_num", *NORMS}
 )  # fmt: skip
 #: Others, by the name of function or method.
 _FRESH_NAMES = frozenset(

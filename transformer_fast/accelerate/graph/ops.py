@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from ...functional.layer_norm import PYTORCH
+from ...functional.layer_norm import NORMS
 from .nodes import is_number, rank
 
 
@@ -132,8 +132,12 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     "zeros_like": (_UNARY, (torch.zeros_like,), ()),
     "nan_to_num": (("input", "nan", "posinf", "neginf"), (torch.nan_to_num,), ("nan_to_num",)),
     **{
-        name: (tuple(inspect.signature(norm).parameters), (norm, getattr(torch, name)), ())
-        for name, norm in PYTORCH.items()
+        name: (
+            tuple(inspect.signature(norm.pytorch).parameters),
+            (norm.pytorch, getattr(torch, name)),
+            (),
+        )
+        for name, norm in NORMS.items()
     },
     "attention": (
         ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),

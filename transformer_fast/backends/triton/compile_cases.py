@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...functional.layer_norm import NORMS
 from ...functional.linear import CODES
 from . import config
 from . import feed_forward as networks
@@ -150,10 +151,10 @@ def cases(
                 f"{at} one query", _attention, head, dtype, queries=1, lengths=True, group=2
             )
         for width in columns:
-            at = f"layer_norm {kind} columns {width}"
-            yield _named(at, _norm, width, dtype, 0.0)
-            yield _named(f"{at} dropout", _norm, width, dtype, 0.1)
-            yield _named(f"{at} rms", _norm, width, dtype, 0.0, 1)
+            at = f"{kind} columns {width}"
+            for op, norm in NORMS.items():
+                yield _named(f"{op} {at}", _norm, width, dtype, 0.0, norm.kind)
+            yield _named(f"layer_norm {at} dropout", _norm, width, dtype, 0.1)
         at = f"feed_forward {kind}"
         yield _named(f"{at} relu, dropout", _feed_forward, dtype, "relu", 0.1)
         yield _named(f"{at} gelu, dropout", _feed_forward, dtype, "gelu", 0.1)
