@@ -24,7 +24,7 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """The backend: rewrites a captured graph to our ops and runs the rest as PyTorch would.
 
-    Recognised, however it is written: attention around a softmax, feed-forward networks, layer
+    Recognised, however it is written: attention around a softmax, feed-forward networks,
     norms with the residual sum in front, linear maps, calls of F.scaled_dot_product_attention.
     The numbers stay the user's, up to rounding; in training, dropout draws other elements. Rows
     that see nothing keep their meaning where it is a number (a finite fill like -1e9: all keys

@@ -1,8 +1,9 @@
-"""Recognising layer norms and RMS norms: torch's, and those written by hand in their several
-definitions."""
+"""Recognising norms: torch's, and those written by hand in their several definitions; and the residual
+connection in front, ``norm(x + dropout(y))``."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,19 @@ import torch
 from torch.fx import Node
 
 from ... import functional
-from ...functional.annotated_layer_norm import annotated_layer_norm
+from ...functional.annotated_layer_norm import add_annotated_layer_norm, annotated_layer_norm
+from ...functional.layer_norm import NORMS
 from .editor import Editor
 from .factors import plus
+from .feed_forward import dropout_of
 from .nodes import dtype, is_number, only_user, rank, shape, value
-from .ops import Op, read
+from .ops import Op, mutates, read
+
+#: How each norm is reported, and the same behind a residual connection.
+_OURS: dict[Any, tuple[str, Any]] = {
+    getattr(functional, op): (op, getattr(functional, f"add_{op}")) for op in NORMS
+}
+_OURS[annotated_layer_norm] = "layer_norm", add_annotated_layer_norm
 
 
 @dataclass
@@ -28,22 +37,21 @@ class _Norm:
     inside: bool
     unbiased: bool
     eps: float
-    is_rms: bool = False
+    op: str = "layer_norm"
     weight: Node | None = None
     bias: Node | None = None
 
 
 def rewrite_norms(editor: Editor) -> None:
-    """One call for each norm: of our layer_norm, rms_norm, or the Annotated Transformer's."""
+    """One call for each norm: of one of ours, or the Annotated Transformer's."""
     for node in list(editor.graph.nodes):
         op = read(node)
         if op is None or not node.users:
             continue
-        if op.name in ("layer_norm", "rms_norm") and _plain_arguments(op):
-            is_rms = op.name == "rms_norm"
-            rest = (op["eps"],) if is_rms else (op["bias"], op.args.get("eps", 1e-5))
-            arguments = (op["input"], op["normalized_shape"], op["weight"], *rest)
-            ours: Any = functional.rms_norm if is_rms else functional.layer_norm
+        if op.name in NORMS and _plain_arguments(op):
+            parameters = inspect.signature(NORMS[op.name].pytorch).parameters.values()
+            arguments = [op.args.get(each.name, each.default) for each in parameters]
+            ours = getattr(functional, op.name)
             node.replace_all_uses_with(editor.call(node, ours, *arguments, like=node))
             editor.remove([node])
         elif op.name in ("div", "mul"):
@@ -66,14 +74,9 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
     for name in ("weight", "bias"):
         setattr(norm, name, _widened(editor, last, getattr(norm, name), width))
     if not editor.memory.may_replace(last, [norm.input, norm.weight, norm.bias]):
-        name = "rms_norm" if norm.is_rms else "layer_norm"
-        editor.left(name, last, "something is written in place between its parts")
+        editor.left(norm.op, last, "something is written in place between its parts")
         return
-    if norm.is_rms:
-        new = editor.call(
-            last, functional.rms_norm, norm.input, (width,), norm.weight, norm.eps, like=last
-        )
-    elif norm.inside:
+    if norm.inside:
         weight: Any = norm.weight
         eps = norm.eps
         if norm.unbiased:
@@ -85,9 +88,9 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
                 weight.kwargs = {"dtype": dtype(core), "device": core.meta["example_value"].device}
             else:
                 weight = editor.call(last, torch.mul, weight, ratio, like=weight)
-        new = editor.call(
-            last, functional.layer_norm, norm.input, (width,), weight, norm.bias, eps, like=last
-        )
+        rest = (norm.bias, eps) if NORMS[norm.op].has_bias else (eps,)
+        ours = getattr(functional, norm.op)
+        new = editor.call(last, ours, norm.input, (width,), weight, *rest, like=last)
     else:
         arguments = (norm.weight, norm.bias, norm.eps, norm.unbiased)
         new = editor.call(last, annotated_layer_norm, norm.input, *arguments, like=last)
@@ -138,7 +141,7 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
             return last
         if op.name == "mul" and norm.weight is None and norm.bias is None:
             norm.weight = other
-        elif op.name == "add" and norm.bias is None and not norm.is_rms:
+        elif op.name == "add" and norm.bias is None and NORMS[norm.op].has_bias:
             norm.bias = other
         else:
             return last
@@ -188,7 +191,7 @@ def _rms(top: Any, square: Any) -> _Norm | None:
         return None
     if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
         return None  # of a centred row it is a layer norm
-    return _Norm(top, True, False, sum[0], True)
+    return _Norm(top, True, False, sum[0], "rms_norm")
 
 
 def _spread(node: Any) -> tuple[Node, bool, bool, float] | None:
@@ -317,3 +320,53 @@ def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _N
         if isinstance(weight, Node) and _minus_mean(centred) is of:
             return _Norm(of, inside, unbiased, eps, weight=weight)
     return None
+
+
+def rewrite_add_norm(editor: Editor) -> None:
+    """One call for sum and norm; the sum stays available, for pre-norm models."""
+    for node in list(editor.graph.nodes):
+        if node.target not in _OURS or not node.users:
+            continue
+        total = node.args[0]
+        op = read(total)
+        if not isinstance(total, Node) or op is None or op.name != "add" or mutates(total):
+            continue
+        terms = op["input"], op["other"]
+        if not all(isinstance(t, Node) and _fits(t, total) for t in terms):
+            continue
+        parameters = [n for n in node.all_input_nodes if n is not total]
+        if editor.last([total, *parameters]) is not total:
+            continue
+        input, residual, p = _split(*terms)  # type: ignore[arg-type]
+        quiet = editor.memory.may_replace(total, [input, residual])
+        if quiet and editor.memory.is_quiet([total, *parameters], total, node):
+            _rewrite_sum(editor, node, total, input, residual, p)
+    for node in editor.graph.nodes:
+        if node.target in _OURS:
+            editor.found(_OURS[node.target][0], node)
+
+
+def _fits(term: Node, total: Node) -> bool:
+    return shape(term) == shape(total) and dtype(term) == dtype(total)
+
+
+def _rewrite_sum(
+    editor: Editor, norm: Node, total: Node, input: Node, residual: Node, p: float
+) -> None:
+    _, *rest = norm.args
+    op, fused = _OURS[norm.target]
+    both = editor.call(total, fused, input, residual, *rest, dropout_p=p, like=norm)
+    terms = total.all_input_nodes
+    norm.replace_all_uses_with(editor.item(both, 0, norm))
+    total.replace_all_uses_with(editor.item(both, 1, total))
+    editor.remove([norm, total, *terms])
+    editor.found(f"add_{op}", norm)
+
+
+def _split(first: Node, second: Node) -> tuple[Node, Node, float]:
+    """Which term is the sub-layer's output, and its dropout if nobody else sees that."""
+    for term, other in ((second, first), (first, second)):
+        found = dropout_of(term)
+        if found is not None and only_user(term) is not None and term is not other:
+            return found[0], other, found[1]
+    return second, first, 0.0

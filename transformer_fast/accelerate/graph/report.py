@@ -13,7 +13,7 @@ from torch.fx import Node
 class Found:
     """One place of the user's code."""
 
-    #: "attention", "feed_forward", "linear", and the norms: "add_layer_norm" ...
+    #: "attention", "feed_forward", "linear", "layer_norm", "add_layer_norm" ...
     op: str
     #: "file:line" of the user's code, where torch.compile knows it.
     where: str

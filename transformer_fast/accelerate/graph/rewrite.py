@@ -9,14 +9,13 @@ from torch.fx import GraphModule, Node
 
 from ... import functional
 from .activation import rewrite_activations
-from .add_norm import rewrite_add_norm
 from .attention import rewrite_attention
 from .canonicalize import canonicalize
 from .conv import rewrite_convolutions
 from .editor import Editor
 from .feed_forward import rewrite_feed_forward, rewrite_linear
 from .nodes import rank
-from .norm import rewrite_norms
+from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
 from .report import GraphReport
 from .softmax import rewrite_softmax
