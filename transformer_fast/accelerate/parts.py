@@ -12,12 +12,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import nn
 from .._explain import explain
 from ..dispatch import Explanation
+from ..functional.layer_norm import NORMS
 from ..nn import fusion
-from .hugging_face import layers, models
+from ..nn.drop_in import DropIn
+from .hugging_face import models
 from .torch_nn import a_kind
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A module that a fused op replaces, and the classes it may have."""
 
     name: str
@@ -25,11 +27,11 @@ class _Part(NamedTuple):
     kinds: tuple[type, ...]
 
 
-class _Op(NamedTuple):
+class Op(NamedTuple):
     """A fused op: the modules it replaces, its dropout, and its activation (name, value, reader)."""
 
     name: str
-    parts: list[_Part]
+    parts: list[Part]
     dropout_p: float
     activation: tuple[str, Any, Callable[[Any], str | None]] | None = None
 
@@ -45,7 +47,7 @@ class _Op(NamedTuple):
         told = a_kind(value) if is_module else getattr(value, "__name__", repr(value))
         return f"its {name} is {told}, which no kernel has"
 
-    def example(self, x: Callable[..., Tensor], training: bool) -> _Example:
+    def example(self, x: Callable[..., Tensor], training: bool) -> Example:
         """A small call."""
         p = {"dropout_p": self.dropout_p if training else 0.0}
         if self.activation is None:
@@ -59,7 +61,19 @@ class _Op(NamedTuple):
 
 
 #: An op and the arguments of a small call of it.
-_Example = tuple[str, tuple[Any, ...], dict[str, Any]]
+Example = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+class FusedLayer(DropIn):
+    """A layer whose class knows the ops that it fuses."""
+
+    def _fused(self) -> list[Op]:
+        return []
+
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        return [op.example(x, training) for op in self._fused() if op.why_not() is None]
+
+
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -85,84 +99,59 @@ def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict
     return found[0], found[1]
 
 
-def _examples(module: Any, like: Tensor, training: bool) -> list[_Example]:
+def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
     def x(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=training)
 
-    def attention(heads: Tensor, p: float) -> _Example:
+    def attention(heads: Tensor, p: float) -> Example:
         return "attention", (heads,) * 3, {"dropout_p": p if training else 0.0}
 
     if models.is_model(module):
         p = getattr(module.config, "attention_dropout", 0.0)
         return [attention(x(1, 1, 1, 64), float(p))]
-    if isinstance(module, torch.nn.LayerNorm):
-        shape = module.normalized_shape
-        return [("layer_norm", (x(1, *shape), shape, module.weight, module.bias), {})]
-    if isinstance(module, (torch.nn.RMSNorm, layers.RMSNorm)):
-        shape = module.weight.shape if module.weight is not None else module.normalized_shape
-        return [("rms_norm", (x(1, *shape), shape, module.weight), {})]
+    for op, norm in NORMS.items():
+        if isinstance(module, norm.module):
+            shape: Any = module.normalized_shape
+            biases = (module.bias,) if norm.has_bias else ()
+            return [(op, (x(1, *shape), shape, module.weight, *biases), {})]
     if isinstance(module, torch.nn.MultiheadAttention):
         width, heads = module.embed_dim, x(1, module.num_heads, 1, module.head_dim)
-        projection: _Example = ("linear", (x(1, width), x(width, width)), {})
+        projection: Example = ("linear", (x(1, width), x(width, width)), {})
         return [projection, attention(heads, module.dropout)]
+    if isinstance(module, FusedLayer):
+        return module._examples(x, training)
     return [op.example(x, training) for op in _fused(module) if op.why_not() is None]
 
 
-def _fused(module: Any) -> list[_Op]:
+def _fused(module: Any) -> list[Op]:
     """The fused ops of a layer."""
-
-    def parts(names: str, kinds: tuple[type, ...]) -> list[_Part]:
-        return [_Part(name, getattr(module, name), kinds) for name in names.split()]
-
-    def p_of(dropout: Any) -> float:
-        return float(getattr(dropout, "p", 0.0))
-
+    if isinstance(module, FusedLayer):
+        return module._fused()
     if isinstance(module, _LAYERS):
         norms = "norm1 norm2 norm3" if isinstance(module, _LAYERS[1]) else "norm1 norm2"
-        linears = parts("linear1 linear2", fusion.LINEAR) + parts("dropout", fusion.DROPOUT)
+        linears = parts(module, "linear1 linear2", fusion.LINEAR)
+        linears += parts(module, "dropout", fusion.DROPOUT)
         known = "activation", module.activation, fusion.activation_name
         return [
-            _Op("add_layer_norm", parts(norms, fusion.LAYER_NORM), p_of(module.dropout1)),
-            _Op("feed_forward", linears, p_of(module.dropout), known),
+            Op(
+                "add_layer_norm",
+                parts(module, norms, fusion.LAYER_NORM),
+                dropout_p(module.dropout1),
+            ),
+            Op("feed_forward", linears, dropout_p(module.dropout), known),
         ]
-    if isinstance(module, layers._PostNorm):
-        theirs: Any = module  # of no class that the type checker knows
-        norms = "self_attn_layer_norm final_layer_norm"
-        if isinstance(module, layers.DecoderLayer):
-            norms += " encoder_attn_layer_norm"
-        linears = parts("fc1 fc2", fusion.LINEAR)
-        known = "activation_fn", theirs.activation_fn, layers.activation_name
-        return [
-            _Op("add_layer_norm", parts(norms, fusion.LAYER_NORM), theirs.dropout),
-            _Op("feed_forward", linears, theirs.activation_dropout, known),
-        ]
-    if isinstance(module, layers.Output):
-        norm = parts("LayerNorm", fusion.LAYER_NORM) + parts("dropout", fusion.DROPOUT)
-        return [_Op("add_layer_norm", norm, p_of(module.dropout))]
-    if isinstance(module, layers.BertLayer):
-        return [_of_bert(module)]
-    if isinstance(module, layers.T5DenseActDense):
-        inner = parts("wi wo", fusion.LINEAR) + parts("dropout", fusion.DROPOUT)
-        known = "act", module.act, layers.activation_name
-        return [_Op("feed_forward", inner, p_of(module.dropout), known)]
     return []
 
 
-def _of_bert(module: Any) -> _Op:
-    inner, output = module.intermediate, module.output
-    plain = type(inner).__name__ == "BertIntermediate", isinstance(output, layers.Output)
-    parts = [
-        _Part(name, part, (type(part),) if ok else ())
-        for name, part, ok in zip(("intermediate", "output"), (inner, output), plain, strict=True)
-    ]
-    if not all(plain):
-        return _Op("feed_forward", parts, 0.0)
-    parts += [_Part(f"{name}.dense", part.dense, fusion.LINEAR) for name, part, _ in parts]
-    activation = "intermediate.intermediate_act_fn", inner.intermediate_act_fn
-    return _Op("feed_forward", parts, 0.0, (*activation, layers.activation_name))
+def parts(module: torch.nn.Module, names: str, kinds: tuple[type, ...]) -> list[Part]:
+    return [Part(name, getattr(module, name), kinds) for name in names.split()]
 
 
-def _why_called(part: _Part) -> str | None:
+def dropout_p(dropout: Any) -> float:
+    return float(getattr(dropout, "p", 0.0))
+
+
+def _why_called(part: Part) -> str | None:
     """Why the module must be called and cannot be fused, or None."""
     name, module, kinds = part
     if fusion.is_unhooked(module, kinds):

@@ -13,22 +13,19 @@ from .. import nn
 from ..nn import fusion
 from ..nn.transformer_layers import may_have_shortcut
 
+#: What stays torch's; see `accelerate`.
+_LEFT = ("CrossEntropyLoss", "Embedding", "Linear", "functional")
+#: Methods of torch's that ours does not call, beside forward.
+_REPLACED: dict[str, tuple[str, ...]] = {
+    "MultiheadAttention": ("merge_masks",),
+    "TransformerEncoderLayer": ("_sa_block", "_ff_block"),
+    "TransformerDecoderLayer": ("_sa_block", "_mha_block", "_ff_block"),
+}
 #: Torch's class, ours, and the methods of torch's that ours does not call.
 _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ...]]] = {
-    torch.nn.LayerNorm: (nn.LayerNorm, ("forward",)),
-    torch.nn.RMSNorm: (nn.RMSNorm, ("forward",)),
-    torch.nn.MultiheadAttention: (nn.MultiheadAttention, ("forward", "merge_masks")),
-    torch.nn.TransformerEncoderLayer: (
-        nn.TransformerEncoderLayer,
-        ("forward", "_sa_block", "_ff_block"),
-    ),
-    torch.nn.TransformerDecoderLayer: (
-        nn.TransformerDecoderLayer,
-        ("forward", "_sa_block", "_mha_block", "_ff_block"),
-    ),
-    torch.nn.TransformerEncoder: (nn.TransformerEncoder, ("forward",)),
-    torch.nn.TransformerDecoder: (nn.TransformerDecoder, ("forward",)),
-    torch.nn.Transformer: (nn.Transformer, ("forward",)),
+    getattr(torch.nn, name): (getattr(nn, name), ("forward", *_REPLACED.get(name, ())))
+    for name in nn._OURS
+    if name not in _LEFT
 }
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 

@@ -6,6 +6,7 @@ with torch's: hooked, replaced or parametrised modules inside are called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,19 @@ from torch import Tensor
 
 from ... import functional
 from ...nn import fusion
-from ...nn.drop_in import DropIn
+from ..parts import Example, FusedLayer, Op, Part, dropout_p, parts
+
+#: Ours by the name of theirs.
+CLASSES: dict[str, type[FusedLayer]] = {}
+
+
+def _stands_for(*names: str) -> Callable[[type[FusedLayer]], type[FusedLayer]]:
+    def register(ours: type[FusedLayer]) -> type[FusedLayer]:
+        CLASSES.update(dict.fromkeys(names, ours))
+        return ours
+
+    return register
+
 
 #: Activation classes of transformers, by name, that compute what our kernels know.
 _ACTIVATIONS = {
@@ -52,9 +65,8 @@ def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tenso
     return norm(residual + F.dropout(x, dropout_p))
 
 
-class RMSNorm(DropIn):
-    """T5LayerNorm and LlamaRMSNorm."""
-
+@_stands_for("T5LayerNorm", "LlamaRMSNorm")
+class RMSNorm(FusedLayer):
     weight: Tensor
     variance_epsilon: float
 
@@ -65,8 +77,12 @@ class RMSNorm(DropIn):
             hidden_states, self.weight.shape, self.weight, self.variance_epsilon
         )
 
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        shape = self.weight.shape
+        return [("rms_norm", (x(1, *shape), shape, self.weight), {})]
 
-class _PostNorm(DropIn):
+
+class _PostNorm(FusedLayer):
     """What the encoder and decoder layers of BART and Marian share."""
 
     self_attn: Any
@@ -74,6 +90,9 @@ class _PostNorm(DropIn):
     fc1: Any
     fc2: Any
     activation_fn: Any
+    dropout: float
+    activation_dropout: float
+    _norms = "self_attn_layer_norm final_layer_norm"
 
     def _p(self, name: str) -> float:
         return float(getattr(self, name)) if self.training else 0.0
@@ -86,9 +105,18 @@ class _PostNorm(DropIn):
         y = _feed_forward(x, self.fc1, self.activation_fn, p, self.fc2)
         return self._residual(y, x, "final_layer_norm")
 
+    def _fused(self) -> list[Op]:
+        known = "activation_fn", self.activation_fn, activation_name
+        linears = parts(self, "fc1 fc2", fusion.LINEAR)
+        return [
+            Op("add_layer_norm", parts(self, self._norms, fusion.LAYER_NORM), self.dropout),
+            Op("feed_forward", linears, self.activation_dropout, known),
+        ]
 
+
+@_stands_for("BartEncoderLayer", "MarianEncoderLayer")
 class EncoderLayer(_PostNorm):
-    """Of BART and Marian: attention, then FFN, a norm behind each."""
+    """Attention, then FFN, a norm behind each."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
@@ -100,8 +128,11 @@ class EncoderLayer(_PostNorm):
         return x
 
 
+@_stands_for("BartDecoderLayer", "MarianDecoderLayer")
 class DecoderLayer(_PostNorm):
-    """Of BART and Marian: attention, attention to the encoder, FFN, a norm behind each."""
+    """Attention, attention to the encoder, FFN, a norm behind each."""
+
+    _norms = f"{_PostNorm._norms} encoder_attn_layer_norm"
 
     def forward(
         self,
@@ -132,8 +163,9 @@ class DecoderLayer(_PostNorm):
         return self._whole_feed_forward(x)
 
 
-class Output(DropIn):
-    """BertSelfOutput and BertOutput: projection, dropout, residual, norm."""
+@_stands_for("BertSelfOutput", "BertOutput")
+class Output(FusedLayer):
+    """Projection, dropout, residual, norm."""
 
     dense: Any
     dropout: Any
@@ -146,8 +178,13 @@ class Output(DropIn):
     def _end(self, x: Tensor, residual: Tensor) -> Tensor:
         return fusion.add_norm(x, self.dropout, residual, self.LayerNorm)[0]
 
+    def _fused(self) -> list[Op]:
+        norm = parts(self, "LayerNorm", fusion.LAYER_NORM) + parts(self, "dropout", fusion.DROPOUT)
+        return [Op("add_layer_norm", norm, dropout_p(self.dropout))]
 
-class BertLayer(DropIn):
+
+@_stands_for("BertLayer")
+class BertLayer(FusedLayer):
     """Its FFN is spread over two modules, which are called if anybody could tell."""
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
@@ -162,12 +199,29 @@ class BertLayer(DropIn):
         )
         return output._end(y, attention_output)
 
+    def _fused(self) -> list[Op]:
+        inner: Any = self.intermediate
+        output: Any = self.output
+        plain = type(inner).__name__ == "BertIntermediate", isinstance(output, Output)
+        found = [
+            Part(name, part, (type(part),) if ok else ())
+            for name, part, ok in zip(
+                ("intermediate", "output"), (inner, output), plain, strict=True
+            )
+        ]
+        if not all(plain):
+            return [Op("feed_forward", found, 0.0)]
+        found += [Part(f"{name}.dense", part.dense, fusion.LINEAR) for name, part, _ in found]
+        known = "intermediate.intermediate_act_fn", inner.intermediate_act_fn, activation_name
+        return [Op("feed_forward", found, 0.0, known)]
+
 
 def _is_untouched(module: Any, name: str) -> bool:
     return type(module).__name__ == name and fusion.is_unhooked(module, (type(module),))
 
 
-class T5DenseActDense(DropIn):
+@_stands_for("T5DenseActDense")
+class T5DenseActDense(FusedLayer):
     """T5's FFN, without biases."""
 
     wi: Any
@@ -182,3 +236,9 @@ class T5DenseActDense(DropIn):
             return super().forward(hidden_states)
         p = dropout.p if dropout.training else 0.0
         return _feed_forward(hidden_states, wi, self.act, float(p), wo)
+
+    def _fused(self) -> list[Op]:
+        inner = parts(self, "wi wo", fusion.LINEAR) + parts(self, "dropout", fusion.DROPOUT)
+        return [
+            Op("feed_forward", inner, dropout_p(self.dropout), ("act", self.act, activation_name))
+        ]

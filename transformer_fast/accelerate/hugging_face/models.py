@@ -142,7 +142,9 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     theirs = class_of_theirs(module)
     if theirs is None:
         return None
-    ours = _classes().get(theirs.__name__)
+    from .layers import CLASSES
+
+    ours = CLASSES.get(theirs.__name__)
     if ours is None:
         return _WITHOUT_KERNEL.get(theirs.__name__)
     reason = _version_reason() or torch_nn.parametrised(module) or torch_nn.sharded(module)
@@ -172,23 +174,6 @@ def _in_front(ours: type, theirs: type) -> type:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
         _made[theirs] = type(theirs.__name__, (ours, theirs), names)
     return _made[theirs]
-
-
-def _classes() -> dict[str, type]:
-    from . import layers
-
-    return {
-        "BartEncoderLayer": layers.EncoderLayer,
-        "BartDecoderLayer": layers.DecoderLayer,
-        "MarianEncoderLayer": layers.EncoderLayer,
-        "MarianDecoderLayer": layers.DecoderLayer,
-        "BertLayer": layers.BertLayer,
-        "BertSelfOutput": layers.Output,
-        "BertOutput": layers.Output,
-        "T5DenseActDense": layers.T5DenseActDense,
-        "T5LayerNorm": layers.RMSNorm,
-        "LlamaRMSNorm": layers.RMSNorm,
-    }
 
 
 #: Layers of theirs that do what no kernel does.
