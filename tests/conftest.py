@@ -26,6 +26,7 @@ from transformer_fast import _native, dispatch, small
 # Triton asks when it is first imported whether to interpret; what other tests import (transformers)
 # imports it too.
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
+sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # models by hand
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))  # how the rows of `ops` draw calls
 import interpreted  # noqa: F401
 from harness import FLOAT_ISAS, ISAS, in_use

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate_checks import check, compiled
+from hand_written import B, Block, M, Norm, T, causal
+from torch import Tensor
 
-from transformer_fast import explain, functional, nn
+from transformer_fast import accelerate, explain, functional, nn
 from transformer_fast.functional.layer_norm import BACKWARD, RMS, TRAINING
 from transformer_fast.reference import rms_norm
 
@@ -94,3 +100,83 @@ def test_opcheck_and_explanation():
     torch.library.opcheck(backward, (x, None, total, *rest))
     with pytest.raises(RuntimeError, match="kind"):
         forward(x, None, None, None, 1, 1e-5, 4, 0.0, None)
+
+
+@pytest.mark.parametrize(("model", "name"), [("t5", "T5LayerNorm"), ("llama", "LlamaRMSNorm")])
+def test_those_of_transformers(model, name):
+    pytest.importorskip("transformers")
+    theirs = getattr(
+        importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
+    )(M)
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert set(report[""].inference) == set(report[""].training) == {"rms_norm"}
+    x = torch.randn(B, T, M)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.fixture
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def llama_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return a * (wide * torch.rsqrt(variance + 1e-6)).to(x.dtype)
+
+
+def root_mean_square(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x / torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-2) * a
+
+
+def torchs_rms_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.rms_norm(x, (M,), a, 1e-3)
+
+
+def t5_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return a * (x * torch.rsqrt(variance + 1e-6)).to(a.dtype)
+
+
+WRITTEN = {f.__name__: f for f in (llama_norm, t5_norm, root_mean_square, torchs_rms_norm)}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_compile_backend(fresh, name):
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(WRITTEN[name]))
+    [report] = check(model, 1 + 3 * torch.randn(B, T, M), rms_norm=1, layer_norm=0)
+    assert not {"mean", "pow", "sqrt", "rsqrt"} & set(report.others)
+    check(model, 1e-3 * torch.randn(B, T, M), rms_norm=1)  # eps counts
+    half = copy.deepcopy(model).bfloat16()
+    ours, reports = compiled(half)
+    x = torch.randn(B, T, M).bfloat16()
+    torch.testing.assert_close(ours(x), half(x), rtol=2**-6, atol=2**-6)
+    assert reports[0].counts["rms_norm"] == 1
+    assert not {"to", "mul"} & set(reports[0].others)
+    block = Block(False, True, WRITTEN[name])
+    [report] = check(block, torch.randn(B, T, M), None, causal(), None, add_rms_norm=1, rms_norm=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_casts_that_round_stay(fresh, dtype):
+    def norm(x: Tensor) -> Tensor:
+        q = x.to(dtype)
+        return q * torch.rsqrt(q.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    x = torch.full((2, 8), 0.4)
+    ours, _ = compiled(norm)
+    torch.testing.assert_close(ours(x), norm(x), rtol=0, atol=2**-7)
+
+
+def test_a_wider_weight_widens_the_result(fresh):
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        square = x.float().pow(2).mean(-1, keepdim=True)
+        return weight * (x.float() * torch.rsqrt(square + 1e-6)).to(x.dtype)
+
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(8)
+    ours, _ = compiled(norm)
+    assert ours(x, weight).dtype == torch.float32
+    torch.testing.assert_close(ours(x, weight), norm(x, weight), rtol=2**-7, atol=2**-7)

@@ -223,28 +223,6 @@ def without_affine(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-2)
 
 
-def llama_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    wide = x.to(torch.float32)
-    variance = wide.pow(2).mean(-1, keepdim=True)
-    return a * (wide * torch.rsqrt(variance + 1e-6)).to(x.dtype)
-
-
-def root_mean_square(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return x / torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-2) * a
-
-
-def torchs_rms_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return F.rms_norm(x, (M,), a, 1e-3)
-
-
-def t5_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    return a * (x * torch.rsqrt(variance + 1e-6)).to(a.dtype)
-
-
-RMS_NORMS = {f.__name__: f for f in (llama_norm, t5_norm, root_mean_square, torchs_rms_norm)}
-
-
 class Norm(nn.Module):
     def __init__(self, norm: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -15,7 +15,6 @@ from hand_written import (
     ACTIVATIONS,
     ATTENTIONS,
     NORMS,
-    RMS_NORMS,
     Attention,
     B,
     Block,
@@ -115,44 +114,6 @@ def test_norms(name: str) -> None:
     torch.nn.init.normal_(model[0].weight, 0, 1e-4)
     torch.nn.init.zeros_(model[0].bias)
     check(model, _x(), layer_norm=1)  # eps counts
-
-
-@pytest.mark.parametrize("name", RMS_NORMS)
-def test_rms_norms(name: str) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(M, M), Norm(RMS_NORMS[name]))
-    [report] = check(model, 1 + 3 * _x(), rms_norm=1, layer_norm=0)
-    assert not {"mean", "pow", "sqrt", "rsqrt"} & set(report.others)
-    check(model, 1e-3 * _x(), rms_norm=1)  # eps counts
-    half = copy.deepcopy(model).bfloat16()
-    ours, reports = compiled(half)
-    x = _x().bfloat16()
-    torch.testing.assert_close(ours(x), half(x), rtol=2**-6, atol=2**-6)
-    assert reports[0].counts["rms_norm"] == 1
-    assert not {"to", "mul"} & set(reports[0].others)
-    block = Block(False, True, RMS_NORMS[name])
-    [report] = check(block, _x(), None, causal(), None, add_rms_norm=1, rms_norm=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
-def test_casts_that_round_stay(dtype: torch.dtype) -> None:
-    def norm(x: Tensor) -> Tensor:
-        q = x.to(dtype)
-        return q * torch.rsqrt(q.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    x = torch.full((2, 8), 0.4)
-    ours, _ = compiled(norm)
-    torch.testing.assert_close(ours(x), norm(x), rtol=0, atol=2**-7)
-
-
-def test_a_wider_weight_widens_the_result() -> None:
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        square = x.float().pow(2).mean(-1, keepdim=True)
-        return weight * (x.float() * torch.rsqrt(square + 1e-6)).to(x.dtype)
-
-    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(8)
-    ours, _ = compiled(norm)
-    assert ours(x, weight).dtype == torch.float32
-    torch.testing.assert_close(ours(x, weight), norm(x, weight), rtol=2**-7, atol=2**-7)
 
 
 def test_equal_values_stay_finite() -> None:

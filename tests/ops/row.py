@@ -44,6 +44,8 @@ class Row:
     sample: str
     #: Calls like `large` that leave NaN in all scratch memory; None: those.
     filling: Callable[[Draw], list[Arguments]] | None = None
+    #: Whether those of PyTorch's samples are held to PyTorch's; gradgradcheck has all.
+    second_derivatives: bool = True
     #: By how much the terms of differences exceed the results, and the gradients, in fp64: takes the
     #: arguments and the exact results.
     terms: Callable[[Arguments, tuple[Any, ...]], float] = _no_terms
