@@ -49,6 +49,8 @@ from ._check_attention import (
 )
 from ._operator import Operator, Rule
 
+__all__ = ["scaled_dot_product_attention", "varlen_attn"]
+
 
 def prepare_attend(
     query: Tensor,

@@ -35,6 +35,8 @@ from ._check import (
 from ._operator import Operator, Rule
 from .linear import dtype_problem, weight_problem
 
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
 _REDUCTIONS = ("mean", "sum", "none")
 
 

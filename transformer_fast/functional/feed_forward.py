@@ -41,6 +41,8 @@ from ._check import (
 from ._operator import Operator, Rule
 from .linear import CODES, dtype_problem, products, total, weight_problem
 
+__all__ = ["feed_forward"]
+
 
 def _fits(input: Tensor, weight1: Any, bias1: Any, weight2: Any, bias2: Any) -> bool:
     """Whether nothing is wrong with the shapes."""

@@ -38,6 +38,8 @@ from ._check import (
 )
 from ._operator import Operator, Rule
 
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+
 
 def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int, ...]:
     integers = (int, torch.SymInt, numbers.Integral)

@@ -38,6 +38,8 @@ from ._check import (
 )
 from ._operator import Operator, Rule
 
+__all__ = ["linear"]
+
 
 def weight_problem(
     names: tuple[str, str, str], columns: int, weight: Tensor, bias: Tensor | None

@@ -1,8 +1,6 @@
 """`torch.nn` with our classes in place of torch's where we have kernels.
 
-Ours: `CrossEntropyLoss`, `Embedding`, `LayerNorm`, `Linear`, `MultiheadAttention`,
-`RMSNorm`, `TransformerEncoderLayer`, `TransformerDecoderLayer`, `TransformerEncoder`,
-`TransformerDecoder`, `Transformer`, all subclasses of torch's, and `functional`, which is
+Ours, from `LayerNorm` and `Linear` to `Transformer`, are subclasses of torch's; `functional` is
 `transformer_fast.functional`.
 Every other name, submodules included (``transformer_fast.nn.utils.rnn``), is `torch.nn`'s own.
 
@@ -19,8 +17,8 @@ import torch.nn as _torch_nn
 from .. import functional as functional
 from . import alias as _alias
 from .embedding import Embedding as Embedding
-from .layer_norm import LayerNorm as LayerNorm
-from .layer_norm import RMSNorm as RMSNorm
+from .layer_norm import *
+from .layer_norm import __all__ as _norms
 from .linear import Linear as Linear
 from .loss import CrossEntropyLoss as CrossEntropyLoss
 from .multihead_attention import MultiheadAttention as MultiheadAttention
@@ -31,21 +29,20 @@ from .transformer_layers import TransformerDecoderLayer as TransformerDecoderLay
 from .transformer_layers import TransformerEncoderLayer as TransformerEncoderLayer
 
 if TYPE_CHECKING:
-    from torch.nn import *  # type: ignore[no-redef,assignment]  # noqa: F403
+    from torch.nn import *  # type: ignore[no-redef,assignment]
 
 _OURS = (
     "CrossEntropyLoss",
     "Embedding",
-    "LayerNorm",
     "Linear",
     "MultiheadAttention",
-    "RMSNorm",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "functional",
+    *_norms,
 )
 _THEIRS = tuple(name for name in dir(_torch_nn) if not name.startswith("_"))
 

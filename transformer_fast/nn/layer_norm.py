@@ -9,6 +9,8 @@ from ..functional.layer_norm import layer_norm, rms_norm
 from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
 
+__all__ = ["LayerNorm", "RMSNorm"]
+
 
 class LayerNorm(DropIn, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, run by `transformer_fast.functional.layer_norm`.

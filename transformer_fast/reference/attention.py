@@ -32,6 +32,8 @@ from torch import Tensor
 
 from .dropout import dropout
 
+__all__ = ["attention", "taking_query_lengths", "values_are_known", "visible_places"]
+
 
 def visible_places(
     query: Tensor,

@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 from ..autograd import only, vjp
 from .recomputed import Recomputed
 
+__all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
+
 #: So many logits are in memory at a time; of a very large vocabulary those of `_LEAST_ROWS`.
 MOST_LOGITS = 2**24
 _LEAST_ROWS = 64

@@ -16,6 +16,8 @@ from torch import Tensor
 from .chunked_loss import chunked_loss, register_losses
 from .linear import linear
 
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
 
 def cross_entropy(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float

@@ -13,6 +13,8 @@ from torch.nn.functional import linear
 from .dropout import dropout
 from .linear import activate
 
+__all__ = ["feed_forward"]
+
 
 def feed_forward(
     input: Tensor,

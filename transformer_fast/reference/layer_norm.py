@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .dropout import dropout
 
+__all__ = ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"]  # noqa: RUF022 - as OPS is
+
 
 def layer_norm(
     input: Tensor,
