@@ -55,8 +55,7 @@ NormRows norm_rows(const Tensor& tensor, int64_t n) {
 }
 
 NormKind checked_kind(const char* op, int64_t kind) {
-  STD_TORCH_CHECK(kind >= 0 && kind <= static_cast<int64_t>(NormKind::annotated_biased), op,
-                  ": there is no kind of norm ", kind);
+  STD_TORCH_CHECK(kind >= 0 && kind < kNormKinds, op, ": there is no kind of norm ", kind);
   return static_cast<NormKind>(kind);
 }
 

@@ -16,6 +16,19 @@ enum class NormKind : long {
   annotated = 2,         // c = mean(s), 1 / r = std(s) + eps, unbiased; The Annotated Transformer
   annotated_biased = 3,  // the same with the biased std
 };
+constexpr long kNormKinds = 4;
+
+// Kernels ask these and name no kind. Inlined, as their code has one instruction set.
+__attribute__((always_inline)) inline bool subtracts_mean(NormKind kind) {
+  return kind != NormKind::rms;
+}
+__attribute__((always_inline)) inline bool eps_is_under_root(NormKind kind) {
+  return kind == NormKind::layer || kind == NormKind::rms;
+}
+// What the sum of n squares is divided by.
+__attribute__((always_inline)) inline long terms_of(NormKind kind, long n) {
+  return kind == NormKind::annotated ? n - 1 : n;
+}
 
 // y = (s - c) r * weight + bias, s = residual + dropout(x) rounded to the element type: c and r are
 // those of the rounded sums, which the backward uses.
@@ -44,14 +57,10 @@ __attribute__((always_inline)) inline void row_statistics(const LayerNormArgs& a
                                                           Squares squares, float& centre,
                                                           float& scale) {
   const float n = static_cast<float>(args.n);
-  centre = args.kind == NormKind::rms ? 0.0f : total / n;
-  const float square = squares(centre);
-  if (args.kind == NormKind::layer || args.kind == NormKind::rms) {
-    scale = 1.0f / __builtin_sqrtf(square / n + args.eps);
-  } else {
-    const float terms = args.kind == NormKind::annotated ? n - 1.0f : n;
-    scale = 1.0f / (__builtin_sqrtf(square / terms) + args.eps);
-  }
+  centre = subtracts_mean(args.kind) ? total / n : 0.0f;
+  const float variance = squares(centre) / static_cast<float>(terms_of(args.kind, args.n));
+  scale = eps_is_under_root(args.kind) ? 1.0f / __builtin_sqrtf(variance + args.eps)
+                                       : 1.0f / (__builtin_sqrtf(variance) + args.eps);
 }
 
 // Rows [0, rows) on torch's threads.

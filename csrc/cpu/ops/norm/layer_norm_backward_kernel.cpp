@@ -46,7 +46,7 @@ struct Row {
 
 // 1 / sqrt(terms sum(h h)); 0 for a constant row, as in PyTorch's std.
 template <class T>
-float annotated_share(const Row<T>& in, long n, long terms) {
+float share_outside(const Row<T>& in, long n, long terms) {
   const float square = sum_of_squares(in.source, n, in.mean, in.rstd) * static_cast<float>(terms);
   return square == 0.0f ? 0.0f : 1.0f / __builtin_sqrtf(square);
 }
@@ -74,11 +74,9 @@ void source_gradient(const LayerNormBackwardArgs& args, long row, float* factors
     to[1] = fma(g, in.normal(j, count), to[1]);  // g is 0 in the lanes beyond the row
   });
   const float inverse = 1.0f / static_cast<float>(n);
-  const bool is_rms = args.kind == NormKind::rms;
-  const float share = args.kind == NormKind::layer || is_rms ? inverse
-                      : args.kind == NormKind::annotated     ? annotated_share(in, n, n - 1)
-                                                             : annotated_share(in, n, n);
-  float mean_g = is_rms ? 0.0f : sums[0] * inverse, mean_gh = sums[1] * share;
+  const float share =
+      eps_is_under_root(args.kind) ? inverse : share_outside(in, n, terms_of(args.kind, n));
+  float mean_g = subtracts_mean(args.kind) ? sums[0] * inverse : 0.0f, mean_gh = sums[1] * share;
   // The rounding error of a mean far from 0 offsets all of h, and ds with it.
   if (__builtin_fabsf(in.mean) * in.rstd > kFar) {
     const float off = mean_of_normal(in, n);

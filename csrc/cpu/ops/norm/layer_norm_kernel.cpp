@@ -28,7 +28,7 @@ void one_row(const LayerNormArgs& args, long row, float* factors) {
       to[0] = to[0] + s;
     });
     source = sum;
-  } else if (args.kind != NormKind::rms) {  // no mean is subtracted
+  } else if (subtracts_mean(args.kind)) {
     row_sums(n, total, [&](Vec* to, long j, long count) __attribute__((always_inline)) {
       to[0] = to[0] + load_some(x + j, count);
     });
