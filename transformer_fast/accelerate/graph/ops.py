@@ -132,12 +132,8 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     "zeros_like": (_UNARY, (torch.zeros_like,), ()),
     "nan_to_num": (("input", "nan", "posinf", "neginf"), (torch.nan_to_num,), ("nan_to_num",)),
     **{
-        name: (
-            tuple(inspect.signature(norm.pytorch).parameters),
-            (norm.pytorch, getattr(torch, name)),
-            (),
-        )
-        for name, norm in NORMS.items()
+        name: (tuple(inspect.signature(theirs).parameters), (theirs, getattr(torch, name)), ())
+        for name, (_, theirs, *_) in NORMS.items()
     },
     "attention": (
         ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),

@@ -2,8 +2,8 @@
 //
 //   ds = r (g - mean(g) - h mean(g h)),   dweight = sum over rows of dy h,   dbias = that of dy
 //
-// rms: without mean(g). annotated: sum(g h) / sqrt(m sum(h h)) instead of mean(g h), m = n - 1, or
-// n if biased.
+// without mean(g) where no mean is subtracted, and with sum(g h) / sqrt(m sum(h h)) instead of
+// mean(g h) where eps is added outside the root; m = terms_of(kind, n).
 //
 // Each row is read from memory once. Each block of rows accumulates its partial dweight and dbias,
 // and a second pass sums them; blocks do not depend on the number of threads, so neither do
