@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate_checks import check, compiled
 from hand_written import (
     ACTIVATIONS,
@@ -39,14 +40,18 @@ from hand_written import (
 from harness import python
 from module_checks import assert_same_numbers
 from torch import Tensor
+from torch.fx import GraphModule
 
 from transformer_fast import accelerate, compile_backend, compile_reports
-from transformer_fast.accelerate.graph import run_time
+from transformer_fast.accelerate.graph import inner, run_time
 from transformer_fast.functional.annotated_layer_norm import (
     add_annotated_layer_norm,
     annotated_layer_norm,
 )
 from transformer_fast.functional.layer_norm import TRAINING
+
+#: What is the default outside of these tests.
+COMPILE_REST = {"inner": inner.compile_rest}
 
 
 @pytest.fixture(autouse=True)
@@ -394,6 +399,91 @@ def test_an_inner_backend() -> None:
     ours = torch.compile(model, backend=compile_backend, options=options, fullgraph=True)
     assert_same_numbers(ours, theirs, sentences(), {}, grad=True)
     assert_same_numbers(ours, theirs, sentences(), {}, grad=False)
+
+
+class Gated(torch.nn.Module):
+    """Rotary positions and a gate, which are none of our ops; it counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (torch.nn.Linear(M, M) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        one, other = x.chunk(2, -1)
+        turned = x * x.cos() + torch.cat((-other, one), -1) * x.sin()
+        return self.down(F.silu(self.gate(turned)) * self.up(turned)) + x
+
+
+def _inductor_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has ``run(module)`` stand for what inductor makes; what is asked for, in order."""
+    asked: list[str] = []
+
+    def look_up(name: str) -> Any:
+        asked.append(name)
+        return lambda module, inputs: run(module)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", look_up)
+    return asked
+
+
+@torch.no_grad()
+def test_inductor_compiles_the_rest_of_inference() -> None:
+    compile_reports(clear=True)
+    model, x = Gated().eval(), _x()
+    ours = torch.compile(copy.deepcopy(model), backend=compile_backend, options=COMPILE_REST)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), model(x))
+    assert ours.calls == model.calls == 3
+    [report] = compile_reports(clear=True)
+    assert "  compiled by inductor: " in str(report)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), None])
+def test_a_wrong_result_of_inductor_is_not_used(wrong: float | None, monkeypatch) -> None:
+    def broken(module: GraphModule) -> Any:
+        if wrong is None:
+            raise RuntimeError("no")
+        return lambda *inputs: [x * wrong if x.dim() else x for x in module.forward(*inputs)]
+
+    told: list[str] = []
+    monkeypatch.setattr(inner._log, "warning", lambda text, *_: told.append(text))
+    asked = _inductor_is(broken, monkeypatch)
+    model, x = Gated().eval(), _x()
+    ours = torch.compile(copy.deepcopy(model), backend=compile_backend, options=COMPILE_REST)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), model(x))
+    assert ours.calls == 3
+    assert asked.count("inductor") == 1
+    [text] = told
+    assert "runs as it is written" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: None, "gradients are wanted"),
+        (lambda patch: patch.setattr("shutil.which", lambda name: None), "no C++ compiler"),
+    ],
+)
+def test_what_inductor_does_not_compile(change: Any, reason: str, monkeypatch) -> None:
+    change(monkeypatch)
+    x = torch.randn(4, M, requires_grad="gradients" in reason)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(M, M))
+    assert reason in (inner.why_not(module, [x]) or "")
+    with torch.no_grad():
+        assert "gradients" not in (inner.why_not(module, [x]) or "")
+
+
+@torch.no_grad()
+def test_masks_are_looked_at_in_a_graph_that_inductor_does_not_compile(monkeypatch) -> None:
+    asked = _inductor_is(lambda module: module.forward, monkeypatch)
+    model = Block(True, False).eval()
+    torch.compile(model, backend=compile_backend, options=COMPILE_REST)(_x(), _x(), causal(), None)
+    assert "inductor" not in asked
+    assert "as written, since masks are looked at" in str(compile_reports(clear=True)[-1])
 
 
 def test_autocast() -> None:

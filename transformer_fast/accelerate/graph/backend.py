@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from .inner import compile_rest, why_not
 from .report import GraphReport, remember
 from .rewrite import rewrite
 
 _log = logging.getLogger("transformer_fast")
+
+#: The option ``inner`` that is not given.
+INNER: Callable[..., Any] | None = compile_rest
 
 
 def compile_backend(
@@ -34,7 +38,9 @@ def compile_backend(
         module, example_inputs: what torch.compile passes to a backend.
 
     Options of ``torch.compile(..., options={...})``:
-        inner: name or function of another backend that compiles what comes out, e.g. "inductor".
+        inner: what compiles the rewritten graph: name or function of another backend, or None for
+            nothing. By default inductor, for inference on a CPU where a C++ compiler is found, unless
+            masks are looked at while the program runs.
         report: a function that is given each `GraphReport`.
 
     What was done: `transformer_fast.compile_reports`, and the log at level INFO.
@@ -44,6 +50,9 @@ def compile_backend(
     """
     inner, tell = _options(options, mode)
     report = rewrite(module)
+    if inner is compile_rest:
+        reason = why_not(module, example_inputs)
+        report.rest = "compiled by inductor" if reason is None else f"as written, since {reason}"
     remember(report)
     _log.info("%s", report)
     if tell is not None:
@@ -60,7 +69,7 @@ def _options(
     if mode is not None:
         raise ValueError(f'backend "transformer_fast" has no modes, and mode={mode!r} was given')
     given = dict(options or {})
-    inner, tell = given.pop("inner", None), given.pop("report", None)
+    inner, tell = given.pop("inner", INNER), given.pop("report", None)
     if given:
         raise ValueError(
             f'backend "transformer_fast" has the options inner and report, not {", ".join(given)}'

@@ -33,6 +33,8 @@ class GraphReport:
     left: list[Found] = field(default_factory=list)
     #: Calls that stay as the user wrote them, by name.
     others: Counter[str] = field(default_factory=Counter)
+    #: How they run, by default: whether inductor compiles them, and why not.
+    rest: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -45,7 +47,7 @@ class GraphReport:
         lines += [f"  {found}" for found in self.left]
         if self.others:
             names = ", ".join(f"{count} {name}" for name, count in self.others.most_common(12))
-            lines.append(f"  as written: {names}.")
+            lines.append(f"  {self.rest or 'as written'}: {names}.")
         return "\n".join(lines)
 
 

@@ -1,0 +1,96 @@
+"""What runs the part of a rewritten graph that is not ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from . import run_time
+
+_log = logging.getLogger("transformer_fast")
+
+#: They look at the values of masks while the program runs, which a compiled one cannot.
+_LOOK_AT_VALUES = frozenset({run_time.prepare_hidden, run_time.prepare_added})
+#: Largest difference to the graph as it is written, relative to the largest value.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """The graph as inductor compiles it, with calls of our operators in it.
+
+    What stands between our calls (rotary embeddings, gates, sums) is fused so. Where that is not
+    possible, inductor fails, or its first result is not that of the graph, the graph runs as it is.
+    """
+    if why_not(module, example_inputs) is None:
+        try:
+            return _Checked(
+                module, torch._dynamo.lookup_backend("inductor")(module, example_inputs)
+            )
+        except Exception as error:
+            _log.warning("inductor cannot compile the rest, which runs as it is written: %s", error)
+    return module.forward
+
+
+def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
+    """Why inductor does not compile the rest, as a sentence, or None."""
+    tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+    if any(not x.is_cpu for x in tensors):
+        return "it is measured on CPUs only"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "gradients are wanted, and those of our ops are taken call by call"
+    if any(node.target in _LOOK_AT_VALUES for node in module.graph.nodes):
+        return "masks are looked at while the program runs"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "there is no C++ compiler"
+    return None
+
+
+class _Checked:
+    """A compiled graph whose first result is compared with that of the graph as it is.
+
+    Inductor of PyTorch 2.13 has been seen to give wrong numbers (softmax over the last dimension but
+    one of a product with a transposed matrix).
+    """
+
+    def __init__(self, module: GraphModule, compiled: Callable[..., Any]) -> None:
+        self.module, self.compiled = module, compiled
+        self.run: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.run is not None:
+            return self.run(*inputs)
+        # The graph may write to its inputs, and may draw random numbers.
+        copies = [x.clone() if type(x) is Tensor else x for x in inputs]
+        with torch.random.fork_rng(devices=[]):
+            expected = self.module.forward(*copies)
+        found = self.compiled(*inputs)
+        self.run = self.compiled
+        if not all(map(_agree, found, expected)):
+            _log.warning(
+                "inductor's result differs from the program's; the rest runs as it is written"
+            )
+            self.run, found = self.module.forward, expected
+            for written, given in zip(copies, inputs, strict=True):
+                if type(given) is Tensor and not torch.equal(given, written):
+                    given.copy_(written)
+        del self.module
+        return found
+
+
+def _agree(found: Any, expected: Any) -> bool:
+    if not isinstance(expected, Tensor) or not expected.is_floating_point() or not expected.numel():
+        return not isinstance(expected, Tensor) or torch.equal(found, expected)
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return False
+    one, other = expected[finite].double(), found[finite].double()
+    largest = one.abs().max().item() if one.numel() else 0.0
+    allowed = _TOLERANCE[expected.dtype] * largest
+    return one.numel() == 0 or (one - other).abs().max().item() <= allowed
