@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..scope import Maker, Scope
-from . import decode, hand_written, models, ops, overhead, scaling, training
+from . import decode, hand_written, models, ops, overhead, scaling, third_party, training
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 
@@ -17,6 +17,7 @@ SUITES: dict[str, Suite] = {
     "models": models.suite,
     "training": training.suite,
     "hand-written": hand_written.suite,
+    "third-party": third_party.suite,
     "decode": decode.suite,
     "overhead": overhead.suite,
 }

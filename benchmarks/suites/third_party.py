@@ -1,0 +1,179 @@
+"""Models that others wrote: as they are, and each of our ways in beside the compilers.
+
+Architectures of Hugging Face `transformers` by their own classes, with random weights: the sizes are
+those of base models, cut to a few layers, because layers repeat.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import transformer_fast
+from transformer_fast.measure.accuracy import ModuleChecker
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.modules import parameter_bytes
+
+from .. import peers
+from ..scope import Maker, Scope
+from .ops import spread_biases
+
+_LAYERS = 2
+_TOKENS = {"vocab_size": 2000}
+_DECODER = {
+    **_TOKENS, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "pad_token_id": 0,
+}  # fmt: skip
+_ENCODER = {
+    **_TOKENS, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 8,
+}  # fmt: skip
+_BOTH = {
+    **_TOKENS, "d_model": 512, "encoder_layers": _LAYERS, "decoder_layers": _LAYERS,
+    "encoder_attention_heads": 8, "decoder_attention_heads": 8, "encoder_ffn_dim": 2048,
+    "decoder_ffn_dim": 2048,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 6, "image_size": 224, "patch_size": 16,
+}  # fmt: skip
+
+
+class Model(NamedTuple):
+    """An architecture of `transformers`."""
+
+    #: The stem of its classes' names.
+    family: str
+    config: dict[str, Any]
+    #: "tokens", "pair" (of tokens), "image" or "sound".
+    takes: str = "tokens"
+
+    def build(self) -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{self.family}Config")(**self.config)
+        config._attn_implementation = "sdpa"
+        if self.takes == "pair":
+            config.use_cache = False
+        model: nn.Module = getattr(transformers, f"{self.family}Model")(config)
+        return model
+
+
+MODELS = {
+    "BERT": Model("Bert", _ENCODER),
+    "RoBERTa": Model("Roberta", {**_ENCODER, "max_position_embeddings": 514, "pad_token_id": 1}),
+    "DistilBERT": Model(
+        "DistilBert", {**_TOKENS, "dim": 512, "hidden_dim": 2048, "n_layers": _LAYERS, "n_heads": 8}
+    ),
+    "MiniLM": Model(
+        "Bert", {**_ENCODER, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 12}
+    ),
+    "ModernBERT": Model("ModernBert", {**_ENCODER, "intermediate_size": 1152, "pad_token_id": 0}),
+    "GPT-2": Model("GPT2", {**_TOKENS, "n_embd": 512, "n_layer": _LAYERS, "n_head": 8}),
+    "GPT-NeoX": Model("GPTNeoX", _ENCODER),
+    "Llama": Model("Llama", _DECODER),
+    "Mistral": Model("Mistral", _DECODER),
+    "Qwen3": Model("Qwen3", _DECODER),
+    "Gemma": Model("Gemma", _DECODER),
+    "Phi-3": Model("Phi3", _DECODER),
+    "T5": Model(
+        "T5",
+        {**_TOKENS, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": _LAYERS},
+        "pair",
+    ),
+    "BART": Model("Bart", _BOTH, "pair"),
+    "Marian": Model("Marian", {**_BOTH, "pad_token_id": 0, "decoder_start_token_id": 0}, "pair"),
+    "M2M100": Model("M2M100", _BOTH, "pair"),
+    "ViT": Model("ViT", _VISION, "image"),
+    "DINOv2": Model("Dinov2", {**_VISION, "patch_size": 14}, "image"),
+    "SigLIP": Model("SiglipVision", _VISION, "image"),
+    "Swin": Model("Swin", {"embed_dim": 96, "depths": [1, 1, 2], "num_heads": [3, 6, 12]}, "image"),
+    "wav2vec2": Model(
+        "Wav2Vec2", {**_ENCODER, "vocab_size": 32, "conv_dim": (128,) * 7}, "sound"
+    ),
+}  # fmt: skip
+_QUICK = ("BERT", "Llama")
+
+
+class _First(nn.Module):
+    """A model by its first result, which is a tensor."""
+
+    def __init__(self, model: nn.Module, takes: str) -> None:
+        super().__init__()
+        self.model, self.takes = model, takes
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self.takes == "pair":
+            found = self.model(input_ids=given, decoder_input_ids=given)
+        elif self.takes == "tokens":
+            found = self.model(input_ids=given)
+        else:
+            found = self.model(given)
+        first: Tensor = found[0]
+        return first
+
+
+def _inputs(scope: Scope, takes: str) -> list[list[Arguments]]:
+    def draw(seed: int) -> Tensor:
+        generator = scope.generator(seed)
+        if takes == "image":
+            return torch.randn(2, 3, 224, 224, generator=generator).to(scope.dtype)
+        if takes == "sound":
+            return torch.randn(2, 16000, generator=generator).to(scope.dtype)
+        return torch.randint(5, 2000, (4, 128), generator=generator)
+
+    return [[(draw(seed).to(scope.device),)] for seed in range(2)]
+
+
+def _accelerated(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    transformer_fast.accelerate(model)
+    return model
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    """What a user of the compile backend has."""
+    return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
+
+
+def _flops(model: nn.Module, arguments: Arguments) -> float:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*arguments)
+    return float(counter.get_total_flops())
+
+
+def _case(scope: Scope, name: str) -> BenchmarkCase:
+    takes = MODELS[name].takes
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _First(spread_biases(MODELS[name].build()), takes).eval()
+    model.requires_grad_(False).to(scope.device, scope.dtype)
+    inputs = _inputs(scope, takes)
+    oracle = copy.deepcopy(model).double()
+    exact = lambda x: oracle(x.double() if x.is_floating_point() else x)  # noqa: E731
+    candidates = [
+        Candidate("compiled", compiled(copy.deepcopy(model))),
+        Candidate("accelerated", _accelerated(model)),
+        Candidate("torch eager", model, ours=False),
+        *peers.candidates(scope.peers, "hand_written", copy.deepcopy(model), lambda run: run),
+    ]
+    everything = lambda x: None  # noqa: E731
+    return BenchmarkCase(
+        "third-party model", name, inputs, candidates, ModuleChecker(exact, model, everything),
+        flops := _flops(model, inputs[0][0]), parameter_bytes(model), flops,
+        scope.dtype, scope.device, chosen="compiled", torch=("torch eager", "torch.compile"),
+    )  # fmt: skip
+
+
+def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    if importlib.util.find_spec("transformers") is None:
+        return
+    for name in _QUICK if scope.quick else MODELS:
+        yield f"third-party {name}", functools.partial(_case, scope, name)
