@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ def _fingerprint(weight: Tensor) -> Any:
     )
 
 
+_FINGERPRINT = attrgetter("fingerprint")
+
 # All that is done with these are single operations of a dict.
 _entries: dict[tuple[Any, ...], _Entry] = {}
 #: When weights were last asked for of which no copy was kept, because there was no room.
@@ -92,22 +95,16 @@ _clock = itertools.count(1)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _are_direct(weights: Sequence[Tensor], rows: int) -> bool:
-    """Whether so few rows are multiplied that reading the weights as they are takes no longer."""
-    assert _native.module is not None  # or no kernel would ask
-    most = _native.module.direct_rows
-    for weight in weights:  # noqa: SIM110 - a generator's steps are calls
-        if rows > most(_NAMES[weight.dtype], weight.numel()):
-            return False
-    return True
-
-
 def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     """The packed copy of a parameter for products of so many rows.
 
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
-    if _are_direct((weight,), rows) or (torch.is_grad_enabled() and weight.requires_grad):
+    assert _native.module is not None  # or no kernel would ask
+    # So few rows are multiplied that reading the weight as it is takes no longer.
+    if rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel()):
+        return None
+    if torch.is_grad_enabled() and weight.requires_grad:
         return None
     entry = _entry_of(weight, rows)
     return None if entry is None else entry.packed
@@ -195,12 +192,6 @@ def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     return entry
 
 
-def _hold(entries: Sequence[_Entry], rows: int) -> bool:
-    """Whether all fingerprints still match, as far as this call compares them."""
-    assert _native.module is not None
-    return _native.module.all_hold([entry.fingerprint for entry in entries], rows)  # type: ignore[no-any-return]
-
-
 def _make_room(key: tuple[Any, ...], weight: Tensor, rows: int, now: int) -> bool:
     """Reserves cache space for a packed copy, evicting older ones; False if it does not fit."""
     # Whole panels, whichever instruction set is in use, and what stands behind them.
@@ -245,7 +236,12 @@ class PackedWeights:
 
     def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
         """The packed copies; None stands for those that are not kept or not needed."""
-        if _is_recorded() or _are_direct(weights, rows):
+        assert _native.module is not None  # or no kernel would ask
+        direct_rows = _native.module.direct_rows
+        for weight in () if _is_recorded() else weights:
+            if rows > direct_rows(_NAMES[weight.dtype], weight.numel()):
+                break
+        else:
             return [None] * len(weights)
         pieces = _in_pieces(weights[0], rows)
         before, last = self._last
@@ -258,7 +254,7 @@ class PackedWeights:
                 if not entry.is_of(weight):
                     break
             else:
-                if _hold(last, rows):
+                if _native.module.all_hold(list(map(_FINGERPRINT, last)), rows):
                     now = next(_clock)
                     for entry in last:
                         entry.used = now
