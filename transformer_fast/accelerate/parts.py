@@ -114,6 +114,8 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
             shape: Any = module.normalized_shape
             biases = (module.bias,) if norm.has_bias else ()
             return [(op, (x(1, *shape), shape, module.weight, *biases), {})]
+    if isinstance(module, torch.nn.Linear):
+        return [("linear", (x(64, module.in_features), module.weight, module.bias), {})]
     if isinstance(module, torch.nn.MultiheadAttention):
         width, heads = module.embed_dim, x(1, module.num_heads, 1, module.head_dim)
         projection: Example = ("linear", (x(1, width), x(width, width)), {})

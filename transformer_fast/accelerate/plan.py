@@ -50,7 +50,10 @@ def make_plan(
     """The changes for all modules of the model; every module that is known gets an entry."""
     changes: list[Change] = []
     own_attention = find_own(model) if models.is_loaded() else ()
+    read: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
+        if module in read:
+            continue
         kind = type(module).__name__
         known = recorded(name, module)
         if known or torch_nn.is_ours(module):
@@ -60,6 +63,7 @@ def make_plan(
             else:
                 now = known[0].now if known else class_of_ours(type(module))
                 report.entries.append(Entry(name, kind, "already", now))
+                read |= _read_by(module, known[0] if known else None)
             continue
         found = _find(name, module, own_attention)
         if found is None:
@@ -71,7 +75,15 @@ def make_plan(
         else:
             changes.append(found)
             report.entries.append(Entry(name, kind, "swapped", found.now))
+            read |= _read_by(module, found)
     return changes
+
+
+def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Module]:
+    """The linear maps whose weights a layer of ours multiplies by itself, without calling them."""
+    if change is not None and not isinstance(change, ClassChange):
+        return set()
+    return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 
 def tell(model: torch.nn.Module, report: Report) -> None:
@@ -123,14 +135,16 @@ def _others(model: torch.nn.Module, report: Report) -> dict[str, int]:
     """How many modules there are of each class that accelerate does not know, by name.
 
     Counted are modules with parameters or linear maps of their own, for that is what layers and
-    attention written by hand are made of; the model as a whole only if there is nothing else.
+    attention written by hand are made of; the model as a whole only if nothing else but linear maps
+    is known.
     """
     told = {entry.name for entry in report.entries}
+    layers = [n for n in told if not isinstance(model.get_submodule(n), torch.nn.Linear)]
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         kind = type(module)
         silent = name in told or kind.__module__.split(".")[0] in _SILENT
-        if not silent and (name or not told) and _does_work(module):
+        if not silent and (name or not layers) and _does_work(module):
             found[kind.__name__] = found.get(kind.__name__, 0) + 1
     return found
 

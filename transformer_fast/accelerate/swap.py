@@ -28,12 +28,12 @@ def accelerate(
     """Speed up an existing model in place and reversibly, by `transformer_fast`'s modules.
 
     Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
-    ``module.__class__`` changes. (`torch.nn.Linear` stays: the layers around it read its weight,
-    and alone it gains little. So do losses.) Parameters, buffers, hooks, names, ``state_dict`` and
-    everybody's references to them stay as they are. So do the numbers, up to rounding, with the
-    exceptions that `transformer_fast.nn` has: a query that may attend to nothing gives 0, the
-    output at padded places may be 0, and dropout draws other elements. `restore` takes it back. A
-    second call changes nothing.
+    ``module.__class__`` changes. (Losses and embeddings stay, and each `torch.nn.Linear` of a layer
+    that was swapped, since the layer reads its weight.) Parameters, buffers, hooks, names,
+    ``state_dict`` and everybody's references to them stay as they are. So do the numbers, up to
+    rounding, with the exceptions that `transformer_fast.nn` has: a query that may attend to nothing
+    gives 0, the output at padded places may be 0, and dropout draws other elements. `restore` takes
+    it back. A second call changes nothing.
 
     A subclass of yours gets a class between itself and torch's, unless it overrides what ours would
     replace; so do subclasses of transformers' layers. What cannot be swapped safely (overridden or

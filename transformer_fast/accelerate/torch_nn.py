@@ -13,8 +13,8 @@ from .. import nn
 from ..nn import fusion
 from ..nn.transformer_layers import may_have_shortcut
 
-#: What stays torch's; see `accelerate`.
-_LEFT = ("CrossEntropyLoss", "Embedding", "Linear", "functional")
+#: What stays torch's; see `accelerate`. Linear maps of swapped layers do, too: `plan`.
+_LEFT = ("CrossEntropyLoss", "Embedding", "functional")
 #: Methods of torch's that ours does not call, beside forward.
 _REPLACED: dict[str, tuple[str, ...]] = {
     "MultiheadAttention": ("merge_masks",),
@@ -35,6 +35,8 @@ _subclasses: dict[tuple[type, type], type[torch.nn.Module]] = {}
 def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     """The class to swap to, a sentence why not, or None for a module that is none of torch's."""
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
+    if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return None  # torch.nn.MultiheadAttention reads its weights
     if base is None or isinstance(module, tuple(ours for ours, _ in _CLASSES.values())):
         return None
     ours, replaced = _CLASSES[base]
