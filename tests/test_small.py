@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import Operators
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import transformer_fast
 from transformer_fast import _native, dispatch, functional, nn, small
@@ -424,3 +425,35 @@ def test_derivatives_of_small_norms_under_transforms(name: str) -> None:
     for dtype in (torch.float64, torch.float32):
         found = func.grad(tangent)(x.to(dtype))
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_short_way_refuses_what_the_long_one_does() -> None:
+    x, big = torch.randn(3, 8), torch.randn(64, 512)
+    with pytest.raises(RuntimeError, match="device"):
+        functional.linear(x, torch.empty(5, 8, device="meta"))
+    for columns in (512.0, torch.tensor(512.0)):
+        with pytest.raises(TypeError):
+            functional.layer_norm(big, (columns,))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="add_layer_norm"):
+            functional.add_layer_norm(big, big, (columns,))  # type: ignore[arg-type]
+    target = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="label_smoothing"):
+        functional.cross_entropy(x, target, label_smoothing=-1.0)
+    with pytest.raises(TypeError, match="ignore_index"):
+        functional.cross_entropy(x, target, ignore_index=None)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_sizes_may_be_symbolic() -> None:
+    x, weight = torch.randn(300, 512), torch.randn(600, 512)
+    traced = make_fx(lambda x, w: functional.linear(x, w), tracing_mode="symbolic")(x, weight)
+    expected = torch.nn.functional.linear(x[:7], weight)
+    torch.testing.assert_close(traced(x[:7], weight), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_negative_view_has_no_copy_of_its_own() -> None:
+    x, weight = torch.randn(64, 512), torch.nn.Parameter(torch.randn(512, 512))
+    y = functional.linear(x, weight, backend="cpu" if _native.module else None)
+    negative = functional.linear(x, torch._neg_view(weight))
+    torch.testing.assert_close(negative, -y, rtol=1e-4, atol=1e-3)

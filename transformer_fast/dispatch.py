@@ -382,7 +382,8 @@ def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
         if (
             limit.needs_grad == needs_grad
             and dtype in limit.dtypes
-            and limit.size(call) in limit.sizes
+            # Not ``in``, which compares a symbolic size with every number of the range.
+            and limit.sizes.start <= limit.size(call) < limit.sizes.stop
             and (limit.when is None or limit.when(call))
         ):
             return limit.because

@@ -172,7 +172,7 @@ def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     if type(owner) is not torch.nn.Parameter or owner.is_inference():
         return None
     shape, stride = weight.shape, weight.stride()
-    if 1 not in stride or 0 in shape:
+    if 1 not in stride or 0 in shape or weight.is_neg():
         return None
     key = (
         id(owner), weight.storage_offset(), shape, stride, weight.dtype, _in_pieces(weight, rows)

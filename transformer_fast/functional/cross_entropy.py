@@ -165,6 +165,8 @@ def cross_entropy(
         and not others
         and type(target) is Tensor
         and target.dtype is torch.int64
+        and type(ignore_index) is int
+        and 0.0 <= label_smoothing <= 1.0
         and (grad := small.plain(input)) is not None
         and input.dtype is small.FLOAT
         and input.numel() < small.CROSS_ENTROPY.below[grad]

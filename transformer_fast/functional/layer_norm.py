@@ -136,6 +136,7 @@ def _is_row(
     """Whether the last dimension is normalised, and nothing is wrong with the shapes."""
     return (
         len(shape) == 1
+        and type(shape[0]) is int
         and input.shape[-1:] == shape
         and (weight is None or weight.shape == shape)
         and (bias is None or bias.shape == shape)
