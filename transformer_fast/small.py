@@ -111,7 +111,7 @@ def plain(first: Any, *others: Any) -> bool | None:
     grad = follows and first.requires_grad
     for tensor in others:
         if tensor is not None:
-            if type(tensor) not in _PLAIN or not tensor.is_cpu:
+            if type(tensor) not in _PLAIN:
                 return None
             if follows and not grad and tensor.requires_grad:
                 grad = True

@@ -153,6 +153,8 @@ def feed_forward(
                 dropout_p == 0.0
                 and input.dtype is FLOAT
                 and weights <= limit.weights
+                and weight1.is_cpu
+                and weight2.is_cpu
                 and input.numel() // max(1, columns) * weights < limit.below[grad]
             ):
                 hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))

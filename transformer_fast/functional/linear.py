@@ -201,6 +201,8 @@ def linear(
                 input.dtype is FLOAT
                 and input.numel() * weight.shape[0] < limit.below[grad]
                 and weight.numel() <= limit.weights
+                # Without a bias PyTorch multiplies by a meta tensor, and gives garbage.
+                and (bias is not None or weight.is_cpu)
             ):
                 return F.linear(input, weight, bias)
             if _fits(input, weight, bias) and (run := cpu_kernel("linear", input, weight, bias)):
