@@ -140,6 +140,7 @@ def _accelerated(model: nn.Module) -> nn.Module:
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
     """What a user of the compile backend has."""
+    torch._dynamo.reset()  # or, after some models, Dynamo compiles no more of the same code
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
 
 
