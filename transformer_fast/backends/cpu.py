@@ -117,6 +117,19 @@ _PREFER_LATER = {
 }
 
 
+def register_kernel(kernel: Kernel) -> None:
+    """Registers a kernel with the limits that those of this backend have in common."""
+    register(
+        replace(
+            kernel,
+            devices=("cpu",),
+            dtypes=kernel.dtypes or _FLOATS,
+            unavailable=_native.why_not,
+            prefers_later=(*small.prefers_later(kernel.op), *_PREFER_LATER.get(kernel.op, ())),
+        )
+    )
+
+
 def _register() -> None:
     if _native.module is not None:
         for operator in OPERATORS.values():
@@ -149,15 +162,7 @@ def _register() -> None:
         Kernel("cross_entropy", "cpu", cross_entropy, gradients=True),
         Kernel("linear_cross_entropy", "cpu", linear_cross_entropy, gradients=True),
     ):
-        register(
-            replace(
-                kernel,
-                devices=("cpu",),
-                dtypes=_FLOATS,
-                unavailable=_native.why_not,
-                prefers_later=(*small.prefers_later(kernel.op), *_PREFER_LATER.get(kernel.op, ())),
-            )
-        )
+        register_kernel(kernel)
 
 
 _register()

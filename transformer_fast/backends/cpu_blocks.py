@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _native
-from ..dispatch import Call, Kernel, register
+from ..dispatch import Call, Kernel
 from ..functional._pointwise import ARGMAX, EMBEDDING_BACKWARD
 from ..functional.linear import CODES
+from .cpu import register_kernel
 from .cpu_packing import PackedWeights
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -167,7 +167,6 @@ if _native.module is not None:
         return like.new_empty(like.shape)
 
 
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _NAMED = frozenset(CODES)
 for _kernel in (
     Kernel("encoder_layer", "cpu", layers, activations=_NAMED, refuses=_refuse_layer),
@@ -179,11 +178,4 @@ for _kernel in (
         dtypes=frozenset({torch.float32}), refuses=_refuse,
     ),
 ):  # fmt: skip
-    register(
-        replace(
-            _kernel,
-            devices=("cpu",),
-            dtypes=_kernel.dtypes or _FLOATS,
-            unavailable=_native.why_not,
-        )
-    )
+    register_kernel(_kernel)
