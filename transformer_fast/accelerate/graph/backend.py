@@ -53,6 +53,7 @@ def compile_backend(
     if inner is compile_rest:
         reason = why_not(module, example_inputs)
         report.rest = "compiled by inductor" if reason is None else f"as written, since {reason}"
+        inner = compile_rest if reason is None else None
     remember(report)
     _log.info("%s", report)
     if tell is not None:

@@ -25,17 +25,14 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The graph as inductor compiles it, with calls of our operators in it.
 
-    What stands between our calls (rotary embeddings, gates, sums) is fused so. Where that is not
-    possible, inductor fails, or its first result is not that of the graph, the graph runs as it is.
+    What stands between our calls (rotary embeddings, gates, sums) is fused so. Where inductor fails, or
+    its first result is not that of the graph, the graph runs as it is. `why_not` is to be asked before.
     """
-    if why_not(module, example_inputs) is None:
-        try:
-            return _Checked(
-                module, torch._dynamo.lookup_backend("inductor")(module, example_inputs)
-            )
-        except Exception as error:
-            _log.warning("inductor cannot compile the rest, which runs as it is written: %s", error)
-    return module.forward
+    try:
+        return _Checked(module, torch._dynamo.lookup_backend("inductor")(module, example_inputs))
+    except Exception as error:
+        _log.warning("inductor cannot compile the rest, which runs as it is written: %s", error)
+        return module.forward
 
 
 def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
