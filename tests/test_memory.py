@@ -67,7 +67,7 @@ def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
 
 
 def test_small_results_are_the_c_librarys() -> None:
-    y = result(1)
+    y = result(0.125)
     del y
     gc.collect()
     assert memory.kept() == 0

@@ -1,8 +1,8 @@
 """Memory that the CPU kernels keep: for their next large results, and weights in their own layout.
 
 A page that a process touches for the first time costs more than writing it several times. So
-results of 2 MiB and more lie in memory that stays with the process when they are gone, and the next
-ones get it, as in PyTorch's caching allocator for CUDA. At most `limit` bytes are kept that no
+results of 256 KiB and more lie in memory that stays with the process when they are gone, and the
+next ones get it, as in PyTorch's caching allocator for CUDA. At most `limit` bytes are kept that no
 tensor uses; beyond that, those that have waited longest go back to the system, and all of them do
 before a result is refused for want of memory.
 

@@ -102,9 +102,12 @@ class CachingAllocator {
   }
 
   static CachedBlock map(size_t bytes) {
+    // What has no whole huge page need not be aligned to one.
+    const size_t spare = bytes < kHuge ? 0 : kHuge;
     void* all =
-        mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mmap(nullptr, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (all == MAP_FAILED) return {nullptr, 0};
+    if (spare == 0) return {all, bytes};
     const auto begin = reinterpret_cast<uintptr_t>(all);
     const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge;
     if (first > begin) munmap(all, first - begin);

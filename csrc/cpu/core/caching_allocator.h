@@ -13,7 +13,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kMinCachedBytes =
     SIZE_MAX;  // everything goes through malloc, which the sanitizer checks
 #else
-constexpr size_t kMinCachedBytes = kHugePage;
+constexpr size_t kMinCachedBytes = size_t{256} << 10;
 #endif
 
 struct CachedBlock {

@@ -128,7 +128,7 @@ Tensor empty_packed_weight(const Tensor& like, int64_t count, bool in_bfloat16) 
   if (!in_bfloat16) TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   const int64_t element = in_bfloat16 ? 2 : static_cast<int64_t>(like.element_size());
   const int64_t bytes = count * element, one = 1;
-  const bool huge = static_cast<size_t>(bytes) >= kMinCachedBytes;
+  const bool huge = bytes >= kHuge;
   const int64_t size = huge ? count + kHuge / element : count;
   Tensor all(empty_strided(1, &size, &one, dtype, device_index, size * element));
   if (!huge) return all;
