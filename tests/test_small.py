@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import Operators
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -236,6 +237,20 @@ def test_small_attention_that_pytorch_does_otherwise_is_not_handed_over(change: 
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
         found = _ours(lambda: functional.scaled_dot_product_attention(q, k, v, **options))
     assert bool(found) == (change != "lead")
+
+
+@pytest.mark.parametrize("keys", [5, 2048])
+def test_attention_with_grouped_heads(keys: int) -> None:
+    q, k, v = torch.randn(2, 4, 5, 32), torch.randn(2, 2, keys, 32), torch.randn(2, 2, keys, 32)
+
+    def run() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    assert bool(_ours(run)) == (keys > 5)
+    repeated = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    torch.testing.assert_close(run(), F.scaled_dot_product_attention(q, *repeated))
+    with pytest.raises(RuntimeError, match="heads"):
+        functional.scaled_dot_product_attention(q[:, :3], k, v, enable_gqa=True)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -231,7 +231,7 @@ def scaled_dot_product_attention(
         and key_lengths is None
         and query_lengths is None
         and type(is_causal) is bool
-        and enable_gqa is False
+        and type(enable_gqa) is bool
         and not need_weights
         and type(dropout_p) is float
         and dropout_p == 0.0
@@ -242,8 +242,9 @@ def scaled_dot_product_attention(
         if (
             len(sizes) == len(keys) == 4
             and keys == value.shape
-            and sizes[:2] == keys[:2]
+            and sizes[0] == keys[0]
             and sizes[3] == keys[3]
+            and (sizes[1] == keys[1] or (enable_gqa and keys[1] and sizes[1] % keys[1] == 0))
         ):
             if (
                 0 < query.numel() * keys[2] < ATTENTION.below[grad]
@@ -253,11 +254,13 @@ def scaled_dot_product_attention(
                 and value.is_cpu
                 and not torch.is_autocast_enabled("cpu")
             ):
-                return F.scaled_dot_product_attention(query, key, value, scale=scale)
+                return F.scaled_dot_product_attention(
+                    query, key, value, scale=scale, enable_gqa=enable_gqa
+                )
             run = cpu_kernel("attention", query, key, value)
             if run is not None:
                 return run(  # type: ignore[no-any-return]
-                    query, key, value, None, None, is_causal, scale, 0.0, None, False, False
+                    query, key, value, None, None, is_causal, scale, 0.0, None, enable_gqa, False
                 )[0]
     tensors = (query, key, value, attn_mask, key_lengths, query_lengths)
     others = (dropout_p, is_causal, scale, enable_gqa, need_weights, backend)
