@@ -297,23 +297,6 @@ def test_hooked_and_replaced_modules_are_called() -> None:
         assert calls == [name]
 
 
-def test_unknown_models_are_named() -> None:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=16
-    )
-    model = transformers.GPT2LMHeadModel(config).eval()
-    tokens = torch.randint(3, VOCABULARY, (2, 4))
-    with torch.no_grad():
-        expected = model(tokens).logits
-        report = accelerate(model)
-        torch.testing.assert_close(model(tokens).logits, expected)
-    assert report[""].reason == (
-        "models of type 'gpt2' are not known here; bart, bert, llama, marian, t5 are"
-    )
-    assert model.config._attn_implementation == "sdpa"
-    assert report["transformer.ln_f"].outcome == "swapped"  # a norm is a norm
-
-
 def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["marian"](0.0)
     with monkeypatch.context() as patch:

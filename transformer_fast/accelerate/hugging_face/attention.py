@@ -19,10 +19,19 @@ NAME = "transformer_fast"
 def register() -> None:
     """Make the name known; does nothing if it is."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+#: Arguments that transformers' function for 'sdpa' ignores, and the one that asks for weights.
+_KNOWN = frozenset({
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "seq_idx",
+    "sliding_window", "use_cache",
+})  # fmt: skip
 
 
 def attention(
@@ -41,13 +50,14 @@ def attention(
 
     query (B, H, T, D), key and value (B, H or fewer, S, D); attention_mask as `sdpa_mask` makes it:
     bool, True = may attend, or float and added. The weights are there if output_attentions asks.
+    With an argument that is not known here it is transformers' function for 'sdpa'.
     """
-    if kwargs.get("softcap") is not None or kwargs.get("cache") is not None:
+    if any(found is not None and name not in _KNOWN for name, found in kwargs.items()):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias,
-            **kwargs,
+            module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            position_bias=position_bias, **kwargs,
         )  # fmt: skip
     length, keys = query.shape[2], key.shape[2]
     if is_causal is None:
@@ -65,7 +75,7 @@ def attention(
         dropout_p=dropout,
         is_causal=causal and position_bias is None,
         scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        enable_gqa=key.shape[1] < query.shape[1],
         need_weights=bool(kwargs.get("output_attentions")),
     )
     output, weights = found if isinstance(found, tuple) else (found, None)

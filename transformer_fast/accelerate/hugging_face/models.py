@@ -13,10 +13,11 @@ import torch
 
 from .. import torch_nn
 from ..change import Change, ClassChange
-from .own_attention import Own
+from .own_attention import Own, registries
 
 #: Tested with these; others are left as they are.
 _VERSIONS = ((5, 0), (6, 0))
+#: Those whose layers are known, and whose 'eager' attention computes what 'sdpa' does.
 MODELS = ("bart", "bert", "llama", "marian", "t5")
 #: The attribute that remembers what a model's attention was.
 _RECORD = "_attention_before_accelerate"
@@ -116,18 +117,21 @@ def find(name: str, module: torch.nn.Module, own: Sequence[Own] = ()) -> Change 
 
 def _find_model(name: str, model: Any, own: Sequence[Own]) -> Change | str | None:
     """The change of a model's attention, or why it stays."""
-    kind = getattr(model.config, "model_type", "")
-    if kind not in MODELS:
-        return f"models of type {kind!r} are not known here; {', '.join(MODELS)} are"
     reason = _version_reason()
     if reason is not None:
         return reason
-    before = model.config._attn_implementation
-    if before not in ("sdpa", "eager"):
-        return f"its attention is {before!r}, and only 'sdpa' and 'eager' are replaced"
-    if not model._can_set_attn_implementation():
+    if not (model._can_set_attn_implementation() and registries(model)):
         return f"{type(model).__name__} does not look its attention up in the registry"
+    before = model.config._attn_implementation
+    known = getattr(model.config, "model_type", "") in MODELS
+    if before != "sdpa" and not (known and before == "eager"):
+        return (
+            f"its attention is {before!r}, and only 'sdpa' is replaced, and 'eager' of "
+            f"{', '.join(MODELS)}"
+        )
     for one in own:
+        if one.belongs_to(model.config) and is_model(one.module):
+            return one.reason
         # With 'sdpa' masks stay what they are; 'eager' has others than the registry would give.
         if before == "eager" and one.belongs_to(model.config):
             return (

@@ -1,11 +1,18 @@
 """Attention inside a model of transformers that does not go the way of the library's own.
 
 A subclass with a forward of its own, or a module put in an attention's place, may never look into
-the registry, and takes masks in the form that the model's attention had.
+the registry, and takes masks in the form that the model's attention had. The code of some models
+compares the name of their attention with 'sdpa'.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +34,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
 
 
 class Own(NamedTuple):
-    """An attention module that may do something of its own."""
+    """An attention module, or a whole model, that may do something of its own."""
 
     name: str
     module: torch.nn.Module
@@ -42,7 +49,7 @@ class Own(NamedTuple):
 
 def find_own(root: torch.nn.Module) -> list[Own]:
     """All of ``root``, in order."""
-    from .models import class_of_theirs
+    from .models import class_of_theirs, is_model
 
     places: dict[torch.nn.Module, str] = {}
     for module in root.modules():
@@ -53,7 +60,10 @@ def find_own(root: torch.nn.Module) -> list[Own]:
                 places[inner] = place
     found = []
     for name, module in root.named_modules():
-        reason = _reason(module, class_of_theirs(module), places.get(module))
+        if is_model(module):
+            reason = _reason_of_model(module)
+        else:
+            reason = _reason(module, class_of_theirs(module), places.get(module))
         if reason is not None:
             found.append(Own(name, module, getattr(module, "config", None), reason))
     return found
@@ -81,3 +91,56 @@ def _wraps_attention(module: torch.nn.Module) -> bool:
 
     inner = (class_of_theirs(m) for m in module.modules() if m is not module)
     return any(theirs is not None and theirs.__name__ in ATTENTIONS for theirs in inner)
+
+
+def _classes(model: torch.nn.Module) -> Iterable[type]:
+    """The classes of all modules in the model, and their bases.
+
+    Without those of torch and of transformers' core, which knows all registered names.
+    """
+    return dict.fromkeys(
+        kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if kind.__module__.split(".")[0] not in ("builtins", "torch", "transformers")
+        or kind.__module__.startswith("transformers.models.")
+    )
+
+
+def registries(model: torch.nn.Module) -> list[Any]:
+    """The registries of attention functions that the code of the model looks into."""
+    found = (sys.modules.get(kind.__module__) for kind in _classes(model))
+    registries = (getattr(code, "ALL_ATTENTION_FUNCTIONS", None) for code in found)
+    return [registry for registry in registries if registry is not None]
+
+
+def _reason_of_model(model: torch.nn.Module) -> str | None:
+    """Why another name than 'sdpa' would change more than which function is called."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if any(found.get("sdpa") is not sdpa_attention_forward for found in registries(model)):
+        return "what is registered as its attention 'sdpa' is not transformers' own"
+    for kind in _classes(model):
+        if kind.__name__ in _asking_for_sdpa(kind.__module__):
+            return f"{kind.__name__} does something else for 'sdpa' than for other names"
+    return None
+
+
+@cache
+def _asking_for_sdpa(code: str) -> frozenset[str]:
+    """The classes in a Python module that compare something with the name."""
+    try:
+        source = inspect.getsource(sys.modules[code])
+    except (KeyError, OSError, TypeError):
+        return frozenset()
+    if re.search("[\"']sdpa[\"']", source) is None:
+        return frozenset()
+    return frozenset(
+        kind.name
+        for kind in ast.walk(ast.parse(source))
+        if isinstance(kind, ast.ClassDef)
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Compare)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and part.value == "sdpa"
+    )
