@@ -107,8 +107,8 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
         return "attention", (heads,) * 3, {"dropout_p": p if training else 0.0}
 
     if models.is_model(module):
-        p = getattr(module.config, "attention_dropout", 0.0)
-        return [attention(x(1, 1, 1, 64), float(p))]
+        p = getattr(module.config, "attention_dropout", None)
+        return [attention(x(1, 1, 1, 64), float(p or 0.0))]
     for op, norm in NORMS.items():
         if isinstance(module, norm.module):
             shape: Any = module.normalized_shape
