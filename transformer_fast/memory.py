@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +33,17 @@ _MOST = 1 << 30
 #: Of each backend that keeps packed copies of weights: how many bytes they take, and what drops those
 #: of a module, or all.
 packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
+
+
+class _Program(threading.local):
+    """The compiled program that runs on this thread."""
+
+    #: Parameters that it reads through views, by the address of their storage: a view that inductor
+    #: makes does not know of what.
+    parameters: Mapping[int, torch.Tensor] = {}
+
+
+program = _Program()
 
 
 def kept() -> int:

@@ -717,6 +717,47 @@ def test_a_cache() -> None:
     check(Decoding(), torch.randn(B, 1, M), torch.randn(B, 9, M), attention=1, linear=4)
 
 
+class InOut(torch.nn.Module):
+    """Weights that are stored (in, out), as Conv1D of transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            torch.nn.Parameter(torch.randn(size) / 8) for size in ((M, 64), (64, M))
+        )
+        self.bias = torch.nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.addmm(self.bias, x.view(-1, M), self.first).view(*x.shape[:-1], 64)
+        return F.gelu(hidden) @ self.second + x @ self.first @ self.second
+
+
+def test_weights_that_are_stored_in_out() -> None:
+    model = InOut().eval()
+    ours, reports = compiled(model)
+    assert_same_numbers(ours, model, (_x(),), {}, grad=False)
+    [report] = reports
+    assert report.counts == {"feed_forward": 1, "linear": 2}
+    assert not report.left
+
+
+class Broadcast(torch.nn.Module):
+    """Biases of one value for all units, which F.linear and addmm take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(M, M))
+        self.bias = torch.nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(F.relu(F.linear(x, self.weight, self.bias)), self.weight)
+        return torch.addmm(self.bias, y.flatten(0, 1), self.weight)
+
+
+def test_biases_that_broadcast() -> None:
+    check(Broadcast(), _x(), feed_forward=0, linear=2)
+
+
 class OfTorch(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -47,9 +47,9 @@ class _Entry:
 
     __slots__ = ("address", "fingerprint", "packed", "shape", "storage", "used", "version")
 
-    def __init__(self, key: tuple[Any, ...], weight: Tensor, rows: int) -> None:
+    def __init__(self, key: tuple[Any, ...], weight: Tensor, owner: Tensor, rows: int) -> None:
         # All before packing: a write in the meantime must not pass for the packed state.
-        self.version = weight._version
+        self.version = owner._version
         self.address = weight.data_ptr()
         self.shape = weight.shape
         self.storage = weakref.ref(weight.untyped_storage(), lambda _: _drop(key))
@@ -60,14 +60,14 @@ class _Entry:
             weight.detach(), rows
         )
 
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether nothing that PyTorch sees has changed.
+    def is_of(self, weight: Tensor, owner: Tensor) -> bool:
+        """Whether nothing that PyTorch sees has changed. ``owner``: of which it is a view, or itself.
 
         As long as there is a copy there is its storage, so memory at the same address is the same.
         """
         return (
             self.packed is not None
-            and self.version == weight._version
+            and self.version == owner._version
             and self.address == weight.data_ptr()
             and self.shape == weight.shape
         )
@@ -167,6 +167,8 @@ def _in_pieces(weight: Tensor, rows: int) -> bool:
 def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     """The copy that is kept, which is the weight as it is now; packed now if need be."""
     owner = weight if weight._base is None else weight._base
+    if memory.program.parameters and type(owner) is Tensor:
+        owner = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
     # Sharded ones (DTensor) have no memory of their own, those made in inference mode no version
     # counter.
     if type(owner) is not torch.nn.Parameter or owner.is_inference():
@@ -180,13 +182,13 @@ def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     now = next(_clock)
     entry = _entries.get(key)
     if entry is not None:
-        if entry.is_of(weight) and _native.module.all_hold([entry.fingerprint], rows):  # type: ignore[union-attr]
+        if entry.is_of(weight, owner) and _native.module.all_hold([entry.fingerprint], rows):  # type: ignore[union-attr]
             entry.used = now
             return entry
         _drop(key)
     if not _make_room(key, weight, rows, now):
         return None
-    entry = _Entry(key, weight, rows)
+    entry = _Entry(key, weight, owner, rows)
     entry.used = now
     _entries[key] = entry
     return entry
@@ -251,7 +253,7 @@ class PackedWeights:
                 last, weights, strict=True
             ):  # each step of a generator is a call
                 packed.append(entry.packed)
-                if not entry.is_of(weight):
+                if not entry.is_of(weight, weight):
                     break
             else:
                 if _native.module.all_hold(list(map(_FINGERPRINT, last)), rows):

@@ -2,13 +2,78 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from ... import functional
 from .activation import activation_of
 from .editor import Editor
-from .nodes import dtype, is_number, only_user, rank
+from .nodes import dtype, is_number, only_user, rank, shape, value
 from .ops import read
+
+
+def name_linear(editor: Editor) -> None:
+    """Products with an (in, out) parameter as linear maps: Conv1D of transformers, ``x @ W``.
+
+    For inference: nothing keeps a packed copy in training, and packing such a matrix takes longer.
+    """
+    if torch.is_grad_enabled():
+        return
+    for node in list(editor.graph.nodes):
+        found = _product(node)
+        if found is None:
+            continue
+        x, weight, bias = found
+        if not editor.memory.may_replace(node, [x, weight, bias]):
+            continue
+        # Two dimensions, for addmm, of which only the ends know.
+        whole, last = _flattened(x), only_user(node)
+        if whole is None or last is None or not _unflattens(last, whole, node):
+            whole, last = x, node
+        with editor.graph.inserting_before(last):
+            turned = editor.graph.call_method("t", (weight,))
+        turned.meta = {"example_value": value(weight).t()}
+        new = editor.call(last, F.linear, whole, turned, bias, like=last)
+        last.replace_all_uses_with(new)
+        editor.remove([last, node, x])
+
+
+def _product(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """x, the parameter and the bias."""
+    op = read(node)
+    if op is None or not node.users:
+        return None
+    if op.name == "addmm" and len(op.args) == 3:
+        x, weight, bias = op["mat1"], op["mat2"], op["input"]
+    elif op.name == "matmul":
+        x, weight, bias = op["input"], op["other"], None
+    else:
+        return None
+    is_matrix = isinstance(value(weight), torch.nn.Parameter) and rank(weight) == 2
+    if not is_matrix or (rank(x) or 0) < 2 or dtype(x) != dtype(weight):
+        return None
+    fits = bias is None or shape(bias) == value(weight).shape[1:]
+    return (x, weight, bias) if fits else None
+
+
+def _flattened(x: Node) -> Node | None:
+    """What ``x``, of two dimensions, is a view of."""
+    whole = x.args[0] if _is_reshaped(x) else None
+    return whole if isinstance(whole, Node) and (rank(whole) or 0) > 2 else None
+
+
+def _unflattens(last: Node, whole: Node, product: Node) -> bool:
+    """Whether it gives the product the leading dimensions of ``whole``."""
+    lead: Any = shape(whole)
+    columns: Any = shape(product)
+    return _is_reshaped(last) and shape(last) == (*lead[:-1], columns[-1])
+
+
+def _is_reshaped(node: Node) -> bool:
+    return node.op == "call_method" and node.target in ("view", "reshape")
 
 
 def rewrite_feed_forward(editor: Editor) -> None:
@@ -25,6 +90,8 @@ def rewrite_feed_forward(editor: Editor) -> None:
         first = read(before)
         if first is None or first.name != "linear" or only_user(before) is None:
             continue
+        if not all(map(_is_row, (first["bias"], op["bias"]), (first["weight"], op["weight"]))):
+            continue
         inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
         if not editor.memory.may_replace(node, inputs):
             editor.left("feed_forward", node, "something is written in place between its parts")
@@ -36,6 +103,11 @@ def rewrite_feed_forward(editor: Editor) -> None:
         node.replace_all_uses_with(new)
         editor.remove([node, op["input"], hidden, before])
         editor.found("feed_forward", node)
+
+
+def _is_row(bias: object, weight: object) -> bool:
+    """Whether there is a bias for each row of the weight, or none; F.linear lets it broadcast."""
+    return bias is None or shape(bias) == (shape(weight) or ())[:1]
 
 
 def _dropped(node: object) -> tuple[Node | None, float]:

@@ -161,7 +161,7 @@ _ALIASES = {"self": "input", "axis": "dim", "tensor": "input", "fill_value": "va
 
 #: Methods and functions that give another view of the same numbers, in the same order or not.
 _VIEWS = frozenset(
-    {"view", "reshape", "transpose", "permute", "swapaxes", "swapdims", "unflatten", "flatten",
+    {"view", "reshape", "t", "transpose", "permute", "swapaxes", "swapdims", "unflatten", "flatten",
      "contiguous", "unsqueeze", "squeeze"}
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from .attention import rewrite_attention
 from .canonicalize import canonicalize
 from .conv import rewrite_convolutions
 from .editor import Editor
-from .feed_forward import rewrite_feed_forward, rewrite_linear
+from .feed_forward import name_linear, rewrite_feed_forward, rewrite_linear
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
@@ -36,6 +36,7 @@ def rewrite(module: GraphModule) -> GraphReport:
     rewrite_norms(editor)
     rewrite_activations(editor)
     rewrite_convolutions(editor)
+    name_linear(editor)
     rewrite_feed_forward(editor)
     rewrite_add_norm(editor)
     rewrite_linear(editor)
