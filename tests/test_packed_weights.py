@@ -286,6 +286,14 @@ def test_views_of_parameters(view: str) -> None:
         check(weight, x)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_few_rows_of_a_transposed_weight_read_its_copy(rows: int) -> None:
+    weight = parameter(90, 64).t()
+    x = rows_of(weight, rows)
+    check(weight, x)
+    assert memory.packed() > 0
+
+
 def test_a_stale_copy_is_packed_again_and_kept() -> None:
     weight = parameter(64, 64)
     before = cpu_packing.packed_weight(weight.detach().requires_grad_(False), 8)

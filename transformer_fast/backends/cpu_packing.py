@@ -101,8 +101,10 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
     None where none is kept or needed: the kernel then reads the weight as it is, or packs it.
     """
     assert _native.module is not None  # or no kernel would ask
-    # So few rows are multiplied that reading the weight as it is takes no longer.
-    if rows <= _native.module.direct_rows(_NAMES[weight.dtype], weight.numel()):
+    # So few rows are multiplied that reading the weight as it is takes no longer, row by row.
+    if weight.stride(1) == 1 and rows <= _native.module.direct_rows(
+        _NAMES[weight.dtype], weight.numel()
+    ):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
