@@ -16,8 +16,9 @@ import torch
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
-from transformer_fast import accelerate, nn, restore
+from transformer_fast import _native, accelerate, nn, restore
 from transformer_fast.accelerate.hugging_face import attention, layers, models
+from transformer_fast.backends import cpu_packing
 from transformer_fast.testing import GRADIENT_FACTOR
 
 pytest.importorskip(
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 VOCABULARY, B, T, S = 41, 3, 5, 9
+needs_native = pytest.mark.skipif(_native.module is None, reason="the native kernels are missing")
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +129,7 @@ def test_the_same_logits_and_gradients(name: str, eager: bool) -> None:
     theirs = Logits(model)
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
-    gated = {"T5DenseGatedActDense"} if name == "t5, gated" else set()
-    assert {e.kind for e in report.left} == gated
+    assert not report.left
     swapped = [e for e in report.swapped if "hugging_face" in e.now]
     assert len(swapped) == sum(type(m).__name__ in layers.CLASSES for m in theirs.modules())
     assert swapped
@@ -603,7 +604,78 @@ def test_what_the_layers_run_on_is_told() -> None:
         )
 
 
-def test_kernels_that_do_not_exist_are_told() -> None:
-    report = accelerate(MODELS["t5, gated"](0.0))
-    assert "no kernel for gated feed-forward networks" in str(report)
-    assert transformers.T5ForConditionalGeneration.__name__ == report[""].kind
+def _conv1d(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
+    layer = transformers.pytorch_utils.Conv1D(384, 192).to(dtype)
+    torch.nn.init.normal_(layer.bias)
+    return layer, torch.randn(2, rows // 2, 192, dtype=dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_conv1d_keeps_a_packed_copy_in_inference(dtype: torch.dtype) -> None:
+    theirs, x = _conv1d(8, dtype)
+    ours = copy.deepcopy(theirs)
+    entry = accelerate(ours)[""]
+    assert entry.now == "transformer_fast.accelerate.hugging_face.Conv1D"
+    assert set(entry.inference) == {"linear"}
+    assert not entry.training
+    assert "training as before" in str(entry)
+    before = cpu_packing.held_bytes()
+    assert_same_numbers(ours, theirs, (x,), {}, grad=False)
+    assert cpu_packing.held_bytes() > before
+    cpu_packing.forget(ours)
+    assert_same_numbers(ours, theirs, (x,), {}, grad=True)
+    with torch.autocast("cpu"), torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x))
+    assert cpu_packing.held_bytes() == before
+    assert restore(ours) == [""]
+    assert type(ours) is type(theirs)
+
+
+def test_gpt2() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=192, n_layer=1, n_head=4, n_positions=16,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.3,
+    )  # fmt: skip
+    theirs = Logits(transformers.GPT2LMHeadModel(config))
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    block = "model.transformer.h.0"
+    assert report[f"{block}.attn.c_attn"].now.endswith("hugging_face.Conv1D")
+    assert report[f"{block}.mlp.act"].now.endswith("hugging_face.GELUTanh")
+    mlp = report[f"{block}.mlp"]
+    assert mlp.now == "transformer_fast.accelerate.feed_forward.FeedForward"
+    assert set(mlp.inference) == {"feed_forward"}
+    _same(ours, theirs, "gpt2")
+    restore(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()]
+
+
+@pytest.mark.parametrize("kind", ["AccurateGELU", "FastGELU", "NewGELU"])
+def test_gelu_by_its_formula(kind: str) -> None:
+    theirs = getattr(transformers.activations, f"{kind}Activation")()
+    ours = copy.deepcopy(theirs)
+    accelerate(ours)
+    x = torch.linspace(-6, 6, 97, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    grads = []
+    for module, given in ((ours, x), (theirs, x), (theirs, exact)):
+        y = module(given)
+        grads.append([y, *torch.autograd.grad(y.sum(), given)])
+    check_budget(*grads, GRADIENT_FACTOR)
+    (node,) = [f for f in (ours(x).grad_fn,) if f is not None]
+    assert "Gelu" in node.name()
+
+
+@pytest.mark.parametrize("name", ["t5", "t5, gated"])
+def test_t5_with_its_last_map_in_float32(name: str) -> None:
+    """As `from_pretrained` loads it in half precision."""
+    theirs = MODELS[name](0.0).bfloat16().eval().encoder.block[0].layer[1].DenseReluDense
+    theirs.wo.float()
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert {entry.name for entry in report.swapped} >= {"wo"}
+    if name == "t5":
+        assert "different dtypes" in report[""].reason
+    x = torch.randn(2, 5, 32, dtype=torch.bfloat16)
+    assert_same_numbers(ours, theirs, (x,), {}, grad=False)

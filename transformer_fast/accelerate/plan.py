@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..nn.drop_in import RECORD
-from . import converters, torch_nn
+from . import converters, feed_forward, torch_nn
 from .change import Change, ClassChange, class_of_ours
 from .hugging_face import models
 from .hugging_face.own_attention import Own, find_own
@@ -28,7 +28,9 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
     return found
 
 
-def _find(name: str, module: torch.nn.Module, own: Sequence[Own]) -> Change | str | None:
+def _find(
+    name: str, module: torch.nn.Module, own: Sequence[Own], cache: feed_forward.Cache
+) -> Change | str | None:
     """The change, a sentence why the module stays as it is, or None: its class is unknown."""
     target = converters.convert(module)
     if target is None and models.is_loaded():
@@ -36,7 +38,9 @@ def _find(name: str, module: torch.nn.Module, own: Sequence[Own]) -> Change | st
         if found is not None:
             return torch_nn.replaced_forward(module) or found
     target = target or torch_nn.convert(module) or converters.why_not_converted(module)
-    if target is None or isinstance(target, str):
+    if target is None:
+        return feed_forward.find(name, module, cache)
+    if isinstance(target, str):
         return target
     reason = torch_nn.replaced_forward(module)
     return reason or ClassChange(name, module, type(module), target)
@@ -51,6 +55,7 @@ def make_plan(
     changes: list[Change] = []
     own_attention = find_own(model) if models.is_loaded() else ()
     read: set[torch.nn.Module] = set()
+    cache: feed_forward.Cache = {}
     for name, module in model.named_modules():
         if module in read:
             continue
@@ -65,7 +70,7 @@ def make_plan(
                 report.entries.append(Entry(name, kind, "already", now))
                 read |= _read_by(module, known[0] if known else None)
             continue
-        found = _find(name, module, own_attention)
+        found = _find(name, module, own_attention, cache)
         if found is None:
             continue
         if not isinstance(found, str) and filter_fn is not None and not filter_fn(module, name):
@@ -83,6 +88,9 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     """The linear maps whose weights a layer of ours multiplies by itself, without calling them."""
     if change is not None and not isinstance(change, ClassChange):
         return set()
+    kind = type(module) if change is None else change.after
+    if issubclass(kind, feed_forward.FeedForward):
+        return set()  # it calls them where it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 
 

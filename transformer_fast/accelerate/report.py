@@ -24,8 +24,9 @@ class Entry:
     now: str = ""
     #: Why it was left as it was; empty if it was not.
     reason: str = ""
-    #: For each op it calls, who runs it without gradients and with them. Sizes and masks of a call
-    #: may decide otherwise; `transformer_fast.explain` tells for a given one.
+    #: For each op it calls, who runs it without gradients and with them; no entry in ``training``:
+    #: the module's own forward. Sizes and masks of a call may decide otherwise;
+    #: `transformer_fast.explain` tells for a given one.
     inference: dict[str, Explanation] = field(default_factory=dict)
     training: dict[str, Explanation] = field(default_factory=dict)
     #: For each op that its parts would make up, and that they are called for one by one: why.
@@ -37,8 +38,8 @@ class Entry:
             return f"{head} left as it is: {self.reason}"
         ops = []
         for op, inference in self.inference.items():
-            training = self.training[op].backend
             where = f"{inference.backend}"
+            training = self.training[op].backend if op in self.training else "as before"
             ops.append(f"{op} on {where if training == where else f'{where}, training {training}'}")
         ops += [f"{op} in parts: {reason}" for op, reason in self.in_parts.items()]
         told = f" ({'; '.join(ops)})" if ops else ""

@@ -29,7 +29,8 @@ def accelerate(
 
     Modules of torch.nn that `transformer_fast.nn` has a class for get that class; nothing but
     ``module.__class__`` changes. (Losses and embeddings stay, and each `torch.nn.Linear` of a layer
-    that was swapped, since the layer reads its weight.) Parameters, buffers, hooks, names,
+    that was swapped, since the layer reads its weight.) A module of any class whose forward is
+    ``linear2(dropout(activation(linear1(x))))`` becomes one call. Parameters, buffers, hooks, names,
     ``state_dict`` and everybody's references to them stay as they are. So do the numbers, up to
     rounding, with the exceptions that `transformer_fast.nn` has: a query that may attend to nothing
     gives 0, the output at padded places may be 0, and dropout draws other elements. `restore` takes

@@ -29,7 +29,7 @@ _CLASSES: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], tuple[str, ..
 }
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-_subclasses: dict[tuple[type, type], type[torch.nn.Module]] = {}
+_subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
 
 
 def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
@@ -44,7 +44,7 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
         sharded(module)
         or parametrised(module)
         or _overrides(module, base, ours, replaced)
-        or _weights(module)
+        or weights(module)
         or _output_projection(module)
         or _skipped_in_inference(module)
     )
@@ -52,10 +52,7 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
         return reason
     if type(module) is base:
         return ours
-    try:
-        return subclass_of_both(type(module), ours)
-    except Exception as error:  # of the user's metaclass or __init_subclass__
-        return f"{type(module).__name__} does not let itself be subclassed: {error}"
+    return subclass(type(module), (type(module), ours))
 
 
 def is_ours(module: torch.nn.Module) -> bool:
@@ -72,12 +69,17 @@ def overrides_ours(module: torch.nn.Module) -> str | None:
     return None
 
 
-def subclass_of_both(theirs: type, ours: type) -> type[torch.nn.Module]:
-    """A class with ours between the user's subclass and torch's class."""
-    key = (theirs, ours)
+def subclass(
+    theirs: type, bases: tuple[type, ...], **attributes: Any
+) -> type[torch.nn.Module] | str:
+    """A class of these bases under the name of theirs, or a sentence why there is none."""
+    key = (bases, *attributes.items())
     if key not in _subclasses:
         names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-        _subclasses[key] = type(theirs.__name__, (theirs, ours), names)
+        try:
+            _subclasses[key] = type(theirs.__name__, bases, {**names, **attributes})
+        except Exception as error:  # of the user's metaclass or __init_subclass__
+            return f"{theirs.__name__} does not let itself be subclassed: {error}"
     return _subclasses[key]
 
 
@@ -124,7 +126,7 @@ def _overrides(
     return None
 
 
-def _weights(module: torch.nn.Module) -> str | None:
+def weights(module: torch.nn.Module) -> str | None:
     """Tensor subclasses (DTensor, quantised) at places where a kernel would get them."""
     inner = [("", module)]
     inner += [(name + ".", m) for name, m in module.named_children() if type(m) in fusion.LINEAR]

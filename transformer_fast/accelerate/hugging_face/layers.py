@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import functional
 from ...nn import fusion
+from ...small import LINEAR, plain
 from ..parts import Example, FusedLayer, Op, Part, dropout_p, parts
 
 #: Ours by the name of theirs.
@@ -32,6 +33,8 @@ def _stands_for(*names: str) -> Callable[[type[FusedLayer]], type[FusedLayer]]:
 #: Activation classes of transformers, by name, that compute what our kernels know.
 _ACTIVATIONS = {
     "GELUActivation": "gelu",
+    "AccurateGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
     "GELUTanh": "gelu_tanh",
     "SiLUActivation": "silu",
@@ -220,25 +223,48 @@ def _is_untouched(module: Any, name: str) -> bool:
     return type(module).__name__ == name and fusion.is_unhooked(module, (type(module),))
 
 
-@_stands_for("T5DenseActDense")
-class T5DenseActDense(FusedLayer):
-    """T5's FFN, without biases."""
+@_stands_for("AccurateGELUActivation", "FastGELUActivation", "NewGELUActivation")
+class GELUTanh(FusedLayer):
+    """One op in place of the eight of its formula."""
 
-    wi: Any
-    wo: Any
-    act: Any
-    dropout: Any
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, approximate="tanh")
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        wi, wo, dropout = self.wi, self.wo, self.dropout
-        same = hidden_states.dtype == wi.weight.dtype == wo.weight.dtype
-        if not (same and fusion.is_unhooked(dropout, fusion.DROPOUT)):
-            return super().forward(hidden_states)
-        p = dropout.p if dropout.training else 0.0
-        return _feed_forward(hidden_states, wi, self.act, float(p), wo)
 
-    def _fused(self) -> list[Op]:
-        inner = parts(self, "wi wo", fusion.LINEAR) + parts(self, "dropout", fusion.DROPOUT)
-        return [
-            Op("feed_forward", inner, dropout_p(self.dropout), ("act", self.act, activation_name))
-        ]
+@_stands_for("Conv1D")
+class Conv1D(FusedLayer):
+    """GPT-2's linear map, whose weight is (in_features, out_features)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_faster_transposed(self, x):
+            return functional.linear(x, self.weight.t(), self.bias)
+        return super().forward(x)
+
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        if training:
+            return []
+        return [("linear", (x(64, self.weight.shape[0]), self.weight.t(), self.bias), {})]
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether it is a Conv1D of transformers, swapped or not, and no subclass of the user's."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_faster_transposed(module: Any, x: Any) -> bool:
+    """Whether `functional.linear` with the transposed weight of a Conv1D takes less time.
+
+    It does where there is a packed copy: in inference. PyTorch's product of few numbers or of one row
+    in float32 was measured to be faster.
+    """
+    weight, bias = module.weight, module.bias
+    if plain(x, weight, bias) is not False or torch.is_autocast_enabled("cpu"):
+        return False
+    if x.dtype != weight.dtype or weight.dim() != 2:
+        return False
+    many = weight.numel() > LINEAR.weights and x.numel() > weight.shape[0]
+    return many or x.dtype != torch.float32

@@ -96,9 +96,11 @@ def _version_reason() -> str | None:
 
 
 def class_of_theirs(module: torch.nn.Module) -> type | None:
-    """The class of a known model of transformers that the module is of, or of a subclass of."""
+    """The class of transformers that the module is of, if it is one of a known model or of all."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
+        if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):
+            return kind
         if path[:2] == ["transformers", "models"] and path[2:3] and path[2] in MODELS:
             return kind
     return None
@@ -150,7 +152,7 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
 
     ours = CLASSES.get(theirs.__name__)
     if ours is None:
-        return _WITHOUT_KERNEL.get(theirs.__name__)
+        return None
     reason = _version_reason() or torch_nn.parametrised(module) or torch_nn.sharded(module)
     if reason is not None:
         return reason
@@ -163,27 +165,8 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
             return f"its {method} was replaced on the instance"
         if _unwrapped(getattr(kind, method)) is not _unwrapped(known):
             return f"{kind.__name__} has its own {method}"
-    try:
-        return ClassChange(name, module, kind, _in_front(ours, kind))
-    except Exception as error:  # of the user's metaclass or __init_subclass__
-        return f"{kind.__name__} does not let itself be subclassed: {error}"
-
-
-_made: dict[type, type] = {}
-
-
-def _in_front(ours: type, theirs: type) -> type:
-    """A class with our methods in front of theirs."""
-    if theirs not in _made:
-        names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-        _made[theirs] = type(theirs.__name__, (ours, theirs), names)
-    return _made[theirs]
-
-
-#: Layers of theirs that do what no kernel does.
-_WITHOUT_KERNEL = {
-    "T5DenseGatedActDense": "there is no kernel for gated feed-forward networks",
-}
+    made = torch_nn.subclass(kind, (ours, kind))
+    return made if isinstance(made, str) else ClassChange(name, module, kind, made)
 
 
 def _methods(ours: type) -> Iterator[str]:

@@ -1,0 +1,430 @@
+"""Feed-forward networks in modules of any class, as accelerate finds and swaps them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from module_checks import assert_same_numbers
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from transformer_fast import accelerate, functional, restore
+from transformer_fast.accelerate import feed_forward
+
+M, H = 24, 40
+FEED_FORWARD = "transformer_fast.accelerate.feed_forward.FeedForward"
+
+
+class Modules(nn.Module):
+    """Dropouts within and behind."""
+
+    def __init__(self, activation: nn.Module, p: float = 0.0) -> None:
+        super().__init__()
+        self.w_in, self.w_out = nn.Linear(M, H), nn.Linear(H, M, bias=False)
+        self.act, self.drop, self.out = activation, nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.w_out(self.drop(self.act(self.w_in(x)))))
+
+
+class Functions(nn.Module):
+    """The activation is a function that the instance holds, and a method of the tensor's."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.activation = nn.Linear(M, H), nn.Linear(H, M), activation
+        self.chunks = 0
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.chunks > 1:
+            return torch.cat([self.inner(x) for x in hidden_states.chunk(self.chunks)])
+        return self.inner(hidden_states)
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        return self.fc2(x.relu() if self.activation is None else self.activation(x))
+
+
+class Lean(Modules):
+    """Dropout and a module that does nothing in one place, as timm has them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GELU())
+        self.norm = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.norm(self.drop(self.act(self.w_in(x)))))
+
+
+def sequential(p: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(
+        nn.LayerNorm(M), nn.Linear(M, H), nn.GELU(approximate="tanh"), nn.Dropout(p),
+        nn.Linear(H, M), nn.Dropout(p),
+    )  # fmt: skip
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: Modules(nn.ReLU(inplace=True)),
+    "silu": lambda: Modules(nn.SiLU()),
+    "gelu function": lambda: Functions(F.gelu),
+    "a function of the user's": lambda: Functions(lambda x: F.gelu(x, approximate="tanh")),
+    "method": lambda: Functions(None),
+    "two in one place": Lean,
+    "sequential": sequential,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keyword arguments of each call of `functional.feed_forward`."""
+    found: list[dict[str, Any]] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        found.append(kwargs)
+        return functional.feed_forward(*args, **kwargs)
+
+    monkeypatch.setattr(feed_forward, "functional", SimpleNamespace(feed_forward=noted))
+    return found
+
+
+def _pair(make: Callable[[], nn.Module], *args: Any) -> tuple[Any, nn.Module]:
+    theirs = make(*args)
+    ours = copy.deepcopy(theirs)
+    entry = accelerate(ours)[""]
+    assert entry.now == FEED_FORWARD, str(entry)
+    return ours, theirs
+
+
+def _x(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(3, 5, M, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_same_numbers(name: str, dtype: torch.dtype, calls: list[Any]) -> None:
+    ours, theirs = _pair(lambda: NETWORKS[name]().to(dtype))
+    x = _x(dtype)
+    for grad in (False, True):
+        assert_same_numbers(ours, theirs, (x.requires_grad_(grad),), {}, grad)
+    argument = "input" if name == "sequential" else ours._input
+    assert_same_numbers(ours, theirs, (), {argument: _x(dtype)}, grad=False)
+    assert len(calls) == 3
+    with pytest.raises(TypeError):
+        ours(nothing=x)
+    with pytest.raises(TypeError):
+        ours()
+
+
+def test_the_report() -> None:
+    model = nn.ModuleList([Modules(nn.GELU(), 0.2), Modules(nn.GELU(), 0.2)])
+    report = accelerate(model)
+    assert set(report["0"].inference) == set(report["0"].training) == {"feed_forward"}
+    assert "0 and 1 more: Modules runs as" in str(report)
+    assert not report.notes
+    model[1].w_out.register_forward_hook(lambda *_: None)
+    again = accelerate(model)
+    assert again["1"].in_parts == {"feed_forward": "its w_out has hooks"}
+    assert again["0"].outcome == "already"
+
+
+def test_dropout_in_training(calls: list[Any]) -> None:
+    ours, theirs = _pair(sequential, 0.5)
+    x = torch.randn(400, M)
+    with torch.no_grad():
+        outputs = [torch.stack([m(x) for _ in range(64)]) for m in (ours, theirs)]
+    assert calls[0] == {"activation": "gelu_tanh", "dropout_p": 0.5}
+    assert [(y == 0).float().mean().item() for y in outputs] == pytest.approx([0.5, 0.5], abs=0.01)
+    spread = (outputs[1].std(0) / 8).mean()
+    assert (outputs[0].mean(0) - outputs[1].mean(0)).abs().mean() < 2 * spread
+    assert_same_numbers(ours.eval(), theirs.eval(), (x,), {}, grad=False)
+    assert calls[-1]["dropout_p"] == 0.0
+
+
+def test_dropout_twice_in_one_place(calls: list[Any]) -> None:
+    network = nn.Sequential(
+        nn.Linear(M, H), nn.ReLU(), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(H, M)
+    )
+    ours, _ = _pair(lambda: network)
+    ours(_x())
+    assert not calls
+    ours.eval()(_x())
+    assert len(calls) == 1
+
+
+def test_restore_copies_and_pickles() -> None:
+    for make in NETWORKS.values():
+        model = make()
+        kind, state, shown = type(model), list(model.state_dict()), repr(model)
+        names, parameters = set(model.__dict__), list(model.parameters())
+        accelerate(model)
+        assert isinstance(model, kind)
+        assert repr(model) == shown
+        assert list(model.state_dict()) == state
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        copied = copy.deepcopy(model)
+        assert type(copied) is type(model)
+        assert accelerate(model)[""].outcome == "already"
+        if not (kind is Functions and getattr(model.activation, "__name__", "") == "<lambda>"):
+            assert type(pickle.loads(pickle.dumps(model))) is kind
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            assert type(torch.load(file, weights_only=False)) is kind
+        for one in (model, copied):
+            assert "" in restore(one)
+            assert type(one) is kind
+        assert set(model.__dict__) == names
+
+
+def _hooked(ours: Any) -> None:
+    ours.w_in.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _hooked_activation(ours: Any) -> None:
+    ours.act.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def _hooked_dropout(ours: Any) -> None:
+    ours.drop.register_forward_hook(lambda module, args, output: output - 1)
+
+
+def _parametrised(ours: Any) -> None:
+    parametrizations.weight_norm(ours.w_in)
+
+
+def _other_activation(ours: Any) -> None:
+    ours.act = nn.Tanh()
+
+
+def _other_map(ours: Any) -> None:
+    torch.manual_seed(0)
+    ours.w_in = nn.Sequential(nn.Linear(M, H), nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_hooked, _hooked_activation, _hooked_dropout, _parametrised, _other_activation, _other_map],
+)
+def test_changed_afterwards(change: Callable[[Any], None], calls: list[Any]) -> None:
+    ours, theirs = _pair(Modules, nn.GELU())
+    for one in (ours, theirs):
+        change(one)
+    for grad in (False, True):
+        assert_same_numbers(ours, theirs, (_x(),), {}, grad)
+    assert not calls
+
+
+def test_an_attribute_that_forward_reads_changes(calls: list[Any]) -> None:
+    ours, theirs = _pair(Functions, F.relu)
+    for attribute, value in (("chunks", 3), ("activation", F.silu), ("activation", torch.tanh)):
+        for one in (ours, theirs):
+            setattr(one, attribute, value)
+        assert_same_numbers(ours, theirs, (_x(),), {}, grad=False)
+    assert not calls
+
+
+def test_sequentials_change(calls: list[Any]) -> None:
+    ours, theirs = _pair(sequential)
+    x = torch.randn(4, H)
+    assert_same_numbers(ours[3:], theirs[3:], (x,), {}, grad=True)
+    for one in (ours, theirs):
+        one.insert(1, nn.Tanh())
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=False)
+    assert not calls
+
+
+def test_autocast(calls: list[Any]) -> None:
+    ours, theirs = _pair(Modules, nn.GELU())
+    for x in (_x(), _x(torch.bfloat16)):
+        with torch.autocast("cpu", torch.bfloat16):
+            got, expected = ours(x), theirs(x)
+        assert got.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    assert len(calls) == 2
+
+
+def test_mixed_dtypes(calls: list[Any]) -> None:
+    ours, theirs = _pair(Modules, nn.GELU())
+    for one in (ours, theirs):
+        with pytest.raises(RuntimeError, match="dtype"):
+            one(_x(torch.bfloat16))
+        one.w_out.bfloat16()
+        with pytest.raises(RuntimeError, match="dtype"):
+            one(_x())
+    assert not calls
+
+
+def test_export_and_compile() -> None:
+    ours, theirs = _pair(Modules, nn.GELU())
+    x = _x()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), theirs(x))
+    program = torch.export.export(ours.eval(), (x,))
+    called = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert not [name for name in called if "transformer_fast" in name]
+    torch.testing.assert_close(program.module()(x), theirs.eval()(x))
+    traced = torch.fx.symbolic_trace(nn.Sequential(ours))
+    torch.testing.assert_close(traced(x), theirs(x))
+
+
+class Residual(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Scaled(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.act(2 * self.w_in(x)))
+
+
+class HiddenTwice(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.w_in(x)
+        self.w_out(hidden)
+        return self.w_out(self.act(hidden))
+
+
+class ReadsInput(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.w_out(self.act(self.w_in(x)))
+        return x
+
+
+class ByMode(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.w_in(x)
+        return self.w_out(self.act(x) if self.training else x)
+
+
+class Remembers(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.act(self.w_in(x))
+        return self.w_out(self.hidden)
+
+
+class Lists(Modules):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__(activation)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return super().forward(x)
+
+
+class WithoutGradients(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.w_in(x)
+        return self.w_out(self.act(x))
+
+
+class WithoutAutocast(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class Masked(Modules):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class Gated(Modules):
+    """No kernel gains anything over its linear maps."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__(activation)
+        self.up = nn.Linear(M, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.act(self.w_in(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Residual, Scaled, HiddenTwice, ReadsInput, ByMode, Remembers, Lists, WithoutGradients,
+        WithoutAutocast, Masked, Gated,
+    ],
+)  # fmt: skip
+def test_what_does_more_is_left(kind: type) -> None:
+    theirs = kind(nn.GELU())
+    before, state = set(theirs.__dict__), torch.get_rng_state()
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours)
+    assert type(ours) is kind
+    assert "w_in" in {entry.name for entry in report.swapped}
+    assert set(ours.__dict__) == before
+    assert not getattr(ours, "seen", None)
+    assert torch.equal(torch.get_rng_state(), state)
+    for grad in (False, True):
+        assert_same_numbers(ours, theirs, (_x(),), {}, grad)
+
+
+class Sealed(Modules):
+    def __init_subclass__(cls) -> None:
+        raise RuntimeError("sealed")
+
+
+def _replaced() -> nn.Module:
+    model = Modules(nn.GELU())
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Modules(nn.Mish()), "its act is a Mish, which no kernel has"),
+        (_replaced, "its forward was replaced on the instance"),
+    ],
+)
+def test_reasons(make: Callable[[], nn.Module], reason: str) -> None:
+    assert reason in accelerate(make())[""].reason
+
+
+def test_a_class_that_cannot_be_subclassed() -> None:
+    sealed = Sealed(nn.GELU())
+    assert {entry.name for entry in accelerate(sealed).swapped} == {"w_in", "w_out"}
+    assert type(sealed) is Sealed
+
+
+def test_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[nn.Module] = []
+    right = feed_forward._trace
+    monkeypatch.setattr(feed_forward, "_trace", lambda m: traced.append(m) or right(m))
+    model = nn.ModuleList([Modules(nn.GELU()) for _ in range(8)])
+    model.append(Modules(nn.ReLU()))
+    report = accelerate(model)
+    assert len(traced) == 2
+    assert sum(entry.now == FEED_FORWARD for entry in report.swapped) == 9
+    assert len({type(module) for module in model}) == 1
+
+
+def test_a_subclass_that_overrides_nothing_keeps_its_methods() -> None:
+    class Further(Modules):
+        def width(self) -> int:
+            return self.w_in.in_features
+
+    ours, _ = _pair(Further, nn.GELU())
+    assert isinstance(ours, Further)
+    assert ours.width() == M
+
+
+def test_verify_and_filter() -> None:
+    model = nn.Sequential(sequential(0.1), nn.LayerNorm(M))
+    assert accelerate(model, verify=_x()).verified
+    restore(model)
+    report = accelerate(model, filter_fn=lambda module, name: name != "0")
+    assert report["0"].reason == "filter_fn said no"
+    assert "0.1" in {entry.name for entry in report.swapped}
