@@ -334,6 +334,11 @@ class WithoutAutocast(Modules):
             return super().forward(x)
 
 
+class Random(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * torch.rand(1)
+
+
 class Masked(Modules):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(x)
@@ -354,7 +359,7 @@ class Gated(Modules):
     "kind",
     [
         Residual, Scaled, HiddenTwice, ReadsInput, ByMode, Remembers, Lists, WithoutGradients,
-        WithoutAutocast, Masked, Gated,
+        WithoutAutocast, Random, Masked, Gated,
     ],
 )  # fmt: skip
 def test_what_does_more_is_left(kind: type) -> None:
