@@ -644,7 +644,7 @@ def test_gpt2() -> None:
     assert report[f"{block}.attn.c_attn"].now.endswith("hugging_face.Conv1D")
     assert report[f"{block}.mlp.act"].now.endswith("hugging_face.GELUTanh")
     mlp = report[f"{block}.mlp"]
-    assert mlp.now == "transformer_fast.accelerate.feed_forward.FeedForward"
+    assert mlp.now == "transformer_fast.accelerate.mlp.FeedForward"
     assert set(mlp.inference) == {"feed_forward"}
     _same(ours, theirs, "gpt2")
     restore(ours)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..nn.drop_in import RECORD
-from . import converters, feed_forward, torch_nn
+from . import converters, mlp, torch_nn
 from .change import Change, ClassChange, class_of_ours
 from .hugging_face import models
 from .hugging_face.own_attention import Own, find_own
@@ -29,7 +29,7 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
 
 
 def _find(
-    name: str, module: torch.nn.Module, own: Sequence[Own], cache: feed_forward.Cache
+    name: str, module: torch.nn.Module, own: Sequence[Own], cache: mlp.Cache
 ) -> Change | str | None:
     """The change, a sentence why the module stays as it is, or None: its class is unknown."""
     target = converters.convert(module)
@@ -39,7 +39,7 @@ def _find(
             return torch_nn.replaced_forward(module) or found
     target = target or torch_nn.convert(module) or converters.why_not_converted(module)
     if target is None:
-        return feed_forward.find(name, module, cache)
+        return mlp.find(name, module, cache)
     if isinstance(target, str):
         return target
     reason = torch_nn.replaced_forward(module)
@@ -55,7 +55,7 @@ def make_plan(
     changes: list[Change] = []
     own_attention = find_own(model) if models.is_loaded() else ()
     read: set[torch.nn.Module] = set()
-    cache: feed_forward.Cache = {}
+    cache: mlp.Cache = {}
     for name, module in model.named_modules():
         if module in read:
             continue
@@ -89,7 +89,7 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
     if change is not None and not isinstance(change, ClassChange):
         return set()
     kind = type(module) if change is None else change.after
-    if issubclass(kind, feed_forward.FeedForward):
+    if issubclass(kind, mlp.FeedForward):
         return set()  # it calls them where it cannot be fused
     return {child for child in module.children() if isinstance(child, torch.nn.Linear)}
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from transformer_fast import accelerate, functional, restore
-from transformer_fast.accelerate import feed_forward
+from transformer_fast.accelerate import mlp
 
 M, H = 24, 40
-FEED_FORWARD = "transformer_fast.accelerate.feed_forward.FeedForward"
+FEED_FORWARD = "transformer_fast.accelerate.mlp.FeedForward"
 
 
 class Modules(nn.Module):
@@ -91,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append(kwargs)
         return functional.feed_forward(*args, **kwargs)
 
-    monkeypatch.setattr(feed_forward, "functional", SimpleNamespace(feed_forward=noted))
+    monkeypatch.setattr(mlp, "functional", SimpleNamespace(feed_forward=noted))
     return found
 
 
@@ -345,7 +345,7 @@ class Masked(Modules):
 
 
 class Gated(Modules):
-    """No kernel gains anything over its linear maps."""
+    """Nothing is gained over each Linear by itself."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__(activation)
@@ -406,8 +406,8 @@ def test_a_class_that_cannot_be_subclassed() -> None:
 
 def test_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[nn.Module] = []
-    right = feed_forward._trace
-    monkeypatch.setattr(feed_forward, "_trace", lambda m: traced.append(m) or right(m))
+    right = mlp._trace
+    monkeypatch.setattr(mlp, "_trace", lambda m: traced.append(m) or right(m))
     model = nn.ModuleList([Modules(nn.GELU()) for _ in range(8)])
     model.append(Modules(nn.ReLU()))
     report = accelerate(model)
