@@ -154,7 +154,7 @@ wheel: $(STAMPS)/env
 	$(BIN)/python setup.py --quiet sdist
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f transformer_fast/_C.*.so transformer_fast/_build_info.py $(STAMPS)/native $(STAMPS)/cuda
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
@@ -168,7 +168,7 @@ $(STAMPS)/env: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) setuptools wheel pybind11 ninja cmake
-	TRANSFORMER_FAST_BUILD=0 $(PIP) --no-build-isolation --editable '.[test,bench,viz,dev]'
+	TRANSFORMER_FAST_BUILD=0 $(PIP) --no-build-isolation --editable '.[test,viz,dev]'
 	mkdir -p $(STAMPS)
 	touch $@
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     against = commands.add_parser("compare", help="this tree against a revision or a result file")
     compare.add_arguments(against)
     against.set_defaults(run=compare.main, parser=against)
-    pages = commands.add_parser("report", help="Markdown and HTML from the result files")
+    pages = commands.add_parser("report", help="Markdown and plots from the result files")
     report.add_arguments(pages)
     pages.set_defaults(run=report.main, parser=pages)
     if not given or (

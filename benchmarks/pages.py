@@ -1,8 +1,7 @@
-"""Tables of the report, as lists of cells; Markdown and HTML are two ways to write them."""
+"""Tables of the report."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,18 +23,6 @@ class Grid(NamedTuple):
         marks = ["---"] * self.words + ["---:"] * (len(self.headings) - self.words)
         lines = [self.headings, tuple(marks), *self.rows]
         return "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
-
-    def html(self) -> str:
-        head = "".join(self._cell("th", i, text) for i, text in enumerate(self.headings))
-        body = "".join(
-            "<tr>" + "".join(self._cell("td", i, text) for i, text in enumerate(row)) + "</tr>\n"
-            for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>"
-
-    def _cell(self, tag: str, column: int, text: str) -> str:
-        kind = "" if column < self.words else ' class="n"'
-        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
 
 
 def _escape(cell: str) -> str:
@@ -96,37 +83,6 @@ def summary(found: Sequence[Finding]) -> Grid:
         *("fastest other", "vs it (95 %)", "Gflop/s (dense)", "roof", "MiB", "error in refs"),
     )
     return Grid(headings, rows, words=3)
-
-
-def details(rows: Sequence[Row]) -> Grid:
-    """One line for each candidate, those without a figure with their reason."""
-    lines = []
-    for row in rows:
-        head = (row.op, row.case, row.candidate + (" *" if row.chosen else ""))
-        if row.time is None:
-            why = "wrong: " if row.failed else ""
-            lines.append((*head, why + (row.reason or ""), *[""] * 8))
-            continue
-        median, low, high, rounds = row.time
-        lines.append(
-            (
-                *head,
-                "",
-                form.seconds(median),
-                form.spread(low, high, median),
-                str(rounds),
-                interval(row.vs_reference),
-                interval(row.vs_torch),
-                roof(row),
-                mebibytes(row.peak_bytes),
-                f"{form.error(row.error)} ({form.times(row.error_ratio)})",
-            )
-        )
-    headings = (
-        *("op", "case", "on", "why not", "time", "quartiles", "rounds", "vs reference (95 %)"),
-        *("vs torch's best (95 %)", "roof", "MiB", "error (in refs)"),
-    )
-    return Grid(headings, lines, words=4)
 
 
 def lost(found: Sequence[Finding]) -> Grid:

@@ -201,36 +201,3 @@ def _size_axis(axes: Axes, sizes: Sequence[float]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
     axes.minorticks_off()
-
-
-def candidates(rows: Sequence[Row], title: str) -> str:
-    """Speed of every candidate, in work per second relative to the roof or to the fastest."""
-    groups = [g for g in by_case(rows) if any(row.time for row in g)]
-    names = list(dict.fromkeys(row.candidate for group in groups for row in group if row.time))
-    if not groups:
-        return ""
-    height = 0.16 * sum(sum(row.time is not None for row in group) + 1 for group in groups)
-    with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(figsize=(8, 1.0 + height))
-        place, labels = 0.0, []
-        for group in reversed(groups):
-            timed = [row for row in group if row.time is not None]
-            best = min(row.time.median for row in timed if row.time is not None)
-            first = place
-            for row in sorted(timed, key=lambda r: names.index(r.candidate), reverse=True):
-                assert row.time is not None
-                share = row.roof_share or best / row.time.median
-                axes.barh(place, 100 * share, color=_colour(row.candidate))
-                place += 1
-            labels.append(((first + place - 1) / 2, f"{group[0].op}  {group[0].case}"))
-            place += 1
-        axes.set_yticks([at for at, _ in labels], [label for _, label in labels])
-        axes.set_ylim(-1, place - 1)
-        axes.axvline(100, color="#555555", linewidth=1, linestyle="--")
-        axes.set_xlabel("per cent of the measured roof")
-        axes.set_title(title, loc="left")
-        marks = [pyplot.Rectangle((0, 0), 1, 1, color=_colour(name)) for name in names]
-        axes.legend(marks, names, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        return _svg(figure)

@@ -1,10 +1,9 @@
-"""``python -m benchmarks report``: one Markdown file and one HTML page from the result files."""
+"""``python -m benchmarks report``: one Markdown file from the result files, and its plots."""
 
 from __future__ import annotations
 
 import argparse
-import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +54,7 @@ class Machine:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=store.FOLDER, help="folder of JSON files")
-    parser.add_argument("--out", type=Path, help="where report.md and report.html go (the folder)")
+    parser.add_argument("--out", type=Path, help="where report.md and its plots go (the folder)")
 
 
 def machines(folder: Path) -> list[Machine]:
@@ -136,101 +135,52 @@ def _wrong(one: Machine) -> list[str]:
     ]
 
 
-_HEAD = """\
-<!doctype html><html lang='en'><head><meta charset='utf-8'>
-<meta name='viewport' content='width=device-width'>
-<title>transformer_fast benchmarks</title><style>
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-h1, h2, h3 { line-height: 1.2; margin-top: 2em; }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
-th, td { padding: 3px 9px; border-bottom: 1px solid #8884; text-align: left; white-space: nowrap; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-thead th { position: sticky; top: 0; background: Canvas; }
-figure { background: #fff; padding: .6rem; margin: 1rem 0; border-radius: 6px; overflow-x: auto; }
-.bad { color: #c00; font-weight: 600; }
-summary { cursor: pointer; margin: .6rem 0; }
-</style></head><body>"""
-
-
-#: A part of the report in Markdown and in HTML; '' where it has none.
-Part = tuple[str, str]
-
-
-def _heading(level: int, text: str) -> Part:
-    return f"{'#' * level} {text}", f"<h{level}>{html.escape(text)}</h{level}>"
-
-
-def _paragraph(text: str) -> Part:
-    return text, f"<p>{html.escape(text.replace('*', ''))}</p>" if text else ""
-
-
-def _table(grid: pages.Grid) -> Part:
-    return grid.markdown(), grid.html()
-
-
-def _details(name: str, suite: dict[str, Any]) -> Part:
-    table = pages.details(suite["rows"]).html()
-    return "", f"<details><summary>{name}</summary>{table}</details>"
-
-
-def _picture(text: str, svg: str, file: Path | None = None) -> Part:
-    """Written to the file, to which Markdown has a link; None: only in HTML."""
-    shown = f"<figure>{svg}</figure>" if svg else ""
-    if not svg or file is None:
-        return "", shown
-    file.write_text(svg, encoding="utf-8")
-    return f"![{text}]({file.parent.name}/{file.name})", shown
-
-
-def _parts(found: list[Machine], pictures: Path) -> Iterator[Part]:
-    """The whole report; details are in HTML only."""
-    yield _heading(1, "Benchmarks")
-    yield _paragraph(LEGEND)
-    for one in found:
-        yield _heading(2, one.line)
-        yield _paragraph(f"{headline(one)} {_beside(one)}".strip())
-        if wrong := _wrong(one):
-            yield _heading(3, "Wrong results")
-            items = "".join(f"<li>{html.escape(line)}" for line in wrong)
-            yield "\n".join(f"- {line}" for line in wrong), f"<ul class='bad'>{items}</ul>"
-        yield _heading(3, "Losses: cases in which another is faster")
-        lost = losses(all_findings(one))
-        yield _table(pages.lost(lost)) if lost else _paragraph("None.")
-
-        def file(name: str, slug: str = one.slug) -> Path:
-            return (
-                pictures / f"{slug}-{''.join(c if c.isalnum() else '-' for c in name.lower())}.svg"
-            )
-
-        for name, suite, cases in one.ordinary:
-            yield _heading(3, name)
-            yield _paragraph(_other_line(one, suite))
-            title = f"{name}: {one.slug}"
-            yield _picture("speed-ups", plots.speed_ups(cases, title), file(name))
-            if name != "overhead":
-                yield _picture("", plots.candidates(suite["rows"], "all candidates"))
-            yield _table(pages.summary(cases))
-            yield _details("All candidates", suite)
-        for name, suite in one.suites.items():
-            if is_scaling(name) and (picture := plots.scaling(suite["rows"], name)):
-                yield _heading(3, name)
-                yield _picture(name, picture, file(name))
-                yield _details("All figures", suite)
-
-
 def _other_line(one: Machine, suite: dict[str, Any]) -> str:
     line = machine.line(suite["machine"])
     return "" if line == one.line else f"Taken at another time: {line}"
 
 
+def _picture(svg: str, name: str, file: Path) -> str:
+    """A link to the file, which is written; '' without a picture."""
+    if not svg:
+        return ""
+    file.write_text(svg, encoding="utf-8")
+    return f"![{name}]({file.parent.name}/{file.name})"
+
+
+def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
+    """The paragraphs of the whole report; '' is none."""
+    yield "# Benchmarks"
+    yield LEGEND
+    for one in found:
+        yield f"## {one.line}"
+        yield f"{headline(one)} {_beside(one)}".strip()
+        if wrong := _wrong(one):
+            yield "### Wrong results"
+            yield "\n".join(f"- {line}" for line in wrong)
+        yield "### Losses: cases in which another is faster"
+        lost = losses(all_findings(one))
+        yield pages.lost(lost).markdown() if lost else "None."
+
+        def file(name: str, slug: str = one.slug) -> Path:
+            plain = "".join(c if c.isalnum() else "-" for c in name.lower())
+            return pictures / f"{slug}-{plain}.svg"
+
+        for name, suite, cases in one.ordinary:
+            yield f"### {name}"
+            yield _other_line(one, suite)
+            svg = plots.speed_ups(cases, f"{name}: {one.slug}")
+            yield _picture(svg, "speed-ups", file(name))
+            yield pages.summary(cases).markdown()
+        for name, suite in one.suites.items():
+            if is_scaling(name) and (svg := plots.scaling(suite["rows"], name)):
+                yield f"### {name}"
+                yield _picture(svg, name, file(name))
+
+
 def markdown(found: list[Machine], pictures: Path) -> str:
     """The whole report; pictures are written beside it."""
-    return _in_markdown(text for text, _ in _parts(found, pictures))
-
-
-def _in_markdown(parts: Iterable[str]) -> str:
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(filter(None, _parts(found, pictures))) + "\n"
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -245,11 +195,8 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     out = options.out or options.results
     pictures = out / "plots"
     pictures.mkdir(parents=True, exist_ok=True)
-    text, body = zip(*_parts(found, pictures), strict=True)
-    (out / "report.md").write_text(_in_markdown(text), encoding="utf-8")
-    page = "\n".join([_HEAD, *filter(None, body), "</body></html>\n"])
-    (out / "report.html").write_text(page, encoding="utf-8")
+    (out / "report.md").write_text(markdown(found, pictures), encoding="utf-8")
     for one in found:
         console.print(f"{one.line}\n  {headline(one)}", highlight=False)
-    console.print(f"written: {out / 'report.md'}, {out / 'report.html'}", highlight=False)
+    console.print(f"written: {out / 'report.md'}", highlight=False)
     return 0

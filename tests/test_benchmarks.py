@@ -25,7 +25,7 @@ import benchmarks.hand_written
 import transformer_fast
 from benchmarks import peers, run, store
 from benchmarks.__main__ import main
-from benchmarks.peers import Remote, candidates, inductor_tuned, liger, load, xformers, zentorch
+from benchmarks.peers import Remote, candidates, inductor_tuned, liger, load, zentorch
 from benchmarks.peers import flex_attention as flex
 from benchmarks.scope import Scope
 from benchmarks.suites import (
@@ -332,20 +332,9 @@ def test_flex_attention_means_the_same(name: str) -> None:
     torch.testing.assert_close(flex.attend(flex_attention, create_block_mask, *arguments), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "causal" not in name])
-def test_the_bias_for_xformers_means_the_same(name: str) -> None:
-    arguments = given(**CASES[name])
-    query, key, value = arguments[:3]
-    added = xformers.bias(query, S, *arguments[3:5])
-    found = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=added, scale=0.3
-    )
-    torch.testing.assert_close(found, attention(*arguments)[0])
-
-
 def test_on_the_cpu_they_say_why_not() -> None:
-    peers = load(["flex_attention", "liger", "xformers"])
-    assert peers == [flex, liger, xformers]
+    peers = load(["flex_attention", "liger"])
+    assert peers == [flex, liger]
     for found in candidates(peers, "op", "attention", given()):
         assert found.run is None
         assert found.reason

@@ -110,7 +110,7 @@ def _extra(name: str) -> list[Requirement]:
     return [Requirement(one) for one in re.findall(r'"([^"]+)"', found[1])]
 
 
-@pytest.mark.parametrize("extra", ["test", "bench", "viz", "example", "peers", "docs", "dev"])
+@pytest.mark.parametrize("extra", ["test", "viz", "example", "peers", "docs", "dev"])
 def test_what_make_installs_is_pinned(extra):
     pins = _pins()
     for wanted in _extra(extra):
