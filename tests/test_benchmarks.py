@@ -25,7 +25,7 @@ import benchmarks.hand_written
 import transformer_fast
 from benchmarks import peers, run, store
 from benchmarks.__main__ import main
-from benchmarks.peers import Remote, candidates, inductor_tuned, liger, load, zentorch
+from benchmarks.peers import Remote, candidates, inductor_tuned, liger, load, onnx_runtime, zentorch
 from benchmarks.peers import flex_attention as flex
 from benchmarks.scope import Scope
 from benchmarks.suites import (
@@ -267,7 +267,7 @@ def test_others_are_held_to_the_same_instruction_set(name):
         assert (onednn, refused) == ("None", "False")
     else:
         assert (capability.lower(), onednn) == ("avx2", "AVX2")
-        assert refused == str(all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))))
+        assert refused == str(all(map(importlib.util.find_spec, onnx_runtime.PACKAGES)))
 
 
 def test_random_batches_are_padded_as_they_say():

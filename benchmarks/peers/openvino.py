@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU, from the same ONNX graphs: in full fp32 precision, or in bf16 for bf16."""
+"""OpenVINO on the CPU, on ONNX Runtime's graphs: in full fp32 precision, or in bf16 for bf16."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import onnx_graph
-from . import Offer
+from . import Offer, onnx_runtime
 
 NAME = "OpenVINO"
-PACKAGES = ("onnx", "openvino")
+PACKAGES = ("onnx", "onnxscript", "openvino")
 
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -56,8 +55,8 @@ class _Request:
 
 
 def op(op: str, arguments: tuple[Any, ...]) -> Offer:
-    return onnx_graph.op_offer(op, arguments, _HINTS, _Request)
+    return onnx_runtime.op_offer(op, arguments, _HINTS, _Request)
 
 
 def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any, ...]) -> Offer:
-    return onnx_graph.layer_offer(layer, arguments, _HINTS, _Request)
+    return onnx_runtime.layer_offer(layer, arguments, _HINTS, _Request)
