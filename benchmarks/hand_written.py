@@ -1,7 +1,7 @@
 """Transformers as one writes them by hand, with nothing of ours, for the suites.
 
 The paper's model: four Linears for each attention, masks that are 0 where hidden and fill with
--1e9, norms behind each sub-layer. And a decoder alone. What most tutorials have in common.
+-1e9, norms behind each sub-layer. What most tutorials have in common.
 """
 
 from __future__ import annotations
@@ -110,58 +110,6 @@ class Transformer(nn.Module):
         target_mask = (target != PADDING)[:, None, None, :] & past
         memory = self.encoder(self.embed(source), source_mask)
         return self.output(self.decoder(self.embed(target), memory, target_mask, source_mask))
-
-
-class Block(nn.Module):
-    """Of a decoder alone: norms first, one Linear for queries, keys and values, GELU."""
-
-    past: Tensor
-
-    def __init__(self, size: Size, longest: int) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.norm1, self.norm2 = nn.LayerNorm(size.model), nn.LayerNorm(size.model)
-        self.qkv, self.out = (
-            nn.Linear(size.model, 3 * size.model),
-            nn.Linear(size.model, size.model),
-        )
-        self.network = nn.Sequential(
-            nn.Linear(size.model, size.hidden), nn.GELU(), nn.Linear(size.hidden, size.model)
-        )
-        self.register_buffer("past", torch.ones(longest, longest).tril(), persistent=False)
-
-    def attention(self, x: Tensor) -> Tensor:
-        batch, length, model = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, model // self.heads).transpose(1, 2)
-            for part in self.qkv(x).split(model, dim=2)
-        )
-        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        scores = scores.masked_fill(self.past[:length, :length] == 0, float("-inf"))
-        joined = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous()
-        return self.out(joined.view(batch, length, model))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.network(self.norm2(x))
-
-
-class Decoder(nn.Module):
-    """A language model on tokens: learned positions, blocks, a norm, a Linear."""
-
-    def __init__(self, size: Size, longest: int = 512) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.model)
-        self.positions = nn.Embedding(longest, size.model)
-        self.blocks = nn.ModuleList(Block(size, longest) for _ in range(size.layers))
-        self.norm, self.output = nn.LayerNorm(size.model), nn.Linear(size.model, size.vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.positions(places)
-        for block in self.blocks:
-            x = block(x)
-        return self.output(self.norm(x))
 
 
 _PARTS = ("query", "key", "value")

@@ -151,7 +151,7 @@ def headline_part(folder: Path = store.FOLDER) -> str:
 
 def _is_ours(candidate: str) -> bool:
     return (
-        candidate in (*BACKENDS, "rewritten") and candidate != "torch"
+        candidate in (*BACKENDS, "rewritten", "accelerated") and candidate != "torch"
     ) or "fast.nn" in candidate
 
 

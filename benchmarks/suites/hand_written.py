@@ -1,7 +1,8 @@
 """Code that somebody wrote by hand, under ``torch.compile(model, backend="transformer_fast")``.
 
-The rewritten code stands against the same code as it was written, against torch.compile's own
-backend, and against the same weights in `transformer_fast.nn`, which is what it is to come near to.
+The rewritten code stands against the same code as it was written and after `accelerate`, against
+torch.compile's own backend, and against the same weights in `transformer_fast.nn`, which is what it
+is to come near to.
 """
 
 from __future__ import annotations
@@ -39,13 +40,24 @@ from .training import Step
 _LAYERS = ((8, 128, 1.0), (8, 128, 0.65))
 _MODELS = (Case(8, 128, 8000, 2), Case(8, 128, 8000, 2, 0.65))
 _QUICK = Case(4, 32, 1000, 2)
+#: As tutorials have them: what a call costs beside its work decides.
+_TUTORIALS = (Case(1, 20, 100, 2, width=64), Case(4, 80, 100, 2, width=128))
 
 CHOSEN, NN, AS_WRITTEN = "rewritten", "transformer_fast.nn", "torch eager"
+ACCELERATED = "accelerated"
 
 
 def rewritten(model: nn.Module) -> Callable[..., Tensor]:
-    """What a user of the backend has."""
+    """What a user of the compile backend has."""
+    torch._dynamo.reset()  # or, after some models, Dynamo compiles no more of the same code
     return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
+
+
+def accelerated(model: nn.Module) -> nn.Module:
+    """What a user of `accelerate` has."""
+    model = copy.deepcopy(model)
+    transformer_fast.accelerate(model)
+    return model
 
 
 class _OnBatches(nn.Module):
@@ -91,6 +103,7 @@ def _forward(
     reference = forced(ours, "reference")
     candidates = [
         Candidate(CHOSEN, adapt(rewritten(written))),
+        Candidate(ACCELERATED, adapt(accelerated(written))),
         Candidate(NN, ours),
         Candidate("reference", reference),
         Candidate(AS_WRITTEN, adapt(written), ours=False),
@@ -156,6 +169,7 @@ def _training(scope: Scope, case: Case) -> BenchmarkCase:
     reference = forced(Step(copy.deepcopy(ours)), "reference")
     candidates = [
         Candidate(CHOSEN, Step(_OnBatches(model, rewritten(model)))),
+        Candidate(ACCELERATED, Step(_OnBatches(accelerated(written)))),
         Candidate(NN, Step(ours)),
         Candidate("reference", reference),
         Candidate(AS_WRITTEN, Step(_OnBatches(copy.deepcopy(written))), ours=False),
@@ -196,9 +210,9 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for layer in _LAYERS[-1:] if scope.quick else _LAYERS:
         label = f"hand-written encoder_layer ({layer[0]},{layer[1]}), {layer[2]:.0%} real"
         yield label, functools.partial(_layer, scope, *layer)
-    models = (_QUICK._replace(share=0.65),) if scope.quick else _MODELS
+    models = (_QUICK._replace(share=0.65),) if scope.quick else (*_MODELS, *_TUTORIALS)
     for case in models:
         yield f"hand-written transformer {case}", functools.partial(_model, scope, case)
     # Without padding: what is computed at padded places differs, and it is part of the loss.
-    case = _QUICK if scope.quick else _MODELS[0]
-    yield f"hand-written training step {case}", functools.partial(_training, scope, case)
+    for case in (_QUICK,) if scope.quick else (_MODELS[0], *_TUTORIALS):
+        yield f"hand-written training step {case}", functools.partial(_training, scope, case)

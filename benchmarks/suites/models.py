@@ -95,18 +95,22 @@ class Case(NamedTuple):
     vocabulary: int
     layers: int
     share: float = 1.0
+    #: The model's, with heads of 64 in the paper's 512 and of 16 in smaller ones.
+    width: int = 512
 
     def __str__(self) -> str:
         real = f", {self.share:.0%} real" if self.share < 1.0 else ""
+        width = f", d = {self.width}" if self.width != 512 else ""
         shape = f"({self.batch},{self.length})"
-        return f"{self.layers}+{self.layers}, {shape}, V = {self.vocabulary}{real}"
+        return f"{self.layers}+{self.layers}, {shape}, V = {self.vocabulary}{real}{width}"
 
     @property
     def size(self) -> Size:
-        return Size(layers=self.layers, vocabulary=self.vocabulary)
+        width, head = self.width, 64 if self.width == 512 else 16
+        return Size(width, width // head, 4 * width, self.layers, self.vocabulary)
 
     def inputs(self, scope: Scope) -> list[list[Arguments]]:
-        batch, length, vocabulary, _, share = self
+        batch, length, vocabulary, _, share, _ = self
         return [[batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""What a call costs beside its work: the public functions on next to no data, and small models.
+"""What a call costs beside its work: the public functions on next to no data.
 
 Calls of Triton's kernels are measured without a GPU: compiler and driver are stubbed, so what is left
 is the host's part, all that leads to the launch. Beside it stands PyTorch's op, with its work on the CPU.
@@ -25,7 +25,6 @@ from transformer_fast.specs import OPS
 from transformer_fast.testing.launcher import stubbed
 
 from ..scope import Maker, Scope
-from . import tutorials
 
 
 def _contest(scope: Scope, op: str) -> BenchmarkCase:
@@ -129,5 +128,3 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
             if op in scope.ops:
                 for what in ("call", "gradients", "first calls"):
                     yield f"{op} {what} on triton", functools.partial(_host_case, op, what)
-    if scope.ops == tuple(OPS):
-        yield from tutorials.suite(scope)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import transformer_fast
 from transformer_fast.measure.accuracy import ModuleChecker
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.modules import parameter_bytes
 
 from .. import peers
 from ..scope import Maker, Scope
+from .hand_written import accelerated, rewritten
 from .ops import spread_biases
 
 _LAYERS = 2
@@ -132,18 +132,6 @@ def _inputs(scope: Scope, takes: str) -> list[list[Arguments]]:
     return [[(draw(seed).to(scope.device),)] for seed in range(2)]
 
 
-def _accelerated(model: nn.Module) -> nn.Module:
-    model = copy.deepcopy(model)
-    transformer_fast.accelerate(model)
-    return model
-
-
-def compiled(model: nn.Module) -> Callable[..., Any]:
-    """What a user of the compile backend has."""
-    torch._dynamo.reset()  # or, after some models, Dynamo compiles no more of the same code
-    return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
-
-
 def _flops(model: nn.Module, arguments: Arguments) -> float:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*arguments)
@@ -159,8 +147,8 @@ def _case(scope: Scope, name: str) -> BenchmarkCase:
     inputs = _inputs(scope, takes)
     oracle = copy.deepcopy(model).double()
     candidates = [
-        Candidate("compiled", compiled(copy.deepcopy(model))),
-        Candidate("accelerated", _accelerated(model)),
+        Candidate("compiled", rewritten(copy.deepcopy(model))),
+        Candidate("accelerated", accelerated(model)),
         Candidate("torch eager", model, ours=False),
         *peers.candidates(scope.peers, "hand_written", copy.deepcopy(model), lambda run: run),
     ]
