@@ -21,8 +21,7 @@ from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.specs import OPS
 
 from . import store
-from .findings import mean_speed_up
-from .pages import Grid, interval, roof
+from .findings import Grid, interval, mean_speed_up, roof
 from .report import Machine, all_findings, headline, hurried, is_scaling, machines
 
 README = Path(__file__).resolve().parents[1] / "README.md"

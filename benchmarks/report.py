@@ -13,8 +13,8 @@ from transformer_fast.cli import form, notes
 from transformer_fast.cli.console import output
 from transformer_fast.measure import machine
 
-from . import pages, plots, store
-from .findings import Finding, findings, losses, mean_speed_up
+from . import plots, store
+from .findings import Finding, findings, losses, lost_table, mean_speed_up, summary_table
 
 LEGEND = (
     "Every figure is the median of samples taken in rounds, in which all candidates of a case run "
@@ -160,7 +160,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
             yield "\n".join(f"- {line}" for line in wrong)
         yield "### Losses: cases in which another is faster"
         lost = losses(all_findings(one))
-        yield pages.lost(lost).markdown() if lost else "None."
+        yield lost_table(lost).markdown() if lost else "None."
 
         def file(name: str, slug: str = one.slug) -> Path:
             plain = "".join(c if c.isalnum() else "-" for c in name.lower())
@@ -171,7 +171,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
             yield _other_line(one, suite)
             svg = plots.speed_ups(cases, f"{name}: {one.slug}")
             yield _picture(svg, "speed-ups", file(name))
-            yield pages.summary(cases).markdown()
+            yield summary_table(cases).markdown()
         for name, suite in one.suites.items():
             if is_scaling(name) and (svg := plots.scaling(suite["rows"], name)):
                 yield f"### {name}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import isa
+from .. import named_isa
 from . import Offer, torch_compile
 
 NAME = "inductor tuned"
@@ -25,7 +25,7 @@ _SETTINGS = {
 
 
 def available() -> str | None:
-    if (name := isa.named()) is not None:
+    if (name := named_isa()) is not None:
         return f"its templates cannot be held to {name}"
     return torch_compile.available()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from transformer_fast.measure.modules import fast_path
 
-from .. import isa
+from .. import named_isa
 from . import Offer, missing
 
 NAME = "ONNX Runtime"
@@ -27,7 +27,7 @@ Runner = Callable[[bytes, torch.dtype], Callable[..., Tensor]]
 def available() -> str | None:
     if (why := missing(*PACKAGES)) is not None:
         return why
-    if (name := isa.named()) is not None:
+    if (name := named_isa()) is not None:
         return f"it cannot be held to {name}"
     return None
 

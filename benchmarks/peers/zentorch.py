@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import isa
+from .. import named_isa
 from . import Offer, torch_compile
 
 NAME = "zentorch"
@@ -32,7 +32,7 @@ def available() -> str | None:
         return f"zentorch {version} is not for torch {torch.__version__}"
     if not torch.cpu._is_avx512_supported():
         return "without AVX-512 it leaves everything to inductor"
-    if (name := isa.named()) is not None:
+    if (name := named_isa()) is not None:
         return f"it cannot be held to {name}"
     return torch_compile.available()
 
