@@ -98,8 +98,10 @@ SHARES = {
     "test_kernels": 50,
     "test_gradients_linear": 50,
     "test_attention": 60,
+    "test_autograd": 60,
     "test_cuda_operators": 30,
     "test_triton_cross_entropy": 30,
+    "test_triton_operators": 60,
     "test_viz_diagram": 50,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,14 @@ from torch.utils._pytree import tree_leaves
 from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.specs import OPS
-from transformer_fast.testing import Truth, all_among_nan, call_of, check, nan_memory
+from transformer_fast.testing import (
+    Truth,
+    all_among_nan,
+    call_of,
+    check,
+    nan_memory,
+    require_grad,
+)
 
 #: Those that an fp64 oracle can check.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,6 +183,45 @@ class Operators(TorchDispatchMode):
     @property
     def casts(self) -> int:
         return self.seen.count(torch.ops.aten._to_copy.default)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps each call of our operators; of calls that differ in numbers only, the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "transformer_fast":
+            kinds = (
+                (x.dtype, x.dim(), x.is_contiguous(), 0 in x.shape) if isinstance(x, torch.Tensor)
+                else repr(x) for x in args
+            )  # fmt: skip
+            plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            self.calls.setdefault((func, *kinds), (func, plain))
+        return func(*args, **(kwargs or {}))
+
+
+def operator_calls(kernel: Kernel, calls: list[tuple[Any, ...]], most: int = 6) -> list[Any]:
+    """So many calls of our operators, and their arguments, of those that the kernel makes in these
+    calls: without gradients, for all of them, and for one."""
+    with Recorder() as found:
+        for arguments in calls:
+            given = require_grad(kernel.op, arguments)
+            if why_not(kernel, call_of(kernel.op, given)):
+                continue
+            with torch.no_grad():
+                kernel.run(*arguments)
+            results = kernel.run(*given)
+            results = results if isinstance(results, tuple) else (results,)
+            results = tuple(y for y in results if y is not None and y.requires_grad)
+            leaves = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+            for wanted in (leaves, leaves[:1], leaves[-1:]):
+                ups = [torch.ones_like(y) for y in results]
+                torch.autograd.grad(results, wanted, ups, retain_graph=True, allow_unused=True)
+    every = list(found.calls.values())
+    return random.Random(0).sample(every, min(most, len(every)))
 
 
 class OnDevice(Operators):

@@ -257,20 +257,3 @@ def test_the_same_bits_of_a_mask_with_any_threads(threads, dtype):
         found.append(torch.autograd.grad(output.float().square().sum(), mask)[0])
     for other in found[1:]:
         assert torch.equal(found[0], other)
-
-
-@on_amx
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("queries", [5, 60])
-@pytest.mark.parametrize("masked", [False, True])
-def test_opcheck_of_half_types(dtype, queries, masked):
-    mask = draw(dtype).normal(1, 1, queries, 70) if masked else None
-    query, key, value = tensors(queries, 70, 16, dtype=dtype)
-    output, _, shift, norm = torch.ops.transformer_fast.attention_training.cpu(
-        query, key, value, mask, None, False, 0.3, 0.0, None, False
-    )
-    torch.library.opcheck(
-        torch.ops.transformer_fast.attention_backward.cpu,
-        (output, None, query, key, value, mask, None, False, 0.3, 0.0, None, output, None, shift,
-         norm, True, False, True, masked),
-    )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import test_operator_rules
 import torch
 import torch.nn.functional as F
+from harness import operator_calls
 
 from benchmarks import gpu
 from transformer_fast import dispatch
@@ -220,64 +221,13 @@ def test_results_repeat_to_the_bit(device):
         assert all(torch.equal(x, y) for x, y in zip(found[0], again, strict=True))
 
 
-def norm_calls(device):
-    x, w, b = (rows_of(shape, torch.float32, device, 1) for shape in ((2, 5, 24), (24,), (24,)))
-    rows, seed = rows_of((10,), torch.float32, device, 1), SEED.to(device)
-    forward, backward = ops.layer_norm_training.cuda, ops.layer_norm_backward.cuda
-    yield forward, (x, None, w, b, 1, 1e-5, 0, 0.0, None)
-    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0, 0.3, seed)
-    kept = (x, None, x, w, rows, rows.abs(), 1, 0)
-    yield backward, (*kept, 0.0, None, True, False, True, True)
-    yield backward, (*kept, 0.3, seed, False, True, False, True)
-
-
-def loss_calls(device):
-    x, target = rows_of((9, 70), torch.float32, device, 1), torch.arange(9, device=device) * 7
-    losses, known = rows_of((9,), torch.float32, device, 1), torch.zeros(2, 9, device=device)
-    yield ops.cross_entropy.cuda, (x.half(), target, 7, 0.1)
-    yield ops.cross_entropy_backward.cuda, (losses, x, target, known, -100, 0.1)
-
-
-def attention_calls(device):
-    q = rows_of((2, 5, 4, 24), torch.float32, device, 1).transpose(1, 2)
-    k, v = (rows_of((2, 2, 7, 24), torch.float32, device, seed) for seed in (2, 3))
-    mask, seed = rows_of((4, 1, 7), torch.float32, device, 4), SEED.to(device)
-    lengths = torch.tensor([7, 3], device=device)
-    statistics = rows_of((2, 4, 5), torch.float32, device, 5), torch.ones(2, 4, 5, device=device)
-    rest = (True, 0.2, 0.3, seed)
-    forward, backward = ops.attention_training.cuda, ops.attention_backward.cuda
-    yield forward, (q, k, v, mask, lengths, *rest, True)
-    yield forward, (q, k, v, None, None, *rest, False)
-    weights = rows_of((2, 4, 5, 7), torch.float32, device, 6)
-    last = q, weights, q, k, v, mask, lengths, *rest, q, weights, *statistics
-    yield backward, (*last, True, True, True, True)
-    yield backward, (*last, False, False, True, False)
-    yield backward, (*last, True, True, False, False)
-
-
-def map_calls(device):
-    shapes = ((2, 5, 24), (32, 24), (32,), (16, 32), (16,), (2, 5, 16), (2, 5, 32))
-    x, w1, b1, w2, b2, dy, dz = (rows_of(shape, torch.float32, device, 1) for shape in shapes)
-    seed = SEED.to(device)
-    yield ops.linear_training.cuda, (x, w1, b1, dz, 2, True)
-    yield ops.linear_training.cuda, (x[0, 0], w1, None, None, 0, False)
-    yield ops.linear_backward.cuda, (dz, x, w1, dz, 3, True, False, True)
-    yield ops.linear_backward.cuda, (dz, x, w1, None, 0, False, True, False)
-    yield ops.feed_forward_training.cuda, (x, w1, b1, w2, b2, 1, 0.3, seed, True)
-    yield ops.feed_forward_training.cuda, (x, w1, None, w2, None, 4, 0.0, None, False)
-    backward = (dy, x, w1, w2, dz, 4, 0.3, seed)
-    yield ops.feed_forward_backward.cuda, (*backward, True, False, True, False, True)
-    yield ops.feed_forward_backward.cuda, (*backward, False, False, False, True, False)
-
-
-@pytest.mark.parametrize("calls", [norm_calls, loss_calls, map_calls, attention_calls])
-def test_opcheck(calls, device):
-    for operator, arguments in calls(device):
-        torch.library.opcheck(
-            getattr(operator, "default", operator),
-            arguments,
-            test_utils=("test_schema", "test_faketensor"),
-        )
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", KERNELS)
+def test_opcheck(op, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    calls = [case.build(dtype, device, generator) for case in OPS[op].cases[::2]]
+    for operator, arguments in operator_calls(the_kernel(op), calls):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 #: Of (2, 5, 24) the arguments of a norm, and what is wrong with them.

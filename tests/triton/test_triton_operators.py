@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import operator_calls
 from interpreted import DEVICE
 from ops import ROWS
 
@@ -17,101 +18,22 @@ from transformer_fast.testing import require_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-ops = torch.ops.transformer_fast
-SEED = torch.tensor(0x7123456789ABCDEF)
-
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-def layer_norm_calls():
-    x, w, b = normal(2, 5, 24), normal(24), normal(24)
-    rows = normal(10)
-    forward, backward = ops.layer_norm_training.triton, ops.layer_norm_backward.triton
-    yield forward, (x, None, w, b, 1, 1e-5, 0, 0.0, None)
-    yield forward, (x, x.flip(0), None, None, 2, 1e-5, 0, 0.3, SEED)
-    kept = (x, None, x, w, rows, rows.abs(), 1, 0)
-    yield backward, (*kept, 0.0, None, True, False, True, False)
-    yield backward, (*kept, 0.3, SEED, False, True, False, True)
-
-
-def attention_calls():
-    forward = ops.attention_training.triton
-    k, v = normal(2, 2, 7, 4, dtype=torch.float16), normal(2, 2, 7, 6, dtype=torch.float16)
-    mask, lengths = normal(1, 4, 1, 7, dtype=torch.float16), torch.tensor([7, 2], device=DEVICE)
-    q = normal(2, 5, 4, 4, dtype=torch.float16).transpose(1, 2)
-    for extra in (
-        (None, None, True, 0.5, 0.0, None, False),
-        (mask, lengths, False, 0.5, 0.2, SEED, True),
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck(op, dtype, device):
+    kernel = next(k for k in dispatch.kernels(op) if k.backend == "triton")
+    cases = [OPS[op].case(ROWS[op].sample), OPS[op].cases[0], OPS[op].cases[-1]]
+    generator = torch.Generator().manual_seed(0)
+    for operator, arguments in operator_calls(
+        kernel, [case.build(dtype, device, generator) for case in cases]
     ):
-        yield forward, (q, k, v, *extra)
-        output, weights, shift, norm = forward(q, k, v, *extra)
-        given = (weights.clone(), weights) if extra[-1] else (None, None)
-        yield (
-            ops.attention_backward.triton,
-            (output.clone(), given[0], q, k, v, *extra[:-1], output, given[1], shift, norm,
-             True, True, True, extra[0] is not None),
-        )  # fmt: skip
-    q, k, v = (x[:1] for x in (q, k, v))
-    starts, longest = torch.tensor([0, 3, 3, 5]), (3, 7)
-    packed = (None, starts, True, 0.5, 0.0, None)
-    yield forward, (q, k, v, *packed, False, starts, *longest)
-    output, _, shift, norm = forward(q, k, v, *packed, False, starts, *longest)
-    results = (output, None, shift, norm, True, False, True, False)
-    yield (
-        ops.attention_backward.triton,
-        (output.clone(), None, q, k, v, *packed, *results, starts, *longest),
-    )
-
-
-def linear_calls():
-    x, w, b = normal(2, 5, 12), normal(9, 12), normal(9)
-    y, z = normal(2, 5, 9), normal(2, 5, 9)
-    forward, backward = ops.linear_training.triton, ops.linear_backward.triton
-    yield forward, (x, w, b, None, 0, False)
-    yield forward, (x, w, None, y, 2, True)
-    yield backward, (y, x, w, z, 4, True, True, True)
-    yield backward, (y, x, w, None, 0, False, True, False)
-
-
-def feed_forward_calls():
-    x, w1, b1 = normal(2, 5, 12), normal(9, 12), normal(9)
-    w2, b2, hidden = normal(12, 9), normal(12), normal(2, 5, 9)
-    forward, backward = ops.feed_forward_training.triton, ops.feed_forward_backward.triton
-    yield forward, (x, w1, b1, w2, b2, 1, 0.2, SEED, True)
-    yield forward, (x, w1, None, w2, None, 3, 0.0, None, False)
-    kept = (x.flip(0), x, w1, w2, hidden, 2, 0.2, SEED)
-    yield backward, (*kept, True, True, True, True, True)
-    yield backward, (*kept, False, True, False, False, False)
-
-
-def cross_entropy_calls():
-    x, target = normal(9, 70), torch.arange(9) * 7
-    target[3] = -100
-    losses, known = normal(9), normal(2, 9)
-    forward, backward = ops.cross_entropy.triton, ops.cross_entropy_backward.triton
-    yield forward, (x, target, -100, 0.0)
-    yield forward, (x.half().t(), torch.arange(70) % 9, 3, 0.1)
-    yield backward, (losses, x, target, known, -100, 0.1)
-    logits = normal(70, 9, dtype=torch.bfloat16).t()
-    yield backward, (losses[:1].expand(9), logits, target, known, 3, 0.0)
-
-
-CALLS = [layer_norm_calls, attention_calls, linear_calls, feed_forward_calls, cross_entropy_calls]
-
-
-def on(device: str, value: Any) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-@pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__.removesuffix("_calls"))
-def test_opcheck(calls, device):
-    for operator, arguments in calls():
-        arguments = tuple(on(device, value) for value in arguments)
-        overload = getattr(operator, "default", operator)
-        torch.library.opcheck(overload, arguments, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def sample(op: str, device: Any, generator: torch.Generator | None) -> tuple[Any, ...]:
