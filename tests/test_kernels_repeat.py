@@ -11,7 +11,6 @@ import torch
 from harness import Target, drawn, in_use, on, run, targets, targets_and_cases
 from ops import ROWS
 
-from transformer_fast import nn
 from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import check
@@ -45,20 +44,6 @@ def test_thread_counts_agree(target, threads):
             torch.set_num_threads(count)
             results.append(run(target, arguments))
         assert all(equal(results[0], result) for result in results[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [60, 100, 170])
-def test_thread_counts_agree_on_layers(rows, dtype, isa, threads):
-    """A whole layer in one call, whose residual connections are added inside it."""
-    layer = nn.TransformerEncoderLayer(48, 3, 200, batch_first=True).to(dtype).eval()
-    source = torch.randn(2, rows // 2, 48, dtype=dtype)
-    results = []
-    for count in (1, 2, 3, 4):
-        torch.set_num_threads(count)
-        with torch.no_grad():
-            results.append(layer(source))
-    assert all(equal(results[0], result) for result in results[1:])
 
 
 @pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
