@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,6 +18,7 @@ from transformer_fast import nn
 from transformer_fast.nn import multihead_attention
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, parity
 
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(nn, name)
     for name in nn._OURS
@@ -108,6 +110,31 @@ class Differentiated(torch.nn.Module):
         wanted = [t for t in (*tensors((args, kwargs)), *self.parameters()) if t.requires_grad]
         with sdpa_kernel(SDPBackend.MATH):  # the one of PyTorch's with a second derivative
             return gradients(self.function(*args, **kwargs), wanted, create_graph=True)
+
+
+class Tangents(torch.nn.Module):
+    """The derivatives of a module's, or a function's, outputs along one direction of its inputs and
+    parameters."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        def dual(leaf: Any) -> Any:
+            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+                return leaf
+            along = torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).to(leaf.dtype)
+            return forward_ad.make_dual(leaf.detach(), along.reshape(leaf.shape))
+
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), fast_path(False):
+            given = tree_map(dual, args), tree_map(dual, kwargs)
+            if isinstance(self.function, torch.nn.Module):
+                own = tree_map(dual, dict(self.function.named_parameters()))
+                found = torch.func.functional_call(self.function, own, *given)
+            else:
+                found = self.function(*given[0], **given[1])
+            return [forward_ad.unpack_dual(y).tangent for y in tensors(found)]
 
 
 def run(module: Any, args: Any, kwargs: Any, grad: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,23 +11,20 @@ import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
 from module_checks import (
+    EPS,
     OURS,
     Differentiated,
+    Tangents,
     cast,
     check_budget,
     copied,
     fast_path,
     reference_error,
     run,
-    tensors,
     to_ours,
 )
-from torch import Tensor
 from torch._subclasses.fake_utils import CrossRefFakeMode
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_modules import module_db
-from torch.utils._pytree import tree_map
 
 from transformer_fast import _native, strict
 from transformer_fast.nn import masks
@@ -41,7 +38,6 @@ INFOS = {
     if info.module_cls in OURS
     and info.module_cls not in (torch.nn.CrossEntropyLoss, torch.nn.Embedding)
 }
-EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 
 def takes_masks(cls: type) -> bool:
@@ -148,28 +144,6 @@ def test_kernels_take_every_sample(cls: type, training: bool) -> None:
 @pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])
 def test_second_derivatives(cls: type) -> None:
     check(cls, torch.float32, True, True, Differentiated)
-
-
-class Tangents(torch.nn.Module):
-    """The derivatives of a module's outputs along one direction of its inputs and parameters."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        def dual(leaf: Any) -> Any:
-            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
-                return leaf
-            along = torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).to(leaf.dtype)
-            return forward_ad.make_dual(leaf, along.reshape(leaf.shape))
-
-        parameters = dict(self.module.named_parameters())
-        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), fast_path(False):
-            found = torch.func.functional_call(
-                self.module, tree_map(dual, parameters), tree_map(dual, args), kwargs
-            )
-            return [forward_ad.unpack_dual(y).tangent for y in tensors(found)]
 
 
 @pytest.mark.parametrize("cls", [c for c in INFOS if c is not torch.nn.Transformer])

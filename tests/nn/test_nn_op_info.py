@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_utils import CrossRefFakeMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal import composite_compliance
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from module_checks import Differentiated, cast, check_budget, relative_error, run, tensors
+from module_checks import EPS, Differentiated, Tangents, cast, check_budget, relative_error, run
 from ops import ROWS
-from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map
 
@@ -23,7 +21,6 @@ from transformer_fast import _native, nn, strict
 from transformer_fast import functional as F
 from transformer_fast.testing import GRADIENT_FACTOR, OUTPUT_FACTOR
 
-EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 MHA = "multi_head_attention_forward"
 
 
@@ -97,23 +94,6 @@ def nudged(sample: Arguments) -> Any:
     return tree_map(one, cast(sample, torch.float64))
 
 
-def tangents(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The tangents of a function's outputs, for fixed ones of its floating-point inputs."""
-
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
-        def dual(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                return leaf
-            steps = torch.linspace(-1.0, 1.0, leaf.numel(), dtype=leaf.dtype)
-            return forward_ad.make_dual(leaf.detach(), steps.reshape(leaf.shape))
-
-        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-            results = tensors(function(*tree_map(dual, args), **tree_map(dual, kwargs)))
-            return [forward_ad.unpack_dual(result).tangent for result in results]
-
-    return differentiated
-
-
 def check(
     name: str,
     dtype: torch.dtype,
@@ -171,7 +151,7 @@ def test_second_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_forward_mode(name: str) -> None:
-    check(name, torch.float32, False, OURS[name], tangents)
+    check(name, torch.float32, False, OURS[name], Tangents)
 
 
 @pytest.mark.parametrize("name", OURS)
