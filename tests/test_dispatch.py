@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import python
 from torch._subclasses import FakeTensorMode
 
 import transformer_fast
@@ -455,16 +454,6 @@ def test_environment(monkeypatch):
         dispatch._read_environment()
 
 
-def in_a_new_process(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        text=True,
-        capture_output=True,
-    )
-
-
 def test_environment_of_a_new_process():
     code = (
         "import torch, transformer_fast as t\n"
@@ -474,11 +463,11 @@ def test_environment_of_a_new_process():
         "    try: t.functional.linear(x, x, activation=torch.sin)\n"
         "    except NotImplementedError as error: print(str(error).splitlines()[0])\n"
     )
-    done = in_a_new_process(code, TRANSFORMER_FAST_BACKEND="torch", TRANSFORMER_FAST_STRICT="1")
+    done = python("-c", code, TRANSFORMER_FAST_BACKEND="torch", TRANSFORMER_FAST_STRICT="1")
     assert done.stdout.splitlines() == [
         "torch",
         "strict mode: no kernel supports this call of linear:",
-    ], done.stderr
+    ]
 
 
 @pytest.mark.parametrize("value", ["", "0", "12", "4096"])
@@ -494,44 +483,28 @@ def test_no_number_in_the_environment(monkeypatch, value):
         _switches.count("TRANSFORMER_FAST_PACKED_MB", 5)
 
 
+INFO = ["transformer_fast", "info"]
 WRONG = [
-    ("TRANSFORMER_FAST_BACKEND", "fastest", "must be one of cuda, triton, cpu,"),
-    ("TRANSFORMER_FAST_STRICT", "maybe", "must be one of 1, true,"),
-    ("TRANSFORMER_FAST_PACKED_MB", "4g", "must be a whole number of at least 0, not '4g'"),
+    (["transformer_fast", "compare"], "TRANSFORMER_FAST_BACKEND", "fastest",
+     "must be one of cuda, triton, cpu,"),
+    (["benchmarks"], "TRANSFORMER_FAST_STRICT", "maybe", "must be one of 1, true,"),
+    (INFO, "TRANSFORMER_FAST_PACKED_MB", "4g", "must be a whole number of at least 0, not '4g'"),
     pytest.param(
-        "TRANSFORMER_FAST_CPU_ISA",
-        "sse9",
+        INFO, "TRANSFORMER_FAST_CPU_ISA", "sse9",
         "is 'sse9', which is not an instruction set known here",
         marks=pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
     ),
-]
+]  # fmt: skip
 
 
-def tells_in_one_sentence(command, name, value, told):
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        env={**os.environ, name: value},
-        text=True,
-        capture_output=True,
-    )
-    (line,) = done.stderr.splitlines()
-    return done.returncode == 1 and line.startswith(f"{name} {told}")
-
-
-@pytest.mark.parametrize(("name", "value", "told"), WRONG)
-def test_a_command_tells_a_wrong_variable_in_one_sentence(name, value, told):
-    assert tells_in_one_sentence(["transformer_fast", "info"], name, value, told)
-
-
-@pytest.mark.parametrize("command", [["transformer_fast", "compare"], ["benchmarks"]])
-def test_every_command_tells_a_wrong_variable_in_one_sentence(command):
-    assert tells_in_one_sentence(command, *WRONG[0])
+@pytest.mark.parametrize(("command", "name", "value", "told"), WRONG)
+def test_a_command_tells_a_wrong_variable_in_one_sentence(command, name, value, told):
+    (line,) = python("-m", *command, status=1, **{name: value}).stderr.splitlines()
+    assert line.startswith(f"{name} {told}")
 
 
 def test_unknown_backend_in_the_environment_of_a_new_process():
-    done = in_a_new_process("import transformer_fast", TRANSFORMER_FAST_BACKEND="fastest")
-    assert done.returncode != 0
+    done = python("-c", "import transformer_fast", status=1, TRANSFORMER_FAST_BACKEND="fastest")
     assert "ValueError: TRANSFORMER_FAST_BACKEND must be one of cuda," in done.stderr
 
 
@@ -674,53 +647,45 @@ def test_one_dtype(kernel):
         assert why_not(here, call._replace(tensors=tuple(mixed))) == []
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_gradients(kernel):
-    if kernel.gradients:
-        assert accepted(kernel, needs_grad=True).needs_grad
-    else:
-        told = "it has no backward, and the call needs gradients"
-        check_refusal(kernel, accepted(kernel)._replace(needs_grad=True), told)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_mask_gradient(kernel):
-    if kernel.op != "attention" or not kernel.gradients:
-        return
-    call = accepted(kernel, needs_grad=True)
+def learned_mask(call: Call) -> Call:
     query = call.tensors[0]
+    assert query is not None
     mask = torch.zeros(1, 1, 1, 1, dtype=query.dtype, requires_grad=True)
-    masked = call._replace(mask=mask, is_causal=False, key_lengths=None)
-    told = "its backward does not compute the gradient of attn_mask"
-    if kernel.mask_gradient:
-        assert told not in why_not(kernel, masked)
-    else:
-        check_refusal(kernel, masked, told)
-        assert told not in why_not(kernel, masked._replace(mask=mask.detach()))
+    return call._replace(mask=mask, is_causal=False, key_lengths=None, needs_grad=True)
 
 
+#: Limits that a kernel has or has not: what it says of a call beyond them.
+ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
+    "gradients": (
+        "it has no backward, and the call needs gradients",
+        lambda call: call._replace(needs_grad=True),
+    ),
+    "mask_gradient": ("its backward does not compute the gradient of attn_mask", learned_mask),
+    "query_lengths": (
+        "it does not support query_lengths",
+        lambda call: call._replace(query_lengths=torch.tensor([1])),
+    ),
+    "dropout": ("it does not support dropout", lambda call: call._replace(dropout_p=0.1)),
+}
+
+
+@pytest.mark.parametrize("limit", ABLE)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_query_lengths(kernel):
-    if kernel.op != "attention":
+def test_what_a_kernel_has_or_has_not(kernel, limit):
+    if kernel.op != "attention" and limit in ("mask_gradient", "query_lengths"):
         return
-    told = "it does not support query_lengths"
-    call = accepted(kernel)._replace(query_lengths=torch.tensor([1]))
-    if kernel.query_lengths:
-        assert told not in why_not(kernel, call)
-    check_refusal(dataclasses.replace(kernel, query_lengths=False), call, told)
-    assert told not in why_not(kernel, call._replace(query_lengths=None))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_dropout(kernel):
     call = accepted(kernel)
-    told = "it does not support dropout"
-    for p in (0.1, 1.0):
-        if kernel.dropout:
-            assert told not in why_not(kernel, call._replace(dropout_p=p))
-        else:
-            check_refusal(kernel, call._replace(dropout_p=p), told)
-    assert told not in why_not(kernel, call._replace(dropout_p=0.0))
+    told, change = ABLE[limit]
+    assert told not in why_not(kernel, call)
+    kernel = dataclasses.replace(kernel, gradients=kernel.gradients or limit == "mask_gradient")
+    if getattr(kernel, limit):
+        assert told not in why_not(kernel, change(call))
+    check_refusal(dataclasses.replace(kernel, **{limit: False}), change(call), told)
+
+
+@pytest.mark.parametrize("kernel", [p for p in KERNELS if p.values[0].gradients])
+def test_gradients(kernel):
+    assert accepted(kernel, needs_grad=True).needs_grad
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
