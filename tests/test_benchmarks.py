@@ -270,16 +270,6 @@ def test_others_are_held_to_the_same_instruction_set(name):
         assert refused == str(all(map(importlib.util.find_spec, onnx_runtime.PACKAGES)))
 
 
-def test_random_batches_are_padded_as_they_say():
-    source, target = models.batches(Scope(), 16, 40, 1000, 0.65, 0)
-    for one in (source, target):
-        assert torch.equal(one.real.sum(1), one.lengths)
-        assert one.real.float().mean().item() == pytest.approx(0.65, abs=0.02)
-    full, _ = models.batches(Scope(), 16, 40, 1000, 1.0, 0)
-    assert full.full
-    assert full.real.all()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -406,11 +396,3 @@ def test_what_zentorch_sets_when_it_compiles_is_taken_back(monkeypatch, settings
     for _ in range(2):
         torch.testing.assert_close(run(*arguments)[kept], layer(*arguments)[kept])
     assert seen == [(True, False)]
-
-
-def test_zentorch_is_for_one_torch(monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in str(zentorch.available())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.0.2")
-    assert "1.13.0.2 is not for torch" in str(zentorch.available())

@@ -19,7 +19,7 @@ from rich.console import Console
 import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
-from transformer_fast.cli import compare, form, notes, table, text_cases
+from transformer_fast.cli import compare, notes, table, text_cases
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import Ratio, Summary
@@ -273,26 +273,3 @@ def test_notes():
         "torch: it takes no mask (attention causal)",
     ]
     assert notes.failures(rows) == ["attention causal on cpu: it changed its input"]
-
-
-def test_notes_on_what_ran_inside_a_module():
-    refused = {"cpu": ["it takes fp32", "it has no dropout"], "reference": []}
-    reasons = {
-        ("linear", "reference"): refused,
-        ("attention", "reference"): refused,
-        ("layer_norm", "torch"): {"cpu": []},
-        ("add_layer_norm", "cpu"): refused,
-    }
-    assert notes.inside("encoder_layer", reasons) == [
-        "linear, attention in encoder_layer run on 'reference', because cpu: it takes fp32, "
-        "it has no dropout",
-        "layer_norm in encoder_layer run on 'torch'",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1.234, "1.23 s"), (0.0123, "12.3 ms"), (123e-6, "123 µs"), (5e-9, "5.00 ns"), (0, "0 ns")],
-)
-def test_seconds(value, text):
-    assert form.seconds(value) == text

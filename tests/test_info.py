@@ -11,7 +11,6 @@ from harness import python
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
 from transformer_fast.cli import info
-from transformer_fast.cli.info import activation_names, dtype_names, kernel_row, reasons
 
 
 @pytest.fixture(autouse=True)
@@ -111,29 +110,3 @@ def test_an_architecture_that_nothing_is_compiled_for(capsys):
     with pytest.raises(SystemExit):
         main(["info", "--kernels", "75"])
     assert "argument --kernels: invalid choice: 75" in capsys.readouterr().err
-
-
-def test_activations_in_words():
-    for kernel in dispatch.kernels("feed_forward"):
-        assert activation_names(kernel) == ("named" if kernel.activations else "any")
-    assert activation_names(dispatch.kernels("attention")[0]) == ""
-
-
-def test_limits_in_words():
-    run = dispatch.kernels("linear")[0].run
-    kernel = dispatch.Kernel(
-        "attention",
-        "triton",
-        run,
-        devices=("cuda",),
-        dtypes=frozenset({torch.float32, torch.bfloat16}),
-        gradients=True,
-        proven=frozenset(),
-    )
-    assert kernel_row(kernel) == (
-        "triton", "if named", "cuda", "fp32 bf16", "not of masks", "no", ""
-    )  # fmt: skip
-    assert dtype_names(frozenset()) == "any"
-    (reason,) = reasons([kernel])
-    assert reason.startswith("triton: it is not yet proven on a GPU")
-    assert reason.endswith("(all its ops)")
