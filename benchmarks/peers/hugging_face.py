@@ -57,26 +57,6 @@ def _like(module: torch.nn.Module, tensor: Tensor) -> torch.nn.Module:
     return module.eval().to(tensor.device, tensor.dtype)
 
 
-def _copied(layer: torch.nn.TransformerEncoderLayer) -> torch.nn.Module:
-    from transformers import MarianConfig
-    from transformers.models.marian.modeling_marian import MarianEncoderLayer
-
-    theirs = MarianEncoderLayer(MarianConfig(**_settings(layer)))
-    theirs.load_state_dict(_layer_state(layer))
-    return _like(theirs, layer.linear1.weight)
-
-
-def encoder_layer(layer: torch.nn.TransformerEncoderLayer, arguments: tuple[Any, ...]) -> Offer:
-    theirs = _copied(layer)
-
-    def run(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
-        visible = None if padding is None else ~padding[:, None, None, :]
-        result: Any = theirs(x, attention_mask=visible)
-        return result[0] if isinstance(result, tuple) else result
-
-    return run
-
-
 def _translator(model: Any, new: int) -> Any:
     from transformers import MarianConfig, MarianMTModel
 
