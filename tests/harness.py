@@ -224,6 +224,27 @@ def operator_calls(kernel: Kernel, calls: list[tuple[Any, ...]], most: int = 6) 
     return random.Random(0).sample(every, min(most, len(every)))
 
 
+def check_one_graph(
+    op: str, run: Any, arguments: tuple[Any, ...], backend: str = "aot_eager"
+) -> None:
+    """Compiled whole, a call has the same results and gradients."""
+
+    def total(*given: Any) -> torch.Tensor:
+        results = run(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(r.float().square().sum() for r in results if r is not None)
+
+    torch.compiler.reset()
+    found = []
+    for function in (total, torch.compile(total, fullgraph=True, backend=backend)):
+        leaves = require_grad(op, arguments)
+        value = function(*leaves)
+        wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        found.append([value.detach(), *torch.autograd.grad(value, wanted)])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
 class OnDevice(Operators):
     """As on a GPU: raises where the host would wait for it, or where something is not on meta."""
 

@@ -9,7 +9,7 @@ import pytest
 import test_operator_rules
 import torch
 import torch.nn.functional as F
-from harness import operator_calls
+from harness import check_one_graph, operator_calls
 
 from benchmarks import gpu
 from transformer_fast import dispatch
@@ -324,17 +324,4 @@ def test_one_graph_forward_and_backward(op, device):
         "feed_forward": "dropout", "attention": "dropout, weights, causal",
     }.get(op, "padding")  # fmt: skip
     arguments = OPS[op].case(case).build(torch.float32, device, torch.Generator().manual_seed(0))
-    run = the_kernel(op).run
-
-    def total(*given: Any) -> torch.Tensor:
-        results = run(*given)
-        results = results if isinstance(results, tuple) else (results,)
-        return sum(r.float().square().sum() for r in results)
-
-    given = require_grad(op, arguments)
-    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
-    expected = torch.autograd.grad(total(*given), wanted)
-    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
-    found = torch.autograd.grad(compiled(*given), wanted)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y)
+    check_one_graph(op, the_kernel(op).run, arguments)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import operator_calls
+from harness import check_one_graph, operator_calls
 from interpreted import DEVICE
 from ops import ROWS
 
@@ -14,7 +14,6 @@ import transformer_fast
 from transformer_fast import dispatch
 from transformer_fast.backends import triton as backend
 from transformer_fast.specs import OPS
-from transformer_fast.testing import require_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -42,23 +41,8 @@ def sample(op: str, device: Any, generator: torch.Generator | None) -> tuple[Any
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_graph_forward_and_backward(op, device):
-    torch.compiler.reset()
-    arguments = sample(op, device, torch.Generator().manual_seed(0))
     run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
-
-    def total(*given: Any) -> torch.Tensor:
-        results = run(*given)
-        results = results if isinstance(results, tuple) else (results,)
-        return sum(r.square().sum() for r in results if r is not None)
-
-    found = []
-    for function in (total, torch.compile(total, fullgraph=True, backend="aot_eager")):
-        leaves = require_grad(op, arguments)
-        value = function(*leaves)
-        wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-        found.append([value.detach(), *torch.autograd.grad(value, wanted)])
-    for eager, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager)
+    check_one_graph(op, run, sample(op, device, torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("op", OPS)
