@@ -99,6 +99,8 @@ SHARES = {
     "test_gradients_linear": 50,
     "test_attention": 60,
     "test_autograd": 60,
+    "test_rms_norm": 60,
+    "test_training": 60,
     "test_cuda_operators": 30,
     "test_triton_cross_entropy": 30,
     "test_triton_operators": 60,
