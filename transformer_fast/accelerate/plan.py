@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,6 @@ from ..nn.drop_in import RECORD
 from . import converters, mlp, torch_nn
 from .change import Change, ClassChange, class_of_ours
 from .hugging_face import models
-from .hugging_face.own_attention import Own, find_own
 from .parts import explain_parts, in_parts
 from .report import Entry, Report
 
@@ -29,12 +28,12 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
 
 
 def _find(
-    name: str, module: torch.nn.Module, own: Sequence[Own], cache: mlp.Cache
+    name: str, module: torch.nn.Module, refused: models.Refused, cache: mlp.Cache
 ) -> Change | str | None:
     """The change, a sentence why the module stays as it is, or None: its class is unknown."""
     target = converters.convert(module)
     if target is None and models.is_loaded():
-        found = models.find(name, module, own)
+        found = models.find(name, module, refused)
         if found is not None:
             return torch_nn.replaced_forward(module) or found
     target = target or torch_nn.convert(module) or converters.why_not_converted(module)
@@ -53,7 +52,7 @@ def make_plan(
 ) -> list[Change]:
     """The changes for all modules of the model; every module that is known gets an entry."""
     changes: list[Change] = []
-    own_attention = find_own(model) if models.is_loaded() else ()
+    refused = models.refused(model) if models.is_loaded() else {}
     read: set[torch.nn.Module] = set()
     cache: mlp.Cache = {}
     for name, module in model.named_modules():
@@ -70,7 +69,7 @@ def make_plan(
                 report.entries.append(Entry(name, kind, "already", now))
                 read |= _read_by(module, known[0] if known else None)
             continue
-        found = _find(name, module, own_attention, cache)
+        found = _find(name, module, refused, cache)
         if found is None:
             continue
         if not isinstance(found, str) and filter_fn is not None and not filter_fn(module, name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 
 from .. import torch_nn
 from ..change import Change, ClassChange
-from .own_attention import Own, registries
+from .registry import registries, why_not
 
 #: Tested with these; others are left as they are.
 _VERSIONS = ((5, 0), (6, 0))
-#: Those whose layers are known, and whose 'eager' attention computes what 'sdpa' does.
+#: Those whose layers are known.
 MODELS = ("bart", "bert", "llama", "marian", "t5")
 #: The attribute that remembers what a model's attention was.
 _RECORD = "_attention_before_accelerate"
@@ -106,18 +106,23 @@ def class_of_theirs(module: torch.nn.Module) -> type | None:
     return None
 
 
-def find(name: str, module: torch.nn.Module, own: Sequence[Own] = ()) -> Change | str | None:
-    """The change of a model or a layer, why it stays, or None: it is neither.
-
-    ``own``: attention of the user's in the model that is being accelerated.
-    """
-    if is_model(module):
-        return _find_model(name, module, own)
-    reason = next((one.reason for one in own if one.module is module), None)
-    return reason or _find_layer(name, module)
+#: Why no model with this config gets another attention, by the config's id.
+Refused = dict[int, str]
 
 
-def _find_model(name: str, model: Any, own: Sequence[Own]) -> Change | str | None:
+def refused(root: torch.nn.Module) -> Refused:
+    """For the models in ``root``: some share their config, which names the attention."""
+    models: list[Any] = [module for module in root.modules() if is_model(module)]
+    reasons = ((id(model.config), why_not(model)) for model in models)
+    return {config: reason for config, reason in reasons if reason is not None}
+
+
+def find(name: str, module: torch.nn.Module, refused: Refused) -> Change | str | None:
+    """The change of a model or a layer, why it stays, or None: it is neither."""
+    return _find_model(name, module, refused) if is_model(module) else _find_layer(name, module)
+
+
+def _find_model(name: str, model: Any, refused: Refused) -> Change | str | None:
     """The change of a model's attention, or why it stays."""
     reason = _version_reason()
     if reason is not None:
@@ -125,22 +130,9 @@ def _find_model(name: str, model: Any, own: Sequence[Own]) -> Change | str | Non
     if not (model._can_set_attn_implementation() and registries(model)):
         return f"{type(model).__name__} does not look its attention up in the registry"
     before = model.config._attn_implementation
-    known = getattr(model.config, "model_type", "") in MODELS
-    if before != "sdpa" and not (known and before == "eager"):
-        return (
-            f"its attention is {before!r}, and only 'sdpa' is replaced, and 'eager' of "
-            f"{', '.join(MODELS)}"
-        )
-    for one in own:
-        if one.belongs_to(model.config) and is_model(one.module):
-            return one.reason
-        # With 'sdpa' masks stay what they are; 'eager' has others than the registry would give.
-        if before == "eager" and one.belongs_to(model.config):
-            return (
-                f"the attention {one.name} inside is not transformers' own ({one.reason}), and "
-                "would get other masks; with attn_implementation='sdpa' it would not"
-            )
-    return AttentionChange(name, model, before)
+    if before != "sdpa":
+        return f"its attention is {before!r}, and only 'sdpa' is replaced"
+    return refused.get(id(model.config)) or AttentionChange(name, model, before)
 
 
 def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
