@@ -59,6 +59,7 @@ SHARES = {
             "test_triton_attention",
             "test_triton_here",
             "test_triton_launches",
+            "test_triton_operators",
             "test_triton_packed",
             "test_triton_ptx",
         ),
@@ -101,7 +102,6 @@ SHARES = {
     "test_autograd": 60,
     "test_cuda_operators": 30,
     "test_triton_cross_entropy": 30,
-    "test_triton_operators": 60,
     "test_viz_diagram": 50,
     # Much of it is waiting for compilers.
     "test_rms_norm": 40,

@@ -333,6 +333,7 @@ def test_strict_mode_takes_exports(small_calls: None) -> None:
     assert _foreign(program) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_aot_inductor(tmp_path: Path) -> None:
     """A shared library that holds the program, loaded without the module."""

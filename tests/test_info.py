@@ -93,6 +93,7 @@ main(["info", "--kernels", "80", "90"])
 """
 
 
+@pytest.mark.thorough
 def test_triton_kernels_are_compiled_ahead():
     pytest.importorskip("triton", reason="Triton is not installed")
     # A process of its own: in this one the kernels may be interpreted.

@@ -273,6 +273,7 @@ def test_snippets_run(section, capsys, tmp_path, monkeypatch):
     assert SHOWN.get(section, "") in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_generated_parts_are_up_to_date():
     pytest.importorskip("matplotlib", reason="the report needs matplotlib")
     from benchmarks import readme
