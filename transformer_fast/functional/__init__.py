@@ -16,6 +16,7 @@ from .cross_entropy import *
 from .feed_forward import *
 from .layer_norm import *
 from .linear import *
+from .masks import *
 
 if TYPE_CHECKING:
     from torch.nn.functional import *  # type: ignore[assignment]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functional import causal_mask
 from .embedding import TokenEmbedding
 from .positions import make_positions
 from .stacks import LayerOptions, decoder_stack, encoder_stack
-from .tokens import causal_mask, check_padding_mask, check_tokens, padding_mask
+from .tokens import check_padding_mask, check_tokens, padding_mask
 
 
 class _Half(torch.nn.Module):
@@ -130,7 +131,11 @@ class Encoder(_Half):
         """
         self._check(tokens)
         padding = self.padding_mask(tokens, padding)
-        mask = causal_mask(tokens.shape[1], tokens.device) if is_causal else None
+        mask = (
+            causal_mask(tokens.shape[1], true_means="hidden", device=tokens.device)
+            if is_causal
+            else None
+        )
         return self.stack(self.embedding(tokens), mask, padding, is_causal)
 
 
@@ -173,7 +178,7 @@ class Decoder(_Half):
         return self.stack(
             self.embedding(tokens),
             memory,
-            tgt_mask=causal_mask(tokens.shape[1], tokens.device),
+            tgt_mask=causal_mask(tokens.shape[1], true_means="hidden", device=tokens.device),
             tgt_key_padding_mask=padding,
             memory_key_padding_mask=memory_padding,
             tgt_is_causal=True,

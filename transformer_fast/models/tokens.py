@@ -73,8 +73,3 @@ def padding_mask(
     if mask.device.type == "cpu" and values_are_known(mask) and not mask.any():
         return None
     return mask
-
-
-def causal_mask(length: int, device: torch.device) -> Tensor:
-    """(L, L) in torch.nn's polarity: True above the diagonal, where a query may not look."""
-    return torch.ones((length, length), dtype=torch.bool, device=device).triu_(1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..tokens import causal_mask
+from ...functional import causal_mask
 from .cached import Embed, Project
 
 
@@ -67,7 +67,7 @@ class RecomputedDecoder:
     def _run(self) -> Tensor:
         with evaluating(self.stack, self.embed, self.project):
             x = self._swap(self.embed(self.tokens, 0))
-            mask = causal_mask(self.tokens.shape[1], x.device)
+            mask = causal_mask(self.tokens.shape[1], true_means="hidden", device=x.device)
             if self.memory is None:
                 y = self.stack(x, mask=mask, is_causal=True)
             else:

@@ -1,0 +1,58 @@
+"""Bool masks, in the polarity of `scaled_dot_product_attention` or in torch.nn's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["causal_mask", "padding_mask"]
+
+
+def _true_is_visible(true_means: str) -> bool:
+    if true_means not in ("visible", "hidden"):
+        raise ValueError(f'true_means must be "visible" or "hidden", not {true_means!r}')
+    return true_means == "visible"
+
+
+def causal_mask(
+    length: int, *, true_means: str = "visible", device: torch.types.Device = None
+) -> Tensor:
+    """The mask (T, T), bool, in which query t sees the keys s <= t.
+
+    ``is_causal=True`` of `scaled_dot_product_attention` hides the same, faster and without a mask.
+
+    Args:
+        length: T.
+        true_means: "visible": True = may attend (lower triangle), for
+            `scaled_dot_product_attention`, and for code that fills where ``mask == 0``. "hidden":
+            True = may not attend (above the diagonal), for ``attn_mask``, ``src_mask`` and
+            ``tgt_mask`` of the nn modules, and for `transformer_fast.models`.
+        device: where the mask is; None: torch's default.
+
+    Raises:
+        ValueError: true_means that is neither.
+    """
+    visible = _true_is_visible(true_means)
+    ones = torch.ones((length, length), dtype=torch.bool, device=device)
+    return ones.tril_() if visible else ones.triu_(1)
+
+
+def padding_mask(tokens: Tensor, pad_token: int, *, true_means: str = "visible") -> Tensor:
+    """The mask, bool, that hides the keys where ``tokens`` (B, S) has ``pad_token``.
+
+    Args:
+        tokens: token ids (B, S).
+        pad_token: id that stands for padding.
+        true_means: "visible": True = may attend, of shape (B, 1, 1, S), which broadcasts to the
+            scores (B, H, T, S): ``padding_mask(tokens, 0) & causal_mask(T)`` is a decoder's mask.
+            "hidden": True = padding, of shape (B, S), for ``key_padding_mask``,
+            ``src_key_padding_mask`` and the like of the nn modules, and for
+            `transformer_fast.models`.
+
+    Raises:
+        ValueError: true_means that is neither; tokens that are not (B, S).
+    """
+    visible = _true_is_visible(true_means)
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must have shape (batch, length), not {list(tokens.shape)}")
+    return (tokens != pad_token)[:, None, None, :] if visible else tokens == pad_token
