@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from transformer_fast import functional, nn
+from transformer_fast import call_cache, functional, nn
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 0, 7, 0]])
 
@@ -50,3 +55,102 @@ def test_masks_that_cannot_be_made() -> None:
         functional.padding_mask(TOKENS, 0, true_means="True")
     with pytest.raises(ValueError, match=r"tokens must have shape \(batch, length\), not \[4\]"):
         functional.padding_mask(TOKENS[0], 0)
+
+
+def _warned(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught]
+
+
+@pytest.fixture
+def nothing_seen() -> Iterator[None]:
+    call_cache.forget()
+    yield
+    call_cache.forget()
+
+
+#: The function or module, by the name of each mask that it takes.
+NAMED = {
+    "attention": ("attn_mask",),
+    "multihead attention": ("attn_mask", "key_padding_mask"),
+    "encoder layer": ("src_mask", "src_key_padding_mask"),
+    "encoder": ("mask", "src_key_padding_mask"),
+    "decoder layer": (
+        "tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask",
+    ),
+    "decoder": ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask"),
+}  # fmt: skip
+
+
+def _called(kind: str, name: str, mask: Tensor, training: bool) -> Callable[[], object]:
+    x = torch.randn(2, 4, 64)
+    if kind == "attention":
+        return lambda: functional.scaled_dot_product_attention(x, x, x, **{name: mask})
+    module: torch.nn.Module
+    inputs = (x, x, x) if kind == "multihead attention" else (x, x) if "decoder" in kind else (x,)
+    if kind == "multihead attention":
+        module = nn.MultiheadAttention(64, 2, batch_first=True)
+    elif "encoder" in kind:
+        module = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)
+    else:
+        module = nn.TransformerDecoderLayer(64, 2, 96, batch_first=True)
+    if kind == "encoder":
+        module = nn.TransformerEncoder(module, 2)
+    elif kind == "decoder":
+        module = nn.TransformerDecoder(module, 2)
+    module.train(training).requires_grad_(training)
+
+    def call() -> None:
+        with torch.set_grad_enabled(training):
+            module(*inputs, **{name: mask})
+
+    return call
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k in NAMED for n in NAMED[k]])
+@pytest.mark.usefixtures("nothing_seen")
+def test_a_float_mask_of_zeros_and_ones_is_warned_of_once(
+    kind: str, name: str, training: bool
+) -> None:
+    mask = torch.ones(2, 4) if "padding" in name else torch.ones(4, 4)
+    mask[0, 1:] = 0
+    call = _called(kind, name, mask, training)
+    (message,) = _warned(call)
+    assert message.startswith(f"{name} is a float mask that holds only 0 and 1")
+    assert f"{name} != 0" in message
+    assert _warned(call) == []
+
+
+@pytest.mark.usefixtures("nothing_seen")
+def test_other_masks_are_not_warned_of() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    lower = torch.ones(4, 4).tril()
+    for mask in (
+        lower.bool(),
+        torch.zeros(4, 4),
+        (1 - lower) * -1e9,
+        torch.zeros(4, 4).masked_fill(lower == 0, -torch.inf),
+        lower + 0.5 * lower.T,
+        lower.clone().requires_grad_(),
+    ):
+        call_cache.forget()
+        assert (
+            _warned(lambda mask=mask: functional.scaled_dot_product_attention(x, x, x, mask)) == []
+        )
+
+
+@pytest.mark.usefixtures("nothing_seen")
+def test_programs_that_are_traced_do_not_look_at_the_mask() -> None:
+    x, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4).tril()
+
+    def attend(x: Tensor, mask: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, mask)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert _warned(lambda: attend(torch.empty(1, 2, 4, 8), torch.empty(4, 4))) == []
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert not any("float mask" in one for one in _warned(lambda: compiled(x, mask)))
+    assert len(_warned(lambda: attend(x, mask))) == 1

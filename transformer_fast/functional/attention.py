@@ -48,6 +48,7 @@ from ._check_attention import (
     result_lead,
 )
 from ._operator import Operator, Rule
+from .masks import warn_of_zeros_and_ones
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 
@@ -159,6 +160,9 @@ def prepare_scaled_dot_product_attention(
                 "is_causal=True"
             )
         check_mask_dtype(attn_mask, query)
+        warn_of_zeros_and_ones(
+            "attn_mask", attn_mask, "Give attn_mask != 0, in which True = may attend."
+        )
     if not 0.0 <= p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
     require_same_device(
@@ -203,7 +207,8 @@ def scaled_dot_product_attention(
     Args:
         query: (..., H, T, D). key: (..., H, S, D). value: (..., H, S, Dv).
         attn_mask: broadcastable to (..., H, T, S). bool: True = may attend. float: added to the
-            scores, -inf hides. None: no mask. It is read through its strides, never expanded.
+            scores, -inf hides; the first one of its shape on the CPU is warned of if it holds only
+            0 and 1. None: no mask. It is read through its strides, never expanded.
         dropout_p: probability in [0, 1] of dropping a weight; always applied, like torch's. The
             pattern is that of our Philox, but on PyTorch's own ops (backend "torch") PyTorch's.
         is_causal: query t sees keys s <= t (upper-left aligned); not together with attn_mask.

@@ -1,9 +1,15 @@
-"""Bool masks, in the polarity of `scaled_dot_product_attention` or in torch.nn's."""
+"""Bool masks, in the polarity of `scaled_dot_product_attention` or in torch.nn's, and a warning of
+float masks that were meant to be bool."""
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
+
+from .. import call_cache
+from ..reference import values_are_known
 
 __all__ = ["causal_mask", "padding_mask"]
 
@@ -56,3 +62,27 @@ def padding_mask(tokens: Tensor, pad_token: int, *, true_means: str = "visible")
     if tokens.dim() != 2:
         raise ValueError(f"tokens must have shape (batch, length), not {list(tokens.shape)}")
     return (tokens != pad_token)[:, None, None, :] if visible else tokens == pad_token
+
+
+_looked_at = call_cache.new_store()
+
+
+def warn_of_zeros_and_ones(name: str, mask: Tensor, instead: str) -> None:
+    """Warns where a float mask holds only 0 and 1: they are added to the scores and hide nothing.
+
+    The whole mask is read, so each dtype and shape is looked at once. A mask on a GPU, where the
+    host would wait, one that is learned, and one in a program that is traced are not.
+    """
+    if mask.dtype == torch.bool or not mask.is_cpu or torch.compiler.is_compiling():
+        return
+    if type(mask) is not Tensor or (key := (mask.dtype, mask.shape)) in _looked_at:
+        return
+    if mask.requires_grad or not values_are_known(mask) or not call_cache.quiet():
+        return
+    call_cache.keep(_looked_at, key, None)
+    if mask.numel() and mask.max() == 1 and bool(((mask == 0) | (mask == 1)).all()):
+        warnings.warn(
+            f"{name} is a float mask that holds only 0 and 1. Float masks are added to the scores, "
+            f"so it hides nothing. {instead}",
+            stacklevel=2,
+        )

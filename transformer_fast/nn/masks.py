@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..functional import masks
 from ..reference import values_are_known
 
 
@@ -27,6 +28,8 @@ def check_masks(
     for mask, name in ((key_padding_mask, padding_name), (attn_mask, attn_name)):
         if mask is not None and not (torch.is_floating_point(mask) or mask.dtype == torch.bool):
             raise AssertionError(f"only bool and floating types of {name} are supported")
+    if attn_mask is not None or key_padding_mask is not None:
+        warn_of_zeros_and_ones(**{attn_name: attn_mask, padding_name: key_padding_mask})
     if attn_mask is None or key_padding_mask is None or attn_mask.dtype == key_padding_mask.dtype:
         return True
     warnings.warn(
@@ -35,6 +38,18 @@ def check_masks(
         stacklevel=3,
     )
     return False
+
+
+def warn_of_zeros_and_ones(**named: Tensor | None) -> None:
+    """`functional.masks.warn_of_zeros_and_ones` in torch.nn's polarity."""
+    for name, mask in named.items():
+        if mask is not None:
+            masks.warn_of_zeros_and_ones(
+                name,
+                mask,
+                f"Give {name} != 0 if 1 means hidden, as True does in torch.nn, or {name} == 0 if "
+                "1 means may attend.",
+            )
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -183,6 +183,10 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
+        masks.warn_of_zeros_and_ones(
+            tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+        )  # fmt: skip
         tgt_is_causal = masks.is_causal_mask(tgt_mask, tgt_is_causal, _length(tgt, self.layers[0]))
         padding = tgt_key_padding_mask if self.skips_padding else None
         on_rows = None

@@ -286,6 +286,10 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
                 self, super().forward, tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, tgt_is_causal, memory_is_causal,
             )  # fmt: skip
+        masks.warn_of_zeros_and_ones(
+            tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+        )  # fmt: skip
 
         if not fused_layers.is_trained(self):
             done = fused_layers.try_run(
