@@ -31,7 +31,7 @@ def test_padding_mask() -> None:
 
 
 def test_made_masks_mean_the_same_to_both() -> None:
-    """One attention, called in SDPA's convention and in torch.nn's."""
+    """The same call, in SDPA's convention and in torch.nn's."""
     layer = nn.MultiheadAttention(16, 2, batch_first=True)
     with torch.no_grad():
         layer.in_proj_weight.copy_(torch.eye(16).repeat(3, 1))
@@ -73,8 +73,8 @@ def nothing_seen() -> Iterator[None]:
 
 #: The function or module, by the name of each mask that it takes.
 NAMED = {
-    "attention": ("attn_mask",),
-    "multihead attention": ("attn_mask", "key_padding_mask"),
+    "sdpa": ("attn_mask",),
+    "mha": ("attn_mask", "key_padding_mask"),
     "encoder layer": ("src_mask", "src_key_padding_mask"),
     "encoder": ("mask", "src_key_padding_mask"),
     "decoder layer": (
@@ -86,11 +86,11 @@ NAMED = {
 
 def _called(kind: str, name: str, mask: Tensor, training: bool) -> Callable[[], object]:
     x = torch.randn(2, 4, 64)
-    if kind == "attention":
+    if kind == "sdpa":
         return lambda: functional.scaled_dot_product_attention(x, x, x, **{name: mask})
     module: torch.nn.Module
-    inputs = (x, x, x) if kind == "multihead attention" else (x, x) if "decoder" in kind else (x,)
-    if kind == "multihead attention":
+    inputs = (x, x, x) if kind == "mha" else (x, x) if "decoder" in kind else (x,)
+    if kind == "mha":
         module = nn.MultiheadAttention(64, 2, batch_first=True)
     elif "encoder" in kind:
         module = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)

@@ -158,7 +158,14 @@ def plain_output(output: Any, x: Tensor) -> Tensor:
 
 
 def plain_forward(
-    model: models.Transformer, source: Tensor, target: Tensor, dtype: torch.dtype
+    model: models.Transformer,
+    source: Tensor,
+    target: Tensor,
+    dtype: torch.dtype,
+    source_mask: Tensor | None = None,
+    target_mask: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
     """`Transformer.forward` by torch.nn's own modules, with masks expanded the usual way."""
     c = model.config
@@ -166,23 +173,25 @@ def plain_forward(
     decoder = plain_stack(model.decoder, c, c["num_decoder_layers"], True).to(dtype)
     length = target.shape[1]
     source_hidden = (source == PAD)[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool).triu(1)
-    target_hidden = causal | (target == PAD)[:, None, :]
+    target_hidden = (target == PAD)[:, None, :].expand(-1, length, -1)
+    if is_causal:
+        target_hidden = target_hidden | torch.ones(length, length, dtype=torch.bool).triu(1)
     # Pads would otherwise see nothing in torch, where that is NaN; nobody looks at them.
     heads = c["nhead"]
 
-    def per_head(hidden: Tensor, queries: int) -> Tensor:
-        return hidden.expand(-1, queries, -1).repeat_interleave(heads, 0)
+    def per_head(hidden: Tensor, queries: int, mask: Tensor | None) -> Tensor:
+        hidden = hidden.expand(-1, queries, -1).repeat_interleave(heads, 0)
+        return hidden if mask is None else hidden | mask
 
     memory = encoder(
         plain_embedding(model.encoder.embedding, source, dtype),
-        mask=per_head(source_hidden, source.shape[1]),
+        mask=per_head(source_hidden, source.shape[1], source_mask),
     )
     hidden = decoder(
         plain_embedding(model.decoder.embedding, target, dtype),
         memory,
-        tgt_mask=per_head(target_hidden, length),
-        memory_mask=per_head(source_hidden, length),
+        tgt_mask=per_head(target_hidden, length, target_mask),
+        memory_mask=per_head(source_hidden, length, memory_mask),
     )
     return plain_output(model.output, hidden)
 

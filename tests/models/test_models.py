@@ -67,6 +67,43 @@ def test_forward_is_that_of_plain_pytorch(options: dict[str, Any], padded: bool)
         check_budget(model(source, target)[real], plain[real], exact[real])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("given", [(), ("source",), ("target",), ("memory",), ("heads",)], ids=str)
+def test_masks_hide_besides_padding_and_causality(
+    given: tuple[str, ...], is_causal: bool, padded: bool
+) -> None:
+    model = small()
+    source = tokens(19, [7, 3, 5] if padded else [7, 7, 7])
+    target = tokens(19, [2, 6, 4] if padded else [6, 6, 6])
+    sizes = {"source": (7, 7), "target": (6, 6), "memory": (6, 7), "heads": (6, 6, 6)}
+    masks = {
+        "target_mask" if name == "heads" else f"{name}_mask": torch.rand(sizes[name]) < 0.4
+        for name in given
+    }
+    for mask in masks.values():
+        mask[..., 0] = False  # every query sees something, which torch wants
+    args = {**masks, "is_causal": is_causal}
+    expected = plain_forward(model, source, target, torch.float32, **args)
+    exact = plain_forward(model, source, target, torch.float64, **args)
+    real = target != PAD
+    check_budget(model(source, target, **args)[real], expected[real], exact[real])
+    with torch.no_grad():
+        check_budget(model(source, target, **args)[real], expected[real], exact[real])
+
+
+def test_masks_of_a_decoder_only_model() -> None:
+    """A window of two tokens: what stands before it has no effect on one layer."""
+    model = small_language_model(num_layers=1)
+    ids = tokens(19, [8])
+    window = ~torch.ones(8, 8, dtype=torch.bool).triu(-1)
+    changed = ids.clone()
+    changed[0, 3] = (ids[0, 3] - 2) % 16 + 3
+    before, after = model(ids, mask=window), model(changed, mask=window)
+    same = (before == after).all(-1)[0]
+    assert same.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+
+
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"norm": "annotated"}])
 def test_gradients_are_those_of_plain_pytorch(options: dict[str, Any]) -> None:
     model = small(target_vocab_size=None, tie_output=True, **options)
@@ -410,6 +447,14 @@ def test_masks() -> None:
         model(SOURCE, TARGET, source_padding=torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"padding must have the shape of source, \[1, 3\], not"):
         model(SOURCE, TARGET, source_padding=torch.zeros(1, 2, dtype=torch.bool))
+    with pytest.raises(
+        TypeError, match=r"^mask must be a bool Tensor, True where hidden, not .*float"
+    ):
+        model(SOURCE, TARGET, source_mask=torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=r"^mask must have shape \[2, 2\] or \[batch"):
+        model(SOURCE, TARGET, target_mask=torch.zeros(1, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"^memory_mask must have shape \[2, 3\]"):
+        model(SOURCE, TARGET, memory_mask=torch.zeros(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"memory_padding must have the shape of memory, \[1, 3\]"):
         model.decode(TARGET, model.encode(SOURCE), torch.zeros(1, 2, dtype=torch.bool))
 

@@ -13,7 +13,7 @@ from ..functional import causal_mask
 from .embedding import TokenEmbedding
 from .positions import make_positions
 from .stacks import LayerOptions, decoder_stack, encoder_stack
-from .tokens import check_padding_mask, check_tokens, padding_mask
+from .tokens import check_mask, check_padding_mask, check_tokens, padding_mask
 
 
 class _Half(torch.nn.Module):
@@ -69,6 +69,18 @@ class _Half(torch.nn.Module):
         name = self.tokens_name
         return padding_mask("padding", name, tokens, self.embedding.pad_token, padding)
 
+    def _mask_among(
+        self, tokens: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor | None, bool]:
+        """The mask among the tokens, and whether it is the causal mask and nothing else."""
+        length = tokens.shape[1]
+        if mask is not None:
+            check_mask("mask", mask, length, length)
+        if not is_causal:
+            return mask, False
+        causal = causal_mask(length, true_means="hidden", device=tokens.device)
+        return (causal, True) if mask is None else (mask | causal, False)
+
     def _check(self, tokens: Tensor) -> None:
         check_tokens(self.tokens_name, tokens, self.embedding.vocab_size)
         if tokens.shape[1] > self.max_len:
@@ -116,12 +128,19 @@ class Encoder(_Half):
     _make_stack = staticmethod(encoder_stack)
 
     def forward(
-        self, tokens: Tensor, padding: Tensor | None = None, *, is_causal: bool = False
+        self,
+        tokens: Tensor,
+        padding: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """The vectors (B, L, M) of tokens (B, L).
 
         Args:
             padding: bool (B, L), True at tokens to ignore; None: where pad_token stands.
+            mask: bool (L, L) or (B * H, L, L), True where token t (row) may not see token s, as in
+                torch.nn; padding and is_causal hide besides. None: hides nothing.
             is_causal: token t sees tokens s <= t only. Kept apart from the padding: neither mask is
                 expanded into the other.
 
@@ -131,11 +150,7 @@ class Encoder(_Half):
         """
         self._check(tokens)
         padding = self.padding_mask(tokens, padding)
-        mask = (
-            causal_mask(tokens.shape[1], true_means="hidden", device=tokens.device)
-            if is_causal
-            else None
-        )
+        mask, is_causal = self._mask_among(tokens, mask, is_causal)
         return self.stack(self.embedding(tokens), mask, padding, is_causal)
 
 
@@ -155,6 +170,10 @@ class Decoder(_Half):
         memory: Tensor,
         memory_padding: Tensor | None = None,
         padding: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        is_causal: bool = True,
     ) -> Tensor:
         """The vectors (B, T, M) of tokens (B, T), each seeing those before it and the memory.
 
@@ -162,6 +181,10 @@ class Decoder(_Half):
             memory: (B, S, M), the encoder's output.
             memory_padding: bool (B, S), True at places of the memory to ignore; None: none.
             padding: bool (B, T), True at tokens to ignore; None: where pad_token stands.
+            mask, is_causal: as in `Encoder.forward`, but is_causal is the default: without it each
+                token sees all that ``mask`` does not hide.
+            memory_mask: bool (T, S) or (B * H, T, S), True where token t may not see place s of the
+                memory; None: hides nothing.
 
         Raises:
             TypeError, ValueError, IndexError: as `Encoder`.
@@ -175,11 +198,15 @@ class Decoder(_Half):
             )
         if memory_padding is not None:
             check_padding_mask("memory_padding", memory_padding, "memory", tuple(memory.shape[:2]))
+        if memory_mask is not None:
+            check_mask("memory_mask", memory_mask, tokens.shape[1], memory.shape[1])
+        mask, is_causal = self._mask_among(tokens, mask, is_causal)
         return self.stack(
             self.embedding(tokens),
             memory,
-            tgt_mask=causal_mask(tokens.shape[1], true_means="hidden", device=tokens.device),
+            tgt_mask=mask,
+            memory_mask=memory_mask,
             tgt_key_padding_mask=padding,
             memory_key_padding_mask=memory_padding,
-            tgt_is_causal=True,
+            tgt_is_causal=is_causal,
         )

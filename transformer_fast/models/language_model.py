@@ -80,6 +80,7 @@ class LanguageModel(torch.nn.Module):
         tokens: Tensor,
         padding: Tensor | None = None,
         *,
+        mask: Tensor | None = None,
         expected: Tensor | None = None,
         smoothing: float = 0.0,
         ignored: int | None = None,
@@ -89,7 +90,7 @@ class LanguageModel(torch.nn.Module):
         With ``expected`` (B, L), losses (B, L) instead, as in `OutputProjection.forward`. Other
         arguments and errors: as `Encoder.forward`.
         """
-        encoded = self.encoder(tokens, padding, is_causal=True)
+        encoded = self.encoder(tokens, padding, mask=mask, is_causal=True)
         return self.output(encoded, expected, smoothing, ignored)
 
     def log_probabilities(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of token ids, and the padding masks that follow from them."""
+"""Checks of token ids and masks, and the padding masks that follow from token ids."""
 
 from __future__ import annotations
 
@@ -73,3 +73,14 @@ def padding_mask(
     if mask.device.type == "cpu" and values_are_known(mask) and not mask.any():
         return None
     return mask
+
+
+def check_mask(name: str, mask: Any, length: int, keys: int) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool Tensor, True where hidden, not {kind}")
+    if mask.dim() not in (2, 3) or tuple(mask.shape[-2:]) != (length, keys):
+        raise ValueError(
+            f"{name} must have shape [{length}, {keys}] or [batch * nhead, {length}, {keys}], not "
+            f"{list(mask.shape)}"
+        )

@@ -97,9 +97,15 @@ class Transformer(torch.nn.Module):
             dtype=dtype,
         )
 
-    def encode(self, source: Tensor, source_padding: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        source: Tensor,
+        source_padding: Tensor | None = None,
+        *,
+        source_mask: Tensor | None = None,
+    ) -> Tensor:
         """The memory (B, S, M) of source tokens (B, S); `Encoder.forward`."""
-        return self.encoder(source, source_padding)
+        return self.encoder(source, source_padding, mask=source_mask)
 
     def decode(
         self,
@@ -107,13 +113,20 @@ class Transformer(torch.nn.Module):
         memory: Tensor,
         memory_padding: Tensor | None = None,
         target_padding: Tensor | None = None,
+        *,
+        target_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        is_causal: bool = True,
     ) -> Tensor:
         """The vectors (B, T, M) of target tokens (B, T), given the memory; `Decoder.forward`.
 
         ``memory_padding`` is ``model.encoder.padding_mask(source)``; ``model.output`` makes logits
         of the result.
         """
-        return self.decoder(target, memory, memory_padding, target_padding)
+        return self.decoder(
+            target, memory, memory_padding, target_padding,
+            mask=target_mask, memory_mask=memory_mask, is_causal=is_causal,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -122,6 +135,10 @@ class Transformer(torch.nn.Module):
         source_padding: Tensor | None = None,
         target_padding: Tensor | None = None,
         *,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        is_causal: bool = True,
         expected: Tensor | None = None,
         smoothing: float = 0.0,
         ignored: int | None = None,
@@ -135,6 +152,11 @@ class Transformer(torch.nn.Module):
             target: int64 or int32 (B, T), beginning with the start token (teacher forcing).
             source_padding: bool (B, S), True at tokens to ignore; None: where pad_token stands.
             target_padding: bool (B, T), the same of the target.
+            source_mask: bool (S, S) or (B * H, S, S), True where hidden; None: hides nothing.
+            target_mask: bool (T, T) or (B * H, T, T), the same of the target; what is not causal is
+                hidden besides, unless is_causal is False.
+            memory_mask: bool (T, S) or (B * H, T, S), the same of the memory.
+            is_causal: target token t sees target tokens s <= t only.
             expected, smoothing, ignored: the tokens (B, T) that are right, and what counts as their
                 loss, as in `OutputProjection.forward`.
 
@@ -142,9 +164,12 @@ class Transformer(torch.nn.Module):
             TypeError, ValueError, IndexError: tokens that are no ids, of another shape, empty,
                 longer than max_len, or not in the vocabulary; masks that do not fit.
         """
-        memory = self.encode(source, source_padding)
+        memory = self.encode(source, source_padding, source_mask=source_mask)
         source_padding = self.encoder.padding_mask(source, source_padding)
-        decoded = self.decode(target, memory, source_padding, target_padding)
+        decoded = self.decode(
+            target, memory, source_padding, target_padding,
+            target_mask=target_mask, memory_mask=memory_mask, is_causal=is_causal,
+        )  # fmt: skip
         return self.output(decoded, expected, smoothing, ignored)
 
     def log_probabilities(
