@@ -10,7 +10,7 @@ choices, and how they are said here:
     Generator: log_softmax of a Linear                            model.log_probabilities
     greedy_decode, which computes everything again at each step   model.generate, with a cache
 
-`load_weights` takes a state_dict that was trained with the tutorial's own classes.
+`models.load_weights` takes a state_dict that was trained with the tutorial's own classes.
 
     python examples/annotated_transformer.py
 """
@@ -18,7 +18,6 @@ choices, and how they are said here:
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from transformer_fast import models
 
@@ -50,49 +49,6 @@ def make_model(
         start_token=START,
         end_token=END,
     )
-
-
-def load_weights(model: models.Transformer, theirs: dict[str, Tensor]) -> None:
-    """Load the state_dict of the tutorial's EncoderDecoder."""
-    ours: dict[str, Tensor] = {}
-
-    def linear(name: str, from_name: str) -> None:
-        ours[f"{name}.weight"], ours[f"{name}.bias"] = (
-            theirs[f"{from_name}.weight"],
-            theirs[f"{from_name}.bias"],
-        )
-
-    def norm(name: str, from_name: str) -> None:
-        ours[f"{name}.weight"], ours[f"{name}.bias"] = (
-            theirs[f"{from_name}.a_2"],
-            theirs[f"{from_name}.b_2"],
-        )
-
-    def attention(name: str, from_name: str) -> None:
-        # Three Linears for query, key and value are one matrix here; the fourth is the output.
-        for part in ("weight", "bias"):
-            qkv = [theirs[f"{from_name}.linears.{i}.{part}"] for i in range(3)]
-            ours[f"{name}.in_proj_{part}"] = torch.cat(qkv)
-        linear(f"{name}.out_proj", f"{from_name}.linears.3")
-
-    for half, attentions in (
-        ("encoder", {"self_attn": "self_attn"}),
-        ("decoder", {"self_attn": "self_attn", "multihead_attn": "src_attn"}),
-    ):
-        stack = getattr(model, half).stack
-        for i in range(len(stack.layers)):
-            layer, from_layer = f"{half}.stack.layers.{i}", f"{half}.layers.{i}"
-            for name, from_name in attentions.items():
-                attention(f"{layer}.{name}", f"{from_layer}.{from_name}")
-            linear(f"{layer}.linear1", f"{from_layer}.feed_forward.w_1")
-            linear(f"{layer}.linear2", f"{from_layer}.feed_forward.w_2")
-            for j in range(len(attentions) + 1):
-                norm(f"{layer}.norm{j + 1}", f"{from_layer}.sublayer.{j}.norm")
-        norm(f"{half}.stack.norm", f"{half}.norm")
-    ours["encoder.embedding.table.weight"] = theirs["src_embed.0.lut.weight"]
-    ours["decoder.embedding.table.weight"] = theirs["tgt_embed.0.lut.weight"]
-    linear("output", "generator.proj")
-    model.load_state_dict(ours)
 
 
 def main() -> None:

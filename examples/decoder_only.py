@@ -9,7 +9,7 @@ to the vocabulary. Said here:
     ModuleList of heads, tril filled with -inf         nhead; LanguageModel is causal by itself
     generate(), which runs the whole context again     model.generate and model.stream, with a cache
 
-`load_weights` takes a state_dict of such a model.
+`models.load_weights` takes a state_dict of such a model.
 
     python examples/decoder_only.py
 """
@@ -17,7 +17,6 @@ to the vocabulary. Said here:
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from transformer_fast import models
 
@@ -39,37 +38,6 @@ def make_model(
         embedding_scale=1.0,
         max_len=block_size,
     )
-
-
-def load_weights(model: models.LanguageModel, theirs: dict[str, Tensor]) -> None:
-    """Load ``blocks.0.attention.heads.0.query.weight`` and the like."""
-    ours = {
-        "encoder.embedding.table.weight": theirs["token_embedding.weight"],
-        "encoder.embedding.positions.table": theirs["position_embedding.weight"],
-    }
-    modules = {"encoder.stack.norm": "norm", "output": "head"}
-    layers = model.encoder.stack.layers
-    for i in range(len(layers)):
-        layer, block = f"encoder.stack.layers.{i}", f"blocks.{i}"
-        heads = range(layers[i].self_attn.num_heads)
-        ours[f"{layer}.self_attn.in_proj_weight"] = torch.cat(
-            [
-                theirs[f"{block}.attention.heads.{h}.{part}.weight"]
-                for part in ("query", "key", "value")
-                for h in heads
-            ]
-        )
-        ours[f"{layer}.self_attn.in_proj_bias"] = torch.zeros_like(layers[i].self_attn.in_proj_bias)
-        modules |= {
-            f"{layer}.self_attn.out_proj": f"{block}.attention.projection",
-            f"{layer}.linear1": f"{block}.mlp.0",
-            f"{layer}.linear2": f"{block}.mlp.2",
-            f"{layer}.norm1": f"{block}.norm1",
-            f"{layer}.norm2": f"{block}.norm2",
-        }
-    for name, from_name in modules.items():
-        ours |= {f"{name}.{part}": theirs[f"{from_name}.{part}"] for part in ("weight", "bias")}
-    model.load_state_dict(ours)
 
 
 def main() -> None:

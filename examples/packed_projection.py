@@ -9,7 +9,8 @@ einsum do the rest:
     values = einsum("bhqk,bkhd->bqhd", softmax(scores), v)
 
 Ours is packed too, but has all heads' queries first, then all keys, then all values (as in
-torch.nn.MultiheadAttention), so the rows of a trained weight have to be sorted: `sort_rows`.
+torch.nn.MultiheadAttention), so the rows of a trained weight have to be sorted:
+``models.load_weights(model, theirs, packed_by_head=True)``.
 
 The tutorial's model is an encoder with a classifier on the mean of its vectors: `Classifier`.
 
@@ -40,32 +41,6 @@ class Classifier(torch.nn.Module):
         real = (tokens != 0).unsqueeze(-1)
         vectors = self.encoder(tokens).masked_fill(~real, 0.0)
         return self.head(vectors.sum(1) / real.sum(1))
-
-
-def sort_rows(packed: Tensor, heads: int) -> Tensor:
-    """(H, 3, D, ...) rows as (3, H, D, ...): weight (3M, M) or bias (3M,)."""
-    return packed.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def load_weights(model: Classifier, theirs: dict[str, Tensor]) -> None:
-    """Load ``layers.0.attention.qkv_proj.weight`` and the like."""
-    ours = {"encoder.embedding.table.weight": theirs["embedding.weight"]}
-    heads = model.encoder.stack.layers[0].self_attn.num_heads
-    for part in ("weight", "bias"):
-        ours[f"head.{part}"] = theirs[f"head.{part}"]
-        for i in range(len(model.encoder.stack.layers)):
-            layer, from_layer = f"encoder.stack.layers.{i}", f"layers.{i}"
-            packed = theirs[f"{from_layer}.attention.qkv_proj.{part}"]
-            ours[f"{layer}.self_attn.in_proj_{part}"] = sort_rows(packed, heads)
-            for name, from_name in (
-                ("self_attn.out_proj", "attention.o_proj"),
-                ("linear1", "ffn.0"),
-                ("linear2", "ffn.2"),
-                ("norm1", "norm1"),
-                ("norm2", "norm2"),
-            ):
-                ours[f"{layer}.{name}.{part}"] = theirs[f"{from_layer}.{from_name}.{part}"]
-    model.load_state_dict(ours)
 
 
 def main() -> None:

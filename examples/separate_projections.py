@@ -17,7 +17,7 @@ with the norm behind each sub-layer and embeddings that are not scaled. Said her
 A mask that is 0 where hidden becomes a padding mask, True where hidden: ``mask == 0``. The masks
 here hide completely, where -1e9 leaves a query that sees nothing the mean of all values.
 
-`load_weights` takes a state_dict of such a model.
+`models.load_weights` takes a state_dict of such a model.
 
     python examples/separate_projections.py
 """
@@ -25,7 +25,6 @@ here hide completely, where -1e9 leaves a query that sees nothing the mean of al
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from transformer_fast import models
 
@@ -53,32 +52,6 @@ def make_model(
         max_len=max_seq_length,
         pad_token=0,
     )
-
-
-def load_weights(model: models.Transformer, theirs: dict[str, Tensor]) -> None:
-    """Load ``encoder_layers.0.self_attn.W_q.weight`` and the like."""
-    names = {
-        "encoder.embedding.table.weight": "encoder_embedding.weight",
-        "decoder.embedding.table.weight": "decoder_embedding.weight",
-    }
-    modules = {"output": "fc"}
-    ours: dict[str, Tensor] = {}
-    for half, norms in (("encoder", 2), ("decoder", 3)):
-        for i in range(len(getattr(model, half).stack.layers)):
-            layer, from_layer = f"{half}.stack.layers.{i}", f"{half}_layers.{i}"
-            attentions = {"self_attn": "self_attn", "multihead_attn": "cross_attn"}
-            for name, from_name in list(attentions.items())[: norms - 1]:
-                for part in ("weight", "bias"):
-                    qkv = [theirs[f"{from_layer}.{from_name}.W_{x}.{part}"] for x in "qkv"]
-                    ours[f"{layer}.{name}.in_proj_{part}"] = torch.cat(qkv)
-                modules[f"{layer}.{name}.out_proj"] = f"{from_layer}.{from_name}.W_o"
-            for j in (1, 2):
-                modules[f"{layer}.linear{j}"] = f"{from_layer}.feed_forward.fc{j}"
-            for j in range(1, norms + 1):
-                modules[f"{layer}.norm{j}"] = f"{from_layer}.norm{j}"
-    for name, from_name in modules.items():
-        names |= {f"{name}.{part}": f"{from_name}.{part}" for part in ("weight", "bias")}
-    model.load_state_dict(ours | {name: theirs[from_name] for name, from_name in names.items()})
 
 
 def main() -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models_checks import in_double, lively, tokens
+from models_checks import in_double, lively, small, small_language_model, tokens
 from module_checks import check_budget
 from torch import Tensor, nn
 
@@ -207,7 +208,7 @@ def test_the_annotated_transformer() -> None:
     check(
         ours,
         theirs,
-        module.load_weights,
+        models.load_weights,
         lambda model: model.log_probabilities(source, target)[target != 2],
     )
 
@@ -300,7 +301,7 @@ def test_separate_projections() -> None:
     theirs = randomised(FourLinearsTransformer(13, 11, 16, 2, 2, 24))
     ours = module.make_model(13, 11, 16, 2, 2, 24)
     source, target = tokens(13, [7, 4, 2]), tokens(11, [5, 5, 3])
-    check(ours, theirs, module.load_weights, lambda model: model(source, target)[target != 0])
+    check(ours, theirs, models.load_weights, lambda model: model(source, target)[target != 0])
 
 
 # One packed projection and einsum
@@ -355,7 +356,169 @@ def test_packed_projection() -> None:
     theirs = randomised(PackedClassifier(13, 4, 16, 2, 2, 24))
     ours = module.Classifier(13, 4, 16, 2, 2, 24)
     ids = tokens(13, [7, 4, 2])
-    check(ours, theirs, module.load_weights, lambda model: model(ids))
+    check(
+        ours,
+        theirs,
+        partial(models.load_weights, packed_by_head=True),
+        lambda model: model(ids),
+    )
+
+
+# Names of other tutorials
+
+
+class Written(NamedTuple):
+    """What a tutorial calls the parts of an encoder-decoder, and of each layer."""
+
+    encoder_layers: str
+    decoder_layers: str
+    attentions: str
+    projections: str
+    network: str
+    norms: str
+    #: The norms behind the stacks, the embeddings, the last Linear.
+    others: str
+    norm: str
+    buffer: str
+
+    def names(self) -> dict[str, str]:
+        found = dict(zip(OTHERS, self.others.split(), strict=True))
+        own, own_in_decoder, cross = self.attentions.split()
+        for half, layers, attentions in (
+            ("encoder", self.encoder_layers, {"self_attn": own}),
+            (
+                "decoder",
+                self.decoder_layers,
+                {"self_attn": own_in_decoder, "multihead_attn": cross},
+            ),
+        ):
+            for i in range(2):
+                layer, from_layer = f"{half}.stack.layers.{i}", f"{layers}.{i}"
+                for ours, theirs in attentions.items():
+                    for part, called in zip(
+                        ("q", "k", "v", "out_proj"), self.projections.split(), strict=True
+                    ):
+                        found[f"{layer}.{ours}.{part}"] = f"{from_layer}.{theirs}.{called}"
+                for kind, called in (("linear", self.network), ("norm", self.norms)):
+                    for n, one in enumerate(called.split()[: len(attentions) + 1], 1):
+                        found[f"{layer}.{kind}{n}"] = f"{from_layer}.{one}"
+        return found
+
+
+OTHERS = (
+    "encoder.stack.norm", "decoder.stack.norm", "encoder.embedding.table",
+    "decoder.embedding.table", "output",
+)  # fmt: skip
+WRITTEN = {
+    "q_linear": Written(
+        "encoder.layers", "decoder.layers", "attn attn_1 attn_2",
+        "q_linear k_linear v_linear out", "ff.linear_1 ff.linear_2", "norm_1 norm_2 norm_3",
+        "encoder.norm decoder.norm encoder.embed.embed decoder.embed.embed out",
+        "alpha bias", "encoder.pe.pe",
+    ),
+    "wq and dense": Written(
+        "encoder.enc_layers", "decoder.dec_layers", "mha mha1 mha2",
+        "wq wk wv dense", "ffn.0 ffn.2", "layernorm1 layernorm2 layernorm3",
+        "encoder.layernorm decoder.layernorm encoder.embedding decoder.embedding final_layer",
+        "gamma beta", "decoder.mask",
+    ),
+    "w_q and w_o": Written(
+        "encoder.layers", "decoder.layers",
+        "self_attention_block self_attention_block cross_attention_block",
+        "w_q w_k w_v w_o", "feed_forward_block.linear_1 feed_forward_block.linear_2",
+        "residual_connections.0.norm residual_connections.1.norm residual_connections.2.norm",
+        "encoder.norm decoder.norm src_embed.embedding tgt_embed.embedding projection_layer.proj",
+        "alpha bias", "src_pos.pe",
+    ),
+}  # fmt: skip
+GPT = {
+    "encoder.stack.norm": "transformer.ln_f",
+    "encoder.embedding.table": "transformer.wte",
+    "encoder.embedding.positions.table": "transformer.wpe.weight",
+    "output": "lm_head",
+} | {
+    f"encoder.stack.layers.{i}.{ours}": f"transformer.h.{i}.{theirs}"
+    for i in range(2)
+    for ours, theirs in {
+        "self_attn.in_proj": "attn.c_attn", "self_attn.out_proj": "attn.c_proj",
+        "linear1": "mlp.c_fc", "linear2": "mlp.c_proj", "norm1": "ln_1", "norm2": "ln_2",
+    }.items()
+}  # fmt: skip
+
+
+def as_written(state: dict[str, Tensor], tutorial: str) -> dict[str, Tensor]:
+    """Our state_dict under the names of a tutorial."""
+    written = WRITTEN[tutorial]
+    names, norm = written.names(), dict(zip(("weight", "bias"), written.norm.split(), strict=True))
+    found = {written.buffer: torch.ones(1)}
+    for name, value in state.items():
+        part, _, kind = name.rpartition(".")
+        if kind.startswith("in_proj_"):
+            for one, chunk in zip("qkv", value.chunk(3), strict=True):
+                found[f"{names[f'{part}.{one}']}.{kind.removeprefix('in_proj_')}"] = chunk
+        else:
+            found[f"{names[part]}.{norm[kind] if 'norm' in part else kind}"] = value
+    return found
+
+
+@pytest.mark.parametrize("tutorial", WRITTEN)
+def test_names_of_tutorials(tutorial: str) -> None:
+    saved, model = (small(norm_first=True, norm="annotated") for _ in range(2))
+    theirs = as_written(saved.state_dict(), tutorial)
+    assert not set(theirs) & set(saved.state_dict())
+    models.load_weights(model, theirs)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_names_of_gpt() -> None:
+    saved, model = (small_language_model(norm_first=True, positions="learned") for _ in range(2))
+    theirs = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}
+    for name, value in saved.state_dict().items():
+        ours = next(part for part in GPT if name.startswith(part))
+        kind = name.removeprefix(ours)
+        theirs[GPT[ours] + (f".{kind[1:]}" if kind else "")] = value
+    models.load_weights(model, theirs)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_weights_that_are_one_or_that_are_missing() -> None:
+    """One table of embeddings, norms of one number, Linears without biases."""
+    saved = small(target_vocab_size=None, norm_first=True)
+    theirs = as_written(saved.state_dict(), "w_q and w_o")
+    del theirs["tgt_embed.embedding.weight"], theirs["projection_layer.proj.bias"]
+    del theirs["encoder.layers.1.feed_forward_block.linear_1.bias"]
+    for part in "qkv":
+        del theirs[f"decoder.layers.0.cross_attention_block.w_{part}.bias"]
+    theirs["decoder.norm.alpha"] = torch.tensor([0.7])
+    model = small(target_vocab_size=None, norm_first=True)
+    models.load_weights(model, theirs)
+    assert torch.equal(model.decoder.embedding.table.weight, theirs["src_embed.embedding.weight"])
+    assert not model.output.bias.any()
+    assert not model.encoder.stack.layers[1].linear1.bias.any()
+    assert not model.decoder.stack.layers[0].multihead_attn.in_proj_bias.any()
+    assert model.decoder.stack.norm.weight.tolist() == [pytest.approx(0.7)] * 16
+
+
+def test_weights_that_cannot_be_loaded() -> None:
+    model = small(norm_first=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    theirs = as_written(before, "wq and dense")
+    gate = torch.zeros(16, 16)
+    with pytest.raises(ValueError, match=r"no part that is known as encoder\.gate\.weight; say"):
+        models.load_weights(model, theirs | {"encoder.gate.weight": gate})
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' is not the only one for 'output\."):
+        models.load_weights(model, theirs | {"lm_head.weight": gate})
+    with pytest.raises(ValueError, match=r"w_q\.weight' is not the only one for .*self_attn\.q\."):
+        models.load_weights(model, theirs | {"encoder.enc_layers.0.mha.w_q.weight": gate})
+    del theirs["final_layer.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"output\.weight"'):
+        models.load_weights(model, theirs)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    theirs["logits.weight"] = before["output.weight"] + 1
+    models.load_weights(model, theirs, names={r"^logits\.": "output."})
+    assert torch.equal(model.output.weight, before["output.weight"] + 1)
 
 
 # torch.nn.Transformer
@@ -475,7 +638,7 @@ def test_decoder_only() -> None:
     theirs = randomised(SmallGPT(19, 16, 2, 2, 40))
     ours = module.make_model(19, 16, 2, 2, 40)
     ids = tokens(19, [12, 12])
-    check(ours, theirs, module.load_weights, lambda model: model(ids))
+    check(ours, theirs, models.load_weights, lambda model: model(ids))
     so_far = ids[:, :3]
     with torch.no_grad():
         for _ in range(10):

@@ -13,6 +13,7 @@ from .generation import BeamSearch, Generated, Greedy, Sampling, generate, strea
 from .language_model import LanguageModel
 from .positions import LearnedPositions, SinusoidalPositions
 from .transformer import Transformer
+from .weights import load_weights
 
 __all__ = [
     "AnnotatedLayerNorm",
@@ -30,5 +31,6 @@ __all__ = [
     "Transformer",
     "attention_weights",
     "generate",
+    "load_weights",
     "stream",
 ]
