@@ -25,6 +25,7 @@ from transformer_fast import models
 PAGES = Path(__file__).parents[2] / "examples"
 NAMES = (
     "annotated_transformer",
+    "hand_written",
     "separate_projections",
     "packed_projection",
     "translation_with_torch_nn",
@@ -75,127 +76,17 @@ def check(ours: nn.Module, theirs: nn.Module, load: Any, call: Callable[[Any], T
 # The Annotated Transformer
 
 
-class AnnotatedNorm(nn.Module):
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.a_2, self.b_2 = (
-            nn.Parameter(torch.ones(features)),
-            nn.Parameter(torch.zeros(features)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a_2 * (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + 1e-6) + self.b_2
+by_hand = page("hand_written")
 
 
-class AnnotatedAttention(nn.Module):
-    def __init__(self, heads: int, d_model: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            linear(x).view(x.shape[0], -1, self.heads, x.shape[-1] // self.heads).transpose(1, 2)
-            for linear, x in zip(self.linears, (query, key, value), strict=False)
-        )
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
-        return self.linears[3]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-class AnnotatedFeedForward(nn.Module):
-    def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__()
-        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_2(self.w_1(x).relu())
-
-
-class AnnotatedSublayer(nn.Module):
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.norm = AnnotatedNorm(d_model)
-
-    def forward(self, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        return x + run(self.norm(x))
-
-
-class AnnotatedLayer(nn.Module):
-    def __init__(self, heads: int, d_model: int, d_ff: int, crossed: bool) -> None:
-        super().__init__()
-        self.self_attn = AnnotatedAttention(heads, d_model)
-        if crossed:
-            self.src_attn = AnnotatedAttention(heads, d_model)
-        self.feed_forward = AnnotatedFeedForward(d_model, d_ff)
-        self.sublayer = nn.ModuleList(AnnotatedSublayer(d_model) for _ in range(2 + crossed))
-
-    def forward(self, x: Tensor, mask: Tensor, *memory: Tensor) -> Tensor:
-        x = self.sublayer[0](x, lambda y: self.self_attn(y, y, y, mask))
-        if memory:
-            x = self.sublayer[1](x, lambda y: self.src_attn(y, memory[0], memory[0], memory[1]))
-        return self.sublayer[-1](x, self.feed_forward)
-
-
-class AnnotatedHalf(nn.Module):
-    def __init__(self, layers: int, *shape: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(AnnotatedLayer(*shape) for _ in range(layers))
-        self.norm = AnnotatedNorm(shape[1])
-
-    def forward(self, x: Tensor, mask: Tensor, *memory: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, mask, *memory)
-        return self.norm(x)
-
-
-class AnnotatedLookup(nn.Module):
-    def __init__(self, vocab: int, d_model: int) -> None:
-        super().__init__()
-        self.lut = nn.Embedding(vocab, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lut(x) * math.sqrt(self.lut.embedding_dim)
-
-
-class AnnotatedPositions(nn.Module):
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        position = torch.arange(0, 60)[:, None]
-        div_term = torch.exp(torch.arange(0, d_model, 2) * -(math.log(10000.0) / d_model))
-        pe = torch.zeros(60, d_model)
-        pe[:, 0::2], pe[:, 1::2] = torch.sin(position * div_term), torch.cos(position * div_term)
-        self.register_buffer("pe", pe[None])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.pe[:, : x.shape[1]]
-
-
-class AnnotatedGenerator(nn.Module):
-    def __init__(self, d_model: int, vocab: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(d_model, vocab)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.log_softmax(self.proj(x), -1)
-
-
-class Annotated(nn.Module):
-    def __init__(self, src: int, tgt: int, layers: int, d_model: int, d_ff: int, h: int) -> None:
-        super().__init__()
-        self.encoder = AnnotatedHalf(layers, h, d_model, d_ff, False)
-        self.decoder = AnnotatedHalf(layers, h, d_model, d_ff, True)
-        self.src_embed = nn.Sequential(AnnotatedLookup(src, d_model), AnnotatedPositions(d_model))
-        self.tgt_embed = nn.Sequential(AnnotatedLookup(tgt, d_model), AnnotatedPositions(d_model))
-        self.generator = AnnotatedGenerator(d_model, tgt)
-
+class Annotated(by_hand.EncoderDecoder):
     def log_probabilities(self, source: Tensor, target: Tensor) -> Tensor:
         source_mask = (source != 2).unsqueeze(-2)
         length = target.shape[1]
         causal = torch.triu(torch.ones(1, length, length), diagonal=1) == 0
         target_mask = (target != 2).unsqueeze(-2) & causal
-        memory = self.encoder(self.src_embed(source), source_mask)
-        hidden = self.decoder(self.tgt_embed(target), target_mask, memory, source_mask)
+        memory = self.encode(source, source_mask)
+        hidden = self.decode(memory, source_mask, target, target_mask)
         return self.generator(hidden)
 
 
@@ -224,6 +115,91 @@ def test_the_annotated_transformers_greedy_decode() -> None:
         ys = torch.cat((ys, best), 1)
     found = ours.generate(source, max_new_tokens=9, end_token=-1, prefix=ys[:, :1])
     assert torch.equal(found.tokens, ys[:, 1:])
+
+
+@pytest.mark.parametrize("method", [models.Greedy(), models.BeamSearch(3), models.Sampling(seed=1)])
+def test_searches_of_a_model_written_by_hand(method: Any) -> None:
+    """Its tokens are those of our model with its weights."""
+    ours = page("annotated_transformer").make_model(23, 11, N=2, d_model=16, d_ff=24, h=2)
+    theirs = randomised(Annotated(23, 11, 2, 16, 24, 2))
+    models.load_weights(ours, theirs.state_dict())
+    lively(ours)
+    theirs.generator.proj.load_state_dict(ours.output.state_dict())
+    theirs.train()
+    theirs.src_embed.append(nn.Dropout())
+    theirs.tgt_embed.append(nn.Dropout())
+    adapter = models.HandWritten(theirs, pad_token=2, start_token=0, end_token=1)
+    assert set(adapter.state_dict()) == {f"model.{name}" for name in theirs.state_dict()}
+    source = tokens(23, [7, 7, 7])
+    source[1, 4:] = 2
+    expected = ours.generate(source, method, max_new_tokens=9)
+    found = adapter.generate(source, method, max_new_tokens=9)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert len({tuple(row.tolist()) for row in found.tokens}) > 1
+    prefix = torch.tensor([[0, 5]] * 3)
+    assert torch.equal(
+        adapter.generate(source, method, max_new_tokens=4, prefix=prefix).tokens,
+        ours.generate(source, method, max_new_tokens=4, prefix=prefix).tokens,
+    )
+    assert theirs.training
+
+
+def test_a_model_written_by_hand_of_another_form() -> None:
+    """Without encode, decode and generator, and with masks (B, 1, 1, S) and (1, 1, T, T)."""
+    theirs = randomised(FourLinearsTransformer(13, 11, 16, 2, 2, 24))
+
+    def encode(source: Tensor, mask: Tensor) -> Tensor:
+        assert mask.tolist() == [[[True] * 6]] * 2
+        x = theirs.positional_encoding(theirs.encoder_embedding(source))
+        for layer in theirs.encoder_layers:
+            x = layer(x, mask[:, None])
+        return x
+
+    def decode(memory: Tensor, mask: Tensor, target: Tensor, target_mask: Tensor) -> Tensor:
+        y = theirs.positional_encoding(theirs.decoder_embedding(target))
+        for layer in theirs.decoder_layers:
+            y = layer(y, target_mask[:, None], memory, mask[:, None])
+        return y
+
+    adapter = models.HandWritten(
+        theirs, encode=encode, decode=decode, project=theirs.fc, start_token=1, end_token=-1
+    )
+    source, ys = torch.randint(1, 13, (2, 6)), torch.ones(2, 1, dtype=torch.int64)
+    with torch.no_grad():
+        theirs.fc.weight[0], theirs.fc.bias[0] = 0, -99  # 0 would be padding for the model itself
+        for _ in range(7):
+            ys = torch.cat((ys, theirs(source, ys)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(adapter.generate(source, max_new_tokens=7).tokens, ys[:, 1:])
+    adapter.pad_token, source[1] = 3, 3
+    with pytest.raises(ValueError, match="source is empty: row 1 has nothing but padding"):
+        adapter.generate(source, max_new_tokens=2)
+    with pytest.raises(AttributeError, match="encode"):
+        models.HandWritten(theirs, start_token=1, end_token=2)
+
+
+def test_weights_of_modules_written_by_hand() -> None:
+    theirs = randomised(Annotated(13, 11, 2, 16, 24, 2))
+    ours = page("annotated_transformer").make_model(13, 11, N=2, d_model=16, d_ff=24, h=2).eval()
+    models.load_weights(ours, theirs.state_dict())
+    source, target = tokens(13, [7, 7]), tokens(11, [5, 5])
+
+    def read(module: Any, output: Tensor) -> Tensor:
+        assert output.shape == (2, 5, 16)
+        return module.attn
+
+    with models.attention_weights(theirs, "decoder.layers.*.src_attn", read=read) as found:
+        theirs.log_probabilities(source, target)
+    with models.attention_weights(ours, "decoder.*.multihead_attn") as expected:
+        ours(source, target)
+    assert list(found) == ["decoder.layers.0.src_attn", "decoder.layers.1.src_attn"]
+    for one, right in zip(found.values(), expected.values(), strict=True):
+        torch.testing.assert_close(one, right)
+        assert not one.requires_grad
+    theirs.log_probabilities(source[:1], target[:1])
+    assert found["decoder.layers.0.src_attn"].shape[0] == 2  # hooks are gone
+    attention_weights_of_all = models.attention_weights(theirs, read=read)
+    with pytest.raises(ValueError, match="names must say which"), attention_weights_of_all:
+        pass
 
 
 # Four Linears per attention
@@ -276,7 +252,7 @@ class FourLinearsTransformer(nn.Module):
         super().__init__()
         self.encoder_embedding = nn.Embedding(src, d_model)
         self.decoder_embedding = nn.Embedding(tgt, d_model)
-        self.positional_encoding = AnnotatedPositions(d_model)
+        self.positional_encoding = by_hand.PositionalEncoding(d_model)
         shape = (d_model, heads, d_ff)
         self.encoder_layers = nn.ModuleList(FourLinearsLayer(*shape, False) for _ in range(layers))
         self.decoder_layers = nn.ModuleList(FourLinearsLayer(*shape, True) for _ in range(layers))
@@ -338,7 +314,7 @@ class PackedClassifier(nn.Module):
     def __init__(self, vocab: int, classes: int, d_model: int, heads: int, layers: int, d_ff: int):
         super().__init__()
         self.embedding = nn.Embedding(vocab, d_model)
-        self.positions = AnnotatedPositions(d_model)
+        self.positions = by_hand.PositionalEncoding(d_model)
         self.layers = nn.ModuleList(PackedLayer(d_model, heads, d_ff) for _ in range(layers))
         self.head = nn.Linear(d_model, classes)
 
@@ -510,8 +486,15 @@ def test_weights_that_cannot_be_loaded() -> None:
         models.load_weights(model, theirs | {"encoder.gate.weight": gate})
     with pytest.raises(ValueError, match=r"'lm_head\.weight' is not the only one for 'output\."):
         models.load_weights(model, theirs | {"lm_head.weight": gate})
-    with pytest.raises(ValueError, match=r"w_q\.weight' is not the only one for .*self_attn\.q\."):
+    with pytest.raises(ValueError, match=r"w_q\.weight' is not the only one for .*in_proj_weight"):
         models.load_weights(model, theirs | {"encoder.enc_layers.0.mha.w_q.weight": gate})
+    with pytest.raises(
+        ValueError, match=r"embedding\.table\.weight' is one parameter with another"
+    ):
+        models.load_weights(
+            small(target_vocab_size=None, norm_first=True),
+            as_written(small(target_vocab_size=23).state_dict(), "wq and dense"),
+        )
     del theirs["final_layer.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"output\.weight"'):
         models.load_weights(model, theirs)
@@ -534,7 +517,7 @@ class TorchSeq2Seq(nn.Module):
         self.src_emb = nn.Embedding(like.src_emb.num_embeddings, t.d_model)
         self.tgt_emb = nn.Embedding(like.tgt_emb.num_embeddings, t.d_model)
         self.generator = nn.Linear(t.d_model, like.tgt_emb.num_embeddings)
-        self.positions = AnnotatedPositions(t.d_model)
+        self.positions = by_hand.PositionalEncoding(t.d_model)
 
     def place(self, x: Tensor) -> Tensor:
         return self.positions((x * math.sqrt(x.shape[-1])).transpose(0, 1)).transpose(0, 1)

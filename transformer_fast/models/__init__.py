@@ -10,6 +10,7 @@ from .attention_weights import attention_weights
 from .embedding import OutputProjection, TokenEmbedding
 from .encoder_decoder import Decoder, Encoder
 from .generation import BeamSearch, Generated, Greedy, Sampling, generate, stream
+from .hand_written import HandWritten
 from .language_model import LanguageModel
 from .positions import LearnedPositions, SinusoidalPositions
 from .transformer import Transformer
@@ -22,6 +23,7 @@ __all__ = [
     "Encoder",
     "Generated",
     "Greedy",
+    "HandWritten",
     "LanguageModel",
     "LearnedPositions",
     "OutputProjection",

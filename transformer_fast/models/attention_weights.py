@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,23 @@ class _Recorder:
         return output, weights.mean(dim=-3) if self.average else weights
 
 
+def _keep(
+    found: dict[str, Tensor],
+    name: str,
+    read: Callable[[torch.nn.Module, Any], Tensor],
+    module: torch.nn.Module,
+    args: Any,
+    result: Any,
+) -> None:
+    found[name] = read(module, result).detach()
+
+
 @contextmanager
-def attention_weights(model: torch.nn.Module, *names: str) -> Iterator[dict[str, Tensor]]:
+def attention_weights(
+    model: torch.nn.Module,
+    *names: str,
+    read: Callable[[torch.nn.Module, Any], Tensor] | None = None,
+) -> Iterator[dict[str, Tensor]]:
     """Within the block, the attention weights that ``model`` computes: {name: (B, H, T, S)}.
 
         with attention_weights(model, "decoder.*.multihead_attn") as weights:
@@ -61,19 +77,28 @@ def attention_weights(model: torch.nn.Module, *names: str) -> Iterator[dict[str,
     within the block recomputes all tokens at each step, so that the weights are those of the whole
     sequence.
 
+    Modules that were written by hand compute their weights anyway; ``read`` says where they are:
+
+        with attention_weights(model, "*.src_attn", read=lambda module, output: module.attn) as weights:
+            model(source, target, source_mask, target_mask)
+
     Args:
         names: which attentions, as in ``model.named_modules()``, "*" standing for anything; none
             means all.
+        read: function of a module and what it returned, to its weights (B, H, T, S). The names then
+            are those of any modules. None: the modules are torch.nn.MultiheadAttention or ours.
 
     Raises:
-        ValueError: no attention of the model fits a name.
+        ValueError: no attention of the model fits a name; ``read`` without a name.
     """
     attentions = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.MultiheadAttention)
+        if read is not None or isinstance(module, torch.nn.MultiheadAttention)
     }
-    chosen: dict[str, torch.nn.MultiheadAttention] = {}
+    if read is not None and not names:
+        raise ValueError("names must say which modules to read")
+    chosen: dict[str, torch.nn.Module] = {}
     for pattern in names or ("*",):
         fitting = {n: m for n, m in attentions.items() if fnmatchcase(n, pattern)}
         if not fitting:
@@ -85,6 +110,10 @@ def attention_weights(model: torch.nn.Module, *names: str) -> Iterator[dict[str,
     handles = []
     try:
         for name, module in chosen.items():
+            if read is not None:
+                hook = partial(_keep, found, name, read)
+                handles.append(module.register_forward_hook(hook))
+                continue
             recorder = _Recorder(name, found)
             handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
             handles.append(module.register_forward_hook(recorder.after))

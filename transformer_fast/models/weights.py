@@ -91,28 +91,25 @@ def load_weights(
             side, (H, 3, D) rows, and not all queries first, (3, H, D).
 
     Raises:
-        ValueError: names that are not known, or that are two for one parameter.
+        ValueError: names that are not known, two for one parameter, two values of a shared one.
         RuntimeError: parameters that are missing or of another shape, as of ``load_state_dict``.
     """
     wanted = model.state_dict(keep_vars=True)
-    ours: dict[str, Tensor] = {}
+    # The values of each parameter of ours by their order in it: (0, 1, 2 for q, k, v; head).
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     unknown: list[str] = []
     for name, value in state_dict.items():
         found = name if name in wanted else _renamed(name, names or {})
-        part = re.fullmatch(r"(.*)\.([qkv])(\d*)\.(weight|bias)", found)
-        if part is not None and (whole := f"{part[1]}.in_proj_{part[4]}") in wanted:
-            key = ("qkv".index(part[2]), int(part[3] or 0))
-            if key in parts.setdefault(whole, {}):
+        place = (0, 0)
+        if part := re.fullmatch(r"(.*)\.([qkv])(\d*)\.(weight|bias)", found):
+            found, place = f"{part[1]}.in_proj_{part[4]}", ("qkv".index(part[2]), int(part[3] or 0))
+        elif packed_by_head and found in wanted and ".in_proj_" in found and found != name:
+            heads = model.get_submodule(found.rpartition(".")[0]).num_heads
+            value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[arg-type]
+        if found in wanted:
+            if place in parts.setdefault(found, {}):
                 raise ValueError(f"{name!r} is not the only one for {found!r}")
-            parts[whole][key] = value
-        elif found in wanted:
-            if found in ours:
-                raise ValueError(f"{name!r} is not the only one for {found!r}")
-            if packed_by_head and ".in_proj_" in found and found != name:
-                heads = model.get_submodule(found.rpartition(".")[0]).num_heads
-                value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[arg-type]
-            ours[found] = value
+            parts[found][place] = value
         elif found:
             unknown.append(name)
     if unknown:
@@ -120,11 +117,16 @@ def load_weights(
             f"a {type(model).__name__} has no part that is known as {', '.join(unknown)}; say what "
             "it is called by names={...}"
         )
-    ours |= {whole: torch.cat([heads[k] for k in sorted(heads)]) for whole, heads in parts.items()}
+    ours = {
+        name: torch.cat([of[k] for k in sorted(of)]) if len(of) > 1 else next(iter(of.values()))
+        for name, of in parts.items()
+    }
     shared = {id(wanted[name]): value for name, value in ours.items()}
     for name, parameter in wanted.items():
         if id(parameter) in shared:
             value = shared[id(parameter)]
+            if not torch.equal(ours.get(name, value), value):
+                raise ValueError(f"{name!r} is one parameter with another, whose values differ")
             ours[name] = value.expand(parameter.shape) if value.numel() == 1 else value
         elif name.endswith("bias") and f"{name[:-4]}weight" in ours:
             ours[name] = torch.zeros_like(parameter)

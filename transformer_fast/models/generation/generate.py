@@ -84,7 +84,7 @@ def _stack_of(decoder: Any) -> tuple[torch.nn.Module, bool]:
             f"one of ours, not {type(decoder).__name__}"
         )
     first: Any = next(iter(decoder.layers), None)  # type: ignore[arg-type]
-    attention = getattr(first, "self_attn", None)
+    attention = getattr(first, "self_attn", decoder)
     return decoder, bool(getattr(attention, "batch_first", False))
 
 

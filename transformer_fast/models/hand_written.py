@@ -1,0 +1,107 @@
+"""Encoder-decoders that were written by hand, for `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import padding_mask
+from .generation import Generated, Method, generate
+from .generation.checks import check_source_rows
+from .generation.recomputed import evaluating
+from .tokens import check_ids
+
+
+class HandWritten(torch.nn.Module):
+    """Greedy decoding, sampling and beam search for a model that is written by hand.
+
+        found = HandWritten(model, pad_token=2, start_token=0, end_token=1).generate(
+            source, models.BeamSearch(4), max_new_tokens=60
+        )
+
+    The model's methods are those of The Annotated Transformer:
+    ``memory = encode(source, source_mask)``, ``x = decode(memory, source_mask, target, target_mask)``
+    and ``generator(x)``. For a model of another form, functions of the same arguments stand in:
+
+        HandWritten(
+            model,
+            encode=lambda source, mask: model.encoder(model.embed(source), mask[:, None]),
+            decode=lambda memory, mask, target, target_mask: ...,
+            project=model.fc,
+        )
+
+    It has no cache: each step computes all tokens again.
+
+    Args:
+        model: the module, which is put in evaluation mode while it generates.
+        encode: tokens (B, S) and mask (B, 1, S) to the memory (B, S, M); None: ``model.encode``.
+        decode: memory (B, S, M), its mask (B, 1, S), tokens (B, T) and the causal mask (1, T, T) to
+            vectors (B, T, M); None: ``model.decode``.
+        project: vectors (B, 1, M) to logits or log-probabilities (B, 1, V); None:
+            ``model.generator``.
+        pad_token, start_token, end_token: as in `Transformer`.
+
+    All masks are bool, True = may attend.
+    """
+
+    batch_first = True
+    layers = ()
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        encode: Callable[[Tensor, Tensor], Tensor] | None = None,
+        decode: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+        pad_token: int | None = None,
+        start_token: int,
+        end_token: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # In a tuple, so that what is a part of the model is registered once.
+        self.calls: tuple[Any, Any, Any] = (
+            model.encode if encode is None else encode,
+            model.decode if decode is None else decode,
+            model.generator if project is None else project,
+        )
+        self.pad_token, self.start_token, self.end_token = pad_token, start_token, end_token
+
+    def forward(self, tgt: Tensor, memory: Tensor, **masks: Any) -> Tensor:
+        """What `generate` calls as a stack: its vectors are the tokens themselves."""
+        hidden = masks["memory_key_padding_mask"]
+        return self.calls[1](memory, ~hidden[:, None], tgt, ~masks["tgt_mask"][None])  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        source: Tensor,
+        method: Method | None = None,
+        *,
+        max_new_tokens: int,
+        prefix: Tensor | None = None,
+    ) -> Generated:
+        """Target tokens for source tokens (B, S); arguments as in `Transformer.generate`."""
+        check_ids("source", source)
+        hidden = torch.zeros_like(source, dtype=torch.bool)
+        if self.pad_token is not None:
+            hidden = padding_mask(source, self.pad_token, true_means="hidden")
+        check_source_rows("source", hidden)
+        with evaluating(self):
+            memory = self.calls[0](source, ~hidden[:, None])
+        return generate(
+            self,
+            memory,
+            method,
+            embed=lambda tokens, start: tokens,
+            project=self.calls[2],
+            prefix=self.start_token if prefix is None else prefix,
+            max_new_tokens=max_new_tokens,
+            end_token=self.end_token,
+            pad_token=self.pad_token,
+            memory_key_padding_mask=hidden,
+        )
