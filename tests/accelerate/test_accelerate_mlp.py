@@ -36,21 +36,36 @@ class Modules(nn.Module):
 
 
 class Functions(nn.Module):
-    """The activation is a function that the instance holds, and a method of the tensor's."""
+    """The activation is a function that the instance holds."""
 
-    def __init__(self, activation: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.fc1, self.fc2, self.activation = nn.Linear(M, H), nn.Linear(H, M), activation
-        self.chunks = 0
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.chunks > 1:
-            return torch.cat([self.inner(x) for x in hidden_states.chunk(self.chunks)])
-        return self.inner(hidden_states)
+        """The activation is an attribute."""
+        hidden_states = self.fc1(hidden_states)
+        hidden_states = self.activation(hidden_states)
+        return self.fc2(hidden_states)
 
-    def inner(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        return self.fc2(x.relu() if self.activation is None else self.activation(x))
+
+class Method(Modules):
+    """A child has the name of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GELU())
+        self.relu = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.w_in(x).relu())
+
+
+class Tanh(Modules):
+    def __init__(self) -> None:
+        super().__init__(nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.drop(torch.nn.functional.gelu(self.w_in(x), approximate="tanh")))
 
 
 class Lean(Modules):
@@ -75,8 +90,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: Modules(nn.ReLU(inplace=True)),
     "silu": lambda: Modules(nn.SiLU()),
     "gelu function": lambda: Functions(F.gelu),
-    "a function of the user's": lambda: Functions(lambda x: F.gelu(x, approximate="tanh")),
-    "method": lambda: Functions(None),
+    "gelu with an option": Tanh,
+    "method": Method,
     "two in one place": Lean,
     "sequential": sequential,
 }
@@ -224,10 +239,29 @@ def test_changed_afterwards(change: Callable[[Any], None], calls: list[Any]) -> 
 
 def test_an_attribute_that_forward_reads_changes(calls: list[Any]) -> None:
     ours, theirs = _pair(Functions, F.relu)
-    for attribute, value in (("chunks", 3), ("activation", F.silu), ("activation", torch.tanh)):
+    for value, count in ((F.silu, 1), (torch.tanh, 0), (nn.Identity(), 0)):
         for one in (ours, theirs):
-            setattr(one, attribute, value)
+            one.activation = value
         assert_same_numbers(ours, theirs, (_x(),), {}, grad=False)
+        assert bool(calls) == bool(count)
+        calls.clear()
+
+
+def test_children_that_go(calls: list[Any]) -> None:
+    ours, _ = _pair(Modules, nn.GELU())
+    for name in ("drop", "out", "act"):
+        kept = getattr(ours, name)
+        setattr(ours, name, None)
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            ours(_x())
+        setattr(ours, name, kept)
+    with pytest.raises(TypeError, match="linear"):
+        ours((_x(), None))
+    ours, theirs = _pair(sequential)
+    for one in (ours, theirs):
+        del one[3]
+        one.append(nn.Dropout(0.0))
+    assert_same_numbers(ours, theirs, (_x(),), {}, grad=False)
     assert not calls
 
 
@@ -344,6 +378,48 @@ class Masked(Modules):
         return super().forward(x)
 
 
+class Checked(Modules):
+    """The condition may change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.w_in(x))
+        if self.drop.p > 0:
+            x = self.drop(x)
+        return self.w_out(x)
+
+
+class Unused(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.w_in(x))
+        other = self.out(x)  # noqa: F841
+        return self.w_out(hidden)
+
+
+class Property(Modules):
+    @property
+    def act(self) -> nn.Module:
+        return nn.Tanh()
+
+    @act.setter
+    def act(self, value: nn.Module) -> None:
+        self._modules["act"] = value
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class Global(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.act(twice(self.w_in(x))))
+
+
+class Decorated(Modules):
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(self.act(self.w_in(x)))
+
+
 class Gated(Modules):
     """Nothing is gained over each Linear by itself."""
 
@@ -359,7 +435,7 @@ class Gated(Modules):
     "kind",
     [
         Residual, Scaled, HiddenTwice, ReadsInput, ByMode, Remembers, Lists, WithoutGradients,
-        WithoutAutocast, Random, Masked, Gated,
+        WithoutAutocast, Random, Masked, Gated, Checked, Unused, Property, Global, Decorated,
     ],
 )  # fmt: skip
 def test_what_does_more_is_left(kind: type) -> None:
@@ -404,14 +480,14 @@ def test_a_class_that_cannot_be_subclassed() -> None:
     assert type(sealed) is Sealed
 
 
-def test_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[nn.Module] = []
-    right = mlp._trace
-    monkeypatch.setattr(mlp, "_trace", lambda m: traced.append(m) or right(m))
+def test_alike_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[nn.Module] = []
+    right = mlp._read
+    monkeypatch.setattr(mlp, "_read", lambda m: found.append(m) or right(m))
     model = nn.ModuleList([Modules(nn.GELU()) for _ in range(8)])
     model.append(Modules(nn.ReLU()))
     report = accelerate(model)
-    assert len(traced) == 2
+    assert len(found) == 2
     assert sum(entry.now == FEED_FORWARD for entry in report.swapped) == 9
     assert len({type(module) for module in model}) == 1
 

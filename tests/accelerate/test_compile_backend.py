@@ -741,6 +741,42 @@ def test_weights_that_are_stored_in_out() -> None:
     assert not report.left
 
 
+class Reused(InOut):
+    """The buffer that a product read is written before its result is reshaped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * x
+        first = torch.addmm(self.bias, y.view(-1, M), self.first)
+        y.add_(1)
+        second = y.view(-1, M) @ self.first
+        y.copy_(x)
+        return first.view(*x.shape[:-1], 64) + second.view(*x.shape[:-1], 64)
+
+
+def test_products_of_buffers_that_are_used_again() -> None:
+    model = Reused().eval()
+    ours, _ = compiled(model)
+    assert_same_numbers(ours, model, (_x(),), {}, grad=False)
+
+
+@torch.no_grad()
+def test_products_of_any_size() -> None:
+    """No guard on a size that the caller says is dynamic."""
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return (x.view(-1, M) @ weight).view(4, -1, 64)
+
+    weight = torch.nn.Parameter(torch.randn(M, 64))
+    ours = torch.compile(run, backend="transformer_fast")
+    for size in (4, 8):
+        x = torch.randn(size, 16, M)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(ours(x, weight), run(x, weight))
+    empty = torch.randn(0, 3, M // 2)
+    theirs = lambda x, weight: (x.view(0, M) @ weight).view(0, 3, 64)  # noqa: E731
+    assert torch.compile(theirs, backend="transformer_fast")(empty, weight).shape == (0, 3, 64)
+
+
 class Broadcast(torch.nn.Module):
     """Biases of one value for all units, which F.linear and addmm take."""
 

@@ -1,4 +1,4 @@
-"""Feed-forward networks in modules of any class, found by tracing their forward with torch.fx.
+"""Feed-forward networks in modules of any class, found by reading the source of their forward.
 
 Gated ones (SwiGLU) keep their own forward. Each Linear inside is swapped, and fusing the activation into
 the first was measured to gain no more than 1% over that.
@@ -6,31 +6,25 @@ the first was measured to gain no more than 1% over that.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node, Tracer
 
 from .. import functional
 from ..nn import fusion
 from ..nn.tracing import is_torchs
 from . import torch_nn
 from .change import ClassChange
-from .graph.activation import activation_of
 from .hugging_face.layers import activation_name, is_conv1d, is_faster_transposed
 from .parts import Example, FusedLayer, Op, Part, dropout_p
 
 _DROPOUT = (*fusion.DROPOUT, torch.nn.Identity)
-#: Types of the attributes that a forward may read: equal values make it do the same.
-_CONSTANTS = (
-    bool, int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType,
-)  # fmt: skip
-#: Attributes that each module has, and that PyTorch reads.
-_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 class Network(NamedTuple):
@@ -38,9 +32,8 @@ class Network(NamedTuple):
 
     starts: tuple[str, ...]
     first: str
-    #: The name of a child, or the kernels' name of what forward calls.
+    #: A child, an attribute that holds a function, or "." and the kernels' name of what forward calls.
     activation: str
-    is_child: bool
     dropouts: tuple[str, ...]
     second: str
     ends: tuple[str, ...]
@@ -53,30 +46,27 @@ class FeedForward(FusedLayer):
     #: The name of forward's argument, and how many children there are: containers may get more.
     _input: str
     _count: int
-    #: The attributes that forward reads, and their values.
-    _names: tuple[str, ...]
-    _values: tuple[Any, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         net, modules = self._network, self._modules
         x: Any = args[0] if args else kwargs.get(self._input)
+        dropouts: list[Any] = [modules.get(n) for n in net.dropouts]
         if (
             len(args) + len(kwargs) != 1
-            or x is None
+            or not isinstance(x, Tensor)
             or is_torchs(x)
             or len(modules) != self._count
-            or (*map(self.__dict__.get, self._names),) != self._values
+            or not all(fusion.is_unhooked(d, _DROPOUT) for d in dropouts)
+            or None in map(modules.get, (*net.starts, *net.ends))
         ):
             return super().forward(*args, **kwargs)
-        first, second = _affine(modules[net.first], x), _affine(modules[net.second], x)
-        name = activation_name(modules[net.activation]) if net.is_child else net.activation
-        dropouts: list[Any] = [modules[n] for n in net.dropouts]
+        first, second = _affine(modules.get(net.first), x), _affine(modules.get(net.second), x)
+        name = _activation(self, net)[1]
         active = [d.p for d in dropouts if d.training and dropout_p(d)]
         if (
             first is None
             or second is None
             or name is None
-            or not all(fusion.is_unhooked(d, _DROPOUT) for d in dropouts)
             or len(active) > 1
             or first[0].dtype != second[0].dtype
             # What starts give is not known yet; of another dtype, their forward fails as well.
@@ -99,10 +89,9 @@ class FeedForward(FusedLayer):
         for n in (net.second, net.first):
             kinds = (type(modules[n]),) if is_conv1d(modules[n]) else fusion.LINEAR
             found.insert(0, Part(n, modules[n], kinds))
-        value: Any = modules[net.activation] if net.is_child else net.activation
-        activation = net.activation, value, activation_name if net.is_child else str
+        value, name = _activation(self, net)
         p = max((dropout_p(modules[n]) for n in net.dropouts), default=0.0)
-        return [Op("feed_forward", found, p, activation)]
+        return [Op("feed_forward", found, p, (net.activation, value, lambda _: name))]
 
     def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
         (op,) = self._fused()
@@ -129,28 +118,39 @@ def _affine(module: Any, x: Tensor | None = None) -> Any:
     return None
 
 
-#: For a class and what its forward may depend on: the network, and the attributes that it reads.
-Cache = dict[Any, "tuple[Network, dict[str, Any]] | None"]
+def _activation(module: Any, net: Network) -> tuple[Any, str | None]:
+    """The activation, and its name in the kernels, None if they do not have it."""
+    if net.activation[0] == ".":
+        return net.activation, net.activation[1:]
+    own: Any = module._modules.get(net.activation) or vars(module).get(net.activation)
+    return own, activation_name(own)
+
+
+#: The networks of forwards that were read, by function and what their names stand for.
+Cache = dict[Any, "Network | None"]
 
 
 def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str | None:
     """The change of a feed-forward network, why it stays, or None: it is none."""
     if sum(map(_is_linear, module.children())) < 2:
         return None
-    kind, children = type(module), module.named_children()
+    kind = type(module)
     parameters = [*inspect.signature(kind.forward).parameters.values()][1:]  # without self
     if [p.kind for p in parameters] != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
         return None
-    key = kind, _constants(module), *((n, type(m), _constants(m)) for n, m in children)
+    children = ((n, type(m)) for n, m in module._modules.items())
+    functions = (n for n, value in vars(module).items() if inspect.isroutine(value))
+    key = (kind.forward, *children, *functions)
     if key not in cache:
-        cache[key] = _trace(module)
-    found = cache[key]
-    if found is None:
+        cache[key] = _read(module)
+    net = cache[key]
+    if net is None:
         return None
-    net, reads = found
-    activation = module._modules[net.activation] if net.is_child else None
-    if activation is not None and activation_name(activation) is None:
-        return f"its {net.activation} is {torch_nn.a_kind(activation)}, which no kernel has"
+    value, known = _activation(module, net)
+    if known is None:
+        if not isinstance(value, torch.nn.Module):
+            return None
+        return f"its {net.activation} is {torch_nn.a_kind(value)}, which no kernel has"
     if len({child.weight.dtype for child in module.children() if _is_linear(child)}) > 1:
         return "its weights have different dtypes, which no kernel multiplies"
     reason = (
@@ -163,105 +163,139 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
         return reason
     made = torch_nn.subclass(
         kind, (FeedForward, kind), _network=net, _input=parameters[0].name,
-        _count=len(module._modules), _names=(*reads,), _values=(*reads.values(),),
+        _count=len(module._modules), __signature__=inspect.signature(kind),
     )  # fmt: skip
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
-
-
-def _constants(module: torch.nn.Module) -> tuple[Any, ...]:
-    return tuple((n, v) for n, v in vars(module).items() if isinstance(v, _CONSTANTS))
 
 
 def _is_linear(module: Any) -> bool:
     return isinstance(module, torch.nn.Linear) or is_conv1d(module)
 
 
-def _is_other(module: Any) -> bool:
-    return not _is_linear(module)
+def _read(module: torch.nn.Module) -> Network | None:
+    """The network that forward computes, if nothing else."""
+    steps = [*module._modules]
+    if type(module).forward is not torch.nn.Sequential.forward:
+        try:
+            steps = _Reader(module).steps()
+        except (_UnknownError, OSError, TypeError):  # no source, or more in it than calls
+            return None
+    children = module._modules
 
+    def take(test: Callable[[Any], bool]) -> Iterator[str]:
+        while steps and test(children.get(steps[0])):
+            yield steps.pop(0)
 
-def _is_activation(module: Any) -> bool:
-    kind = type(module).__module__
-    return kind in ("torch.nn.modules.activation", "transformers.activations")
-
-
-class _Tracer(Tracer):
-    """Records calls of children, and refuses a forward that switches gradients or autocast."""
-
-    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-    def create_node(self, *args: Any, **kwargs: Any) -> Node:
-        if not torch.is_grad_enabled() or _autocasts() != self.autocasts:
-            raise RuntimeError("forward switches gradients or autocast")
-        return super().create_node(*args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Graph:
-        self.autocasts = _autocasts()
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            return super().trace(*args, **kwargs)
-
-
-def _autocasts() -> int:
-    """How many autocast contexts are entered."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _trace(module: torch.nn.Module) -> tuple[Network, dict[str, Any]] | None:
-    """The network that forward computes, and the attributes that it reads."""
-    kind, found = type(module), {}
-
-    def get(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
-        if name in vars(module) and name not in _OF_MODULES:
-            if name == "training" or not isinstance(value, _CONSTANTS):
-                raise RuntimeError(f"forward depends on {name}")
-            found[name] = value
-        return value
-
-    def set(self: Any, name: str, value: Any) -> None:
-        raise RuntimeError(f"forward sets {name}")
-
-    try:
-        # A copy under a class that sees what forward reads, and lets it change nothing.
-        methods = {"__getattribute__": get, "__setattr__": set}
-        copy: Any = object.__new__(types.new_class("", (kind,), {}, lambda n: n.update(methods)))
-        vars(copy).update(vars(module))
-        net = _read(_Tracer().trace(copy), module._modules)
-    except Exception:  # whatever a forward raises that cannot be traced
+    starts = tuple(take(lambda m: not _is_linear(m)))
+    if len(steps) < 3:
         return None
-    return None if net is None else (net, found)
-
-
-def _read(graph: Graph, children: Mapping[str, Any]) -> Network | None:
-    """The network that the graph computes, if nothing else."""
-
-    def called(node: Any, test: Callable[[Any], bool]) -> tuple[Any, Any]:
-        """The child that a node calls and on what; None and the node if it fails the test."""
-        is_call = isinstance(node, Node) and node.op == "call_module" and node.target in children
-        if is_call and len(node.args) == 1 and not node.kwargs and test(children[node.target]):
-            return node.target, node.args[0]
-        return None, node
-
-    def chain(node: Any, test: Callable[[Any], bool]) -> tuple[tuple[str, ...], Any]:
-        """Children that are called one after the other."""
-        name, before = called(node, test)
-        if name is None:
-            return (), node
-        names, before = chain(before, test)
-        return (*names, name), before
-
-    ends, node = chain(graph.output_node().args[0], _is_other)
-    second, node = called(node, _is_linear)
-    dropouts, node = chain(node, lambda m: type(m) in _DROPOUT)
-    known = activation_of(node)
-    activation, node = called(node, _is_activation) if known is None else known
-    first, node = called(node, _is_linear)
-    starts, node = chain(node, _is_other)
-    calls = sum(n.op.startswith("call") for n in graph.nodes)
-    if None in (second, activation, first) or node.op != "placeholder":
+    first, activation = steps.pop(0), steps.pop(0)
+    dropouts = tuple(take(lambda m: type(m) in _DROPOUT))
+    if not steps or not _is_linear(children.get(steps[0])) or _is_linear(children.get(activation)):
         return None
-    if calls != len(starts) + len(dropouts) + len(ends) + 3:
+    second = steps.pop(0)
+    if not all(n in children and not _is_linear(children[n]) for n in (*starts, *steps)):
         return None
-    return Network(starts, first, activation, known is None, dropouts, second, ends)
+    if type(children.get(activation)) in _DROPOUT:
+        return None
+    return Network(starts, first, activation, dropouts, second, tuple(steps))
+
+
+class _UnknownError(Exception):
+    """Forward does something that is not read."""
+
+
+class _Reader:
+    """Reads a forward that only calls children and functions, one on the result of another."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, forward = module, type(module).forward
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            raise _UnknownError
+        self.globals: dict[str, Any] = forward.__globals__  # type: ignore[attr-defined]
+        self.self, input = (argument.arg for argument in function.args.args)
+        self.body = function.body
+        #: What was called to make each local variable.
+        self.locals: dict[str, list[str]] = {input: []}
+
+    def steps(self) -> list[str]:
+        """Names of children and of functions, in the order of their calls."""
+        calls = 0
+        for statement in self.body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                continue  # the docstring
+            if self._is_idle(statement):
+                continue
+            calls += sum(isinstance(node, ast.Call) for node in ast.walk(statement))
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != self.self:
+                    self.locals[name] = self._value(value)
+                case ast.Return(value=ast.expr() as value) if statement is self.body[-1]:
+                    steps = self._value(value)
+                    if len(steps) == calls:
+                        return steps
+                    break
+                case _:
+                    break
+        raise _UnknownError
+
+    def _is_idle(self, statement: ast.stmt) -> bool:
+        """``if ... and x.dtype != self.wo.weight.dtype: x = x.to(...)``, of T5; our dtypes are equal."""
+        match statement:
+            case ast.If(
+                test=ast.BoolOp(op=ast.And(), values=values),
+                body=[
+                    ast.Assign(
+                        targets=[ast.Name(id=name)],
+                        value=ast.Call(func=ast.Attribute(value=ast.Name(id=cast), attr="to")),
+                    )
+                ],
+                orelse=[],
+            ) if name == cast and name in self.locals:
+                maps = (n for n, m in self.module._modules.items() if _is_linear(m))
+                idle = {f"{name}.dtype != {self.self}.{n}.weight.dtype" for n in maps}
+                return any(ast.unparse(value) in idle for value in values)
+        return False
+
+    def _value(self, node: ast.expr | None) -> list[str]:
+        match node:
+            case ast.Name(id=name) if name in self.locals:
+                return self.locals[name]
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=self.self), attr=name), args=[x]):
+                if node.keywords or not self._is_own(name):
+                    raise _UnknownError
+                return [*self._value(x), name]
+            case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]):
+                if name in ("relu", "relu_"):
+                    return [*self._value(value), ".relu"]
+            case ast.Call(func=function, args=[x]):
+                options = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+                return [*self._value(x), self._function(function, options)]
+        raise _UnknownError
+
+    def _is_own(self, name: str) -> bool:
+        """Whether it is a child, or a function that the instance holds."""
+        if hasattr(type(self.module), name):
+            return False
+        own = self.module._modules.get(name) or vars(self.module).get(name)
+        return isinstance(own, torch.nn.Module) or inspect.isroutine(own)
+
+    def _function(self, node: ast.expr, options: dict[str | None, Any]) -> str:
+        """A dot and the kernels' name of a function of PyTorch's."""
+        function: Any = None
+        match node:
+            case ast.Name(id=name) if name not in self.locals:
+                function = self.globals.get(name)
+            case ast.Attribute():
+                names = ast.unparse(node).split(".")
+                function = None if names[0] in self.locals else self.globals.get(names[0])
+                for name in names[1:]:
+                    is_module = isinstance(function, types.ModuleType)
+                    function = getattr(function, name, None) if is_module else None
+        known = activation_name(function)
+        if known == "gelu" and options in ({"approximate": "tanh"}, {"approximate": "none"}):
+            return ".gelu_tanh" if options["approximate"] == "tanh" else ".gelu"
+        if known is None or options not in ({}, {"inplace": True}, {"inplace": False}):
+            raise _UnknownError
+        return "." + known

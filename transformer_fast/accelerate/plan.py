@@ -115,9 +115,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
     scripted = [n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         which = f" ({scripted[0]})" if scripted[0] else ""
-        remarks.append(
-            f"A TorchScript module{which} cannot be changed; accelerate it before scripting."
-        )
+        remarks.append(f"A TorchScript module{which} cannot be changed.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
     for entry in report.swapped:

@@ -170,7 +170,10 @@ def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
     """The copy that is kept, which is the weight as it is now; packed now if need be."""
     owner = weight if weight._base is None else weight._base
     if memory.program.parameters and type(owner) is Tensor:
-        owner = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
+        found = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
+        # Parameters that share their memory have versions of their own.
+        if 0 <= weight.data_ptr() - found.data_ptr() < found.nbytes:
+            owner = found
     # Sharded ones (DTensor) have no memory of their own, those made in inference mode no version
     # counter.
     if type(owner) is not torch.nn.Parameter or owner.is_inference():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ... import functional
 from .activation import activation_of
@@ -27,16 +28,16 @@ def name_linear(editor: Editor) -> None:
         if found is None:
             continue
         x, weight, bias = found
-        if not editor.memory.may_replace(node, [x, weight, bias]):
-            continue
         # Two dimensions, for addmm, of which only the ends know.
         whole, last = _flattened(x), only_user(node)
-        if whole is None or last is None or not _unflattens(last, whole, node):
+        if whole is None or last is None or not _unflattens(last, whole, weight):
             whole, last = x, node
-        with editor.graph.inserting_before(last):
+        if not editor.memory.may_replace(node, [whole, weight, bias]):
+            continue
+        with editor.graph.inserting_before(node):
             turned = editor.graph.call_method("t", (weight,))
         turned.meta = {"example_value": value(weight).t()}
-        new = editor.call(last, F.linear, whole, turned, bias, like=last)
+        new = editor.call(node, F.linear, whole, turned, bias, like=last)
         last.replace_all_uses_with(new)
         editor.remove([last, node, x])
 
@@ -65,11 +66,16 @@ def _flattened(x: Node) -> Node | None:
     return whole if isinstance(whole, Node) and (rank(whole) or 0) > 2 else None
 
 
-def _unflattens(last: Node, whole: Node, product: Node) -> bool:
-    """Whether it gives the product the leading dimensions of ``whole``."""
-    lead: Any = shape(whole)
-    columns: Any = shape(product)
-    return _is_reshaped(last) and shape(last) == (*lead[:-1], columns[-1])
+def _unflattens(last: Node, whole: Node, weight: Node) -> bool:
+    """Whether it gives the product with ``weight`` the leading dimensions of ``whole``."""
+    before: Any = shape(whole)
+    after: Any = shape(last)
+    rows, columns = value(weight).shape
+    if not _is_reshaped(last) or len(before) != len(after):
+        return False
+    # Comparing symbolic sizes would be a guard of the program's.
+    pairs = zip((*before, columns), (*after[:-1], rows, after[-1]), strict=True)
+    return all(statically_known_true(one == other) for one, other in pairs)
 
 
 def _is_reshaped(node: Node) -> bool:

@@ -228,6 +228,8 @@ class GELUTanh(FusedLayer):
     """One op in place of the eight of its formula."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not input.is_floating_point():
+            return super().forward(input)  # type: ignore[misc, no-any-return]
         return F.gelu(input, approximate="tanh")
 
 
