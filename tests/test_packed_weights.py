@@ -413,11 +413,11 @@ def test_compiled_programs_find_copies_when_they_run(inner: str | None, viewed: 
 def test_compiled_programs_of_parameters_that_share_memory() -> None:
     """A write to one of them is found though the other one stays the same."""
     model = torch.nn.Module()
-    flat = torch.randn(2, 96, 96) / 10
+    flat = torch.randn(2, 512, 512) / 20
     model.one, model.other = torch.nn.Parameter(flat[0]), torch.nn.Parameter(flat[1])
     run = lambda x: torch.sigmoid(x @ model.one) @ model.other  # noqa: E731
     compiled = torch.compile(run, backend="transformer_fast")
-    x = torch.randn(40, 96)
+    x = torch.randn(40, 512)
     for _ in range(3):
         torch.testing.assert_close(compiled(x), run(x))
     for weight in (model.one, model.other):
