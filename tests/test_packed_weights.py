@@ -414,7 +414,8 @@ def test_compiled_programs_of_parameters_that_share_memory() -> None:
     """A write to one of them is found though the other one stays the same."""
     model = torch.nn.Module()
     flat = torch.randn(2, 512, 512) / 20
-    model.one, model.other = torch.nn.Parameter(flat[0]), torch.nn.Parameter(flat[1])
+    model.one, model.other = parameter(512, 512), parameter(512, 512)
+    model.one.data, model.other.data = flat[0], flat[1]
     run = lambda x: torch.sigmoid(x @ model.one) @ model.other  # noqa: E731
     compiled = torch.compile(run, backend="transformer_fast")
     x = torch.randn(40, 512)
