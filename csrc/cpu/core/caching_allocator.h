@@ -10,10 +10,9 @@ namespace tf {
 constexpr size_t kHugePage = size_t{2} << 20;
 // Smaller tensors are allocated by PyTorch.
 #ifdef TF_SANITIZE
-constexpr size_t kMinCachedBytes =
-    SIZE_MAX;  // everything goes through malloc, which the sanitizer checks
+constexpr int64_t kMinCachedBytes = INT64_MAX;  // the sanitizer checks what malloc returns
 #else
-constexpr size_t kMinCachedBytes = size_t{256} << 10;
+constexpr int64_t kMinCachedBytes = int64_t{256} << 10;
 #endif
 
 struct CachedBlock {

@@ -95,7 +95,7 @@ Tensor empty_tensor(const Tensor& like, IntHeaderOnlyArrayRef sizes, bool in_flo
   STD_TORCH_CHECK(is_empty || !overflow,
                   "Storage size calculation overflowed: the result has more than ", "2^63 bytes");
   if (is_empty) bytes = 0;
-  const bool large = bytes >= static_cast<int64_t>(kMinCachedBytes);
+  const bool large = bytes >= kMinCachedBytes;
   if (large && torch_from_blob != nullptr && cache_limit() > 0) {
     const CachedBlock block = cached_allocate(static_cast<size_t>(bytes));
     if (block.data == nullptr) throw_out_of_memory(bytes);
