@@ -236,6 +236,28 @@ def test_the_report() -> None:
         report["x"]
 
 
+def test_the_report_tells_how_much_of_the_products_was_reached() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(100, 64)
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False)
+            self.second.weight = self.first.weight
+            self.position = torch.nn.Parameter(torch.zeros(1, 50, 64))
+            self.project = torch.nn.Parameter(torch.zeros(64, 192))
+            self.encoder = encoder()
+
+    model = Own()
+    inside = sum(p.numel() for p in model.encoder.parameters() if p.dim() > 1)
+    report = accelerate(model)
+    assert (report.weights_swapped, report.weights_left) == (64 * 64 + inside, {"Own": 64 * 192})
+    assert f"left: {64 * 192 / (64 * 256 + inside):.0%} in Own" in str(report)
+    restore(model)
+    report = accelerate(model, filter_fn=lambda _, name: name in ("encoder", "encoder.layers.0"))
+    assert report.weights_swapped == 2 * model.encoder.layers[0].linear1.weight.numel()
+    assert "Most of the model's products were left" in str(report)
+
+
 def test_the_report_does_not_draw_random_numbers() -> None:
     model = encoder(dropout=0.3)
     state = torch.get_rng_state()

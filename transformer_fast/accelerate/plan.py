@@ -96,7 +96,35 @@ def _read_by(module: torch.nn.Module, change: Change | None) -> set[torch.nn.Mod
 def tell(model: torch.nn.Module, report: Report) -> None:
     """Complete the report, the changes being made or taken back."""
     report.entries = [_completed(entry, model, report.verified) for entry in report.entries]
+    _count_weights(model, report)
     report.notes += _remarks(model, report)
+
+
+#: Modules whose weights are not multiplied with a matrix of tokens.
+_NO_PRODUCTS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm)
+_STACKS = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder, torch.nn.Transformer)
+
+
+def _count_weights(model: torch.nn.Module, report: Report) -> None:
+    """How much of the model's matrix products is in swapped modules, by the sizes of the weights."""
+    left = {model.get_submodule(entry.name) for entry in report.left}
+    ours: set[torch.nn.Module] = set()
+    seen: set[torch.Tensor] = set()
+    for module in model.modules():  # parents before children
+        if module in left:
+            ours -= set(module.modules())
+        elif torch_nn.is_ours(module) or RECORD in module.__dict__:
+            ours |= {module} if isinstance(module, _STACKS) else set(module.modules())
+        for weight in module.parameters(recurse=False):
+            # A leading 1 is the batch that positions are added to.
+            multiplied = weight.dim() > 1 and weight.shape[0] > 1
+            if not multiplied or weight in seen or isinstance(module, _NO_PRODUCTS):
+                continue
+            seen.add(weight)
+            if module in ours:
+                report.weights_swapped += weight.numel()
+            else:
+                report.weights_left[type(module).__name__] += weight.numel()
 
 
 def _completed(entry: Entry, model: torch.nn.Module, verified: bool | None) -> Entry:
@@ -118,6 +146,8 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
         remarks.append(f"A TorchScript module{which} cannot be changed.")
     if scripted[:1] != [""]:
         remarks += _about_others(_others(model, report), bool(report.entries))
+    if report.weights_swapped < report.weights_left.total() and not remarks:
+        remarks.append(f"Most of the model's products were left as they were. {_ADVICE}")
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")
         layer = model.get_submodule(parent) if entry.name else None
@@ -132,6 +162,10 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
     return remarks
 
 
+_ADVICE = (
+    'For attention written by hand use torch.compile(model, backend="transformer_fast"), '
+    "transformer_fast.enable_sdpa(), or register_converter."
+)
 #: Packages whose classes get entries of their own, or wrap what does.
 _SILENT = ("peft", "torch", "transformer_fast", "transformers")
 
@@ -164,13 +198,9 @@ def _about_others(unknown: dict[str, int], is_known: bool) -> list[str]:
     """About modules of classes that nobody knows, which were left as they were."""
     names = [name if count == 1 else f"{count} {name}" for name, count in unknown.items()]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    advice = (
-        'For attention written by hand use torch.compile(model, backend="transformer_fast"), '
-        "transformer_fast.enable_sdpa(), or register_converter."
-    )
     if not is_known:
         about = f" It is built of {shown}." if names else ""
-        return [f"Nothing in this model is of a class that accelerate knows.{about} {advice}"]
+        return [f"Nothing in this model is of a class that accelerate knows.{about} {_ADVICE}"]
     if names:
-        return [f"Of classes that accelerate does not know, and as they were: {shown}. {advice}"]
+        return [f"Of classes that accelerate does not know, and as they were: {shown}. {_ADVICE}"]
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -65,6 +66,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
     #: None: not asked for. False: the numbers differed, and the model is as it was.
     verified: bool | None = None
+    #: Elements of the weights of linear maps and convolutions in swapped modules, and
+    #: in the others by their class.
+    weights_swapped: int = 0
+    weights_left: Counter[str] = field(default_factory=Counter)
 
     def _with(self, outcome: Outcome) -> list[Entry]:
         return [entry for entry in self.entries if entry.outcome == outcome]
@@ -91,10 +96,19 @@ class Report:
         counts = f"{len(self.swapped)} modules swapped, {len(self.left)} left as they were"
         if self.already:
             counts += f", {len(self.already)} swapped before"
-        lines = [counts + "."]
-        lines += _grouped(self.entries)
-        lines += self.notes
-        return "\n".join(lines)
+        return "\n".join([f"{counts}.{self._share()}", *_grouped(self.entries), *self.notes])
+
+    def _share(self) -> str:
+        """The part of the matrix products that was reached, by their weights."""
+        total = self.weights_swapped + self.weights_left.total()
+        if not total:
+            return ""
+        share = (
+            f" {self.weights_swapped / total:.0%} of the weights of products are in swapped modules"
+        )
+        most = [(n / total, kind) for kind, n in self.weights_left.most_common(3)]
+        left = ", ".join(f"{part:.0%} in {kind}" for part, kind in most if part >= 0.01)
+        return f"{share}{left and f'; left: {left}'}."
 
 
 def _grouped(entries: Iterable[Entry]) -> list[str]:
