@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -663,9 +664,9 @@ def test_a_norm_with_one_number_for_all() -> None:
 )
 def test_convolutions_over_single_positions(activation: Any) -> None:
     [report] = check(Convolutions(activation), _x(), feed_forward=1, add_layer_norm=1)
-    assert set(report.others) == {"squeeze", "getitem"}
+    assert set(report.others) == {"flatten", "getitem"}
     [report] = check(ConvolutionsAlone(activation), _x(), feed_forward=1)
-    assert set(report.others) == {"squeeze", "transpose", "contiguous", "view"}
+    assert set(report.others) == {"flatten", "transpose", "contiguous", "view"}
 
 
 def test_convolutions_over_several_positions_stay() -> None:
@@ -673,6 +674,57 @@ def test_convolutions_over_several_positions_stay() -> None:
     model.w_1 = torch.nn.Conv1d(M, 2 * M, 3, padding=1)
     [report] = check(model, _x(), feed_forward=0, add_layer_norm=1)
     assert report.others["conv1d"] == 2
+
+
+class Patches(torch.nn.Module):
+    """A patch embedding."""
+
+    def __init__(self, conv: torch.nn.Module, tokens: Any) -> None:
+        super().__init__()
+        self.conv, self.tokens = conv, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens(self.conv(x)) + 1  # type: ignore[no-any-return]
+
+
+_IMAGE, _CONV2D = (2, 3, 13, 16), functools.partial(torch.nn.Conv2d, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("conv", "size", "tokens"),
+    [
+        (_CONV2D(4, 4), _IMAGE, lambda x: x.flatten(2).transpose(1, 2)),
+        (_CONV2D((3, 2), (3, 2), bias=False), _IMAGE, lambda x: torch.flatten(x, 2).mT),
+        (_CONV2D(1), _IMAGE, lambda x: x.reshape(2, 32, -1).permute(0, 2, 1)),
+        (_CONV2D(4, 4, padding="valid"), _IMAGE, lambda x: x.flatten(-2).transpose(-1, -2)),
+        (torch.nn.Conv3d(3, 32, 2, 2), (2, 3, 4, 6, 5), lambda x: x.flatten(2).transpose(1, 2)),
+    ],
+)
+def test_patch_embeddings(conv: torch.nn.Module, size: tuple[int, ...], tokens: Any) -> None:
+    check(Patches(conv, tokens), torch.randn(size), linear=1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("conv", "tokens"),
+    [
+        (_CONV2D(4, 3), _flat),
+        (_CONV2D(4, (4, 2)), _flat),
+        (_CONV2D(4, 4, padding=1), _flat),
+        (_CONV2D(2, 2, dilation=2), _flat),
+        (torch.nn.Conv2d(3, 33, 4, 4, groups=3), _flat),
+        (_CONV2D(4, 4), lambda x: x.flatten(2)),
+        (_CONV2D(4, 4), lambda x: x.mean(3).transpose(1, 2)),
+        (_CONV2D(4, 4), lambda x: _flat(x) + x.mean()),
+        (_CONV2D(4, 4), lambda x: _flat(x) * x.flatten(2).mean()),
+    ],
+)
+def test_other_convolutions_stay(conv: torch.nn.Module, tokens: Any) -> None:
+    [report] = check(Patches(conv, tokens), torch.randn(_IMAGE), linear=0)
+    assert report.others["conv2d"] == 1
 
 
 class InPlace(torch.nn.Module):

@@ -66,8 +66,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     #: None: not asked for. False: the numbers differed, and the model is as it was.
     verified: bool | None = None
-    #: Elements of the weights of linear maps and convolutions in swapped modules, and
-    #: in the others by their class.
+    #: Elements of the weights of matrix products in swapped modules, and in the others by class.
     weights_swapped: int = 0
     weights_left: Counter[str] = field(default_factory=Counter)
 

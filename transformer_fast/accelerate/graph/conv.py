@@ -1,19 +1,24 @@
-"""Feed-forward networks written as two convolutions over single positions.
+"""Convolutions that are linear maps: over single positions, and over patches side by side.
 
 ``conv2(act(conv1(x.transpose(1, 2)))).transpose(1, 2)``, with kernels of size 1, is
 ``linear2(act(linear1(x)))``; `rewrite_feed_forward` then knows it.
+``conv(x).flatten(2).transpose(1, 2)``, whose stride is the size of its kernel, is the patch embedding
+of vision models.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
 from .editor import Editor
-from .nodes import only_user, rank, shape
-from .ops import Op, read
+from .nodes import only_user, rank, shape, value
+from .ops import Op, is_view, read
 from .products import permutation
 
 #: What works on each element alone, so that it may come before or after a transposition.
@@ -40,10 +45,66 @@ def rewrite_convolutions(editor: Editor) -> None:
             _rewrite(editor, first, between[::-1], op, second)
 
 
+def rewrite_patches(editor: Editor) -> None:
+    """Put linear maps in for patch embeddings."""
+    for node in list(editor.graph.nodes):
+        op = read(node)
+        if op is None or op.name != "conv" or not _has_patches(op):
+            continue
+        flat = only_user(node)
+        tokens = None if flat is None else only_user(flat)
+        if flat is None or tokens is None or _unswapped(tokens) is not flat:
+            continue
+        x, weight = value(op["input"]), value(op["weight"])
+        kernel = weight.shape[2:]
+        grid = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
+        is_flat = is_view(flat) or flat.target is torch.flatten
+        if (
+            is_flat
+            and shape(flat) == (len(x), len(weight), math.prod(grid))
+            and x.device.type == "cpu"
+        ):
+            patches = _patches(editor, node, op["input"], grid, kernel)
+            tokens.replace_all_uses_with(_linear(editor, node, patches, op))
+            editor.remove([tokens, flat, node])
+
+
+def _has_patches(op: Op) -> bool:
+    """Whether the windows lie side by side, in at least two dimensions of sizes that are known."""
+    x, weight = shape(op["input"]), shape(op["weight"])
+    if x is None or weight is None or len(x) != len(weight) or len(x) < 4:
+        return False
+    plain = all(_is(op[name], 1) for name in ("dilation", "groups"))
+    unpadded = _is(op["padding"], 0) or op["padding"] == "valid"
+    stride, kernel = op["stride"] or 1, list(weight[2:])
+    side_by_side = kernel == ([stride] * len(kernel) if isinstance(stride, int) else [*stride])
+    return plain and unpadded and side_by_side and all(isinstance(n, int) for n in (*x, *weight))
+
+
+def _patches(
+    editor: Editor, before: Node, x: Node, grid: Sequence[int], kernel: Sequence[int]
+) -> Node:
+    """(B, C, H, W) as (B, patches, C * height * width of a patch)."""
+    known = value(x)
+    batch, channels, *sizes = known.shape
+    split = [n for pair in zip(grid, kernel, strict=True) for n in pair]
+    dims = range(2, 2 + len(split), 2)
+    with editor.graph.inserting_before(before):
+        for dim, (size, n, k) in enumerate(zip(sizes, grid, kernel, strict=True), 2):
+            if size != n * k:
+                x = editor.graph.call_method("narrow", (x, dim, 0, n * k))
+        x = editor.graph.call_method("reshape", (x, (batch, channels, *split)))
+        x = editor.graph.call_method("permute", (x, (0, *dims, 1, *(d + 1 for d in dims))))
+        shape = (batch, math.prod(grid), channels * math.prod(kernel))
+        x = editor.graph.call_method("reshape", (x, shape))
+    x.meta = {"example_value": known.new_empty(shape)}
+    return x
+
+
 def _as_linear(node: Any) -> Op | None:
     """A convolution that is a linear map of each position."""
     op = read(node)
-    if op is None or op.name != "conv1d" or rank(op["input"]) != 3:
+    if op is None or op.name != "conv" or rank(op["input"]) != 3:
         return None
     sizes = shape(op["weight"])
     plain = all(_is(op[name], 1) for name in ("stride", "dilation", "groups"))
@@ -52,7 +113,11 @@ def _as_linear(node: Any) -> Op | None:
 
 
 def _is(given: Any, wanted: int) -> bool:
-    return given is None or given in (wanted, (wanted,), [wanted])
+    return (
+        given is None
+        or given == wanted
+        or (not isinstance(given, int | str) and {*given} == {wanted})
+    )
 
 
 def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: Node) -> None:
@@ -84,8 +149,8 @@ def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: N
 
 def _linear(editor: Editor, before: Node, x: Node, conv: Op) -> Node:
     with editor.graph.inserting_before(before):
-        weight = editor.graph.call_method("squeeze", (conv["weight"], -1))
-    weight.meta = {"example_value": conv["weight"].meta["example_value"].squeeze(-1)}
+        weight = editor.graph.call_method("flatten", (conv["weight"], 1))
+    weight.meta = {"example_value": value(conv["weight"]).flatten(1)}
     y = editor.call(before, F.linear, x, weight, conv["bias"], like=before)
     width = weight.meta["example_value"].shape[0]
     known = x.meta["example_value"]

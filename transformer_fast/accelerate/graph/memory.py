@@ -21,7 +21,7 @@ _FRESH_OPS = frozenset(
     {"matmul", "baddbmm", "addmm", "einsum", "add", "sub", "mul", "div", "neg", "softmax",
      "masked_fill", "where", "linear", "relu", "gelu", "silu", "sigmoid", "tanh", "erf", "mean",
      "std", "var", "sqrt", "rsqrt", "pow", "eq", "ne", "not", "clone", "tensor", "full",
-     "full_like", "attention", "conv1d", "exp", "sum", "maximum", "nan_to_num", *NORMS}
+     "full_like", "attention", "conv", "exp", "sum", "maximum", "nan_to_num", *NORMS}
 )  # fmt: skip
 #: Others, by the name of function or method.
 _FRESH_NAMES = frozenset(

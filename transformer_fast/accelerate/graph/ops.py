@@ -79,9 +79,9 @@ _OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
     ),
     "dropout": (("input", "p", "training", "inplace"), (F.dropout, torch.dropout), ()),
     "linear": (("input", "weight", "bias"), (F.linear,), ()),
-    "conv1d": (
+    "conv": (
         ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-        (torch.conv1d, F.conv1d),
+        (torch.conv1d, torch.conv2d, torch.conv3d),
         (),
     ),
     "relu": (

@@ -11,7 +11,7 @@ from ... import functional
 from .activation import rewrite_activations
 from .attention import rewrite_attention
 from .canonicalize import canonicalize
-from .conv import rewrite_convolutions
+from .conv import rewrite_convolutions, rewrite_patches
 from .editor import Editor
 from .feed_forward import name_linear, rewrite_feed_forward, rewrite_linear
 from .nodes import rank
@@ -36,6 +36,7 @@ def rewrite(module: GraphModule) -> GraphReport:
     rewrite_norms(editor)
     rewrite_activations(editor)
     rewrite_convolutions(editor)
+    rewrite_patches(editor)
     name_linear(editor)
     rewrite_feed_forward(editor)
     rewrite_add_norm(editor)
