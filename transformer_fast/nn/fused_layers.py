@@ -226,9 +226,8 @@ def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
         )
     else:
         mask, padding, is_causal = rest
-        if mask is not None and padding is not None and mask.dtype != padding.dtype:
-            mask, padding = (masks.additive(one, x.dtype) for one in (mask, padding))
-        own = Masks(mask, padding, is_causal)
+        found = masks.check_masks(mask, "src_mask", padding, "src_key_padding_mask", x.dtype)
+        own = Masks(*found, is_causal)
     try:
         if not isinstance(layer, DropIn):
             raise Unreadable("forward is torch.nn's; transformer_fast.accelerate swaps it")

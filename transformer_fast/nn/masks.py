@@ -23,21 +23,22 @@ def check_masks(
     attn_name: str,
     key_padding_mask: Tensor | None,
     padding_name: str,
-) -> bool:
-    """Whether the two masks are of one kind (or one is missing); raises and warns as torch does."""
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The two masks, made float where only one is bool; raises and warns as torch does."""
     for mask, name in ((key_padding_mask, padding_name), (attn_mask, attn_name)):
         if mask is not None and not (torch.is_floating_point(mask) or mask.dtype == torch.bool):
             raise AssertionError(f"only bool and floating types of {name} are supported")
     if attn_mask is not None or key_padding_mask is not None:
         warn_of_zeros_and_ones(**{attn_name: attn_mask, padding_name: key_padding_mask})
     if attn_mask is None or key_padding_mask is None or attn_mask.dtype == key_padding_mask.dtype:
-        return True
+        return attn_mask, key_padding_mask
     warnings.warn(
         f"Support for mismatched {padding_name} and {attn_name} "
         "is deprecated. Use same type for both instead.",
         stacklevel=3,
     )
-    return False
+    return additive(attn_mask, dtype), additive(key_padding_mask, dtype)
 
 
 def warn_of_zeros_and_ones(**named: Tensor | None) -> None:

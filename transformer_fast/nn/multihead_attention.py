@@ -97,7 +97,9 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             )  # fmt: skip
         if plain:
             return self._attend(query, key, value, None, False, need_weights, average_attn_weights)
-        same_kind = masks.check_masks(attn_mask, "attn_mask", key_padding_mask, "key_padding_mask")
+        attn_mask, key_padding_mask = masks.check_masks(
+            attn_mask, "attn_mask", key_padding_mask, "key_padding_mask", query.dtype
+        )
         batched = query.dim() == 3
         F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
@@ -108,9 +110,6 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
                 "You may use the Transformer module method "
                 "`generate_square_subsequent_mask` to create this mask."
             )
-        if not same_kind:
-            key_padding_mask = masks.additive(key_padding_mask, query.dtype)
-            attn_mask = masks.additive(attn_mask, query.dtype)
 
         shared = key is value
         if not batched:

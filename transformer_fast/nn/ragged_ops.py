@@ -41,36 +41,16 @@ class Places(NamedTuple):
 
 def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:
     """Whether running the layer on rows is what calling it would do, and nothing else."""
-    base = torch.nn.TransformerEncoderLayer
-    if not (
-        fusion.is_unhooked(layer, (TransformerEncoderLayer,))
-        and not any(fusion.overridden(layer, f"_{name}_block", base) for name in ("sa", "ff"))
-        and fusion.is_unhooked(layer.self_attn, (MultiheadAttention,))
-        and not dispatch.is_traced()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.is_cpu
-    ):
+    if dispatch.is_traced() or type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu:
         return False
-    attention = layer.self_attn
-    assert isinstance(attention, MultiheadAttention)
-    return (
-        attention._qkv_same_embed_dim
-        and attention.bias_k is None
-        and not attention.add_zero_attn
-        and x.shape[-1] == attention.embed_dim
-        and all(
-            fusion.is_unhooked(part, kind)
-            for part, kind in (
-                (attention.out_proj, fusion.LINEAR),
-                (layer.linear1, fusion.LINEAR),
-                (layer.linear2, fusion.LINEAR),
-                (layer.norm1, fusion.LAYER_NORM),
-                (layer.norm2, fusion.LAYER_NORM),
-                (layer.dropout, fusion.DROPOUT),
-                (layer.dropout1, fusion.DROPOUT),
-                (layer.dropout2, fusion.DROPOUT),
-            )
-        )
+    if not fusion.is_unhooked(layer, (TransformerEncoderLayer,)):
+        return False
+    try:
+        sublayers = fusion.read_layer(layer, (MultiheadAttention,)).sublayers
+    except fusion.Unreadable:
+        return False
+    return x.shape[-1] == sublayers[0].weight1.shape[1] and all(
+        sublayer.norm.module is None for sublayer in sublayers
     )
 
 

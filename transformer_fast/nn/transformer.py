@@ -120,9 +120,11 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
         """
         if is_torchs(src) and (self.skips_padding is None or not without_kernels(src)):
             return by_torch(self, super().forward, src, mask, src_key_padding_mask, is_causal)
-        same_kind = masks.check_masks(mask, "mask", src_key_padding_mask, "src_key_padding_mask")
+        mask, src_key_padding_mask = masks.check_masks(
+            mask, "mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
+        )
         is_causal = masks.is_causal_mask(mask, is_causal, _length(src, self.layers[0]))
-        if not same_kind or not all(_takes_bool_masks(layer) for layer in self.layers):
+        if not all(_takes_bool_masks(layer) for layer in self.layers):
             mask = masks.additive(mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
         if self.skips_padding is None:

@@ -166,11 +166,11 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
         if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
             return super().forward(src)
         src = _as_torchs_shortcut_has_it(self, src)
-        same_kind = masks.check_masks(
-            src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask"
+        src_mask, src_key_padding_mask = masks.check_masks(
+            src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
         )
         replaced = fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
-        if replaced or not same_kind or type(self.self_attn) is not MultiheadAttention:
+        if replaced or type(self.self_attn) is not MultiheadAttention:
             # Torch's layer hands float masks on, and code that is not ours may count on it.
             src_mask = masks.additive(src_mask, src.dtype)
             src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
