@@ -434,6 +434,44 @@ def test_training_on_real_tokens_gives_the_same_gradients(
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
+#: What is done to a layer, and whether its training still runs on real tokens only.
+ON_ROWS: dict[str, tuple[Any, bool]] = {
+    "nothing": (lambda layer: None, True),
+    "no dropout": (lambda layer: setattr(layer, "dropout1", torch.nn.Identity()), True),
+    "hook": (lambda layer: layer.register_forward_hook(lambda *_: None), False),
+    "hooked part": (
+        lambda layer: layer.self_attn.out_proj.register_forward_hook(lambda *_: None), False,
+    ),
+    "other norm": (lambda layer: setattr(layer, "norm2", torch.nn.Identity()), False),
+    "method": (lambda layer: setattr(layer, "_ff_block", layer._ff_block), False),
+    "own keys": (
+        lambda layer: setattr(layer, "self_attn", nn.MultiheadAttention(
+            M, H, add_zero_attn=True, batch_first=True
+        )),
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON_ROWS)
+def test_training_skips_padding_unless_parts_are_replaced(case: str) -> None:
+    change, on_rows = ON_ROWS[case]
+    seen: list[Any] = []
+
+    def activation(x: Tensor) -> Tensor:
+        seen.append(x.shape)
+        return x.relu()
+
+    layer = nn.TransformerEncoderLayer(M, H, HIDDEN, activation=activation, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1)
+    change(encoder.layers[0])
+    encoder.skips_padding = True
+    hidden = torch.zeros(B, S, dtype=torch.bool)
+    hidden[0, -2:] = True
+    encoder(torch.randn(B, S, M), src_key_padding_mask=hidden)
+    assert seen == [(B * S - 2, HIDDEN) if on_rows else (B, S, HIDDEN)]
+
+
 def test_padded_places_are_computed_if_zeros_are_not_wanted() -> None:
     """Where zeros are not wanted, inference has there what training has."""
     theirs = torch.nn.TransformerEncoder(
