@@ -534,7 +534,9 @@ def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:
         eps: float,
     ) -> Tensor:
         if needs_function(input, weight, bias):
-            return NormFunction.apply(backend, input, normalized_shape, weight, bias, eps, kind)
+            return NormFunction.apply(
+                backend, input, None, normalized_shape, weight, bias, eps, 0.0, None, kind
+            )
         dims = len(normalized_shape)
         if backend in INFERENCE.of:
             return INFERENCE.of[backend](input, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
@@ -558,7 +560,7 @@ def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, 
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if needs_function(input, residual, weight, bias):
-            return AddNormFunction.apply(
+            return NormFunction.apply(
                 backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
             )
         dims = len(normalized_shape)
@@ -573,70 +575,14 @@ def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, 
 
 
 class NormFunction(Function):
+    """A norm of input, or of residual + dropout(input), which is then a result, too."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         backend: str,
         input: Tensor,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        kind: int,
-    ) -> Tensor:
-        dims = len(normalized_shape)
-        output, _, mean, rstd = TRAINING.of[backend](
-            input, None, weight, bias, dims, eps, kind, 0.0, None
-        )
-        ctx.backend, ctx.dims, ctx.eps, ctx.kind = backend, dims, eps, kind
-        ctx.set_materialize_grads(False)
-        needs = ctx.needs_input_grad
-        ctx.save_for_backward(
-            input if needs[1] or needs[3] else None, weight if needs[1] else None, mean, rstd
-        )
-        return output  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        if grad is None:
-            return (None,) * 7
-        input, weight, mean, rstd = ctx.saved_tensors
-        if input is None:
-            input = grad.detach()  # the bias has the same gradient whatever the input was
-        needs = ctx.needs_input_grad
-        wants = needs[1], needs[3], needs[4]
-        if differentiates_again():
-            dinput, dweight, dbias = _by_formula(ctx, grad, input, weight, wants)
-        else:
-            dinput, _, dweight, dbias = gradients(
-                BACKWARD.of[ctx.backend], grad, None, input, weight, mean, rstd, ctx.dims,
-                ctx.kind, 0.0, None, needs[1], False, needs[3], needs[4],
-            )  # fmt: skip
-            dinput, dweight, dbias = only(wants, (dinput, dweight, dbias))
-        return None, dinput, None, dweight, dbias, None, None
-
-
-def _by_formula(
-    ctx: Any, grad: Tensor, input: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
-) -> list[Tensor | None]:
-    shape = tuple(input.shape[-ctx.dims :])
-    # The gradients of weight and bias depend on neither.
-    if wants[1] and weight is None:
-        weight = grad.new_ones(shape)
-    bias = grad.new_zeros(shape) if wants[2] else None
-    return vjp(
-        lambda x, w, b: _FORMULAS[ctx.kind](x, shape, w, b, ctx.eps),
-        (input, weight, bias), wants, (grad,),
-    )  # fmt: skip
-
-
-class AddNormFunction(Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        input: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         normalized_shape: tuple[int, ...],
         weight: Tensor | None,
         bias: Tensor | None,
@@ -644,7 +590,7 @@ class AddNormFunction(Function):
         dropout_p: float,
         seed: Tensor | None,
         kind: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         dims = len(normalized_shape)
         output, sum, mean, rstd = TRAINING.of[backend](
             input, residual, weight, bias, dims, eps, kind, dropout_p, seed
@@ -653,39 +599,58 @@ class AddNormFunction(Function):
         ctx.dropout_p = dropout_p
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad
-        ctx.save_for_backward(sum, weight if needs[1] or needs[2] else None, mean, rstd, seed)
-        return output, sum
+        source = sum
+        if residual is None:
+            source = input if needs[1] or needs[4] else None
+        ctx.save_for_backward(source, weight if needs[1] or needs[2] else None, mean, rstd, seed)
+        return output if residual is None else (output, sum)
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None
     ) -> tuple[Any, ...]:
         if grad is None and grad_sum is None:
             return (None,) * 10
-        sum, weight, mean, rstd, seed = ctx.saved_tensors
+        source, weight, mean, rstd, seed = ctx.saved_tensors
+        if source is None:
+            source = grad.detach()  # type: ignore[union-attr] # the bias's gradient needs no more
         needs = ctx.needs_input_grad
         if grad is None:
-            grad = torch.zeros_like(sum)
+            grad = torch.zeros_like(source)
         drops = ctx.dropout_p > 0.0
         wants = needs[1] or needs[2], needs[4], needs[5]
         if differentiates_again():
-            dsum, dweight, dbias = _by_formula(ctx, grad, sum, weight, wants)
-            if dsum is not None and grad_sum is not None:
-                dsum = dsum + grad_sum
-            dinput = None
-            if needs[1]:
-                assert dsum is not None
-                dinput = dropout(dsum, ctx.dropout_p, seed)
+            dsource, dweight, dbias = _by_formula(ctx, grad, source, weight, wants)
+            if dsource is not None and grad_sum is not None:
+                dsource = dsource + grad_sum
+            dinput = dsource
+            if drops and needs[1]:
+                assert dsource is not None
+                dinput = dropout(dsource, ctx.dropout_p, seed)
         else:
-            dsum, dinput, dweight, dbias = gradients(
-                BACKWARD.of[ctx.backend], grad, grad_sum, sum, weight, mean, rstd, ctx.dims,
+            dsource, dinput, dweight, dbias = gradients(
+                BACKWARD.of[ctx.backend], grad, grad_sum, source, weight, mean, rstd, ctx.dims,
                 ctx.kind, ctx.dropout_p, seed, needs[2] or (needs[1] and not drops), needs[1] and drops,
                 needs[4], needs[5],
             )  # fmt: skip
-            dsum, dweight, dbias = only(wants, (dsum, dweight, dbias))
+            dsource, dweight, dbias = only(wants, (dsource, dweight, dbias))
             if not drops:
-                dinput = dsum
+                dinput = dsource
         return (
-            None, dinput if needs[1] else None, dsum if needs[2] else None, None, dweight, dbias,
+            None, dinput if needs[1] else None, dsource if needs[2] else None, None, dweight, dbias,
             None, None, None, None,
         )  # fmt: skip
+
+
+def _by_formula(
+    ctx: Any, grad: Tensor, source: Tensor, weight: Tensor | None, wants: tuple[bool, bool, bool]
+) -> list[Tensor | None]:
+    shape = tuple(source.shape[-ctx.dims :])
+    # The gradients of weight and bias depend on neither.
+    if wants[1] and weight is None:
+        weight = grad.new_ones(shape)
+    bias = grad.new_zeros(shape) if wants[2] else None
+    return vjp(
+        lambda x, w, b: _FORMULAS[ctx.kind](x, shape, w, b, ctx.eps),
+        (source, weight, bias), wants, (grad,),
+    )  # fmt: skip
