@@ -204,95 +204,49 @@ def _gain(kernel: Kernel, call: Call) -> float:
     return proof.gain(kernel.op, kernel.backend, call, device) if device.type == "cuda" else 0.0
 
 
-def _check_device(kernel: Kernel, call: Call) -> str | None:
+def why_not(kernel: Kernel, call: Call) -> list[str]:
+    """Returns the reasons why ``kernel`` cannot run ``call``; empty if it can."""
     first = call.tensors[0]
     assert first is not None
+    reasons = []
     kind = first.device.type
     if kernel.devices and kind not in kernel.devices:
-        return f"it supports {' and '.join(kernel.devices)} tensors, and these are on {kind}"
-    return None
-
-
-def _check_available(kernel: Kernel, call: Call) -> str | None:
-    return kernel.unavailable
-
-
-def _check_dtype(kernel: Kernel, call: Call) -> str | None:
+        known = " and ".join(kernel.devices)
+        reasons.append(f"it supports {known} tensors, and these are on {kind}")
+    if kernel.unavailable is not None:
+        reasons.append(kernel.unavailable)
     if kernel.dtypes:
-        for tensor in call.tensors:
-            if tensor is not None and tensor.dtype not in kernel.dtypes:
-                names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
-                return f"it supports {names}, and the call has {str(tensor.dtype)[6:]}"
-    return None
-
-
-def _check_one_dtype(kernel: Kernel, call: Call) -> str | None:
-    if kernel.dtypes:
-        first = call.tensors[0]
-        assert first is not None
-        for tensor in call.tensors:
-            if tensor is not None and tensor.dtype != first.dtype:
-                return "it needs all tensors in one dtype, and the call mixes dtypes"
-    return None
-
-
-def _check_gradients(kernel: Kernel, call: Call) -> str | None:
+        dtypes = [tensor.dtype for tensor in call.tensors if tensor is not None]
+        wrong = [dtype for dtype in dtypes if dtype not in kernel.dtypes]
+        if wrong:
+            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in kernel.dtypes))
+            reasons.append(f"it supports {names}, and the call has {str(wrong[0])[6:]}")
+        if any(dtype != first.dtype for dtype in dtypes):
+            reasons.append("it needs all tensors in one dtype, and the call mixes dtypes")
     if call.needs_grad:
         if not kernel.gradients:
-            return "it has no backward, and the call needs gradients"
-        if not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
-            return "its backward does not compute the gradient of attn_mask"
-    return None
-
-
-def _check_query_lengths(kernel: Kernel, call: Call) -> str | None:
+            reasons.append("it has no backward, and the call needs gradients")
+        elif not kernel.mask_gradient and call.mask is not None and call.mask.requires_grad:
+            reasons.append("its backward does not compute the gradient of attn_mask")
     if call.query_lengths is not None and not kernel.query_lengths:
-        return "it does not support query_lengths"
-    return None
-
-
-def _check_dropout(kernel: Kernel, call: Call) -> str | None:
+        reasons.append("it does not support query_lengths")
     if call.dropout_p != 0.0 and not kernel.dropout:
-        return "it does not support dropout"
-    return None
-
-
-def _check_transforms(kernel: Kernel, call: Call) -> str | None:
+        reasons.append("it does not support dropout")
     if kernel.backend != "reference" and transforms(*call.tensors, call.mask):
-        return "it does not support torch.func transforms and forward-mode differentiation"
-    return None
-
-
-def _check_activation(kernel: Kernel, call: Call) -> str | None:
+        reasons.append("it does not support torch.func transforms and forward-mode differentiation")
     if kernel.activations is not None:
         activation = call.activation
         if activation is not None and not isinstance(activation, str):
-            return "it supports named activations only, and the call has a callable"
-        if activation not in kernel.activations:
-            return f"it does not support activation {activation!r}"
-    return None
-
-
-def _check_rest(kernel: Kernel, call: Call) -> str | None:
-    return None if kernel.refuses is None else kernel.refuses(call)
-
-
-_CHECKS: tuple[Callable[[Kernel, Call], str | None], ...] = (
-    _check_device,
-    _check_available,
-    _check_dtype,
-    _check_one_dtype,
-    _check_gradients,
-    _check_query_lengths,
-    _check_dropout,
-    _check_transforms,
-    _check_activation,
-    _check_rest,
-)
+            reasons.append("it supports named activations only, and the call has a callable")
+        elif activation not in kernel.activations:
+            reasons.append(f"it does not support activation {activation!r}")
+    if kernel.refuses is not None and (refusal := kernel.refuses(call)) is not None:
+        reasons.append(refusal)
+    return reasons
 
 
 def _fits(kernel: Kernel, call: Call) -> bool:
-    """Whether the kernel can run the call: all of `_CHECKS` in one function, for the hot path.
+    """Whether `why_not` has no reason, found out sooner, for the hot path.
 
     Device and availability are left out: `candidates` has looked at them.
     """
@@ -366,11 +320,6 @@ def only_pytorchs(op: str, first: Tensor) -> bool:
         if why_unproven(kernel) is None:
             return False
     return True
-
-
-def why_not(kernel: Kernel, call: Call) -> list[str]:
-    """Returns the reasons why ``kernel`` cannot run ``call``; empty if it can."""
-    return [reason for check in _CHECKS if (reason := check(kernel, call)) is not None]
 
 
 def why_prefers_later(kernel: Kernel, call: Call) -> str | None:
