@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import nn
 from ..functional import causal_mask
+from .annotated_layer_norm import AnnotatedLayerNorm
 from .embedding import TokenEmbedding
 from .positions import make_positions
-from .stacks import LayerOptions, decoder_stack, encoder_stack
 from .tokens import check_mask, check_padding_mask, check_tokens, padding_mask
+
+NORMS = ("layer_norm", "annotated")
 
 
 class _Half(torch.nn.Module):
-    _make_stack: Callable[[LayerOptions, int], torch.nn.Module]
+    _layer: Callable[..., torch.nn.Module]
+    _stack: Callable[..., torch.nn.Module]
     #: What errors call the tokens.
     tokens_name = "tokens"
 
@@ -45,11 +49,12 @@ class _Half(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        options = LayerOptions(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, norm,
-            final_norm, bias, device, dtype,
-        )  # fmt: skip
-        options.check()
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}, not {norm!r}")
+        if d_model < 1 or nhead < 1 or d_model % nhead:
+            raise ValueError(
+                f"d_model must be a positive multiple of nhead, not {d_model} for nhead={nhead}"
+            )
         self.max_len = max_len
         self.embedding = TokenEmbedding(
             vocab_size,
@@ -62,7 +67,28 @@ class _Half(torch.nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.stack = type(self)._make_stack(options, num_layers)
+
+        def make_norm() -> torch.nn.Module:
+            if norm == "annotated":
+                return AnnotatedLayerNorm(d_model, layer_norm_eps, device=device, dtype=dtype)
+            return nn.LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype)
+
+        layer = self._layer(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, True, norm_first,
+            bias, device, dtype,
+        )  # fmt: skip
+        if norm != "layer_norm":
+            for name in ("norm1", "norm2", "norm3"):
+                if hasattr(layer, name):
+                    setattr(layer, name, make_norm())
+        normed = norm_first if final_norm is None else final_norm
+        self.stack = self._stack(layer, num_layers, make_norm() if normed else None)
+        if isinstance(self.stack, nn.TransformerEncoder):
+            # What stands at padded places reaches no result; without it padding costs nothing.
+            self.stack.skips_padding = True
+        for parameter in self.stack.parameters():  # as torch.nn.Transformer does
+            if parameter.dim() > 1:
+                torch.nn.init.xavier_uniform_(parameter)
 
     def padding_mask(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
         """What `forward` takes for padding (B, L): the given mask, or where pad_token stands."""
@@ -125,7 +151,7 @@ class Encoder(_Half):
     Source: "Attention Is All You Need", section 3.1.
     """
 
-    _make_stack = staticmethod(encoder_stack)
+    _layer, _stack = nn.TransformerEncoderLayer, nn.TransformerEncoder
 
     def forward(
         self,
@@ -162,7 +188,7 @@ class Decoder(_Half):
     Source: "Attention Is All You Need", section 3.1.
     """
 
-    _make_stack = staticmethod(decoder_stack)
+    _layer, _stack = nn.TransformerDecoderLayer, nn.TransformerDecoder
 
     def forward(
         self,

@@ -15,11 +15,26 @@ class Positions(torch.nn.Module):
 
     table: Tensor
 
-    def __init__(self, max_len: int, d_model: int) -> None:
+    def __init__(
+        self,
+        max_len: int,
+        d_model: int,
+        *,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if max_len < 1:
             raise ValueError(f"max_len must be at least 1, not {max_len}")
         self.max_len, self.d_model = max_len, d_model
+        self._keep(torch.empty((max_len, d_model), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def _keep(self, table: Tensor) -> None:
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > self.max_len:
@@ -40,18 +55,8 @@ class SinusoidalPositions(Positions):
     Source: "Attention Is All You Need", section 3.5.
     """
 
-    def __init__(
-        self,
-        max_len: int,
-        d_model: int,
-        *,
-        device: torch.types.Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(max_len, d_model)
-        table = torch.empty((max_len, d_model), device=device, dtype=dtype)
+    def _keep(self, table: Tensor) -> None:
         self.register_buffer("table", table, persistent=False)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Compute the table (again, after ``to_empty`` on a model that was built on "meta")."""
@@ -70,17 +75,8 @@ class LearnedPositions(Positions):
     Source: "Attention Is All You Need", section 3.5, the alternative to the sinusoids.
     """
 
-    def __init__(
-        self,
-        max_len: int,
-        d_model: int,
-        *,
-        device: torch.types.Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(max_len, d_model)
-        self.table = torch.nn.Parameter(torch.empty((max_len, d_model), device=device, dtype=dtype))
-        self.reset_parameters()
+    def _keep(self, table: Tensor) -> None:
+        self.table = torch.nn.Parameter(table)
 
     def reset_parameters(self) -> None:
         torch.nn.init.normal_(self.table, std=0.02)
