@@ -97,24 +97,16 @@ def _in_sequence(
 # Masks. Letters name the dimensions that are not 1.
 
 
-def _bool_bhts(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(b, h, t, s)
+def _bools(letters: str, true: float = 0.7) -> Make:
+    return lambda draw, *sizes: draw.bools(*_shape(letters, sizes), true=true)
 
 
-def _bool_ts(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(1, 1, t, s, true=0.7)
+def _floats(letters: str) -> Make:
+    return lambda draw, *sizes: draw.normal(*_shape(letters, sizes))
 
 
-def _bool_bs(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(b, 1, 1, s, true=0.7)
-
-
-def _bool_bt(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(b, 1, t, 1, true=0.7)
-
-
-def _bool_hs(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.bools(1, h, 1, s, true=0.7)
+def _shape(letters: str, sizes: Sequence[int]) -> list[int]:
+    return [n if each in letters else 1 for each, n in zip("bhts", sizes, strict=True)]
 
 
 def _bool_some_rows_empty(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
@@ -137,14 +129,6 @@ def _bool_tiles(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
 
 def _bool_expanded(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return draw.bools(1, 1, t, s).expand(b, h, t, s)
-
-
-def _float_bhts(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.normal(b, h, t, s)
-
-
-def _float_hts(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
-    return draw.normal(1, h, t, s)
 
 
 def _float_hiding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
@@ -301,31 +285,31 @@ CASES = (
     case("causal, more keys", _attention(2, 2, 19, 43, 16, causal=True)),
     case("causal, more queries", _attention(2, 2, 43, 19, 16, causal=True)),
     case("causal, many tiles", _attention(1, 1, 520, 530, 16, causal=True)),
-    case("bool mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_bool_bhts)),
-    case("bool mask (T,S)", _attention(2, 3, 17, 23, 16, mask=_bool_ts)),
-    case("bool mask (B,S)", _attention(3, 2, 17, 23, 16, mask=_bool_bs)),
-    case("bool mask (B,T)", _attention(3, 2, 17, 23, 16, mask=_bool_bt)),
-    case("bool mask (H,S)", _attention(2, 3, 17, 23, 16, mask=_bool_hs)),
+    case("bool mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_bools("bhts", 0.5))),
+    case("bool mask (T,S)", _attention(2, 3, 17, 23, 16, mask=_bools("ts"))),
+    case("bool mask (B,S)", _attention(3, 2, 17, 23, 16, mask=_bools("bs"))),
+    case("bool mask (B,T)", _attention(3, 2, 17, 23, 16, mask=_bools("bt"))),
+    case("bool mask (H,S)", _attention(2, 3, 17, 23, 16, mask=_bools("hs"))),
     case("bool mask, empty rows", _attention(2, 3, 17, 23, 16, mask=_bool_some_rows_empty)),
     case("bool mask, nothing visible", _attention(2, 3, 17, 23, 16, mask=_bool_all_false)),
     case("bool mask, strided", _attention(2, 3, 17, 23, 16, mask=_bool_strided)),
     case("bool mask, expanded", _attention(2, 3, 17, 23, 16, mask=_bool_expanded)),
     case("bool mask, hidden tiles", _attention(2, 1, 70, 700, 16, mask=_bool_tiles)),
-    case("float mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_float_bhts)),
+    case("float mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_floats("bhts"))),
     case("float mask, -inf", _attention(2, 3, 17, 23, 16, mask=_float_hiding)),
     case("float mask, finfo.min", _attention(2, 3, 17, 23, 16, mask=_float_lowest)),
     case("float mask, distance", _attention(2, 3, 17, 23, 16, mask=_distance_bias)),
     case("float mask, distance, causal",
          _attention(1, 2, 130, 130, 16, mask=_distance_bias, causal=True)),
     case("float mask, rising, causal", _attention(1, 2, 130, 130, 16, mask=_rising, causal=True)),
-    case("bool mask and causal", _attention(2, 3, 23, 23, 16, mask=_bool_bs, causal=True)),
-    case("float mask and causal", _attention(2, 3, 23, 23, 16, mask=_float_bhts, causal=True)),
+    case("bool mask and causal", _attention(2, 3, 23, 23, 16, mask=_bools("bs"), causal=True)),
+    case("float mask and causal", _attention(2, 3, 23, 23, 16, mask=_floats("bhts"), causal=True)),
     case("key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths)),
     case("key lengths at the ends", _attention(4, 2, 17, 23, 16, lengths=_lengths_at_the_ends)),
     case("key lengths and causal", _attention(3, 2, 30, 30, 16, lengths=_lengths, causal=True)),
     case(
         "key lengths, mask, causal",
-        _attention(3, 2, 30, 30, 16, lengths=_lengths, mask=_bool_ts, causal=True),
+        _attention(3, 2, 30, 30, 16, lengths=_lengths, mask=_bools("ts"), causal=True),
     ),
     case("key lengths, many tiles", _attention(3, 1, 70, 600, 16, lengths=_lengths)),
     case("garbage beyond key lengths", _garbage_beyond_lengths),
@@ -338,9 +322,9 @@ CASES = (
     case("query lengths and causal, many tiles",
          _attention(3, 1, 290, 290, 16, query_lengths=_query_lengths, causal=True)),
     case("query lengths, mask, fewer key heads",
-         _attention(3, 4, 70, 300, 16, key_heads=2, query_lengths=_query_lengths, mask=_bool_ts)),
+         _attention(3, 4, 70, 300, 16, key_heads=2, query_lengths=_query_lengths, mask=_bools("ts"))),
     case("query lengths, float mask",
-         _attention(3, 2, 17, 23, 16, query_lengths=_query_lengths, mask=_float_hts)),
+         _attention(3, 2, 17, 23, 16, query_lengths=_query_lengths, mask=_floats("hts"))),
     case("query lengths, weights, dropout",
          _attention(3, 2, 37, 23, 16, query_lengths=_one_query_length, weights=True,
                     dropout_p=0.2)),
@@ -348,7 +332,7 @@ CASES = (
     case("garbage in the future", _garbage_in_the_future),
     case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
     case("one key head", _attention(2, 4, 17, 23, 16, key_heads=1, causal=True)),
-    case("fewer key heads, mask", _attention(2, 6, 17, 23, 16, key_heads=3, mask=_bool_bhts)),
+    case("fewer key heads, mask", _attention(2, 6, 17, 23, 16, key_heads=3, mask=_bools("bhts", 0.5))),
     case("weights", _attention(2, 3, 17, 23, 16, weights=True)),
     case("weights, causal", _attention(1, 2, 40, 300, 16, causal=True, weights=True)),
     case(
@@ -396,8 +380,8 @@ BENCH_CASES = (
     _bench("causal", 4, 8, 1024, 64, causal=True),
     _bench("key padding mask", 4, 8, 1024, 64, mask=_padding_mask),
     _bench("key lengths", 4, 8, 1024, 64, lengths=_padding),
-    _bench("bool mask (T,S)", 4, 8, 1024, 64, mask=_bool_ts),
-    _bench("float mask (H,T,S)", 4, 8, 1024, 64, mask=_float_hts),
+    _bench("bool mask (T,S)", 4, 8, 1024, 64, mask=_bools("ts")),
+    _bench("float mask (H,T,S)", 4, 8, 1024, 64, mask=_floats("hts")),
     _bench("weights", 4, 8, 1024, 64, weights=True),
     _bench("", 32, 8, 128, 64),
     _bench("causal", 32, 8, 128, 64, causal=True),

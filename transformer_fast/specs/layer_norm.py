@@ -155,24 +155,14 @@ def _add_bench(rows: int, columns: int, dropout_p: float = 0.0) -> Case:
     return case(name, _added(rows, columns, dropout_p))
 
 
-def _flops(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> float:
-    # Mean 1, centre 1, square and add 2, scale 1, weight 1, bias 1; roots are not counted
-    return float(x.numel()) * (5 + (weight is not None) + (bias is not None))
+def _flops(each: int, summands: int = 1) -> Callable[[tuple[Any, ...]], float]:
+    """So many for each element, one more for the weight, and one for the bias; ``summands``: tensors
+    that are neither. Roots are not counted."""
 
+    def count(arguments: tuple[Any, ...]) -> float:
+        return float(arguments[0].numel()) * (each + len(_tensors(arguments)) - summands)
 
-def _rms_norm_flops(arguments: tuple[Any, ...]) -> float:
-    x, _, weight, _ = arguments
-    return float(x.numel()) * (3 + (weight is not None))  # square and add 2, scale 1, weight 1
-
-
-def _add_rms_norm_flops(arguments: tuple[Any, ...]) -> float:
-    x, _, _, weight, *_ = arguments
-    return float(x.numel()) * (4 + (weight is not None))
-
-
-def _layer_norm_flops(arguments: tuple[Any, ...]) -> float:
-    x, _, weight, bias, _ = arguments
-    return _flops(x, weight, bias)
+    return count
 
 
 def _bytes(arguments: tuple[Any, ...]) -> float:
@@ -182,11 +172,6 @@ def _bytes(arguments: tuple[Any, ...]) -> float:
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [each for each in arguments if isinstance(each, Tensor) and each.dim() > 0]
-
-
-def _add_layer_norm_flops(arguments: tuple[Any, ...]) -> float:
-    x, _, _, weight, bias, *_ = arguments
-    return _flops(x, weight, bias) + x.numel()
 
 
 def _add_bytes(arguments: tuple[Any, ...]) -> float:
@@ -227,7 +212,7 @@ LAYER_NORM = OpSpec(
     gradients_of=("input", "weight", "bias"),
     cases=_CASES,
     bench_cases=(_bench(4096, 512), _bench(65536, 512), _bench(4096, 2048), _bench(32, 512)),
-    flops=_layer_norm_flops,
+    flops=_flops(5),  # mean 1, centre 1, square and add 2, scale 1
     bytes=_bytes,
     pytorch=F.layer_norm,
     tiny=case("call", _plain(1, 8)),
@@ -253,7 +238,7 @@ ADD_LAYER_NORM = OpSpec(
         _add_bench(32, 512),
         _add_bench(4096, 512, 0.1),
     ),
-    flops=_add_layer_norm_flops,
+    flops=_flops(6, 2),
     bytes=_add_bytes,
     pytorch=_behind_sum(F.layer_norm),
     tiny=_add_bench(1, 8),
@@ -273,7 +258,7 @@ RMS_NORM = OpSpec(
     gradients_of=("input", "weight"),
     cases=_rms_cases(_CASES),
     bench_cases=_rms_cases(LAYER_NORM.bench_cases),
-    flops=_rms_norm_flops,
+    flops=_flops(3),  # square and add 2, scale 1
     bytes=_bytes,
     pytorch=F.rms_norm,
     tiny=_rms(LAYER_NORM.tiny),
@@ -291,7 +276,7 @@ ADD_RMS_NORM = OpSpec(
     gradients_of=("input", "residual", "weight"),
     cases=_rms_cases(_ADD_CASES),
     bench_cases=_rms_cases(ADD_LAYER_NORM.bench_cases),
-    flops=_add_rms_norm_flops,
+    flops=_flops(4, 2),
     bytes=_add_bytes,
     pytorch=_behind_sum(F.rms_norm),
     tiny=_rms(ADD_LAYER_NORM.tiny),
