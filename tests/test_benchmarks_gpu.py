@@ -317,14 +317,15 @@ class TestTiles:
 
     def test_a_tile_is_used_within_the_block_only(self, config):
         before = {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
-        now = config.attention_forward(90, 64, True, False)
+        now = config.attention("attention_forward", 90, 64, True, False)
         assert now in config.alternatives("attention_forward", True, 64)
         with config.use_tile("attention_forward", [16, 16, 2, 1]):
             for arch in (80, 90, 120):
                 for heavy in (False, True):
-                    assert config.attention_forward(arch, 128, True, heavy) == (16, 16, 2, 1)
+                    tile = config.attention("attention_forward", arch, 128, True, heavy)
+                    assert tile == (16, 16, 2, 1)
                 assert config.attention_granule(arch, 64, True) == (16, 16)
-        assert config.attention_forward(90, 64, True, False) == now
+        assert config.attention("attention_forward", 90, 64, True, False) == now
         assert before == {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
         product = config.matmul(90, 4096, 1024, True)
         with config.use_tile("matmul", [16, 16, 16, 1, 1, 1]):

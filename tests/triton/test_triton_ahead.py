@@ -41,7 +41,8 @@ def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[di
 
 @pytest.mark.parametrize("architecture", UNIT)
 def test_resources(architecture):
-    assert config._table(config._FORWARD, 86) is config._table(config._FORWARD, 120)
+    ours, theirs = (config.attention("attention_forward", a, 64, True, False) for a in (86, 120))
+    assert ours is theirs
     kernels = compiled(architecture)
     assert len(kernels) == (19 if architecture in HEADS else 28), [k["kernel"] for k in kernels]
     for one in kernels:

@@ -79,8 +79,9 @@ def test_garbage_in_queries_that_see_nothing(device):
         query[:, :, 5] = math.nan if spoilt else 0.0
         grad[:, :, -3] = math.inf if spoilt else 0.0
         forward = (query, k, v, mask, None, False, scale, 0.0, None)
-        output, shift, norm = attention_forward(*forward)
-        found = attention_backward(grad, None, *forward, output, None, shift, norm, False)
+        output, _, shift, norm = attention_forward(*forward, False)
+        kept = output, None, shift, norm, True, True, True, False
+        found = attention_backward(grad, None, *forward, *kept)
         results.append((output, *found[:3]))
     for clean, spoilt in zip(*results, strict=True):
         assert spoilt.isfinite().all()
@@ -244,7 +245,7 @@ def test_one_query(device, dtype, splits_from, monkeypatch):
 def test_one_split_needs_no_merging(keys, kernels):
     q, k = torch.empty(1, 1, 1, 64, device="meta"), torch.empty(1, 1, keys, 64, device="meta")
     with config.use_architecture(90), runtime.record_launches() as found:
-        attention_forward(q, k, k, None, None, False, 0.125, 0.0, None)
+        attention_forward(q, k, k, None, None, False, 0.125, 0.0, None, False)
     assert len(found) == kernels
 
 
@@ -267,8 +268,9 @@ def test_same_bits_every_time(device):
     forward = (q, k, v, mask.bfloat16(), None, True, 0.25, 0.2, torch.tensor(5, device=device))
     runs = []
     for _ in range(2):
-        output, shift, norm = attention_forward(*forward)
-        found = attention_backward(output, None, *forward, output, None, shift, norm, True)
+        output, _, shift, norm = attention_forward(*forward, False)
+        kept = output, None, shift, norm, True, True, True, True
+        found = attention_backward(output, None, *forward, *kept)
         runs.append((output, shift, norm, *found))
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
@@ -341,8 +343,9 @@ def test_strides_of_the_results(device):
     q, k, v = drawn(device, b=2, h=3, dv=8)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     forward = (q, k, v, None, None, False, 0.25, 0.0, None)
-    output, shift, norm = attention_forward(*forward)
-    found = attention_backward(output, None, *forward, output, None, shift, norm, False)
+    output, _, shift, norm = attention_forward(*forward, False)
+    kept = output, None, shift, norm, True, True, True, False
+    found = attention_backward(output, None, *forward, *kept)
     assert output.transpose(1, 2).is_contiguous()
     for gradient, tensor in zip(found, (q, k, v), strict=False):
         assert gradient.stride() == tensor.stride()

@@ -60,7 +60,7 @@ def _calls() -> list[Any]:
     def attend(q: Any, k: Any, mask: Any = None, lengths: Any = None, *flags: Any) -> Any:
         causal, scale, p = flags or (False, 0.125, 0.0)
         seed = torch.tensor(3) if p else None
-        return lambda: attention_forward(q, k, k, mask, lengths, causal, scale, p, seed)
+        return lambda: attention_forward(q, k, k, mask, lengths, causal, scale, p, seed, False)
 
     q, k = heads(), heads(t=64)
     found = [attend(q, k)]
@@ -103,16 +103,17 @@ def _calls() -> list[Any]:
             starts = torch.tensor([0, 40, 40, 70], dtype=kind)
             found.append(
                 lambda x=rows, at=starts, most=longest: attention_forward(
-                    x, packed, packed, None, at, False, 0.125, 0.0, None, at, most
+                    x, packed, packed, None, at, False, 0.125, 0.0, None, False, at, *most
                 )
             )
     shift = torch.zeros(2, 4, 48)
     for causal in (False, True):
         found.append(
             lambda causal=causal: attention_backward(
-                q, None, q, k, k, None, None, causal, 0.125, 0.0, None, q, None, shift, shift, False
+                q, None, q, k, k, None, None, causal, 0.125, 0.0, None, q, None, shift, shift, True,
+                True, True, False,
             )
-        )
+        )  # fmt: skip
 
     def norm(x: Any, w: Any, eps: float = 1e-5, p: float = 0.0) -> Any:
         if not p:

@@ -9,8 +9,7 @@ Packed sequences are tensors of (1, H, rows, D), read in place: lengths are wher
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from . import config
 from .attention_decode import attention_decode, decodes
 from .attention_kernel import attention_forward_kernel
+from .attention_weights import attention_weights
 from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
 from .philox import Dropout, dropout_arguments, seed_for
 from .runtime import ceil_div, dot_precision, launch, next_power_of_2, with_unit_stride
@@ -79,6 +79,20 @@ class Problem(NamedTuple):
     def kernel_scale(self) -> float:
         return self.scale if self.natural else self.scale * LOG2E
 
+    def tile(self, kernel: str) -> config.AttentionTile:
+        """The tile of a kernel, as `config` names it."""
+        return config.attention(kernel, self.architecture, max(self.head), self.half, self.heavy)
+
+    def options(self, tile: config.AttentionTile) -> dict[str, Any]:
+        """How kernels on this tile are launched, and their `constants`."""
+        return {
+            "warps": tile.warps,
+            "stages": tile.stages,
+            "BLOCK_T": tile.queries,
+            "BLOCK_S": tile.keys,
+            **self.constants(),
+        }
+
     def constants(self) -> dict[str, object]:
         """The compile-time constants that all attention kernels share."""
         head, head_value = self.head
@@ -120,15 +134,17 @@ def make_problem(
     dropout_p: float,
     seed: Tensor | None,
     query_lengths: Tensor | None = None,
-    longest: Sequence[int] | None = None,
+    longest_queries: int = -1,
+    longest_keys: int = -1,
 ) -> Problem:
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
-    if longest is not None:
+    packed = longest_queries >= 0
+    if packed:
         assert key_lengths is not None
         assert query_lengths is not None
         assert attn_mask is None
-        batch, (queries, keys) = query_lengths.shape[0] - 1, longest
+        batch, queries, keys = query_lengths.shape[0] - 1, longest_queries, longest_keys
     mask = prepare_mask(attn_mask)
     natural = _is_natural(query, attn_mask, scale)
     dropout = dropout_arguments(dropout_p)
@@ -147,7 +163,7 @@ def make_problem(
         heads // key.shape[1],
         config.architecture(query.device),
         query_lengths,
-        longest is not None,
+        packed,
     )
 
 
@@ -200,25 +216,31 @@ def attention_forward(
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
+    need_weights: bool,
     query_lengths: Tensor | None = None,
-    longest: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, shift, norm): the last two (B, H, T) fp32, for the backward and the weights."""
+    longest_queries: int = -1,
+    longest_keys: int = -1,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The operator ``attention_training``: output, weights, and (B, H, T) fp32 shift and norm."""
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
-        longest,
+        longest_queries, longest_keys,
     )  # fmt: skip
+    output, shift, norm = _forward(problem)
+    weights = attention_weights(problem, shift, norm) if need_weights else None
+    return output, weights, shift, norm
+
+
+def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, keys = problem.sizes
-    output = like_heads(query, value.shape[-1], problem.packed)
-    shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    output = like_heads(q, v.shape[-1], problem.packed)
+    shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     norm = torch.empty_like(shift)
     if decodes(problem):
         attention_decode(problem, output, shift, norm)
         return output, shift, norm
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
-    tile = config.attention_forward(
-        problem.architecture, max(problem.head), problem.half, problem.heavy
-    )
+    tile = problem.tile("attention_forward")
     lists = None if mask.data is None else problem.lists(tile)
     counts, numbers = (None, None) if lists is None else lists[:2]
     launch(
@@ -228,8 +250,8 @@ def attention_forward(
         k,
         v,
         mask.data,
-        key_lengths,
-        query_lengths,
+        problem.lengths,
+        problem.query_lengths,
         problem.seed,
         counts,
         numbers,
@@ -251,13 +273,9 @@ def attention_forward(
         problem.kernel_scale,
         problem.dropout.limit,
         problem.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_T=tile.queries,
-        BLOCK_S=tile.keys,
         LISTED=lists is not None,
         RAGGED=problem.lengths is None and keys % tile.keys != 0,
         PACKED=problem.packed,
-        **problem.constants(),
+        **problem.options(tile),
     )
     return output, shift, norm

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from . import config
 from .attention import Problem, gradient_like, make_problem
 from .attention_bias_kernel import attention_bias_kernel
 from .attention_bwd_kernel import attention_backward_key_kernel, attention_backward_query_kernel
@@ -28,9 +25,7 @@ def _query_gradient(
     batch, heads, queries, keys = problem.sizes
     grad_query = gradient_like(q, problem.packed)
     delta = torch.empty_like(shift)
-    tile = config.attention_backward_query(
-        problem.architecture, max(problem.head), problem.half, problem.heavy
-    )
+    tile = problem.tile("attention_backward_query")
     lists = problem.lists(tile)
     launch(
         attention_backward_query_kernel,
@@ -70,14 +65,10 @@ def _query_gradient(
         problem.scale,
         problem.dropout.limit,
         problem.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_T=tile.queries,
-        BLOCK_S=tile.keys,
         LISTED=lists is not None,
         RAGGED=problem.lengths is None and keys % tile.keys != 0,
         PACKED=problem.packed,
-        **problem.constants(),
+        **problem.options(tile),
     )
     return grad_query, delta
 
@@ -95,9 +86,7 @@ def _key_gradients(
     batch, _, queries, keys = problem.sizes
     grad_key = gradient_like(k, problem.packed)
     grad_value = gradient_like(v, problem.packed)
-    tile = config.attention_backward_key(
-        problem.architecture, max(problem.head), problem.half, problem.heavy
-    )
+    tile = problem.tile("attention_backward_key")
     lists = problem.lists(tile, by_keys=True)
     launch(
         attention_backward_key_kernel,
@@ -136,15 +125,11 @@ def _key_gradients(
         problem.scale,
         problem.dropout.limit,
         problem.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_T=tile.queries,
-        BLOCK_S=tile.keys,
         LISTED=lists is not None,
         RAGGED=problem.query_lengths is None and queries % tile.queries != 0,
         RAGGED_KEYS=mask.data is not None and keys % tile.keys != 0,
         PACKED=problem.packed,
-        **problem.constants(),
+        **problem.options(tile),
     )
     return grad_key, grad_value
 
@@ -166,9 +151,7 @@ def _mask_gradient(
         return torch.zeros(
             owner.shape, dtype=owner.dtype, device=owner.device
         )  # rows of dS add up to 0
-    tile = config.attention_bias(
-        problem.architecture, max(problem.head), problem.half, problem.heavy
-    )
+    tile = problem.tile("attention_bias")
     own_tiles = ceil_div(shape[2], tile.queries) * ceil_div(shape[3], tile.keys)
     programs = shape[0] * shape[1] * own_tiles
     items = (batch // shape[0]) * (heads // shape[1])
@@ -209,12 +192,8 @@ def _mask_gradient(
         problem.kernel_scale,
         problem.dropout.limit,
         problem.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_T=tile.queries,
-        BLOCK_S=tile.keys,
         SUM_T=shape[2] == 1,
-        **problem.constants(),
+        **problem.options(tile),
     )
     total = shares[0] if splits == 1 else shares.sum(0).to(owner.dtype)
     return total.reshape(owner.shape)
@@ -236,18 +215,22 @@ def attention_backward(
     weights: Tensor | None,
     shift: Tensor,
     norm: Tensor,
-    need_mask: bool,
+    want_query: bool,
+    want_key: bool,
+    want_value: bool,
+    want_mask: bool,
     query_lengths: Tensor | None = None,
-    longest: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and, if ``need_mask``, of the additive attn_mask.
+    longest_queries: int = -1,
+    longest_keys: int = -1,
+) -> tuple[Tensor | None, ...]:
+    """The operator ``attention_backward``: gradients of query, key, value and the additive attn_mask.
 
     ``output``, ``shift`` and ``norm`` are what the forward returned. ``grad_weights`` is the
     gradient of the returned weights, and then ``weights`` are those.
     """
     problem = make_problem(
         query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
-        longest,
+        longest_queries, longest_keys,
     )  # fmt: skip
     grad_output = with_unit_stride(grad_output)
     extra = None
@@ -264,9 +247,14 @@ def attention_backward(
         grad_query.mul_(0.0)
         grad_key.mul_(0.0)
     grad_mask = None
-    if need_mask:
+    if want_mask:
         assert attn_mask is not None
         grad_mask = _mask_gradient(
             problem, attn_mask, grad_output, grad_weights, shift, norm, delta
         )
-    return grad_query, grad_key, grad_value, grad_mask
+    return (
+        grad_query if want_query else None,
+        grad_key if want_key else None,
+        grad_value if want_value else None,
+        grad_mask,
+    )

@@ -8,17 +8,20 @@ q and k, and attention itself stays free of the T x S matrix.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
 from .arithmetic import product, store
-from .attention import Problem
 from .attention_gradient_tile import load_share
 from .philox import keep_tile
 from .runtime import ceil_div, launch
 from .tiles import load_rows, power, sequence_end, visible_scores
+
+if TYPE_CHECKING:
+    from .attention import Problem
 
 
 @triton.jit(do_not_specialize=["queries", "limit", "stride_length", "stride_query_length"])
@@ -79,9 +82,7 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
     q, k, mask = problem.query, problem.key, problem.mask
     batch, heads, queries, keys = problem.sizes
     weights = q.new_empty(problem.sizes)
-    tile = config.attention_weights(
-        problem.architecture, max(problem.head), problem.half, problem.heavy
-    )
+    tile = problem.tile("attention_weights")
     tiles = ceil_div(queries, tile.queries) * ceil_div(keys, tile.keys)
     launch(
         attention_weights_kernel,
@@ -107,10 +108,6 @@ def attention_weights(problem: Problem, shift: Tensor, norm: Tensor) -> Tensor:
         problem.kernel_scale,
         problem.dropout.limit,
         problem.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_T=tile.queries,
-        BLOCK_S=tile.keys,
-        **problem.constants(),
+        **problem.options(tile),
     )
     return weights

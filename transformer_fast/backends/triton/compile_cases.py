@@ -17,9 +17,8 @@ from . import config
 from . import feed_forward as networks
 from . import layer_norm as norms
 from . import linear as maps
-from .attention import attention_forward, make_problem
+from .attention import attention_forward
 from .attention_bwd import attention_backward
-from .attention_weights import attention_weights
 from .cross_entropy import cross_entropy_backward, cross_entropy_forward
 from .runtime import Launch, instead_of_launching, record_launches
 
@@ -63,15 +62,13 @@ def _attention(
     places = 5 if packed else 4
     key_lengths = _meta(places, dtype=torch.int64) if lengths or packed else None
     ends = _meta(places, dtype=torch.int64) if query_lengths or packed else None
-    longest = (512, 512) if packed else None
+    longest = (512, 512) if packed else (-1, -1)
     arguments = (q, k, k, attn_mask, key_lengths, causal, 0.125, dropout_p, seed)
-    output, shift, norm = attention_forward(*arguments, ends, longest)
-    if weights:
-        attention_weights(make_problem(*arguments, ends), shift, norm)
+    output, _, shift, norm = attention_forward(*arguments, weights, ends, *longest)
     if queries > 1:
         learned = attn_mask is not None and attn_mask.is_floating_point()
-        kept = (output, None, shift, norm)
-        attention_backward(output, None, *arguments, *kept, learned, ends, longest)
+        kept = (output, None, shift, norm, True, True, True, learned)
+        attention_backward(output, None, *arguments, *kept, ends, *longest)
 
 
 def _norm(columns: int, dtype: torch.dtype, dropout_p: float, kind: int = 0) -> None:

@@ -207,9 +207,8 @@ _WEIGHTS = {
     ),
 }
 
-_Table = dict[int, tuple[_Row, ...]]
-#: By the name of the function that reads it.
-_ATTENTION: dict[str, _Table] = {
+#: By kernel.
+_ATTENTION: dict[str, dict[int, tuple[_Row, ...]]] = {
     "attention_forward": _FORWARD,
     "attention_backward_query": _BACKWARD_QUERY,
     "attention_backward_key": _BACKWARD_KEY,
@@ -218,49 +217,23 @@ _ATTENTION: dict[str, _Table] = {
 }
 
 
-def _table(table: _Table, architecture: int) -> tuple[_Row, ...]:
-    # Consumer Blackwell has the instructions and the shared memory of consumer Ampere.
-    wanted = 86 if architecture == 120 else architecture
-    return table[max(a for a in table if a <= wanted)]
-
-
-def _attention(
-    table: _Table, architecture: int, head: int, half: bool, heavy: bool
-) -> AttentionTile:
+def attention(kernel: str, architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
+    """The tile of a kernel of `_ATTENTION`."""
     if architecture == 0:
         return AttentionTile(*interpreter_tile, 4, 1)
-    row = next(row for row in _table(table, architecture) if head <= row.head)
+    # Consumer Blackwell has the instructions and the shared memory of consumer Ampere.
+    wanted = 86 if architecture == 120 else architecture
+    table = _ATTENTION[kernel]
+    rows = table[max(a for a in table if a <= wanted)]
+    row = next(row for row in rows if head <= row.head)
     return row.float if not half else row.heavy if heavy else row.half
-
-
-def attention_forward(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    return _attention(_FORWARD, architecture, head, half, heavy)
-
-
-def attention_backward_query(
-    architecture: int, head: int, half: bool, heavy: bool
-) -> AttentionTile:
-    return _attention(_BACKWARD_QUERY, architecture, head, half, heavy)
-
-
-def attention_backward_key(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    return _attention(_BACKWARD_KEY, architecture, head, half, heavy)
-
-
-def attention_bias(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    return _attention(_BIAS, architecture, head, half, heavy)
-
-
-def attention_weights(architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
-    return _attention(_WEIGHTS, architecture, head, half, heavy)
 
 
 def attention_granule(architecture: int, head: int, half: bool) -> tuple[int, int]:
     """Queries and keys that one code of a mask covers: what the tiles of all kernels are made of."""
-    tables = (_FORWARD, _BACKWARD_QUERY, _BACKWARD_KEY)
     tiles = [
-        _attention(table, architecture, head, half, heavy)
-        for table in tables
+        attention(kernel, architecture, head, half, heavy)
+        for kernel in ("attention_forward", "attention_backward_query", "attention_backward_key")
         for heavy in (False, True)
     ]
     return min(tile.queries for tile in tiles), min(tile.keys for tile in tiles)
@@ -337,7 +310,8 @@ _KINDS: dict[str, Callable[..., Tile]] = {
 
 
 def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
-    """What is worth a try in place of the tiles that the function ``name`` gives for a call.
+    """What is worth a try in place of the tiles that ``name``, a kernel of `_ATTENTION` or a function
+    of this module, has for a call.
 
     Of attention and products: whatever any architecture has; of the others: less and more of each.
     ``columns``: of a row, for those that depend on it.
@@ -370,8 +344,8 @@ def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
 
 @contextmanager
 def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
-    """Within the block the function ``name`` gives the tile of these numbers, whatever it is asked."""
-    tile, function = _KINDS[name](*numbers), globals()[name]
+    """Within the block ``name``, as in `alternatives`, has the tile of these numbers for all calls."""
+    tile, function = _KINDS[name](*numbers), globals().get(name)
     table = _ATTENTION.get(name, {})
     before = dict(table)
     if isinstance(tile, AttentionTile):
@@ -383,5 +357,6 @@ def use_tile(name: str, numbers: Sequence[int]) -> Iterator[None]:
         with call_cache.under((name, tile)):
             yield
     finally:
-        globals()[name] = function
+        if function is not None:
+            globals()[name] = function
         table.update(before)
