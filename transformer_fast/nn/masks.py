@@ -86,6 +86,15 @@ def combine(
     return torch.where(padding, -math.inf, hidden) if padding_is_bool else hidden + padding
 
 
+def of_real(padding: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What padding (B, S), True = padded, leaves to attend to: lengths (B,) if it is at the end of
+    each sequence, else a mask (B, 1, 1, S) in SDPA's polarity; the other is None."""
+    real = padding.logical_not()
+    lengths = real.sum(dim=1)
+    first = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
+    return (lengths, None) if torch.equal(first, real) else (None, real[:, None, None, :])
+
+
 def for_attend(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import dispatch, functional
 from ..functional.attention import attend
-from . import fusion
+from . import fusion, masks
 from .multihead_attention import MultiheadAttention
 from .transformer_layers import TransformerEncoderLayer
 
@@ -30,13 +30,8 @@ class Places(NamedTuple):
     @staticmethod
     def of(padding: Tensor, places: Tensor | None) -> Places:
         assert places is not None
-        real = padding.logical_not()
-        batch, length = real.shape
-        lengths = real.sum(dim=1)
-        suffix = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
-        if torch.equal(suffix, real):
-            return Places(batch, length, places, lengths, None)
-        return Places(batch, length, places, None, real[:, None, None, :])
+        batch, length = padding.shape
+        return Places(batch, length, places, *masks.of_real(padding))
 
 
 def encoder_layer_fits(layer: torch.nn.Module, x: Tensor) -> bool:

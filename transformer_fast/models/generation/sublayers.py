@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...nn import masks
 from ...nn.fusion import Sublayer
 from .cuda_graph import Place
 from .kernels import (
@@ -90,14 +91,8 @@ class MemoryPlaces:
     @staticmethod
     def of(padding: Tensor | None) -> MemoryPlaces:
         """From a mask (B, S), True at padding."""
-        if padding is None:
-            return MemoryPlaces(None, None)
-        real = ~padding
-        lengths = real.sum(dim=1)
-        first = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
-        if torch.equal(first, real):
-            return MemoryPlaces(lengths, None)
-        return MemoryPlaces(None, real[:, None, None, :])
+        lengths, mask = (None, None) if padding is None else masks.of_real(padding)
+        return MemoryPlaces(lengths, mask)
 
     def keep(self, sources: Tensor) -> MemoryPlaces:
         lengths, mask = (
