@@ -37,7 +37,7 @@ def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
     if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:
         return None  # torch.nn.MultiheadAttention reads its weights
-    if base is None or isinstance(module, tuple(ours for ours, _ in _CLASSES.values())):
+    if base is None or is_ours(module):
         return None
     ours, replaced = _CLASSES[base]
     reason = (

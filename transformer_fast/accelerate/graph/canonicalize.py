@@ -80,10 +80,13 @@ def write_apart(graph: Graph) -> None:
             and (is_number(other) or dtype(other) == dtype(target))
         ):
             with graph.inserting_before(node):
-                new = graph.call_function(apart, (target, other))
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+                _put_in_place(node, graph.call_function(apart, (target, other)))
+
+
+def _put_in_place(node: Node, new: Node) -> None:
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 _APART: dict[Any, Any] = {
@@ -185,7 +188,4 @@ def name_dtypes(graph: Graph) -> None:
         if not isinstance(there, torch.Tensor) or here.device != there.device:
             continue
         with graph.inserting_before(node):
-            new = graph.call_method("to", (op["input"], there.dtype))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+            _put_in_place(node, graph.call_method("to", (op["input"], there.dtype)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,8 +177,7 @@ def read(node: Any) -> Op | None:
         known = _FUNCTIONS.get(node.target)
     elif node.op == "call_method":
         if node.target == "permute":
-            dims = node.args[1] if len(node.args) == 2 else node.args[1:]
-            return Op("permute", {"input": node.args[0], "dims": node.kwargs.get("dims", dims)})
+            return _read_permute(node)
         known = _METHODS.get(str(node.target))
     else:
         return None
@@ -244,8 +243,8 @@ def _read_getattr(node: Node) -> Op | None:
 
 
 def _read_permute(node: Node) -> Op | None:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dims")
-    return Op("permute", {"input": node.args[0], "dims": dims})
+    dims = node.args[1] if len(node.args) == 2 else node.args[1:]
+    return Op("permute", {"input": node.args[0], "dims": node.kwargs.get("dims", dims)})
 
 
 _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
@@ -289,14 +288,10 @@ def mutates(node: Node) -> bool:
     if node.kwargs.get("inplace") is True or "out" in node.kwargs:
         return True
     name = getattr(node.target, "__name__", "")
-    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return in_place or any(a is True for a in _inplace_argument(node))
-
-
-def _inplace_argument(node: Node) -> Iterator[Any]:
+    if node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return True
     op = read(node)
-    if op is not None and "inplace" in op.args:
-        yield op["inplace"]
+    return op is not None and op["inplace"] is True
 
 
 _IN_PLACE = frozenset(
