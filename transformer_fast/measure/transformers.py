@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..models import SinusoidalPositions
 from .benchmark_case import Arguments, BenchmarkCase, Candidate
 from .modules import module_case, parameter_bytes, twins
 from .text import Batch
@@ -95,13 +95,6 @@ def encoder_case(
     return module_case(op, case, ours, theirs, inputs, real_places, work, backends, offered)
 
 
-def _positions(length: int, model: int) -> Tensor:
-    """Sinusoids ("Attention Is All You Need", section 3.5)."""
-    rate = torch.exp(torch.arange(0, model, 2) * (-math.log(10000.0) / model))
-    angle = torch.arange(length)[:, None] * rate
-    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
-
-
 class Seq2Seq(nn.Module):
     """The paper's model on tokens, from the classes of ``nn``: torch's namespace or ours."""
 
@@ -110,7 +103,8 @@ class Seq2Seq(nn.Module):
     def __init__(self, nn: Any, size: Size, dropout: float = 0.1, longest: int = 512) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.model)
-        self.register_buffer("positions", _positions(longest, size.model), persistent=False)
+        table = SinusoidalPositions(longest, size.model).table
+        self.register_buffer("positions", table, persistent=False)
         self.transformer = nn.Transformer(
             size.model, size.heads, size.layers, size.layers, size.hidden, dropout, batch_first=True
         )
