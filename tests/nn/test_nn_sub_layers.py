@@ -447,6 +447,8 @@ def test_explain_of_other_layers() -> None:
     assert found.reasons["cpu"] == ["its masks differ in dtype"]
     theirs = torch.nn.TransformerEncoderLayer(16, 2, 32)
     assert "accelerate swaps it" in explain("encoder_layer", theirs, x).reasons["cpu"][0]
+    with pytest.raises(AssertionError, match="only bool and floating types of src_mask"):
+        explain("encoder_layer", theirs, x, src_mask=torch.zeros(4, 4).int())
     with pytest.raises(TypeError, match="layer must be a TransformerEncoderLayer, not Linear"):
         explain("encoder_layer", torch.nn.Linear(2, 2), x)
     with pytest.raises(TypeError, match="src_masks"):
