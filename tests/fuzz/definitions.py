@@ -36,6 +36,17 @@ def philox(key: tuple[int, int], counter: Array) -> Array:
     return np.stack(words, axis=-1)
 
 
+def numbers(seed: int, rows: Array, columns: int) -> Array:
+    """The random numbers below 2^16 of these rows: eight of a counter, whose first word counts them."""
+    counter = np.zeros((len(rows), -(-columns // 8), 4), np.uint64)
+    counter[..., 0] = np.arange(counter.shape[1])[None, :]
+    counter[..., 1] = (rows % 2**32)[:, None]
+    counter[..., 2] = (rows // 2**32)[:, None]
+    words = philox((seed % 2**32, (seed >> 32) % 2**32), counter)
+    halves = np.stack([words % 2**16, words // 2**16], axis=-1)
+    return halves.reshape(len(rows), 8 * counter.shape[1])[:, :columns]
+
+
 def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
     """What dropout multiplies by: 0 or 1 / (1 - p) for each element."""
     if p == 0.0:
@@ -43,14 +54,6 @@ def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
     if p == 1.0:
         return np.zeros(shape)
     assert seed is not None
-    columns = shape[-1]
-    rows = math.prod(shape[:-1])
-    counter = np.zeros((rows, -(-columns // 8), 4), np.uint64)
-    counter[..., 0] = np.arange(counter.shape[1])[None, :]
-    counter[..., 1] = (np.arange(rows) % 2**32)[:, None]
-    counter[..., 2] = (np.arange(rows) // 2**32)[:, None]
-    words = philox((seed % 2**32, (seed >> 32) % 2**32), counter)
-    numbers = np.stack([words % 2**16, words // 2**16], axis=-1)
-    numbers = numbers.reshape(rows, 8 * counter.shape[1])[:, :columns]
-    stays = numbers >= min(max(math.floor(p * 65536 + 0.5), 1), 65535)
+    drawn = numbers(seed, np.arange(math.prod(shape[:-1])), shape[-1])
+    stays = drawn >= min(max(math.floor(p * 65536 + 0.5), 1), 65535)
     return (stays / (1.0 - p)).reshape(shape)
