@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from module_checks import assert_same_numbers
 from torch import Tensor
@@ -127,3 +131,46 @@ def check(model: torch.nn.Module, *args: Any, **counts: int) -> list[GraphReport
     assert reports
     assert more
     return reports
+
+
+def check_training(
+    ours: torch.nn.Module,
+    theirs: torch.nn.Module,
+    loss: Callable[[Any, int], Tensor],
+    steps: int = 6,
+    rate: float = 1e-3,
+) -> None:
+    """Steps of Adam on ``loss(model, step)`` go the same way."""
+    losses: list[list[float]] = []
+    for model in (theirs, ours):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, rate)
+        losses.append([])
+        for step in range(steps):
+            found = loss(model, step)
+            optimizer.zero_grad()
+            found.backward()
+            optimizer.step()
+            losses[-1].append(found.item())
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+_LOADED = """
+import sys, torch
+sys.modules["transformer_fast"] = None
+model, inputs, expected = torch.load("model.pt", weights_only=False)
+found = model(**inputs)
+found = found if isinstance(found, torch.Tensor) else found[0]
+torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+"""
+
+
+def check_without_this_library(model: Any, inputs: dict[str, Tensor], folder: Path) -> Any:
+    """The pickled model has the same first output where this library is not; what is loaded here."""
+    with torch.no_grad():
+        found = model(**inputs)
+    expected = found if isinstance(found, Tensor) else found[0]
+    torch.save((model, inputs, expected), folder / "model.pt")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _LOADED], check=True, cwd=folder)
+    return torch.load(folder / "model.pt", weights_only=False)[0]

@@ -1,10 +1,14 @@
-"""The rest of a rewritten graph runs as it is written: inductor takes seconds for each graph."""
+"""What every test here starts from."""
 
 import pytest
 
+from transformer_fast.accelerate import converters
 from transformer_fast.accelerate.graph import backend
 
 
 @pytest.fixture(autouse=True)
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No converters but ours. The rest of a rewritten graph runs as it is written: inductor takes
+    seconds for each graph."""
+    monkeypatch.setattr(converters, "_registered", {})
     monkeypatch.setattr(backend, "INNER", None)

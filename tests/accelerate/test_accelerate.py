@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +18,13 @@ from accelerate_checks import (
     M,
     T,
     TextModel,
+    check_training,
+    check_without_this_library,
     encoder,
     encoder_layer,
     tokens,
 )
+from harness import python
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -109,22 +109,15 @@ def test_training_goes_the_same_way() -> None:
     ours = copy.deepcopy(theirs)
     accelerate(ours)
     source, target = tokens()
-    losses = []
-    for model in (theirs, ours):
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        losses.append([])
-        for step in range(6):
-            if step == 3 and model is ours:  # in the middle of training, there and back
-                restore(model)
-                accelerate(model)
-            logits = model(source, target)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[0][-1] < losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+    def loss(model: torch.nn.Module, step: int) -> Tensor:
+        if step == 3 and model is ours:  # in the middle of training, there and back
+            restore(model)
+            accelerate(model)
+        logits = model(source, target)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    check_training(ours, theirs, loss)
 
 
 def test_twice_is_once() -> None:
@@ -278,17 +271,14 @@ def test_nothing_to_do_is_told() -> None:
 
 
 def test_import_is_light_and_the_name_is_the_function() -> None:
-    import subprocess
-    import sys
-
-    code = (
+    python(
+        "-c",
         "import sys, transformer_fast, transformer_fast.accelerate.report\n"
         "assert callable(transformer_fast.accelerate)\n"
         "from transformer_fast.accelerate import Report\n"
         "assert callable(transformer_fast.accelerate)\n"
-        "assert not {'transformer_fast.nn', 'transformers', 'torch._dynamo'} & set(sys.modules)\n"
+        "assert not {'transformer_fast.nn', 'transformers', 'torch._dynamo'} & set(sys.modules)\n",
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("wrong", [None, {}, torch.nn.LayerNorm, torch.zeros(2)])
@@ -297,12 +287,6 @@ def test_not_a_module(wrong: Any) -> None:
         accelerate(wrong)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not"):
         restore(wrong)
-
-
-def test_a_record_is_no_state() -> None:
-    model = encoder()
-    accelerate(model)
-    assert not any(RECORD in key for key in model.state_dict())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -322,13 +306,6 @@ class Wrapped(torch.nn.Module):
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    yield
-    for cls in (torch.nn.LayerNorm, torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer):
-        register_converter(cls, None)
 
 
 class WrongNorm(torch.nn.LayerNorm):
@@ -362,7 +339,6 @@ class FlippedPadding(torch.nn.TransformerEncoderLayer):
         return super().forward(src, src_key_padding_mask=src_key_padding_mask)
 
 
-@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     ("base", "wrong", "told"),
     [
@@ -524,28 +500,7 @@ def test_pickles_hold_the_model_as_it_was(protocol: int) -> None:
 def test_pickles_load_without_this_library(tmp_path: Path) -> None:
     model = torch.nn.Sequential(encoder_layer(), torch.nn.LayerNorm(M)).eval()
     accelerate(model)
-    torch.save(model, tmp_path / "model.pt")
-    x = torch.randn(2, 3, M)
-    with torch.no_grad():
-        torch.save((x, model(x)), tmp_path / "calls.pt")
-    code = (
-        "import sys, torch\n"
-        "sys.modules['transformer_fast'] = None\n"
-        "model = torch.load('model.pt', weights_only=False)\n"
-        "x, expected = torch.load('calls.pt')\n"
-        "torch.testing.assert_close(model(x), expected)\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
-
-
-def test_state_dicts() -> None:
-    model, plain = TextModel(), TextModel()
-    accelerate(model)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    plain.load_state_dict(torch.load(file, weights_only=True), strict=True)
-    model.load_state_dict(plain.state_dict(), strict=True)
+    check_without_this_library(model, {"input": torch.randn(2, 3, M)}, tmp_path)
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

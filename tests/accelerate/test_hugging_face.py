@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate_checks import check_without_this_library
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -236,21 +236,8 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_pickles_load_without_this_library(name: str, tmp_path: Path) -> None:
     model = MODELS[name](0.0).eval()
-    inputs = _inputs(name)
     accelerate(model)
-    with torch.no_grad():
-        torch.save((inputs, model(**inputs).logits), tmp_path / "calls.pt")
-    torch.save(model, tmp_path / "model.pt")
-    code = (
-        "import sys, torch\n"
-        "sys.modules['transformer_fast'] = None\n"
-        "model = torch.load('model.pt', weights_only=False)\n"
-        "inputs, expected = torch.load('calls.pt')\n"
-        "torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
-
-    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    again = check_without_this_library(model, _inputs(name), tmp_path)
     assert all(m.config._attn_implementation == "sdpa" for m in _models(again))
     assert restore(again) == []
     assert accelerate(again).swapped
