@@ -596,55 +596,8 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_device(kernel):
-    call = accepted(kernel)
-    if kernel.devices:
-        elsewhere = call._replace(
-            tensors=tuple(None if t is None else t.to("meta") for t in call.tensors)
-        )
-        told = f"it supports {' and '.join(kernel.devices)} tensors, and these are on meta"
-        check_refusal(kernel, elsewhere, told)
-    else:
-        assert why_not(dataclasses.replace(kernel, unavailable=None), call) == []
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_unavailable(kernel):
-    call = accepted(kernel)
-    absent = dataclasses.replace(kernel, unavailable="the moon is in the wrong quarter")
-    check_refusal(absent, call, "the moon is in the wrong quarter")
-    if kernel.unavailable is not None:
-        check_refusal(kernel, call, kernel.unavailable)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_dtype(kernel):
-    call = accepted(kernel)
-    names = ", ".join(sorted(map(name_of, kernel.dtypes)))
-    for dtype in DTYPES:
-        cast = in_dtype(call, dtype)
-        here = dataclasses.replace(kernel, devices=(), unavailable=None)
-        if not kernel.dtypes or dtype in kernel.dtypes:
-            assert why_not(here, cast) == []
-        else:
-            check_refusal(here, cast, f"it supports {names}, and the call has {name_of(dtype)}")
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_one_dtype(kernel):
-    call = accepted(kernel)
-    mixed = list(call.tensors)
-    if len(mixed) == 1:
-        pytest.skip("the op has one tensor of a float type")
-    place = max(i for i, t in enumerate(mixed) if t is not None)
-    mixed[place] = mixed[place].to(torch.float64)
-    here = dataclasses.replace(kernel, devices=(), unavailable=None)
-    if kernel.dtypes:
-        told = "it needs all tensors in one dtype, and the call mixes dtypes"
-        check_refusal(here, call._replace(tensors=tuple(mixed)), told)
-    else:
-        assert why_not(here, call._replace(tensors=tuple(mixed))) == []
+def in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    return call._replace(tensors=tuple(None if t is None else t.to(dtype) for t in call.tensors))
 
 
 def learned_mask(call: Call) -> Call:
@@ -654,6 +607,47 @@ def learned_mask(call: Call) -> Call:
     return call._replace(mask=mask, is_causal=False, key_lengths=None, needs_grad=True)
 
 
+def accepts(kernel: Kernel, call: Call) -> bool:
+    return why_not(dataclasses.replace(kernel, devices=(), unavailable=None), call) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_devices(kernel):
+    call = accepted(kernel)
+    elsewhere = call._replace(
+        tensors=tuple(None if t is None else t.to("meta") for t in call.tensors)
+    )
+    assert accepts(kernel, elsewhere)
+    if kernel.devices:
+        told = f"it supports {' and '.join(kernel.devices)} tensors, and these are on meta"
+        check_refusal(kernel, elsewhere, told)
+    for why in {"the moon is in the wrong quarter", kernel.unavailable} - {None}:
+        check_refusal(dataclasses.replace(kernel, unavailable=why), call, why)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dtypes(kernel):
+    call = accepted(kernel)
+    names = ", ".join(sorted(map(name_of, kernel.dtypes)))
+    for dtype in DTYPES:
+        if not kernel.dtypes or dtype in kernel.dtypes:
+            assert accepts(kernel, in_dtype(call, dtype))
+        else:
+            told = f"it supports {names}, and the call has {name_of(dtype)}"
+            check_refusal(kernel, in_dtype(call, dtype), told)
+    places = [i for i, t in enumerate(call.tensors) if t is not None]
+    if len(places) > 1:
+        mixed = list(call.tensors)
+        mixed[places[-1]] = mixed[places[-1]].double()
+        other = call._replace(tensors=tuple(mixed))
+        if kernel.dtypes:
+            told = "it needs all tensors in one dtype, and the call mixes dtypes"
+            check_refusal(kernel, other, told)
+        else:
+            assert accepts(kernel, other)
+
+
+CALLABLE = "it supports named activations only, and the call has a callable"
 #: Limits that a kernel has or has not: what it says of a call beyond them.
 ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
     "gradients": (
@@ -666,6 +660,7 @@ ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
         lambda call: call._replace(query_lengths=torch.tensor([1])),
     ),
     "dropout": ("it does not support dropout", lambda call: call._replace(dropout_p=0.1)),
+    "activations": (CALLABLE, lambda call: call._replace(activation=torch.sin)),
 }
 
 
@@ -674,32 +669,21 @@ ABLE: dict[str, tuple[str, Callable[[Call], Call]]] = {
 def test_what_a_kernel_has_or_has_not(kernel, limit):
     if kernel.op != "attention" and limit in ("mask_gradient", "query_lengths"):
         return
-    call = accepted(kernel)
+    learns = limit == "gradients" and kernel.gradients
+    call = accepted(kernel, needs_grad=True) if learns else accepted(kernel)
     told, change = ABLE[limit]
     assert told not in why_not(kernel, call)
     kernel = dataclasses.replace(kernel, gradients=kernel.gradients or limit == "mask_gradient")
-    if getattr(kernel, limit):
+    has = getattr(kernel, limit)
+    if has is None or has is True:
         assert told not in why_not(kernel, change(call))
-    check_refusal(dataclasses.replace(kernel, **{limit: False}), change(call), told)
-
-
-@pytest.mark.parametrize("kernel", [p for p in KERNELS if p.values[0].gradients])
-def test_gradients(kernel):
-    assert accepted(kernel, needs_grad=True).needs_grad
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_activation(kernel):
-    call = accepted(kernel)
-    theirs = "it supports named activations only, and the call has a callable"
-    if kernel.activations is None:
-        assert theirs not in why_not(kernel, call._replace(activation=torch.sin))
-        return
-    check_refusal(kernel, call._replace(activation=torch.sin), theirs)
-    check_refusal(kernel, call._replace(activation="mish"), "it does not support activation 'mish'")
-    for name in kernel.activations:
-        reasons = why_not(kernel, call._replace(activation=name))
-        assert not any("activation" in reason for reason in reasons)
+    none = frozenset() if limit == "activations" else False
+    check_refusal(dataclasses.replace(kernel, **{limit: none}), change(call), told)
+    for name in has if isinstance(has, frozenset) else ():
+        assert not any("activation" in r for r in why_not(kernel, call._replace(activation=name)))
+    if isinstance(has, frozenset):
+        told = "it does not support activation 'mish'"
+        check_refusal(kernel, call._replace(activation="mish"), told)
 
 
 # What Kernel.refuses says: for each sentence, what brings it about -------------------------------
@@ -714,10 +698,6 @@ ROUNDED = "PyTorch's CPU backward keeps half types' statistics in the half type"
 
 
 MASK_DTYPES = "it reads masks that are bool, float32 or of query's dtype and this one is {}"
-
-
-def in_dtype(call: Call, dtype: torch.dtype) -> Call:
-    return call._replace(tensors=tuple(None if t is None else t.to(dtype) for t in call.tensors))
 
 
 def training_in(dtype: torch.dtype) -> Change:
