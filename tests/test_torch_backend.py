@@ -182,16 +182,6 @@ def test_multihead_attention(need_weights, training):
 
 # Cross entropy -----------------------------------------------------------------------------------
 
-CROSS_ENTROPY = OPS["cross_entropy"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case.name for case in CROSS_ENTROPY.cases])
-def test_cross_entropy(case, dtype):
-    arguments = drawn("cross_entropy", case, dtype)
-    check("cross_entropy", backend.cross_entropy(*arguments), arguments)
-    check_gradients("cross_entropy", backend.cross_entropy, arguments)
-
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_ignored_rows_need_no_pass_of_their_own(monkeypatch, smoothing):

@@ -40,7 +40,7 @@ from hand_written import (
     zeros_afterwards,
 )
 from harness import python
-from module_checks import assert_same_numbers
+from module_checks import assert_same_numbers, cast, check_budget
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -523,14 +523,11 @@ def test_masks_are_looked_at_in_a_graph_that_inductor_does_not_compile(monkeypat
 def test_autocast() -> None:
     model = Block(True, False).eval()
     ours, reports = compiled(model)
-    x, memory = _x(), _x()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = model(x, memory, causal(), padding())
-        got = ours(x, memory, causal(), padding())
-    assert got.dtype == expected.dtype
-    exact = model(x, memory, causal(), padding())
-    allowed = 2 * (expected.float() - exact).abs().max() + torch.finfo(torch.bfloat16).eps
-    assert (got.float() - exact).abs().max() <= allowed
+    given = _x(), _x(), causal(), padding()
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            got, expected = ours(*given), model(*given)
+        check_budget(got, expected, copy.deepcopy(model).double()(*cast(given, torch.float64)))
     assert reports[0].counts["attention"] == 2
 
 
@@ -538,13 +535,8 @@ def test_autocast() -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     model = Block(False, True, annotated_norm).to(dtype).eval()
     ours, reports = compiled(model)
-    x = _x().to(dtype)
-    with torch.no_grad():
-        got, expected = ours(x, x, causal(), None), model(x, x, causal(), None)
-    assert got.dtype == dtype
-    exact = copy.deepcopy(model).double()(x.double(), x.double(), causal(), None)
-    allowed = 2 * (expected - exact).abs().max() + 8 * torch.finfo(dtype).eps
-    assert (got - exact).abs().max() <= allowed
+    given = _x().to(dtype), _x().to(dtype), causal(), None
+    assert_same_numbers(ours, model, given, {}, grad=False)
     assert reports[0].counts["attention"] == 1
 
 

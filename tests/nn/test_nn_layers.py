@@ -646,14 +646,7 @@ def test_padded_places_hold_what_torch_has_there(training, fast, nested, late):
     padding[1, 4:], padding[2, 2:] = True, True
     if not late:
         padding = padding.flip(1)
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(fast)
-    try:
-        with torch.no_grad():
-            one, other = (
-                e.train(training)(x, src_key_padding_mask=padding) for e in (ours, theirs)
-            )
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    with torch.no_grad(), fast_path(fast):
+        one, other = (e.train(training)(x, src_key_padding_mask=padding) for e in (ours, theirs))
     assert bool((other[padding] == 0).all()) is (fast and nested and late and not training)
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

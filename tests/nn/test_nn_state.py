@@ -23,6 +23,8 @@ BUILD: dict[str, Callable[[object], torch.nn.Module]] = {
     "LayerNorm": lambda n: n.LayerNorm((3, 8)),  # type: ignore[attr-defined]
     "LayerNorm without bias": lambda n: n.LayerNorm(8, bias=False),  # type: ignore[attr-defined]
     "LayerNorm without affine": lambda n: n.LayerNorm(8, elementwise_affine=False),  # type: ignore[attr-defined]
+    "RMSNorm": lambda n: n.RMSNorm((3, 8), 1e-4),  # type: ignore[attr-defined]
+    "RMSNorm without affine": lambda n: n.RMSNorm(8, elementwise_affine=False),  # type: ignore[attr-defined]
     "MultiheadAttention": lambda n: n.MultiheadAttention(8, 2, add_bias_kv=True),  # type: ignore[attr-defined]
     "MultiheadAttention kdim": lambda n: n.MultiheadAttention(8, 2, kdim=4, vdim=5),  # type: ignore[attr-defined]
     "TransformerEncoderLayer": lambda n: n.TransformerEncoderLayer(8, 2, 16),  # type: ignore[attr-defined]
