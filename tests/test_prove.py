@@ -639,6 +639,8 @@ def test_compare_after_a_crash(comparing, capsys):
 
 
 def test_compare_and_a_wrong_kernel(comparing, capsys):
+    """Whatever `prove` had found."""
+    prove_that(common()._replace(short=False))
     wrong = common(right=False, **UNTIMED, problem="error 7")
     other = common(dtype="float32")
     assert comparing({"linear": program([wrong, other])}) == 1
@@ -688,12 +690,20 @@ def test_prove_until_ctrl_c(a_gpu, interrupted, monkeypatch):
     assert verdicts_of_file() == {*new, *old[1:]}
 
 
-def test_compare_for_which_there_is_no_time(comparing, capsys, monkeypatch):
-    monkeypatch.setattr(prove, "_SHORT_SECONDS", 0.0)
-    monkeypatch.setattr(compare, "_verdict", lambda *_: None)
-    assert comparing({"linear": program([common()])}) == 0
+@pytest.mark.parametrize("why", ["no time", "--no-proof"])
+def test_compare_that_writes_nothing(comparing, capsys, monkeypatch, why):
+    options = []
+    if why == "no time":
+        monkeypatch.setattr(prove, "_SHORT_SECONDS", 0.0)
+        monkeypatch.setattr(compare, "_verdict", lambda *_: None)
+    else:
+        options = [why]
+    assert comparing({"linear": program([common()])}, *options) == 0
     shown = capsys.readouterr().out
-    assert "linear: its process ended before it was done (there was no time left)" in shown
+    told = "linear: its process ended before it was done (there was no time left)"
+    assert (told in shown) == (why == "no time")
+    assert ("2.00x" in shown) == (why == "--no-proof")
+    assert "triton *" not in shown
     assert "nothing was written" in shown
     assert verdicts_of_file() is None
 
@@ -711,29 +721,12 @@ def test_compare_leaves_what_prove_found(comparing):
     assert "measures more" not in info.proof_state()
 
 
-def test_a_kernel_that_compare_found_wrong_is_not_taken(comparing):
-    prove_that(common()._replace(short=False))
-    wrong = common(right=False)
-    assert comparing({"linear": program([wrong])}) == 1
-    assert verdicts_of_file() == {wrong}
-    assert select(call(rows=4096)).backend == "torch"
-
-
 def test_prove_replaces_what_compare_found(comparing, monkeypatch):
     assert comparing({"linear": program([common(), common(dtype="float16")])}) == 0
     longer = common(device=3e-5)._replace(short=False)
     monkeypatch.setattr(prove, "_command", lambda op, short: program([longer]))
     assert main(["prove", "--op", "linear"]) == 0
     assert verdicts_of_file() == {longer}
-
-
-def test_compare_without_a_proof(comparing, capsys):
-    assert comparing({"linear": program([common()])}, "--no-proof") == 0
-    shown = capsys.readouterr().out
-    assert "2.00x" in shown
-    assert "triton *" not in shown
-    assert "nothing was written" in shown
-    assert verdicts_of_file() is None
 
 
 @pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
