@@ -111,26 +111,20 @@ def test_nan_passes_relu():
     assert y.isnan().all()
 
 
-def test_layer_norm_by_hand():
-    # mean 2.5, biased variance 1.25
-    y = layer_norm(double(1, 2, 3, 4), (4,), None, None, 0.0)
-    torch.testing.assert_close(y, double(-3, -1, 1, 3) / math.sqrt(5))
-
-
-def test_weight_and_bias_by_hand():
-    y = layer_norm(double(1, 3), (2,), double(2, -4), double(10, 20), 0.0)
-    torch.testing.assert_close(y, double(8, 16))
-
-
-def test_eps_is_inside_the_root():
-    # variance 1, so 1 / sqrt(1 + 3)
-    y = layer_norm(double(-1, 1), (2,), None, None, 3.0)
-    torch.testing.assert_close(y, double(-0.5, 0.5))
-
-
-def test_several_dimensions_share_their_statistics():
-    y = layer_norm(double(1, 2, 3, 4).reshape(1, 2, 2), (2, 2), None, None, 0.0)
-    torch.testing.assert_close(y, double(-3, -1, 1, 3).reshape(1, 2, 2) / math.sqrt(5))
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # mean 2.5, biased variance 1.25
+        ((double(1, 2, 3, 4), (4,), None, None, 0.0), double(-3, -1, 1, 3) / math.sqrt(5)),
+        ((double([[1, 2], [3, 4]]), (2, 2), None, None, 0.0), double([-3, -1], [1, 3]) / 5**0.5),
+        ((double(1, 3), (2,), double(2, -4), double(10, 20), 0.0), double(8, 16)),
+        # variance 1 and eps inside the root, so 1 / sqrt(1 + 3)
+        ((double(-1, 1), (2,), None, None, 3.0), double(-0.5, 0.5)),
+    ],
+    ids=["plain", "dimensions", "weight and bias", "eps"],
+)
+def test_layer_norm_by_hand(arguments, expected):
+    torch.testing.assert_close(layer_norm(*arguments), expected.view(arguments[0].shape))
 
 
 def test_constant_row_gives_the_bias():
@@ -210,47 +204,29 @@ def attend(*qkv, **options):
 # By hand: with keys (0, ln 3) and query 1 the weights are 1/4 and 3/4 ----------------------------
 
 ONE_QUERY = column(1), column(0, LN3), column(1, 5)
+ROOT_OF_FOUR = torch.tensor([0.0] * 4 + [LN3 / 2] * 4, dtype=DOUBLE).reshape(1, 1, 2, 4)
+#: Query, keys and values, options, and the output.
+BY_HAND = {
+    "plain": (ONE_QUERY, {}, 4),
+    "1 / root of the head size": (
+        (torch.ones(1, 1, 1, 4, dtype=DOUBLE), ROOT_OF_FOUR, column(1, 5)), {}, 4
+    ),
+    "scale": ((column(1), column(0, 2 * LN3), column(1, 5)), {"scale": 0.5}, 4),
+    "added": ((column(1), column(0, 0), column(1, 5)), {"mask": double([[[0.0, LN3]]])}, 4),
+    "bool mask": (ONE_QUERY, {"mask": torch.tensor([[[[True, False]]]])}, 1),
+    "float mask": (ONE_QUERY, {"mask": torch.tensor([[[[0.0, -INF]]]])}, 1),
+    "key lengths": (ONE_QUERY, {"lengths": torch.tensor([1])}, 1),
+    "no score overflows": ((column(1000), column(1, -1, 1), column(1, 2, 3)), {}, 2),
+}  # fmt: skip
+WEIGHTS = {4: [0.25, 0.75], 1: [1.0, 0.0], 2: [0.5, 0.0, 0.5]}
 
 
-def test_attention_by_hand():
-    output, weights = attend(*ONE_QUERY, weights=True)
-    torch.testing.assert_close(output, column(4))
-    torch.testing.assert_close(weights, torch.tensor([[[[0.25, 0.75]]]], dtype=DOUBLE))
-
-
-def test_scale_is_one_over_the_root_of_the_head_size():
-    query, key = torch.ones(1, 1, 1, 4, dtype=DOUBLE), torch.zeros(1, 1, 2, 4, dtype=DOUBLE)
-    key[..., 1, :] = LN3 / 2  # the product is 2 ln 3, the root of 4 is 2
-    output, _ = attend(query, key, column(1, 5))
-    torch.testing.assert_close(output, column(4))
-
-
-def test_scale_given():
-    output, _ = attend(column(1), column(0, 2 * LN3), column(1, 5), scale=0.5)
-    torch.testing.assert_close(output, column(4))
-
-
-def test_float_mask_is_added():
-    mask = torch.tensor([[[[0.0, LN3]]]], dtype=DOUBLE)
-    output, _ = attend(column(1), column(0, 0), column(1, 5), mask=mask)
-    torch.testing.assert_close(output, column(4))
-
-
-@pytest.mark.parametrize("mask", [[True, False], [0.0, -INF]], ids=["bool", "float"])
-def test_mask_hides(mask):
-    output, weights = attend(*ONE_QUERY, mask=torch.tensor([[[mask]]]), weights=True)
-    assert torch.equal(output, column(1))
-    assert weights.flatten().tolist() == [1.0, 0.0]
-
-
-def test_key_lengths_hide():
-    output, _ = attend(*ONE_QUERY, lengths=torch.tensor([1]))
-    assert torch.equal(output, column(1))
-
-
-def test_no_score_overflows():
-    output, _ = attend(column(1000), column(1, -1, 1), column(1, 2, 3))
-    torch.testing.assert_close(output, column(2))
+@pytest.mark.parametrize("name", BY_HAND)
+def test_attention_by_hand(name):
+    qkv, options, expected = BY_HAND[name]
+    output, weights = attend(*qkv, **options, weights=True)
+    torch.testing.assert_close(output, column(expected))
+    torch.testing.assert_close(weights.flatten(), double(*WEIGHTS[expected]))
 
 
 # Causal ------------------------------------------------------------------------------------------
