@@ -25,6 +25,7 @@ from transformer_fast.testing import (
     all_among_nan,
     call_of,
     check,
+    check_gradients,
     nan_memory,
     require_grad,
 )
@@ -89,6 +90,11 @@ def kernels(op: str | None = None) -> list[Kernel]:
     """All but the references."""
     ops = dispatch.OPS if op is None else (op,)
     return [k for name in ops for k in dispatch.kernels(name) if k.backend != "reference"]
+
+
+def kernel_of(op: str, backend: str = "cpu") -> Kernel:
+    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == backend)
+    return kernel
 
 
 def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
@@ -163,6 +169,25 @@ def check_target(
     results = result if isinstance(result, tuple) else (result,)
     # The truth is the CPU's, wherever the kernel runs.
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
+
+
+def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = True) -> None:
+    """Holds results on the way to gradients, and those (if wanted), to the budget."""
+    called = require_grad(kernel.op, arguments)
+    if reasons := why_not(kernel, call_of(kernel.op, called)):
+        pytest.skip("; ".join(reasons))
+    seen: list[Any] = []
+
+    def run(*given: Any) -> Any:
+        seen.append(kernel.run(*given))
+        return seen[-1]
+
+    with nan_memory():
+        if gradients:
+            check_gradients(kernel.op, run, arguments)
+        else:
+            run(*called)
+    check(kernel.op, seen[0], arguments)
 
 
 class Operators(TorchDispatchMode):

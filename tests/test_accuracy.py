@@ -17,8 +17,6 @@ from transformer_fast.specs import OPS
 from transformer_fast.testing.gradients import upstream
 from transformer_fast.testing.parity import compare
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 
 def arguments_of(op: str, case: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     return OPS[op].case(case).build(dtype, "cpu", torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES, check_one_graph, drawn, operator_calls
+from harness import DTYPES, check_one_graph, drawn, kernel_of, operator_calls
 from ops import ROWS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +35,7 @@ def leaves_of(arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 def run_of(op: str) -> Any:
-    return next(k for k in dispatch.kernels(op) if k.backend == "cpu").run
+    return kernel_of(op).run
 
 
 def first(result: Any) -> Tensor:
@@ -425,8 +425,7 @@ def test_training_with_the_dispatchers_choice():
 @pytest.mark.parametrize("op", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(op, dtype):
-    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "cpu")
-    calls = operator_calls(kernel, [drawn(op, case.name, dtype) for case in OPS[op].cases])
+    calls = operator_calls(kernel_of(op), [drawn(op, case.name, dtype) for case in OPS[op].cases])
     assert any("_backward" in operator.__name__ for operator, _ in calls)
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments)

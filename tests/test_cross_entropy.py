@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
+from harness import DTYPES, kernel_of
 from module_checks import assert_same_numbers, check_budget
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
@@ -18,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_fast import functional as F
 from transformer_fast import nn, reference, strict, use_backend
-from transformer_fast.dispatch import kernels
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
@@ -292,51 +292,63 @@ class Largest(TorchDispatchMode):
         return result
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OP = "linear_cross_entropy"
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def built(dtype, rows, inputs, classes):
+    """The arguments of `linear_cross_entropy`, of whose rows a fifth is ignored."""
+    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+    x, weight, bias = draw.normal(rows, inputs), draw.weight(classes, inputs), draw.normal(classes)
+    target = torch.randint(0, classes, (rows,))
+    return x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1
+
+
+@pytest.fixture(params=["cpu", "torch", "reference"])
+def kernel(request):
+    found = kernel_of(OP, request.param)
+    if found.unavailable is not None:
+        pytest.skip(found.unavailable)
+    return found
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Calls a function of parts of so many logits, while what checks it makes all logits at once."""
+
+    def wrapped(run, logits, *more):
+        def part(*arguments):
+            with monkeypatch.context() as patch:
+                patch.setattr(chunked_loss, "MOST_LOGITS", logits)
+                return run(*arguments, *more)
+
+        return part
+
+    return wrapped
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("at_once", [96, 250])
-def test_all_logits_are_never_in_memory(monkeypatch, at_once, backend, dtype):
+def test_all_logits_are_never_in_memory(in_parts, at_once, kernel, dtype):
     """And what is worked out in parts is what the oracle says, gradients included."""
-    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
-    rows, classes = 1000, 700
-    x, weight, bias = draw.normal(rows, 24), draw.weight(classes, 24), draw.normal(classes)
-    target = torch.randint(0, classes, (rows,))
-    arguments = (x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1)
-    (kernel,) = (k for k in kernels("linear_cross_entropy") if k.backend == backend)
-    if kernel.unavailable is not None:
-        pytest.skip(kernel.unavailable)
-
-    def run(*arguments):
-        """In parts, while the reference that checks makes all logits at once."""
-        with monkeypatch.context() as patch:
-            patch.setattr(chunked_loss, "MOST_LOGITS", at_once * classes)
-            return kernel.run(*arguments)
-
+    classes = 700
+    arguments, run = built(dtype, 1000, 24, classes), in_parts(kernel.run, at_once * classes)
     with Largest() as seen, torch.no_grad():
         result = run(*arguments)
-    check("linear_cross_entropy", result, arguments)
+    check(OP, result, arguments)
     assert seen.elements <= 2 * at_once * classes
     with Largest() as seen:
-        gradients("linear_cross_entropy", run, arguments)
+        gradients(OP, run, arguments)
     assert seen.elements <= 2 * at_once * classes
-    check_gradients("linear_cross_entropy", run, arguments)
+    check_gradients(OP, run, arguments)
 
 
 @pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype, backend, summed):
+def test_all_logits_are_never_in_memory_of_compiled_programs(
+    monkeypatch, in_parts, dtype, kernel, summed
+):
     """And the forward makes nothing that is for the backward."""
-    (kernel,) = (k for k in kernels("linear_cross_entropy") if k.backend == backend)
-    if kernel.unavailable is not None:
-        pytest.skip(kernel.unavailable)
-    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
-    x, weight, bias = draw.normal(1000, 24), draw.weight(700, 24), draw.normal(700)
-    target = torch.randint(0, 700, (1000,))
-    arguments = (x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1)
+    arguments = built(dtype, 1000, 24, 700)
     seen, flops = Largest(), []
 
     def measured(graph, _):
@@ -358,50 +370,37 @@ def test_all_logits_are_never_in_memory_of_compiled_programs(monkeypatch, dtype,
         kernel.run, fullgraph=True, backend=aot_autograd(fw_compiler=measured), dynamic=False
     )
 
-    def run(*given):
-        with monkeypatch.context() as patch:
-            patch.setattr(chunked_loss, "MOST_LOGITS", 96 * 700)
-            return compiled(*given, summed)
-
+    run = in_parts(compiled, 96 * 700, summed)
     with torch.no_grad():
-        check("linear_cross_entropy", run(*arguments), arguments)
-    gradients("linear_cross_entropy", run, arguments)
+        check(OP, run(*arguments), arguments)
+    gradients(OP, run, arguments)
     once = 2 * 1000 * 700 * 24
     assert flops == [once, once, 3 * once]
     assert 0 < seen.elements <= 2 * 96 * 700
-    check_gradients("linear_cross_entropy", run, arguments)
+    check_gradients(OP, run, arguments)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_losses_that_are_added_up(monkeypatch, backend, dtype, isa):
+def test_gradients_of_losses_that_are_added_up(in_parts, kernel, dtype, isa):
     """They are worked out with the losses; where a loss counts for more than others, once more."""
-    draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
-    x, weight, bias = draw.normal(333, 37), draw.weight(301, 37), draw.normal(301)
-    target = torch.randint(0, 301, (333,))
-    arguments = (x, weight, bias, target.masked_fill(target % 5 == 0, -100), -100, 0.1)
-    op = "linear_cross_entropy"
-    (kernel,) = (k for k in kernels(op) if k.backend == backend)
-    if kernel.unavailable is not None:
-        pytest.skip(kernel.unavailable)
+    arguments, parts = built(dtype, 333, 37, 301), in_parts(kernel.run, 96 * 301, True)
 
     def run(*arguments):
-        with monkeypatch.context() as patch, nan_memory():
-            patch.setattr(chunked_loss, "MOST_LOGITS", 96 * 301)
-            return kernel.run(*arguments, True)
+        with nan_memory():
+            return parts(*arguments)
 
     def total(run):
         return lambda *arguments: run(*arguments).sum()
 
     expected, true = (
-        gradients(op, total(reference.linear_cross_entropy), given)
+        gradients(OP, total(reference.linear_cross_entropy), given)
         for given in (arguments, promote(arguments))
     )
     truth = GradientTruth(expected, true, dict.fromkeys(true, 0.0))
-    check_gradients(op, total(run), arguments, truth=truth)
-    check_gradients(op, run, arguments)
-    found = gradients(op, total(run), arguments)
-    for name, gradient in gradients(op, total(run), arguments).items():
+    check_gradients(OP, total(run), arguments, truth=truth)
+    check_gradients(OP, run, arguments)
+    found = gradients(OP, total(run), arguments)
+    for name, gradient in gradients(OP, total(run), arguments).items():
         assert torch.equal(gradient, found[name])
 
 

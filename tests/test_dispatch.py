@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import python
+from harness import kernel_of, python
 from torch._subclasses import FakeTensorMode
 
 import transformer_fast
@@ -186,7 +186,7 @@ def test_a_kernel_yields_for_its_own_reasons_only(table):
 
 def test_traced_programs_yield_to_nobody():
     """They are to serve any number of rows."""
-    [kernel] = [k for k in dispatch.kernels("linear") if k.backend == "cpu"]
+    kernel = kernel_of("linear")
     one = dataclasses.replace(kernel, prefers_later=(dataclasses.replace(FEW, when=None),))
     assert dispatch.why_prefers_later(one, Call("linear", (X,), True)) is not None
 
@@ -741,7 +741,7 @@ REFUSED: dict[tuple[str, str], list[tuple[str, Change]]] = {
 )
 def test_refuses(key, sentence, change):
     op, backend = key
-    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == backend)
+    kernel = kernel_of(op, backend)
     call = accepted(kernel)
     assert sentence not in why_not(kernel, call)
     check_refusal(kernel, change(call), sentence)
@@ -750,7 +750,7 @@ def test_refuses(key, sentence, change):
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_masks_that_the_cpu_reads(dtype):
     """Beside those it refuses above: bool, float32, and float masks of query's dtype."""
-    (kernel,) = (k for k in dispatch.kernels("attention") if k.backend == "cpu")
+    kernel = kernel_of("attention")
     here = dataclasses.replace(kernel, unavailable=None)
     call = in_dtype(accepted(kernel), dtype)
     for readable in (torch.bool, torch.float32, dtype):
@@ -776,7 +776,7 @@ def test_kernels_accept_most_of_what_they_claim(kernel):
 
 
 def test_all_reasons_are_told_at_once():
-    (kernel,) = (k for k in dispatch.kernels("linear") if k.backend == "cpu")
+    kernel = kernel_of("linear")
     x = torch.zeros(2, 2, dtype=torch.float64, device="meta")
     call = Call("linear", (x, x, None, None), False, activation=torch.sin)
     reasons = why_not(dataclasses.replace(kernel, unavailable=None), call)
@@ -794,7 +794,7 @@ def linear_call(op: str, count: int, rows: int, dtype: torch.dtype, grad: bool =
 @pytest.mark.parametrize("op", ["linear", "feed_forward"])
 def test_where_the_cpu_leaves_products_to_pytorch(op, isa):
     """On each side of every limit, for the instruction set that it was measured with."""
-    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "cpu")
+    kernel = kernel_of(op)
     least, few, most = {
         ("linear", "avx512_bf16"): (2**22, 256, 256),
         ("feed_forward", "avx512_bf16"): (2**22, 256, 256),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BUILDS, EVERY_BUILD, kernels
+from harness import BUILDS, EVERY_BUILD, kernel_of
 
 from transformer_fast import _native
 from transformer_fast.specs import OPS
@@ -33,11 +33,6 @@ EVERY_BUILD_AND_ROWS = pytest.mark.parametrize(
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-
-
-def kernel_of(op: str) -> Any:
-    (kernel,) = (k for k in kernels(op) if k.backend == "cpu")
-    return kernel
 
 
 def check(op: str, *arguments: Any) -> None:

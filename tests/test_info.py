@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from harness import python
+from harness import kernel_of, python
 
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
@@ -44,7 +44,7 @@ def test_backends_without_a_kernel_are_told(capsys):
 
 
 def test_it_tells_why_a_kernel_cannot_run(capsys):
-    cpu = next(k for k in dispatch.kernels("linear") if k.backend == "cpu")
+    cpu = kernel_of("linear")
     dispatch.register(dataclasses.replace(cpu, unavailable="the compiler is on strike"))
     text = shown(capsys)
     assert "cpu: the compiler is on strike (linear)" in text

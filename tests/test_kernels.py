@@ -13,6 +13,7 @@ from harness import (
     check_target,
     drawn,
     in_use,
+    kernel_of,
     on,
     run,
     targets,
@@ -22,7 +23,6 @@ from ops import ROWS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import _native, dispatch
-from transformer_fast.dispatch import Kernel
 from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
@@ -204,10 +204,6 @@ def test_lengths(target, what):
                 raise AssertionError(f"{what} = {n}, {offset} off alignment: {error}") from None
     if refused:
         pytest.skip(refused)
-
-
-def kernel_of(op: str) -> Kernel:
-    return next(k for k in dispatch.kernels(op) if k.backend == "cpu")
 
 
 def arguments_of(op: str, case: str) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ISAS, Target, check_target, in_use, kernels, run
+from harness import ISAS, Target, check_target, in_use, kernel_of, run
 
 from transformer_fast import _native
 from transformer_fast.backends import cpu_packing
@@ -34,8 +34,7 @@ EPS, TINY = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
 
 
 def target(op: str, isa: str = "amx") -> Target:
-    (kernel,) = (k for k in kernels(op) if k.backend == "cpu")
-    return Target(kernel, torch.float32, isa)
+    return Target(kernel_of(op), torch.float32, isa)
 
 
 def draw() -> Draw:

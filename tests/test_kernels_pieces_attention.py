@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import draw, options, tensors
-from harness import ISAS, Target, check_target, in_use, kernels, run
+from harness import ISAS, Target, check_target, in_use, kernel_of, run
 
 from transformer_fast import _native
 from transformer_fast.specs.attention_cases import arrange
@@ -30,8 +30,7 @@ EPS, TINY = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
 
 
 def target(isa: str = "amx") -> Target:
-    (kernel,) = (k for k in kernels("attention") if k.backend == "cpu")
-    return Target(kernel, torch.float32, isa)
+    return Target(kernel_of("attention"), torch.float32, isa)
 
 
 def output_of(arguments: tuple[Any, ...], isa: str = "amx") -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Operators
+from harness import DTYPES, Operators
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,8 +24,6 @@ from transformer_fast.backends import cpu, cpu_packing
 from transformer_fast.testing import all_among_nan, nan_memory, parity
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from harness import DTYPES
 from torch import Tensor
 
 import transformer_fast
@@ -15,7 +16,6 @@ from transformer_fast.backends import cpu_packing
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Numbers of rows at which kernels, tiles and the work of threads change.
 ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 13, 24, 25, 57, 72, 113, 129, 144, 260)
 

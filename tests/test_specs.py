@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import DTYPES
 from torch import Tensor
 
 from transformer_fast.specs import OPS
 from transformer_fast.testing import measure
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def arguments_of(op: str, case: str) -> tuple[Any, ...]:

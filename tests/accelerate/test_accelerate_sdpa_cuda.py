@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from harness import kernel_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as registry
@@ -274,7 +275,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(RuntimeError, match="PyTorch finds no GPU here"):
         enable_sdpa(backend="triton")
-    [kernel] = [k for k in dispatch.kernels("attention") if k.backend == "triton"]
+    kernel = kernel_of("attention", "triton")
     missing = kernel.__class__(**{**kernel.__dict__, "unavailable": "Triton is not installed"})
     monkeypatch.setitem(dispatch._state.kernels, "attention", (missing,))
     with pytest.raises(RuntimeError, match="cannot run here: Triton is not installed"):

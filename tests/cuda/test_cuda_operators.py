@@ -9,7 +9,7 @@ import pytest
 import test_operator_rules
 import torch
 import torch.nn.functional as F
-from harness import check_one_graph, operator_calls
+from harness import DTYPES, check_one_graph, check_trained, kernel_of, operator_calls
 
 from benchmarks import gpu
 from transformer_fast import dispatch
@@ -22,13 +22,10 @@ from transformer_fast.specs.gpu import GpuCase
 from transformer_fast.testing import (
     all_among_nan,
     call_of,
-    check,
     check_gradients,
-    nan_memory,
     require_grad,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {kernel.op: kernel for kernel in cuda.kernels("cuda", None)}
 #: Arguments that DTensors give whole, whatever the work is cut by.
 REPLICATED = ("weight", "bias", "seed")
@@ -37,24 +34,11 @@ ops = torch.ops.transformer_fast
 
 
 def the_kernel(op: str) -> dispatch.Kernel:
-    return next(kernel for kernel in dispatch.kernels(op) if kernel.backend == "cuda")
+    return kernel_of(op, "cuda")
 
 
 def hold(op: str, arguments: tuple[Any, ...]) -> None:
-    """Holds outputs and gradients of a call to the budget."""
-    kernel = the_kernel(op)
-    reasons = dispatch.why_not(kernel, call_of(op, require_grad(op, arguments)))
-    if reasons:
-        pytest.skip("; ".join(reasons))
-    seen: list[Any] = []
-
-    def run(*given: Any) -> Any:
-        seen.append(kernel.run(*given))
-        return seen[-1]
-
-    with nan_memory():
-        check_gradients(op, run, arguments)
-    check(op, seen[0], arguments)
+    check_trained(the_kernel(op), arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

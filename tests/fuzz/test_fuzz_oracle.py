@@ -11,11 +11,11 @@ import pytest
 import torch
 from calls import Drawn
 from fuzz_checks import Orders, Wrong, _defined, check_kernels, check_reference
+from harness import kernel_of
 from hypothesis import HealthCheck, Phase, given, settings
 from ops import ROWS
 from ops.linear import activation
 
-from transformer_fast import dispatch
 from transformer_fast.specs import OPS
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import gradients
@@ -98,7 +98,7 @@ BUGS = {
 @pytest.mark.parametrize("op", OPS)
 def test_a_planted_bug_is_found(op: str, bug: str) -> None:
     """In a few dozen calls, whatever the op."""
-    (kernel,) = (k for k in dispatch.kernels(op) if k.backend == "reference")
+    kernel = kernel_of(op, "reference")
 
     def run(*arguments: Any) -> Any:
         result = kernel.run(*arguments)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import triton.language as tl
+from harness import DTYPES
 from interpreted import jit
 
 from transformer_fast.backends.triton import config, mask_tiles, runtime
@@ -21,8 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.usefixtures("small_tiles"),
 ]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def drawn(device, b=1, h=2, t=37, s=53, d=16, dv=None, key_heads=None, dtype=torch.float32):

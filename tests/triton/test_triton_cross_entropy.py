@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import DTYPES, kernel_of
 from test_cross_entropy import Largest, chunked_loss
 
 import transformer_fast
-from transformer_fast import dispatch
 from transformer_fast.backends.triton.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -22,7 +22,6 @@ from transformer_fast.testing import check, check_gradients, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
 
 
@@ -227,7 +226,7 @@ def test_all_logits_are_never_in_memory(monkeypatch, device, dtype):
     target = draw.integers(rows, end=classes).masked_fill(draw.bools(rows, true=0.2), -100)
     x, weight, bias = draw.normal(rows, 8), draw.weight(classes, 8), draw.normal(classes)
     arguments = (x, weight, bias, target, -100, 0.1)
-    (kernel,) = (k for k in dispatch.kernels("linear_cross_entropy") if k.backend == "triton")
+    kernel = kernel_of("linear_cross_entropy", "triton")
 
     def run(*arguments):
         """In parts, while the reference that checks makes all logits at once."""

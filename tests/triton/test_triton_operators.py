@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import check_one_graph, operator_calls
+from harness import check_one_graph, kernel_of, operator_calls
 from interpreted import DEVICE
 from ops import ROWS
 
@@ -26,7 +26,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck(op, dtype, device):
-    kernel = next(k for k in dispatch.kernels(op) if k.backend == "triton")
+    kernel = kernel_of(op, "triton")
     cases = [OPS[op].case(ROWS[op].sample), OPS[op].cases[0], OPS[op].cases[-1]]
     generator = torch.Generator().manual_seed(0)
     for operator, arguments in operator_calls(
@@ -41,7 +41,7 @@ def sample(op: str, device: Any, generator: torch.Generator | None) -> tuple[Any
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_graph_forward_and_backward(op, device):
-    run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
+    run = kernel_of(op, "triton").run
     check_one_graph(op, run, sample(op, device, torch.Generator().manual_seed(0)))
 
 
@@ -52,7 +52,7 @@ def test_empty_calls_are_the_references(op, device):
     arguments = tuple(
         x[:0] if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else x for x in arguments
     )
-    run = next(k for k in dispatch.kernels(op) if k.backend == "triton").run
+    run = kernel_of(op, "triton").run
     expected = OPS[op].reference(*arguments)
     for ours, theirs in zip(
         *(r if isinstance(r, tuple) else (r,) for r in (run(*arguments), expected)), strict=True
@@ -69,7 +69,7 @@ def test_named_backend(device):
 
 
 def why_not(op: str, *tensors: torch.Tensor | None, **rest: Any) -> list[str]:
-    kernel = next(k for k in dispatch.kernels(op) if k.backend == "triton")
+    kernel = kernel_of(op, "triton")
     return dispatch.why_not(
         kernel, dispatch.Call(op, tensors, rest.pop("needs_grad", False), **rest)
     )

@@ -11,21 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SATURATED
+from harness import DTYPES, SATURATED, check_trained, kernel_of
 
-from transformer_fast import call_cache, dispatch, functional, use_backend
+from transformer_fast import call_cache, functional, use_backend
 from transformer_fast.backends.triton import config, matmul, plans
 from transformer_fast.specs import OPS
-from transformer_fast.testing import (
-    all_among_nan,
-    call_of,
-    check,
-    check_gradients,
-    nan_memory,
-    require_grad,
-)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from transformer_fast.testing import all_among_nan
 
 
 def calls():
@@ -55,32 +46,17 @@ def few_rows_of_many_classes(op: str, arguments: tuple[Any, ...], device: str) -
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("op", "case", "dtype", "few_rows"), list(calls()))
 def test_outputs_and_gradients(op, case, dtype, few_rows, device, launched, monkeypatch):
-    kernel = next(k for k in dispatch.kernels(op) if k.backend == "triton")
     generator = torch.Generator().manual_seed(0)
     arguments = all_among_nan(
         few_rows_of_many_classes(op, case.build(dtype, device, generator), device)
     )
-    reasons = dispatch.why_not(kernel, call_of(op, require_grad(op, arguments)))
-    if reasons:
-        pytest.skip("; ".join(reasons))
-    seen: list[Any] = []
     monkeypatch.setattr(config, "few_rows", few_rows or 0)
-
-    def run(*given: Any) -> Any:
-        seen.append(kernel.run(*given))
-        return seen[-1]
-
-    with nan_memory():
-        if op == "attention" and case.name in SATURATED and dtype != torch.float32:
-            run(*require_grad(op, arguments))
-        else:
-            check_gradients(op, run, arguments)
+    saturated = op == "attention" and case.name in SATURATED and dtype != torch.float32
+    check_trained(kernel_of(op, "triton"), arguments, gradients=not saturated)
     own = {matmul.matmul_kernel, matmul.matmul_descriptor_kernel}
     empty = any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in arguments)
     if op in ("linear", "feed_forward") and not empty:
         assert own.isdisjoint(launched) == (few_rows is not None)
-    # The results on the way to the gradients; without gradients the same kernels run.
-    check(op, seen[0], arguments)
 
 
 def public_calls(device):
