@@ -7,7 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,6 +189,15 @@ def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = 
         else:
             run(*called)
     check(kernel.op, seen[0], arguments)
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Runs ``work(number)`` in so many of Python's threads at once."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Operators(TorchDispatchMode):

@@ -375,19 +375,16 @@ def test_upstream_gradients_of_any_layout(op, layout):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_only_the_sum_is_used():
-    arguments = arguments_of("add_layer_norm")
-    results = [run_of("add_layer_norm")(*arguments), OPS["add_layer_norm"].reference(*arguments)]
+@pytest.mark.parametrize(
+    ("op", "case"), [("add_layer_norm", None), ("attention", "dropout, weights, causal")]
+)
+def test_only_the_second_result_is_used(op, case):
+    arguments = arguments_of(op, case)
     leaves = leaves_of(arguments)[:2]
-    got, expected = (torch.autograd.grad(r[1].sin().sum(), leaves) for r in results)
-    torch.testing.assert_close(got, expected)
-
-
-def test_only_the_weights_are_used():
-    arguments = arguments_of("attention", "dropout, weights, causal")
-    results = [run_of("attention")(*arguments), OPS["attention"].reference(*arguments)]
-    leaves = leaves_of(arguments)
-    got, expected = (torch.autograd.grad(r[1].sin().sum(), leaves[:2]) for r in results)
+    got, expected = (
+        torch.autograd.grad(run(*arguments)[1].sin().sum(), leaves)
+        for run in (run_of(op), OPS[op].reference)
+    )
     torch.testing.assert_close(got, expected)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import pytest
 import torch
-from harness import Target, drawn, in_use, on, run, targets, targets_and_cases
+from harness import Target, drawn, in_threads, in_use, on, run, targets, targets_and_cases
 from ops import ROWS
 
 from transformer_fast.specs import OPS
@@ -96,11 +95,7 @@ def test_python_threads_do_not_disturb_each_other(target):
                     if not equal(target.kernel.run(*calls[place]), expected[place]):
                         wrong.append(place)
 
-        workers = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        in_threads(work, 3)
     assert wrong == []
 
 

@@ -6,13 +6,12 @@ import copy
 import gc
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from harness import python
+from harness import in_threads, python
 from torch import Tensor
 
 from transformer_fast import _native, functional, memory
@@ -133,11 +132,7 @@ def test_threads() -> None:
             if not bool((y == me).all()):
                 wrong.append(me)
 
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []
 
 

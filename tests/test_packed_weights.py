@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, Operators
+from harness import DTYPES, Operators, in_threads
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -559,10 +559,6 @@ def test_threads_that_write_and_call_see_their_own_writes() -> None:
                 if i % 10 == seed:
                     memory.forget_packed()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert len(wrong) == 400
     assert not any(wrong)
