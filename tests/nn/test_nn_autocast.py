@@ -36,6 +36,10 @@ MODULES: dict[str, tuple[Any, int]] = {
     "Linear": (lambda: torch.nn.Linear(32, 64), 1),
     "LayerNorm": (lambda: torch.nn.LayerNorm(32), 1),
     "MultiheadAttention": (lambda: torch.nn.MultiheadAttention(32, 2, batch_first=True), 3),
+    "MultiheadAttention, keys added": (
+        lambda: torch.nn.MultiheadAttention(32, 2, add_bias_kv=True, batch_first=True),
+        3,
+    ),
     "encoder layer": (encoder_layer, 1),
     "encoder layer, pre-norm": (lambda: encoder_layer(norm_first=True), 1),
     "encoder layer, sequence first": (lambda: encoder_layer(batch_first=False), 1),

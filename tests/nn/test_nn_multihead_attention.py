@@ -167,20 +167,6 @@ def test_a_learned_mask_gets_its_gradient() -> None:
     torch.testing.assert_close(grads[1], grads[0])
 
 
-def test_autocast() -> None:
-    theirs, ours = pair(batch_first=True, add_bias_kv=True)
-    x = torch.randn(B, T, M)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        output, weights = ours(x, x, x)
-        expected, _ = theirs(x, x, x)
-    assert output.dtype == expected.dtype == torch.bfloat16
-    assert torch.isfinite(weights).all()
-    with torch.no_grad():
-        exact = theirs(x, x, x)[0]
-    error = (output.float() - exact).abs().max()
-    assert error <= 2 * (expected.float() - exact).abs().max() + 2**-8 * exact.abs().max()
-
-
 @pytest.mark.parametrize("sizes", [(0, T, S), (B, 0, S), (B, T, 0)], ids=["B", "T", "S"])
 def test_empty(sizes: tuple[int, int, int]) -> None:
     _, ours = pair(batch_first=True)
