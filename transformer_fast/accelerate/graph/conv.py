@@ -95,8 +95,11 @@ def _patches(
                 x = editor.graph.call_method("narrow", (x, dim, 0, n * k))
         x = editor.graph.call_method("reshape", (x, (batch, channels, *split)))
         x = editor.graph.call_method("permute", (x, (0, *dims, 1, *(d + 1 for d in dims))))
-        shape = (batch, math.prod(grid), channels * math.prod(kernel))
-        x = editor.graph.call_method("reshape", (x, shape))
+        # Not a view, which inductor takes as a division of the index of each element.
+        x = editor.graph.call_method("contiguous", (x,))
+        rows, depth = math.prod(grid), channels * math.prod(kernel)
+        shape = (batch, rows, depth)
+        x = editor.graph.call_method("as_strided", (x, shape, (rows * depth, depth, 1)))
     x.meta = {"example_value": known.new_empty(shape)}
     return x
 
