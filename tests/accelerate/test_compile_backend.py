@@ -828,20 +828,88 @@ def test_biases_that_broadcast() -> None:
     check(Broadcast(), _x(), feed_forward=0, linear=2)
 
 
-class OfTorch(torch.nn.Module):
+class Computed(torch.nn.Module):
+    """Products with a matrix that kernels cannot read as it lies."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.TransformerEncoderLayer(M, 4, 64, 0.0, batch_first=True)
         self.weight = torch.nn.Parameter(torch.randn(M, M))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(
-            torch.addmm(x.sum(), x.flatten(0, 1), self.weight).view_as(x) @ self.weight
-        )
+        return torch.addmm(x.sum(), x.flatten(0, 1), self.weight).view_as(x) @ self.weight
 
 
 def test_what_stays_and_could_be_faster_is_told() -> None:
-    [report] = check(OfTorch(), _x(), attention=0)
-    told = str(report)
-    assert "a module of torch.nn, which transformer_fast.accelerate(model) swaps" in told
-    assert told.count("it is a product with a (in, out) matrix") == 2
+    [report] = check(Computed(), _x())
+    assert str(report).count("it is a product with a (in, out) matrix") == 2
+
+
+_HIDES = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
+_CAUSAL = torch.ones(7, 7, dtype=torch.bool).triu(1)
+
+
+class Called(torch.nn.Module):
+    """A module of torch.nn with these arguments, and the first of its results."""
+
+    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self.module, self.kwargs = module, kwargs
+        for name, mask in kwargs.items():
+            if isinstance(mask, Tensor):
+                self.register_buffer(name, mask)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        found = self.module(*args, **{**self.kwargs, **self._buffers})
+        return (
+            torch.cat([x.flatten() for x in found if x is not None])
+            if type(found) is tuple
+            else found
+        )
+
+
+@pytest.mark.parametrize("masks", [
+    {}, {"key_padding_mask": _HIDES}, {"attn_mask": _CAUSAL, "is_causal": True, "need_weights": False},
+    {"attn_mask": _CAUSAL.float() * -9, "key_padding_mask": _HIDES.float() * -9},
+])  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {}, {"bias": False, "add_bias_kv": True}, {"add_zero_attn": True, "batch_first": True},
+    {"kdim": 16, "vdim": 24, "batch_first": True},
+])  # fmt: skip
+def test_multihead_attention_of_torch(options: dict[str, Any], masks: dict[str, Any]) -> None:
+    module = torch.nn.MultiheadAttention(32, 4, **options)
+    sizes = (32, options.get("kdim", 32), options.get("vdim", 32))
+    first = (2, 7) if options.get("batch_first") else (7, 2)
+    [report] = check(Called(module, **masks), *(torch.randn(*first, n) for n in sizes), attention=1)
+    assert "multi_head_attention_forward" not in report.others
+
+
+@pytest.mark.parametrize("masks", [
+    {}, {"src_key_padding_mask": _HIDES}, {"src_mask": _CAUSAL},
+    {"src_mask": _CAUSAL, "src_key_padding_mask": _HIDES},
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_first": True, "activation": "gelu", "layer_norm_eps": 0.1}]
+)
+def test_encoder_layers_of_torch(options: dict[str, Any], masks: dict[str, Any]) -> None:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, **options)
+    model, x = Called(layer, **masks).eval(), torch.randn(2, 7, 32)
+    ours, reports = compiled(copy.deepcopy(model))
+    with torch.no_grad():
+        expected = model(x)
+        found = ours(x)
+        again = ours(x)
+    for result in (found, again):
+        torch.testing.assert_close(result, expected, equal_nan=True)
+    assert reports[0].counts == {"encoder_layer": 1}
+
+
+@torch.no_grad()
+def test_encoder_layers_of_torch_in_graphs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(inner._log, "warning", lambda *args: told.append(args[0]))
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    ours = torch.compile(layer, backend=compile_backend, dynamic=True, options=COMPILE_REST)
+    for length in (7, 9):
+        x = torch.randn(2, length, 32)
+        torch.testing.assert_close(ours(x), layer(x))
+    assert not told

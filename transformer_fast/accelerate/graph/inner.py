@@ -33,6 +33,8 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     """
     try:
         return _Checked(module, torch._dynamo.lookup_backend("inductor")(module, example_inputs))
+    except torch._dynamo.exc.RestartAnalysis:  # Dynamo then captures the graph anew
+        raise
     except Exception as error:
         _log.warning("inductor cannot compile the rest, which runs as it is written: %s", error)
         return module.forward

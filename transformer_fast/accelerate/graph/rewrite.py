@@ -14,6 +14,7 @@ from .canonicalize import canonicalize
 from .conv import rewrite_convolutions, rewrite_patches
 from .editor import Editor
 from .feed_forward import name_linear, rewrite_feed_forward, rewrite_linear
+from .modules import rewrite_modules
 from .nodes import rank
 from .norm import rewrite_add_norm, rewrite_norms
 from .ops import read
@@ -33,6 +34,7 @@ def rewrite(module: GraphModule) -> GraphReport:
     rewrite_softmax(editor)
     rewrite_attention(editor)
     _rewrite_calls_of_torchs(editor)
+    rewrite_modules(editor)
     rewrite_norms(editor)
     rewrite_activations(editor)
     rewrite_convolutions(editor)
@@ -74,9 +76,7 @@ def _tell_of_the_rest(editor: Editor) -> None:
 
 
 _MODULES = {
-    torch.nn.functional.multi_head_attention_forward: "attention",
     torch._native_multi_head_attention: "attention",
-    torch._transformer_encoder_layer_fwd: "encoder layer",
 }
 
 
