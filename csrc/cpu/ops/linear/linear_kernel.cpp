@@ -138,11 +138,25 @@ struct Block {
   }
 };
 
+// The columns from begin on as far as they are whole groups of kColumns; returns the next column.
+template <int kColumns>
+long direct_groups(const LinearArgs& args, long begin, long end) {
+  for (; begin + kColumns <= end; begin += kColumns) direct_columns<kColumns>(args, begin);
+  return begin;
+}
+
 void direct(const LinearArgs& args, long begin, long end) {
   long column = begin;
-  for (; column + kDirectColumns <= end; column += kDirectColumns)
-    direct_columns<kDirectColumns>(args, column);
-  for (; column < end; ++column) direct_columns<1>(args, column);
+#if defined(__AVX512F__)
+  // One row of x leaves little to compute: what counts is how W is read. The hardware prefetches
+  // short rows best one after the other; longer ones (than a page) need more software prefetches in
+  // flight, for which the registers of one or two rows of x have room.
+  constexpr long kShortRow = 1024;
+  if (args.m == 1 && args.k <= kShortRow) column = direct_groups<1>(args, column, end);
+  if (args.m <= 2) column = direct_groups<2 * kDirectColumns>(args, column, end);
+#endif
+  column = direct_groups<kDirectColumns>(args, column, end);
+  direct_groups<1>(args, column, end);
   finish(args, floats(args.y) + begin, args.y_stride, 0, args.m, begin, end - begin);
 }
 
