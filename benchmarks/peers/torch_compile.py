@@ -44,6 +44,16 @@ def hand_written(model: torch.nn.Module, adapt: Callable[..., Any]) -> Offer:
     return adapt(torch.compile(model, dynamic=False))
 
 
+def generate(adapt: Callable[..., Any]) -> Offer:
+    """The compiled step with a cache of fixed size, which transformers has on GPUs by default."""
+    from transformers import CompileConfig
+
+    torch._dynamo.reset()
+    compiling = CompileConfig(mode="default")
+    compiling._compile_all_devices = True  # type: ignore[assignment]
+    return adapt(cache_implementation="static", compile_config=compiling)
+
+
 #: For inference: weights become constants, which can be packed. Nothing is taken from the disk,
 #: where the same graph may lie as another version of a plugin compiled it.
 FROZEN = {"freezing": True, "fx_graph_cache": False}

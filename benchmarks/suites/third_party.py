@@ -22,6 +22,7 @@ from transformer_fast.measure.modules import parameter_bytes
 
 from .. import peers
 from ..scope import Maker, Scope
+from .decode import START, GreedyJudge
 from .hand_written import accelerated, rewritten
 from .ops import spread_biases
 
@@ -55,15 +56,14 @@ class Model(NamedTuple):
     #: "tokens", "pair" (of tokens), "image" or "sound".
     takes: str = "tokens"
 
-    def build(self) -> nn.Module:
+    def build(self, head: str = "Model", **changes: Any) -> Any:
         import transformers
 
-        config = getattr(transformers, f"{self.family}Config")(**self.config)
+        config = getattr(transformers, f"{self.family}Config")(**{**self.config, **changes})
         config._attn_implementation = "sdpa"
-        if self.takes == "pair":
+        if self.takes == "pair" and head == "Model":
             config.use_cache = False
-        model: nn.Module = getattr(transformers, f"{self.family}Model")(config)
-        return model
+        return getattr(transformers, f"{self.family}{head}")(config)
 
 
 MODELS = {
@@ -100,6 +100,17 @@ MODELS = {
     ),
 }  # fmt: skip
 _QUICK = ("BERT", "Llama")
+
+#: Those that decode: the rest of their classes' names, and what names the number of layers.
+_GENERATE = {
+    "GPT-2": ("LMHeadModel", "n_layer"),
+    "Qwen3": ("ForCausalLM", "num_hidden_layers"),
+    "T5": ("ForConditionalGeneration", "num_layers"),
+    "Marian": ("MTModel", "encoder_layers decoder_layers"),
+}
+#: (B, T, new tokens, vocabulary, layers)
+_PROMPTS = ((1, 32, 64, 32000, 6), (4, 32, 64, 32000, 6))
+_QUICK_PROMPTS = ((2, 8, 6, 1000, 2),)
 
 
 class _First(nn.Module):
@@ -159,8 +170,87 @@ def _case(scope: Scope, name: str) -> BenchmarkCase:
     )  # fmt: skip
 
 
+class _Generate(nn.Module):
+    """Greedy ``generate``: new tokens (B, new) for a prompt (B, T)."""
+
+    def __init__(self, model: Any, new: int, **settings: Any) -> None:
+        super().__init__()
+        self.model, self.new, self.settings = model, new, settings
+
+    def forward(self, prompt: Tensor) -> Tensor:
+        mask = torch.ones_like(prompt)
+        found: Tensor = self.model.generate(prompt, attention_mask=mask, **self.settings)
+        return found[:, -self.new :]
+
+    def logits(self, prompt: Tensor, target: Tensor) -> Tensor:
+        """(B, new, V), under teacher forcing; target begins with the start token."""
+        given: dict[str, Any] = {"input_ids": prompt, "decoder_input_ids": target}
+        if not self.model.config.is_encoder_decoder:
+            given = {"input_ids": torch.cat((prompt, target[:, 1:]), 1), "logits_to_keep": self.new}
+        found: Tensor = self.model(**given, use_cache=False).logits
+        return found
+
+
+def _bytes_of_a_token(model: Any) -> int:
+    """Of the weights that are read for each: all of the decoder, but of embeddings next to nothing."""
+    read = {*model.get_decoder().parameters()} - {model.get_input_embeddings().weight}
+    return sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
+
+
+def _generate(
+    scope: Scope, name: str, batch: int, length: int, new: int, vocabulary: int, layers: int
+) -> BenchmarkCase:
+    from transformers import GenerationConfig
+
+    head, counts = _GENERATE[name]
+    # Tied, T5 with random weights would repeat one token.
+    changes = {"tie_word_embeddings": False} if name == "T5" else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODELS[name].build(
+            head, vocab_size=vocabulary, **dict.fromkeys(counts.split(), layers),
+            bos_token_id=None, eos_token_id=None, **changes,
+        )  # fmt: skip
+    # Without an end token all make equally many tokens.
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=new, pad_token_id=0, decoder_start_token_id=START
+    )
+    model.requires_grad_(False).to(scope.device, scope.dtype)
+    run = _Generate(model, new).eval()
+    inputs: list[list[Arguments]] = []
+    for seed in range(2):
+        tokens = torch.randint(5, vocabulary, (batch, length), generator=scope.generator(seed))
+        inputs.append([(tokens.to(scope.device),)])
+    candidates = [
+        Candidate("accelerated", accelerated(run)),
+        Candidate("torch eager", run, ours=False),
+    ]
+    if not scope.quick:  # it takes most of a minute to compile
+
+        def compiled(**settings: Any) -> nn.Module:
+            return _Generate(copy.deepcopy(model), new, **settings)
+
+        candidates += peers.candidates(scope.peers, "generate", compiled)
+    checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, new)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        run.logits(inputs[0][0][0], torch.full((batch, new), START, device=scope.device))
+    flops = float(counter.get_total_flops())
+    moved = new * _bytes_of_a_token(model)
+    if model.config.is_encoder_decoder:
+        moved += parameter_bytes(model.get_encoder())
+    return BenchmarkCase(
+        "third-party generate", f"{name}, ({batch},{length}), {new} new, V = {vocabulary}", inputs,
+        candidates, checker, flops, moved, flops, scope.dtype, scope.device,
+        chosen="accelerated", reference="torch eager", torch=("torch eager", "torch.compile"),
+    )  # fmt: skip
+
+
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
     if importlib.util.find_spec("transformers") is None:
         return
     for name in _QUICK if scope.quick else MODELS:
         yield f"third-party {name}", functools.partial(_case, scope, name)
+    for name in _GENERATE:
+        for case in _QUICK_PROMPTS if scope.quick else _PROMPTS:
+            label = f"third-party {name}, generate {case[:2]}"
+            yield label, functools.partial(_generate, scope, name, *case)
