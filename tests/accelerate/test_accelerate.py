@@ -251,6 +251,23 @@ def test_the_report_tells_how_much_of_the_products_was_reached() -> None:
     assert "Most of the model's products were left" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_weights_that_cannot_be_counted() -> None:
+    class Own(torch.nn.TransformerEncoderLayer):
+        def parameters(self) -> Any:  # type: ignore[override]
+            raise NotImplementedError
+
+    class Wide(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    layer = Own(8, 2, 16)
+    layer.linear1 = Wide(8, 16)
+    Wide.__module__ = "somewhere"
+    report = accelerate(torch.nn.Sequential(torch.nn.LazyLinear(8), layer))
+    assert report.weights_left == {"Wide": 8 * 16}
+
+
 def test_the_report_does_not_draw_random_numbers() -> None:
     model = encoder(dropout=0.3)
     state = torch.get_rng_state()

@@ -702,11 +702,39 @@ def _flat(x: Tensor) -> Tensor:
         (_CONV2D(4, 4), lambda x: x.mean(3).transpose(1, 2)),
         (_CONV2D(4, 4), lambda x: _flat(x) + x.mean()),
         (_CONV2D(4, 4), lambda x: _flat(x) * x.flatten(2).mean()),
+        (_CONV2D(4, 4), lambda x: _flat(x).mT.view(2, -1)),
     ],
 )
 def test_other_convolutions_stay(conv: torch.nn.Module, tokens: Any) -> None:
     [report] = check(Patches(conv, tokens), torch.randn(_IMAGE), linear=0)
     assert report.others["conv2d"] == 1
+
+
+def test_images_without_a_batch() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(8, 8, 1) for _ in range(2)))
+    model.insert(1, torch.nn.ReLU())
+    check(model, torch.randn(8, 8, 8), feed_forward=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["padding", "stride"])
+def test_convolutions_by_numbers_of_run_time(name: str) -> None:
+    def tokens(x: Tensor, n: int) -> Tensor:
+        return _flat(F.conv2d(x, weight, None, **{"stride": 4, name: n})) + 1
+
+    x, weight = torch.randn(_IMAGE), torch.randn(32, 3, 4, 4)
+    ours, _ = compiled(tokens)
+    for n in (1, 2, 3):
+        torch.testing.assert_close(ours(x, n), tokens(x, n))
+
+
+@torch.no_grad()
+def test_patches_of_mapped_images() -> None:
+    def tokens(x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda one: _flat(F.conv2d(one, weight, None, 4)) + 1)(x)
+
+    x, weight = torch.randn(2, *_IMAGE), torch.randn(32, 3, 4, 4)
+    torch.testing.assert_close(compiled(tokens)[0](x), tokens(x))
 
 
 class InPlace(torch.nn.Module):

@@ -84,9 +84,7 @@ def in_parts(module: torch.nn.Module) -> dict[str, str]:
 
 def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict[str, Explanation]]:
     """For each op that the module calls: the backend in inference and in training."""
-    weight = next(module.parameters(recurse=False), None)
-    if weight is None:
-        weight = next(module.parameters(), None)
+    weight = next(torch.nn.Module.parameters(module), None)
     if weight is None or not weight.is_floating_point():
         return {}, {}
     device, found = weight.device, []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..nn.drop_in import RECORD
 from . import converters, mlp, torch_nn
@@ -110,21 +111,33 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
     left = {model.get_submodule(entry.name) for entry in report.left}
     ours: set[torch.nn.Module] = set()
     seen: set[torch.Tensor] = set()
-    for module in model.modules():  # parents before children
+    for module in _modules(model):  # parents before children
         if module in left:
-            ours -= set(module.modules())
+            ours -= set(_modules(module))
         elif torch_nn.is_ours(module) or RECORD in module.__dict__:
-            ours |= {module} if isinstance(module, _STACKS) else set(module.modules())
-        for weight in module.parameters(recurse=False):
+            inner = [] if isinstance(module, _STACKS) else _modules(module)
+            # It calls those of unknown classes.
+            ours |= {module, *(child for child in inner if _package(child) in _SILENT)}
+        for weight in module._parameters.values():
+            if weight is None or weight in seen or isinstance(module, _NO_PRODUCTS):
+                continue
             # A leading 1 is the batch that positions are added to.
-            multiplied = weight.dim() > 1 and weight.shape[0] > 1
-            if not multiplied or weight in seen or isinstance(module, _NO_PRODUCTS):
+            if is_lazy(weight) or weight.is_nested or weight.dim() < 2 or weight.shape[0] == 1:
                 continue
             seen.add(weight)
             if module in ours:
                 report.weights_swapped += weight.numel()
             else:
                 report.weights_left[type(module).__name__] += weight.numel()
+
+
+def _modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """All modules in it, whatever its class makes of the method."""
+    return [*torch.nn.Module.modules(module)]
+
+
+def _package(module: torch.nn.Module) -> str:
+    return type(module).__module__.split(".")[0]
 
 
 def _completed(entry: Entry, model: torch.nn.Module, verified: bool | None) -> Entry:
@@ -182,14 +195,14 @@ def _others(model: torch.nn.Module, report: Report) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         kind = type(module)
-        silent = name in told or kind.__module__.split(".")[0] in _SILENT
+        silent = name in told or _package(module) in _SILENT
         if not silent and (name or not layers) and _does_work(module):
             found[kind.__name__] = found.get(kind.__name__, 0) + 1
     return found
 
 
 def _does_work(module: torch.nn.Module) -> bool:
-    if next(module.parameters(recurse=False), None) is not None:
+    if any(parameter is not None for parameter in module._parameters.values()):
         return True
     return any(isinstance(child, torch.nn.Linear) for child in module.children())
 

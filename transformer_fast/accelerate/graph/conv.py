@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from .editor import Editor
+from .memory import is_fresh
 from .nodes import only_user, rank, shape, value
 from .ops import Op, is_view, read
 from .products import permutation
@@ -48,12 +49,15 @@ def rewrite_convolutions(editor: Editor) -> None:
 def rewrite_patches(editor: Editor) -> None:
     """Put linear maps in for patch embeddings."""
     for node in list(editor.graph.nodes):
-        op = read(node)
-        if op is None or op.name != "conv" or not _has_patches(op):
+        op = _convolution(node)
+        if op is None or not _has_patches(op):
             continue
         flat = only_user(node)
         tokens = None if flat is None else only_user(flat)
         if flat is None or tokens is None or _unswapped(tokens) is not flat:
+            continue
+        # Whoever looks at the tokens as a convolution lays them out gets them so.
+        if not all(is_fresh(user) for user in tokens.users):
             continue
         x, weight = value(op["input"]), value(op["weight"])
         kernel = weight.shape[2:]
@@ -76,8 +80,8 @@ def _has_patches(op: Op) -> bool:
         return False
     plain = all(_is(op[name], 1) for name in ("dilation", "groups"))
     unpadded = _is(op["padding"], 0) or op["padding"] == "valid"
-    stride, kernel = op["stride"] or 1, list(weight[2:])
-    side_by_side = kernel == ([stride] * len(kernel) if isinstance(stride, int) else [*stride])
+    stride, kernel = op["stride"], list(weight[2:])
+    side_by_side = kernel == (list(stride) if _is_sequence(stride) else [stride or 1] * len(kernel))
     return plain and unpadded and side_by_side and all(isinstance(n, int) for n in (*x, *weight))
 
 
@@ -106,21 +110,29 @@ def _patches(
 
 def _as_linear(node: Any) -> Op | None:
     """A convolution that is a linear map of each position."""
-    op = read(node)
-    if op is None or op.name != "conv" or rank(op["input"]) != 3:
+    op = _convolution(node)
+    sizes = None if op is None else shape(op["weight"])
+    if op is None or sizes is None or len(sizes) != 3 or rank(op["input"]) != 3:
         return None
-    sizes = shape(op["weight"])
     plain = all(_is(op[name], 1) for name in ("stride", "dilation", "groups"))
     unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")
-    return op if plain and unpadded and sizes is not None and sizes[-1] == 1 else None
+    return op if plain and unpadded and sizes[-1] == 1 else None
+
+
+def _convolution(node: Any) -> Op | None:
+    op = read(node)
+    if op is None or op.name != "conv":
+        return None
+    # What torch.func maps over has dimensions of its own.
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(value(op["input"])) else op
 
 
 def _is(given: Any, wanted: int) -> bool:
-    return (
-        given is None
-        or given == wanted
-        or (not isinstance(given, int | str) and {*given} == {wanted})
-    )
+    return given is None or (set(given) == {wanted} if _is_sequence(given) else given == wanted)
+
+
+def _is_sequence(given: Any) -> bool:
+    return isinstance(given, tuple | list)
 
 
 def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: Node) -> None:

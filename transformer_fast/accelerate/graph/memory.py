@@ -87,7 +87,7 @@ class Memory:
 
     def is_own(self, node: Node) -> bool:
         """Whether nobody but the node, and whoever uses it, sees the memory it lies in."""
-        while not _is_fresh(node):
+        while not is_fresh(node):
             op = read(node)
             inner = op["input"] if op is not None and op.name in _VIEWS else None
             if inner is None and node.args and (is_view(node) or mutates(node)):
@@ -152,7 +152,7 @@ def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
             known[current] = frozenset()
         elif current.op in ("placeholder", "get_attr"):
             known[current] = frozenset({_OUTSIDE})
-        elif _is_fresh(current):
+        elif is_fresh(current):
             known[current] = frozenset({current})
         else:
             missing = [n for n in current.all_input_nodes if n not in known]
@@ -164,7 +164,7 @@ def _roots(node: Node, known: dict[Node, frozenset[Any]]) -> frozenset[Any]:
     return known[node]
 
 
-def _is_fresh(node: Node) -> bool:
+def is_fresh(node: Node) -> bool:
     """Whether the call's result is memory that nothing else has."""
     if mutates(node):
         return False
