@@ -31,10 +31,10 @@ class Positions(torch.nn.Module):
         self.reset_parameters()
 
     def _keep(self, table: Tensor) -> None:
-        raise NotImplementedError
+        """For the two classes below; others set ``table`` themselves."""
 
     def reset_parameters(self) -> None:
-        raise NotImplementedError
+        """For those whose table is computed or drawn."""
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > self.max_len:
