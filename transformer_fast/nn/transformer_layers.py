@@ -106,31 +106,7 @@ def _as_torchs_shortcut_has_it(layer: torch.nn.TransformerEncoderLayer, x: Tenso
     return autocast(x)[0]  # type: ignore[return-value]
 
 
-class _Layer(DropIn):
-    """A layer of torch.nn that is built with attentions and norms of ours."""
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.types.Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(  # type: ignore[call-arg]
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
-            norm_first, bias, device, dtype,
-        )  # fmt: skip
-        _adopt(self)
-
-
-class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``, ``x = norm2(x + dropout2(ffn(x)))``; with
@@ -149,6 +125,26 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     self_attn: MultiheadAttention
     norm1: torch.nn.LayerNorm
     norm2: torch.nn.LayerNorm
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
+        )  # fmt: skip
+        _adopt(self)
 
     def forward(
         self,
@@ -225,7 +221,7 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         return y, self.dropout2
 
 
-class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer`, run by the ops of `transformer_fast.functional`.
 
     ``x = norm1(x + dropout1(self_attn(x)))``,
@@ -241,6 +237,26 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
     norm1: torch.nn.LayerNorm
     norm2: torch.nn.LayerNorm
     norm3: torch.nn.LayerNorm
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
+            norm_first, bias, device, dtype,
+        )  # fmt: skip
+        _adopt(self)
 
     def forward(
         self,
