@@ -911,6 +911,23 @@ def test_multihead_attention_of_torch(options: dict[str, Any], masks: dict[str, 
     assert "multi_head_attention_forward" not in report.others
 
 
+@torch.no_grad()
+def test_keys_that_are_projected_before_stay() -> None:
+    keys = torch.randn(8, 7, 8)  # (B * H, S, D)
+    module = torch.nn.MultiheadAttention(32, 4)
+
+    def attend(x: Tensor) -> Tensor:
+        return F.multi_head_attention_forward(
+            x, x, x, 32, 4, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
+            module.out_proj.weight, module.out_proj.bias, static_k=keys,
+        )[0]  # fmt: skip
+
+    x = torch.randn(7, 2, 32)
+    ours, reports = compiled(attend)
+    torch.testing.assert_close(ours(x), attend(x))
+    assert not reports[0].counts
+
+
 @pytest.mark.parametrize("masks", [
     {}, {"src_key_padding_mask": _HIDES}, {"src_mask": _CAUSAL},
     {"src_mask": _CAUSAL, "src_key_padding_mask": _HIDES},

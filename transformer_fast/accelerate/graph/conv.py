@@ -49,8 +49,9 @@ def rewrite_convolutions(editor: Editor) -> None:
 def rewrite_patches(editor: Editor) -> None:
     """Put linear maps in for patch embeddings."""
     for node in list(editor.graph.nodes):
-        op = _convolution(node)
-        if op is None or not _has_patches(op):
+        op = _side_by_side(node)
+        sizes = () if op is None else (*value(op["input"]).shape, *value(op["weight"]).shape)
+        if op is None or rank(node) == 3 or not all(isinstance(n, int) for n in sizes):
             continue
         flat = only_user(node)
         tokens = None if flat is None else only_user(flat)
@@ -71,18 +72,6 @@ def rewrite_patches(editor: Editor) -> None:
             patches = _patches(editor, node, op["input"], grid, kernel)
             tokens.replace_all_uses_with(_linear(editor, node, patches, op))
             editor.remove([tokens, flat, node])
-
-
-def _has_patches(op: Op) -> bool:
-    """Whether the windows lie side by side, in at least two dimensions of sizes that are known."""
-    x, weight = shape(op["input"]), shape(op["weight"])
-    if x is None or weight is None or len(x) != len(weight) or len(x) < 4:
-        return False
-    plain = all(_is(op[name], 1) for name in ("dilation", "groups"))
-    unpadded = _is(op["padding"], 0) or op["padding"] == "valid"
-    stride, kernel = op["stride"], list(weight[2:])
-    side_by_side = kernel == (list(stride) if _is_sequence(stride) else [stride or 1] * len(kernel))
-    return plain and unpadded and side_by_side and all(isinstance(n, int) for n in (*x, *weight))
 
 
 def _patches(
@@ -110,21 +99,27 @@ def _patches(
 
 def _as_linear(node: Any) -> Op | None:
     """A convolution that is a linear map of each position."""
-    op = _convolution(node)
-    sizes = None if op is None else shape(op["weight"])
-    if op is None or sizes is None or len(sizes) != 3 or rank(op["input"]) != 3:
-        return None
-    plain = all(_is(op[name], 1) for name in ("stride", "dilation", "groups"))
-    unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")
-    return op if plain and unpadded and sizes[-1] == 1 else None
+    op = _side_by_side(node)
+    return op if op is not None and rank(node) == 3 and shape(op["weight"])[2] == 1 else None  # type: ignore[index]
 
 
-def _convolution(node: Any) -> Op | None:
+def _side_by_side(node: Any) -> Op | None:
+    """A convolution of a batch whose windows lie side by side: its stride is the kernel's size."""
     op = read(node)
     if op is None or op.name != "conv":
         return None
+    x, weight = value(op["input"]), shape(op["weight"])
+    if weight is None or rank(op["input"]) != len(weight):
+        return None
     # What torch.func maps over has dimensions of its own.
-    return None if torch._C._functorch.is_functorch_wrapped_tensor(value(op["input"])) else op
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    # "same" is for strides of 1, and then nothing is padded.
+    unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")
+    plain = unpadded and all(_is(op[name], 1) for name in ("dilation", "groups"))
+    stride, kernel = op["stride"], list(weight[2:])
+    strides = list(stride) if _is_sequence(stride) else [stride or 1] * len(kernel)
+    return op if plain and strides == kernel else None
 
 
 def _is(given: Any, wanted: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,10 @@ def rewrite_modules(editor: Editor) -> None:
     """Put our functions in for torch's, whose arguments they take."""
     for node in editor.graph.nodes:
         op, function = _FUNCTIONS.get(node.target, ("", None))
-        if function is not None:
+        if function is None:
+            continue
+        given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+        if given.get("static_k") is None and given.get("static_v") is None:
             node.target = function
             editor.found(op, node)
 
@@ -45,19 +49,12 @@ def multi_head_attention_forward(
     q_proj_weight: Tensor | None = None,
     k_proj_weight: Tensor | None = None,
     v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
+    static_k: None = None,
+    static_v: None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward`."""
-    if static_k is not None or static_v is not None:
-        return F.multi_head_attention_forward(
-            query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k,
-            bias_v, add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask,
-            need_weights, attn_mask, use_separate_proj_weight, q_proj_weight, k_proj_weight,
-            v_proj_weight, static_k, static_v, average_attn_weights, is_causal,
-        )  # fmt: skip
+    """`F.multi_head_attention_forward` without ``static_k`` and ``static_v``."""
     module = _filled(
         _attention(int(embed_dim_to_check), int(num_heads)),
         {
@@ -105,12 +102,6 @@ def encoder_layer(
     mask_type: int | None = None,
 ) -> Tensor:
     """`torch._transformer_encoder_layer_fwd`, which is for inference."""
-    if src.is_nested:
-        return torch._transformer_encoder_layer_fwd(
-            src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first,
-            eps, norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2, ffn_weight_1, ffn_bias_1,
-            ffn_weight_2, ffn_bias_2, mask, mask_type,
-        )  # fmt: skip
     layer = _filled(
         # While a graph is captured, eps may be symbolic.
         _encoder_layer(

@@ -64,20 +64,15 @@ def rewrite(module: GraphModule) -> GraphReport:
 def _tell_of_the_rest(editor: Editor) -> None:
     """Calls that do what our ops do, and that stay nevertheless."""
     for node in editor.graph.nodes:
-        if node.target in _MODULES:
+        if node.target is torch._native_multi_head_attention:
             reason = "it is a module of torch.nn, which transformer_fast.accelerate(model) swaps"
-            editor.left(_MODULES[node.target], node, reason)
+            editor.left("attention", node, reason)
         op = read(node)
         if op is not None and op.name in ("matmul", "addmm"):
             weight = op["mat2" if op.name == "addmm" else "other"]
             if isinstance(weight, Node) and weight.op == "placeholder" and rank(weight) == 2:
                 reason = "it is a product with a (in, out) matrix, and our kernels read (out, in)"
                 editor.left("linear", node, reason)
-
-
-_MODULES = {
-    torch._native_multi_head_attention: "attention",
-}
 
 
 def _is_ours(target: object) -> bool:
