@@ -16,6 +16,7 @@ or None if it is about other work:
     def transformer(model, arguments)    takes (source, target), as the model it is given
     def hand_written(model, adapt)       gives ``adapt(run)``, where ``run`` takes what the model of
                                          `benchmarks.hand_written` takes that it is given
+    def training(model, adapt)           the same for a model whose gradients are taken
     def generate(adapt)                  gives ``adapt(**settings)``, which takes (prompt,) and gives
                                          tokens by transformers' ``generate`` with these settings
     def decode(model, arguments, new)    takes (source,), gives (B, new) tokens, chosen greedily;

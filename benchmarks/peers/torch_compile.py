@@ -44,6 +44,9 @@ def hand_written(model: torch.nn.Module, adapt: Callable[..., Any]) -> Offer:
     return adapt(torch.compile(model, dynamic=False))
 
 
+training = hand_written
+
+
 def generate(adapt: Callable[..., Any]) -> Offer:
     """The compiled step with a cache of fixed size, which transformers has on GPUs by default."""
     from transformers import CompileConfig

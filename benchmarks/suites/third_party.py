@@ -9,16 +9,17 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_fast.measure.accuracy import ModuleChecker
+from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.modules import parameter_bytes
+from transformer_fast.measure.ops import TIMES_FORWARD
 
 from .. import peers
 from ..scope import Maker, Scope
@@ -101,6 +102,9 @@ MODELS = {
 }  # fmt: skip
 _QUICK = ("BERT", "Llama")
 
+#: Those that are trained, forward and backward.
+_TRAINED = ("BERT", "GPT-2", "Llama", "T5", "ViT")
+
 #: Those that decode: the rest of their classes' names, and what names the number of layers.
 _GENERATE = {
     "GPT-2": ("LMHeadModel", "n_layer"),
@@ -166,6 +170,82 @@ def _case(scope: Scope, name: str) -> BenchmarkCase:
     return BenchmarkCase(
         "third-party model", name, inputs, candidates, ModuleChecker(oracle, model, lambda x: ...),
         flops := _flops(model, inputs[0][0]), parameter_bytes(model), flops,
+        scope.dtype, scope.device, chosen="compiled", torch=("torch eager", "torch.compile"),
+    )  # fmt: skip
+
+
+class _Gradients:
+    """Forward and backward: a loss and the gradient of every parameter that has one."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Tensor] | None = None) -> None:
+        self.model, self.run = model, model if run is None else run
+
+    @torch.enable_grad()
+    def __call__(self, given: Tensor) -> tuple[Tensor, ...]:
+        found = self.run(given)
+        wanted = torch.linspace(-1.0, 1.0, found.shape[-1], dtype=found.dtype, device=found.device)
+        loss = ((found - wanted) ** 2).mean()
+        loss.backward()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return (loss.detach(), *gradients)
+
+
+class _GradientChecker(StepChecker):
+    """Gradients of modules side by side count as one, as those of queries, keys and values.
+
+    The gradient of a key's bias is 0, since softmax takes a constant away, and what is computed for it
+    is rounding.
+    """
+
+    def __init__(self, oracle: nn.Module, reference: _Gradients, arguments: Arguments) -> None:
+        named = dict(reference.model.named_parameters())
+        found = torch.autograd.grad(
+            reference.run(*arguments).sum(), [*named.values()], allow_unused=True
+        )
+        self.groups: dict[str, list[int]] = {}
+        used = [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
+        for index, name in enumerate(used, 1):
+            module, _, parameter = name.rpartition(".")
+            group = f"{module.rpartition('.')[0]}.*.{parameter}"
+            self.groups.setdefault(group, []).append(index)
+        names = ("loss", *(f"grad of {group}" for group in self.groups))
+        super().__init__(_Gradients(oracle), reference, names)
+
+    def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
+        groups = ([result[i].flatten() for i in group] for group in self.groups.values())
+        return (result[0], *map(torch.cat, groups))
+
+    def _truth(self, arguments: Arguments) -> Any:
+        exact = [x.double() if x.is_floating_point() else x for x in arguments]
+        return tuple(
+            self._results(run, arguments)
+            for run in (self.reference(*arguments), self.oracle(*exact))
+        )
+
+
+def _training(scope: Scope, name: str) -> BenchmarkCase:
+    takes = MODELS[name].takes
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # In evaluation, as dropout would draw other elements in each of them.
+        model = _First(spread_biases(MODELS[name].build()), takes).eval()
+    model.to(scope.device, scope.dtype)
+    inputs = _inputs(scope, takes)
+    oracle = copy.deepcopy(model).double()
+    ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    reference = _Gradients(model)
+    candidates = [
+        Candidate("compiled", _Gradients(ours, rewritten(ours))),
+        Candidate("accelerated", _Gradients(accelerated(model))),
+        Candidate("torch eager", reference, ours=False),
+        *peers.candidates(scope.peers, "training", theirs, functools.partial(_Gradients, theirs)),
+    ]
+    flops = TIMES_FORWARD * _flops(model, inputs[0][0])
+    return BenchmarkCase(
+        "third-party training", name, inputs, candidates,
+        _GradientChecker(oracle, reference, inputs[0][0]),
+        flops, TIMES_FORWARD * parameter_bytes(model), flops,
         scope.dtype, scope.device, chosen="compiled", torch=("torch eager", "torch.compile"),
     )  # fmt: skip
 
@@ -250,6 +330,8 @@ def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
         return
     for name in _QUICK if scope.quick else MODELS:
         yield f"third-party {name}", functools.partial(_case, scope, name)
+    for name in _QUICK if scope.quick else _TRAINED:
+        yield f"third-party {name}, training", functools.partial(_training, scope, name)
     for name in _GENERATE:
         for case in _QUICK_PROMPTS if scope.quick else _PROMPTS:
             label = f"third-party {name}, generate {case[:2]}"
