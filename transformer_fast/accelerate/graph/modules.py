@@ -116,13 +116,12 @@ def encoder_layer(
             "linear2.weight": ffn_weight_2, "linear2.bias": ffn_bias_2,
         },
     )  # fmt: skip
+    if mask is not None and mask_type != 1 and mask.dim() == 4:
+        # One mask for all batches and heads is not written out for each.
+        mask = mask[0, 0] if mask.stride()[:2] == (0, 0) else mask.flatten(0, 1)
     hidden = None if mask is None else mask.to(torch.bool)
-    if mask_type == 1:
-        found: Tensor = layer.forward(src, src_key_padding_mask=hidden)
-        return found
-    if hidden is not None and hidden.dim() == 4:
-        hidden = hidden.flatten(0, 1)
-    found = layer.forward(src, src_mask=hidden)
+    masks = {"src_key_padding_mask" if mask_type == 1 else "src_mask": hidden}
+    found: Tensor = layer.forward(src, **masks)
     return found
 
 
