@@ -110,10 +110,9 @@ def test_python_of_a_call(name: str) -> None:
     assert all(one >= 0.9 * limit for one, limit in zip(found, most, strict=True)), found
 
 
-#: Modules outside of the backends that import one; all others go through the dispatcher.
-IMPORT_BACKENDS = {
-    "__init__.py", "cli/info.py", "_sdpa_operators.py", "testing/launcher.py",
-}  # fmt: skip
+#: What modules outside of the backends import of them; all else goes through the dispatcher. Importing
+#: the package registers the kernels.
+IMPORT_BACKENDS = {("__init__.py", "backends"), ("__init__.py", "backends.warm")}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -126,12 +125,14 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def test_backends_are_imported_by_nobody_else() -> None:
-    found = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in Path(PACKAGE).rglob("*.py")
-        if any(f"{name}.".startswith("backends.") for name in _imports(path))
-    }
-    assert {path for path in found if not path.startswith("backends/")} == IMPORT_BACKENDS
+    found = set()
+    for path in Path(PACKAGE).rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith("backends/"):
+            found |= {(name, one) for one in _imports(path) if f"{one}.".startswith("backends.")}
+            # Imported by its name, as importlib does.
+            assert "transformer_fast.backends" not in path.read_text(), name
+    assert found == IMPORT_BACKENDS
 
 
 #: How many files of the package, of csrc, the tests and the benchmarks have an op's name as a word. An

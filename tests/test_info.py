@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -75,12 +76,12 @@ def test_a_gpu_that_the_library_has_no_code_for_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(_native, "why_no_code", lambda *given: f"none for {given}")
-    assert info.cuda_state() == "none for (7, 5)"
+    assert dispatch.STATES["cuda"]() == "none for (7, 5)"
 
 
 def test_triton_is_looked_for_without_importing_it(monkeypatch):
-    monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: None)
-    assert info.triton_state().startswith("not installed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert dispatch.STATES["triton"]().startswith("not installed")
 
 
 _COMPILE_ONE = """
@@ -103,8 +104,8 @@ def test_triton_kernels_are_compiled_ahead():
 
 
 def test_without_triton_there_is_nothing_to_compile(capsys, monkeypatch):
-    monkeypatch.setattr(info, "_TRITON", "transformer_fast.backends.no_such_thing")
-    assert "none: No module named" in shown(capsys, "--kernels")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "none: Triton is not installed" in shown(capsys, "--kernels")
 
 
 def test_an_architecture_that_nothing_is_compiled_for(capsys):

@@ -19,7 +19,6 @@ from torch._subclasses import FakeTensorMode
 import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.backends import cuda
-from transformer_fast.cli import info
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
@@ -289,7 +288,7 @@ def test_why_there_are_no_cuda_kernels(monkeypatch, tmp_path):
     told = "the CUDA kernels were not built: no GPU was found at build time"
     assert _native._load_cuda() == told
     monkeypatch.setattr(_native, "cuda_why_not", told)
-    assert info.cuda_state() == told
+    assert dispatch.STATES["cuda"]() == told
 
 
 class Record:

@@ -19,7 +19,7 @@ from ._sdpa import disable_sdpa, enable_sdpa
 from ._version import __version__
 from .accelerate import accelerate, accelerated, restore
 from .accelerate.graph.report import compile_reports
-from .backends.triton import warm
+from .backends import warm
 from .dispatch import Explanation, export_operators, strict, use_backend
 from .small import batch_invariant
 

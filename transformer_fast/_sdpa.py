@@ -13,10 +13,9 @@ from torch.nn import attention as _registry
 
 from . import _native, dispatch
 from ._sdpa_operators import Override, runs_on
+from .functional.attention import LOG_SUM_EXP
 
 NAME = "transformer_fast"
-#: Backends that have a kernel to put there.
-_BACKENDS = ("cpu", "triton")
 
 
 class _Overrides:
@@ -69,8 +68,9 @@ def enable_sdpa(backend: str | None = None) -> None:
             built, or this PyTorch cannot restore its own kernel afterwards (2.10).
     """
     global _before, _named
-    if backend is not None and backend not in _BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, or None, not {backend!r}")
+    if backend is not None and backend not in LOG_SUM_EXP:
+        known = ", ".join(LOG_SUM_EXP)
+        raise ValueError(f"backend must be one of {known}, or None, not {backend!r}")
     reason = _why_not(backend)
     if reason is not None:
         raise RuntimeError(f"enable_sdpa: {reason}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import Call, select
-from .functional.attention import TRAINING
+from .functional.attention import LOG_SUM_EXP, TRAINING
 
 _log = logging.getLogger("transformer_fast")
 
@@ -193,7 +192,7 @@ class Override:
             backend = ""
         # What another kernel drops, PyTorch's backward would not know.
         fits = dropout_p == 0.0 and value.shape[-1] == query.shape[-1]
-        if fits and backend in _RUN and query.numel() > 0 and key.numel() > 0:
+        if fits and backend in LOG_SUM_EXP and query.numel() > 0 and key.numel() > 0:
             return backend
         self._tell(call, named)
         return None
@@ -218,9 +217,9 @@ def why_not_ours(call: Call, named: str | None) -> str:
             and (unproven := dispatch.why_unproven(kernel, call)) is not None
         ):
             reasons.append(unproven)
-        if kernel.backend in _RUN and reasons:
+        if kernel.backend in LOG_SUM_EXP and reasons:
             told.append(f"{kernel.backend}: {'; '.join(reasons)}")
-    if named is not None and named not in _RUN:
+    if named is not None and named not in LOG_SUM_EXP:
         told.insert(0, f"{named!r} is named")
     if call.dropout_p != 0.0:
         told.insert(0, "it has dropout, which PyTorch's backward has to repeat")
@@ -249,44 +248,11 @@ def attend(
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    return _RUN[backend](query, key, value, mask, is_causal, scale)
-
-
-def _forward(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and what the kernel's own backward would want to know of each row."""
-    output, _, shift, norm = TRAINING.of[backend](
+    output, _, row_max, row_sum = TRAINING.of[backend](
         query, key, value, mask, None, is_causal, scale, 0.0, None, False
     )
-    return output, shift, norm
-
-
-def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    output, shift, norm = _forward("cpu", query, key, value, mask, is_causal, scale)
-    # P = exp(scores - shift) norm, so the log of the sum of exp(scores) is shift - log(norm).
-    return output, torch.where(norm == 0.0, -math.inf, shift - norm.log())
-
-
-def _on_triton(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    from .backends.triton.attention import log_sum_exp
-
-    output, shift, norm = _forward("triton", query, key, value, mask, is_causal, scale)
-    return output, log_sum_exp(query, mask, scale, shift, norm)
-
-
-_Run = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], "tuple[Tensor, Tensor]"]
-_RUN: dict[str, _Run] = {"triton": _on_triton, "cpu": _on_cpu}
+    lse = LOG_SUM_EXP[backend](query, mask, scale, row_max, row_sum)
+    return output, torch.where(row_sum == 0.0, -math.inf, lse)
 
 
 def _laid_out_like(query: Tensor, output: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")
 FUSED = ("encoder_layer", "decoder_layer", "decode_step", "argmax", "embedding")
 #: What `explain` says of those.
 COMPOSED = "it is composed of ops, each of which is dispatched by itself"
+#: By backend, what `info` says of it beside its kernels.
+STATES: dict[str, Callable[[], str]] = {}
+#: By GPU architecture, the launches that can be compiled ahead: each one's call, and what compiles it.
+#: NotImplementedError: why there are none.
+AHEAD: dict[int, Callable[[], list[tuple[str, Callable[[], Any]]]]] = {}
 ANY_DTYPE: frozenset[torch.dtype] = frozenset()
 
 

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from transformer_fast import call_cache, functional
+from transformer_fast.backends.triton.stub import stubbed
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.ops import op_case
 from transformer_fast.specs import OPS
-from transformer_fast.testing.launcher import stubbed
 
 from ..scope import Maker, Scope
 

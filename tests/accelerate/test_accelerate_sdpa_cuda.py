@@ -20,6 +20,7 @@ from torch.nn import attention as registry
 
 from transformer_fast import _native, _sdpa, _sdpa_operators, dispatch, enable_sdpa, use_backend
 from transformer_fast.backends import triton as triton_backend
+from transformer_fast.functional.attention import LOG_SUM_EXP, TRAINING
 
 B, H, T, S, D = 2, 4, 7, 5, 8
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -86,16 +87,19 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
 
     def run(
-        query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        query: Tensor, key: Tensor, value: Tensor, mask: Any, _: None, causal: bool, scale: float,
+        *rest: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
         found.append((mask, causal, scale))
         scores = query @ key.mT * scale
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf)
         scores = scores if mask is None else scores + mask
-        return scores.softmax(-1).nan_to_num() @ value, scores.logsumexp(-1)
+        lse = scores.logsumexp(-1)
+        return scores.softmax(-1).nan_to_num() @ value, None, lse, lse.exp()
 
-    monkeypatch.setitem(_sdpa_operators._RUN, "triton", run)
+    monkeypatch.setitem(TRAINING.of, "triton", run)
+    monkeypatch.setitem(LOG_SUM_EXP, "triton", lambda query, mask, scale, row_max, _: row_max)
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 from harness import python
 
 if TYPE_CHECKING:
-    from transformer_fast.testing.launcher import Machine
+    from transformer_fast.backends.triton.stub import Machine
 
 CASES = ("variants", "stream", "batches", "fallback", "order", "host", "blocks", "empty")
 
@@ -419,7 +419,7 @@ def order(machine: Machine) -> None:
 
 
 if __name__ == "__main__":
-    from transformer_fast.testing.launcher import Machine, stubbed
+    from transformer_fast.backends.triton.stub import Machine, stubbed
 
     if sys.argv[1] == "blocks":
         blocks()

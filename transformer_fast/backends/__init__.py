@@ -2,7 +2,8 @@
 
 from ..functional import _operator
 from . import cpu, cpu_blocks, cuda, reference, torch, triton
+from .triton import warm
 
-__all__ = ["cpu", "cpu_blocks", "cuda", "reference", "torch", "triton"]
+__all__ = ["cpu", "cpu_blocks", "cuda", "reference", "torch", "triton", "warm"]
 
 _operator.tell()  # of the operators that all of them have defined

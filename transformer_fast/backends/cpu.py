@@ -13,7 +13,7 @@ from ..autograd import needs_function
 from ..dispatch import Call, Kernel, PreferLater, register, rows
 from ..functional import _pointwise as _pointwise  # its operators
 from ..functional._operator import OPERATORS
-from ..functional.attention import attention_on
+from ..functional.attention import LOG_SUM_EXP, attention_on
 from ..functional.cross_entropy import LINEAR_FORWARD, LinearCrossEntropy, cross_entropy_on
 from ..functional.feed_forward import feed_forward_on
 from ..functional.layer_norm import norm_kernels
@@ -47,6 +47,13 @@ def linear_cross_entropy(
     if needs_function(input, weight, bias):
         return LinearCrossEntropy.apply("cpu", *arguments)
     return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
+
+
+def _log_sum_exp(
+    query: Tensor, mask: Tensor | None, scale: float, row_max: Tensor, row_sum: Tensor
+) -> Tensor:
+    # P = exp(scores - row_max) row_sum.
+    return row_max - row_sum.log()
 
 
 def _fake_pack_weight(weight: Tensor, rows: int) -> Tensor:
@@ -136,6 +143,7 @@ def _register() -> None:
             operator.define("cpu")
         implement_packed()
         torch.library.register_fake("transformer_fast::cpu_pack_weight", _fake_pack_weight)
+    LOG_SUM_EXP["cpu"] = _log_sum_exp
     register_losses("cpu", linear, cross_entropy, has_gradients=True)
     activations = frozenset(CODES)
     for kernel in (

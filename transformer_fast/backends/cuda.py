@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from .. import _native
-from ..dispatch import Call, Kernel, register
+from ..dispatch import STATES, Call, Kernel, register
 from ..functional._operator import OPERATORS
 from ..functional.attention import attention_on
 from ..functional.cross_entropy import cross_entropy_on
@@ -61,6 +61,13 @@ def _remark_on_products(call: Call) -> str:
     return "with PyTorch's products (cuBLAS) and one kernel behind each"
 
 
+def _state() -> str:
+    why_not = _native.cuda_why_not
+    if why_not is None and torch.cuda.is_available():
+        why_not = _native.why_no_code(*torch.cuda.get_device_capability())
+    return why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
+
+
 def kernels(device: str, unavailable: str | None) -> list[Kernel]:
     """What is registered, for tensors on this kind of device."""
     found = (
@@ -95,5 +102,6 @@ def kernels(device: str, unavailable: str | None) -> list[Kernel]:
 
 if _native.cuda_why_not is None:
     define_operators()
+STATES["cuda"] = _state
 for _each in kernels("cuda", _native.cuda_why_not):
     register(_each)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _native, _switches, proof, specs
-from ..backends.triton import ARCHITECTURES, table_for
-from ..dispatch import BACKENDS, OPS, Kernel, compute_capability, kernels, why_unproven
+from ..dispatch import AHEAD, BACKENDS, OPS, STATES, Kernel, kernels, why_unproven
 from ..measure import machine
 from ..reference.linear import ACTIVATIONS
 from . import form
@@ -29,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--probe", action="store_true", help="measure the machine's peak rates too (seconds)"
     )
     parser.add_argument(
-        "--kernels", nargs="*", type=int, choices=ARCHITECTURES, metavar="SM",
+        "--kernels", nargs="*", type=int, choices=AHEAD, metavar="SM",
         help="compile the Triton kernels ahead of time, without a GPU, for these compute "
-        f"capabilities of {', '.join(map(str, ARCHITECTURES))} (90), and show what they need of "
+        f"capabilities of {', '.join(map(str, AHEAD))} (90), and show what they need of "
         "one (minutes)",
     )  # fmt: skip
 
@@ -46,25 +42,6 @@ def gpu_state() -> str:
     return f"none: torch was built for CUDA {torch.version.cuda}, but it finds no device"
 
 
-def triton_state() -> str:
-    """One sentence about Triton, without importing it."""
-    if importlib.util.find_spec("triton") is None:
-        return "not installed (pip install triton); its kernels cannot run or be compiled"
-    version = importlib.metadata.version("triton")
-    if torch.cuda.is_available():
-        capability = compute_capability()
-        tiles = table_for(capability)
-        own = (
-            ""
-            if tiles == capability
-            else f" with the tiles of sm_{tiles} (sm_{capability} has none)"
-        )
-        return f"{version}, runs on the GPU{own}"
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        return f"{version}, in its interpreter, on CPU tensors (TRITON_INTERPRET)"
-    return f"{version}; without a GPU it runs only in its interpreter (TRITON_INTERPRET=1)"
-
-
 def proof_state() -> str:
     """One sentence about what was measured on the GPU."""
     if not torch.cuda.is_available():
@@ -77,14 +54,6 @@ def proof_state() -> str:
         f"of {found.taken}, in {found.seconds / 60:.0f} minutes: {chosen} of {len(found.verdicts)} "
         f"are right and faster than PyTorch{proof.longer_way(found)}"
     )
-
-
-def cuda_state() -> str:
-    """One sentence about the kernels in CUDA C++."""
-    why_not = _native.cuda_why_not
-    if why_not is None and torch.cuda.is_available():
-        why_not = _native.why_no_code(*torch.cuda.get_device_capability())
-    return why_not or f"loaded from {_native.CUDA_LIBRARY.name}"
 
 
 def _native_lines() -> Iterable[tuple[str, str]]:
@@ -124,8 +93,7 @@ def _facts() -> Table:
         *_native_lines(),
         ("GPU", gpu_state()),
         ("proof", proof_state()),
-        ("CUDA C++", cuda_state()),
-        ("triton", triton_state()),
+        *((name, state()) for name, state in STATES.items()),
     ]
     for name in (*_switches.NAMES, "TRITON_INTERPRET"):
         if name in os.environ:
@@ -236,9 +204,6 @@ def _peaks() -> Table:
     return grid
 
 
-_TRITON = "transformer_fast.backends.triton"
-
-
 def _compiled_row(case: str, compiled: Any) -> tuple[str, ...]:
     return (
         f"sm_{compiled.architecture}",
@@ -256,29 +221,19 @@ def _compiled_row(case: str, compiled: Any) -> tuple[str, ...]:
 def show_compiled(console: Console, architectures: Sequence[int]) -> None:
     """Compile and print; says why where that cannot be done."""
     try:
-        ahead = importlib.import_module(f"{_TRITON}.compile_ahead")
-        calls = importlib.import_module(f"{_TRITON}.compile_cases")
-    except ImportError as error:
+        work = [one for architecture in architectures for one in AHEAD[architecture]()]
+    except NotImplementedError as error:
         bullets(console, [f"none: {error}"])
-        return
-    if ahead.INTERPRETED:
-        bullets(console, ["none: with TRITON_INTERPRET set, kernels are interpreted"])
         return
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for heading in ("on", "call", "kernel"):
         table.add_column(heading, no_wrap=heading == "on")
     for heading in ("registers", "spilled bytes", "shared KiB", "warps", "stages", "fits"):
         table.add_column(heading, justify="right")
-    work = [
-        (architecture, case.name, launch)
-        for architecture in architectures
-        for case in calls.cases()
-        for launch in calls.launches(case, architecture)
-    ]
     with progress() as bar:
         task = bar.add_task("compiling", total=len(work))
-        for architecture, name, launch in work:
-            table.add_row(*_compiled_row(name, ahead.compile_launch(launch, architecture)))
+        for name, run in work:
+            table.add_row(*_compiled_row(name, run()))
             bar.advance(task)
     console.print(table, highlight=False)
 

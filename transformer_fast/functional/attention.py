@@ -412,6 +412,11 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
+#: By backend, log(sum(exp(scores))) of rows that see something, (B, H, T) fp32: of query, mask, scale
+#: and the ``row_max`` and ``row_sum`` that the backend's `TRAINING` gives.
+LOG_SUM_EXP: dict[str, Callable[[Tensor, Tensor | None, float, Tensor, Tensor], Tensor]] = {}
+
+
 def attention_on(
     backend: str, query_lengths: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:

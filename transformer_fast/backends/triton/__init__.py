@@ -6,16 +6,19 @@ slow, and meant for tests.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from ...dispatch import Call, Kernel, compute_capability, register, rows
+from ...dispatch import AHEAD, STATES, Call, Kernel, compute_capability, register, rows
 from ...functional.layer_norm import norm_kernels
 from ...functional.linear import CODES
 from . import operators
@@ -32,6 +35,7 @@ MAX_HEAD = 256
 FEW_ROWS = 64
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 def _why_not_installed() -> str | None:
@@ -165,7 +169,37 @@ def kernels(interpreted: bool) -> list[Kernel]:
     ]
 
 
-for _kernel in kernels(
-    interpreted=os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-):
+def _state() -> str:
+    """Without importing Triton."""
+    if _why_not_installed() is not None:
+        return "not installed (pip install triton); its kernels cannot run or be compiled"
+    version = importlib.metadata.version("triton")
+    if torch.cuda.is_available():
+        capability = compute_capability()
+        tiles = table_for(capability)
+        other = f" with the tiles of sm_{tiles} (sm_{capability} has none)"
+        return f"{version}, runs on the GPU{'' if tiles == capability else other}"
+    if _INTERPRETED:
+        return f"{version}, in its interpreter, on CPU tensors (TRITON_INTERPRET)"
+    return f"{version}; without a GPU it runs only in its interpreter (TRITON_INTERPRET=1)"
+
+
+def _ahead(architecture: int) -> list[tuple[str, Callable[[], Any]]]:
+    if (why_not := _why_not_installed()) is not None:
+        raise NotImplementedError(why_not)
+    if _INTERPRETED:
+        raise NotImplementedError("with TRITON_INTERPRET set, kernels are interpreted")
+    from .compile_ahead import compile_launch
+    from .compile_cases import cases, launches
+
+    return [
+        (case.name, partial(compile_launch, launch, architecture))
+        for case in cases()
+        for launch in launches(case, architecture)
+    ]
+
+
+STATES["triton"] = _state
+AHEAD.update({architecture: partial(_ahead, architecture) for architecture in ARCHITECTURES})
+for _kernel in kernels(_INTERPRETED):
     register(_kernel)

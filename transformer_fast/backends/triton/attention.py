@@ -179,13 +179,9 @@ def _is_natural(query: Tensor, attn_mask: Tensor | None, scale: float) -> bool:
 def log_sum_exp(
     query: Tensor, attn_mask: Tensor | None, scale: float, shift: Tensor, norm: Tensor
 ) -> Tensor:
-    """log(sum(exp(scores))) of each row, (B, H, T) fp32, from what `attention_forward` returns.
-
-    -inf for a row that sees nothing.
-    """
+    """As `functional.attention.LOG_SUM_EXP` has it."""
     natural = _is_natural(query, attn_mask, scale)
-    lse = shift + norm.log() if natural else shift / LOG2E
-    return torch.where(norm == 0.0, -math.inf, lse)
+    return shift + norm.log() if natural else shift / LOG2E
 
 
 def like_heads(query: Tensor, size: int, packed: bool = False) -> Tensor:

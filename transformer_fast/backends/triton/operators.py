@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import call_cache, reference
 from ...functional._operator import OPERATORS, Operator
-from ...functional.attention import attention_on
+from ...functional.attention import LOG_SUM_EXP, attention_on
 from ...functional.cross_entropy import cross_entropy_on
 from ...functional.feed_forward import feed_forward_on
 from ...functional.linear import linear_on
@@ -95,6 +95,7 @@ _IMPLEMENTATIONS = {
 for _name, _implementation in _IMPLEMENTATIONS.items():
     _implement(OPERATORS[_name], _implementation)
 
+LOG_SUM_EXP["triton"] = _later("attention", "log_sum_exp")
 attention = attention_on("triton", query_lengths=True)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .. import call_cache, dispatch
+from ... import call_cache, dispatch
+from . import kernels
 
 
 class Machine:
@@ -83,8 +84,7 @@ def stubbed() -> Iterator[Machine]:
         RuntimeError: there is a GPU, or Triton's interpreter is on.
     """
     global _installed
-    from ..backends import triton as backend
-    from ..backends.triton import config, runtime
+    from . import config, runtime
 
     if torch.cuda.is_available() or runtime.INTERPRETED:
         raise RuntimeError("the launcher is stubbed only without a GPU and without the interpreter")
@@ -95,11 +95,11 @@ def stubbed() -> Iterator[Machine]:
     try:
         if _installed.kernels[0] == before:
             # The very same records as before: what is remembered of calls goes by them.
-            kernels, usable = _installed.kernels[1]
-            state.kernels.update(kernels)
+            found, usable = _installed.kernels[1]
+            state.kernels.update(found)
             state.usable.update(usable)
         else:
-            for kernel in backend.kernels(interpreted=True):
+            for kernel in kernels(interpreted=True):
                 dispatch.register(kernel)
             _installed.kernels = before, (dict(state.kernels), dict(state.usable))
         call_cache.on_cpu = True
