@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
 
-def needs_function(*tensors: Tensor | None) -> bool:
+def wants_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call with these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, small
-from ..autograd import needs_function
+from ..autograd import wants_grad
 from ..dispatch import Call, Kernel, PreferLater, register, rows
 from ..functional import _pointwise as _pointwise  # its operators
 from ..functional._operator import OPERATORS
@@ -44,7 +44,7 @@ def linear_cross_entropy(
             "cpu", input, weight, bias, target, ignore_index, label_smoothing, summed
         )
     arguments = (input, weight, bias, target, ignore_index, label_smoothing)
-    if needs_function(input, weight, bias):
+    if wants_grad(input, weight, bias):
         return LinearCrossEntropy.apply("cpu", *arguments)
     return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
 

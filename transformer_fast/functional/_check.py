@@ -151,15 +151,6 @@ _KNOWN_CALLABLES: dict[Any, str] = {
 }
 
 
-def wants_grad(*tensors: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in tensors:  # noqa: SIM110 - a generator costs more, on the hot path
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
-
-
 def casts_itself(op: str, first: Tensor, backend: str | None) -> bool:
     """Whether autocast is on and the call is for PyTorch's own ops in any case.
 

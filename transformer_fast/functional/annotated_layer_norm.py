@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from ..autograd import wants_grad
 from ..dispatch import Call, is_traced, select
 from ..reference.dropout import draw_seed, dropout
-from ._check import is_torchs, wants_grad
+from ._check import is_torchs
 from .layer_norm import ANNOTATED, ANNOTATED_BIASED, add_norm_on, norm_on
 
 

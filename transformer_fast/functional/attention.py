@@ -16,10 +16,10 @@ from ..autograd import (
     Function,
     differentiates_again,
     gradients,
-    needs_function,
     only,
     savable,
     vjp,
+    wants_grad,
 )
 from ..dispatch import Call, select
 from ..small import ATTENTION, FLOAT, plain
@@ -32,7 +32,6 @@ from ._check import (
     require_same_device,
     require_tensor,
     require_unnamed,
-    wants_grad,
 )
 from ._check_attention import (
     NAME,
@@ -443,14 +442,17 @@ def attention_on(
             query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed,
             need_weights,
         )  # fmt: skip
-        if needs_function(query, key, value, attn_mask):
+        if query_lengths is not None and by_padding is not None:
+            return by_padding(*call[:-1], enable_gqa, need_weights, query_lengths, longest)
+        if wants_grad(query, key, value, attn_mask):
             return AttentionFunction.apply(backend, *call, query_lengths, longest)  # type: ignore[no-any-return]
         if query_lengths is not None:
             call += _lengths(query_lengths, longest)  # type: ignore[assignment]
         output, weights, *_ = (INFERENCE.of.get(backend) or TRAINING.of[backend])(*call)
         return output, weights if need_weights else None
 
-    return run if query_lengths else reference.taking_query_lengths(run)
+    by_padding = None if query_lengths else reference.taking_query_lengths(run)
+    return run
 
 
 def _lengths(query_lengths: Tensor | None, longest: tuple[int, int] | None) -> tuple[Any, ...]:

@@ -15,9 +15,9 @@ from ..autograd import (
     Function,
     differentiates_again,
     gradients,
-    needs_function,
     only,
     vjp,
+    wants_grad,
 )
 from ..dispatch import Call, select
 from ..reference import values_are_known
@@ -30,7 +30,6 @@ from ._check import (
     require_tensor,
     require_unnamed,
     same_error_as,
-    wants_grad,
 )
 from ._operator import Operator, Rule
 from .linear import dtype_problem, weight_problem
@@ -397,7 +396,7 @@ def cross_entropy_on(backend: str) -> Callable[..., Tensor]:
     """What the dispatcher runs of `cross_entropy` for a backend with operators."""
 
     def run(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-        if needs_function(input):
+        if wants_grad(input):
             return CrossEntropy.apply(backend, input, target, ignore_index, label_smoothing)
         return FORWARD.of[backend](input, target, ignore_index, label_smoothing)[0]  # type: ignore[no-any-return]
 

@@ -14,10 +14,10 @@ from ..autograd import (
     Function,
     differentiates_again,
     gradients,
-    needs_function,
     only,
     stand_in,
     vjp,
+    wants_grad,
 )
 from ..dispatch import Call, select
 from ..reference.dropout import draw_seed, dropout
@@ -36,7 +36,6 @@ from ._check import (
     require_same_device,
     require_tensor,
     require_unnamed,
-    wants_grad,
 )
 from ._operator import Operator, Rule
 from .linear import CODES, dtype_problem, products, total, weight_problem
@@ -239,7 +238,7 @@ def feed_forward_on(backend: str) -> Callable[..., Tensor]:
         dropout_p: float,
         seed: Tensor | None,
     ) -> Tensor:
-        if needs_function(input, weight1, bias1, weight2, bias2):
+        if wants_grad(input, weight1, bias1, weight2, bias2):
             return FeedForwardFunction.apply(  # type: ignore[no-any-return]
                 backend, input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
             )[0]

@@ -16,9 +16,9 @@ from ..autograd import (
     Function,
     differentiates_again,
     gradients,
-    needs_function,
     only,
     vjp,
+    wants_grad,
 )
 from ..dispatch import Call, Kernel
 from ..reference.dropout import draw_seed, dropout
@@ -34,7 +34,6 @@ from ._check import (
     require_tensor,
     require_unnamed,
     same_error_as,
-    wants_grad,
 )
 from ._operator import Operator, Rule
 
@@ -533,7 +532,7 @@ def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:
         bias: Tensor | None,
         eps: float,
     ) -> Tensor:
-        if needs_function(input, weight, bias):
+        if wants_grad(input, weight, bias):
             return NormFunction.apply(
                 backend, input, None, normalized_shape, weight, bias, eps, 0.0, None, kind
             )
@@ -559,7 +558,7 @@ def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, 
         dropout_p: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        if needs_function(input, residual, weight, bias):
+        if wants_grad(input, residual, weight, bias):
             return NormFunction.apply(
                 backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
             )

@@ -14,10 +14,10 @@ from ..autograd import (
     Function,
     differentiates_again,
     gradients,
-    needs_function,
     only,
     stand_in,
     vjp,
+    wants_grad,
 )
 from ..dispatch import Call, select
 from ..reference.linear import activate
@@ -34,7 +34,6 @@ from ._check import (
     require_tensor,
     require_unnamed,
     same_error_as,
-    wants_grad,
 )
 from ._operator import Operator, Rule
 
@@ -275,7 +274,7 @@ def linear_on(backend: str) -> Callable[..., Tensor]:
         activation: str | None,
         residual: Tensor | None,
     ) -> Tensor:
-        if needs_function(input, weight, bias, residual):
+        if wants_grad(input, weight, bias, residual):
             return LinearFunction.apply(backend, input, weight, bias, activation, residual)[0]  # type: ignore[no-any-return]
         code = CODES[activation]
         if backend in INFERENCE.of:

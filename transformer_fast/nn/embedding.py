@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, small
-from ..autograd import needs_function
+from ..autograd import wants_grad
 from ..functional._pointwise import EMBEDDING_BACKWARD
 from .drop_in import DropIn
 from .tracing import by_torch, is_torchs
@@ -75,6 +75,6 @@ class Embedding(DropIn, torch.nn.Embedding):
             and input.is_cpu
             and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)
             and not dispatch.is_traced()
-            and needs_function(self.weight)
+            and wants_grad(self.weight)
             and dispatch.find(dispatch.Call("embedding", (self.weight,), True)) is not None
         )

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch
-from ..functional._check import autocast, wants_grad
+from ..autograd import wants_grad
+from ..functional._check import autocast
 from . import fused_layers, fusion, masks
 from .drop_in import DropIn
 from .layer_norm import LayerNorm
@@ -166,14 +167,15 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
         if src_mask is None and src_key_padding_mask is None and _is_one_call_of_torchs(self, src):
             return super().forward(src)
         src = _as_torchs_shortcut_has_it(self, src)
-        src_mask, src_key_padding_mask = masks.check_masks(
-            src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
-        )
         replaced = fusion.overridden(self, "_sa_block", torch.nn.TransformerEncoderLayer)
-        if replaced or type(self.self_attn) is not MultiheadAttention:
-            # Torch's layer hands float masks on, and code that is not ours may count on it.
-            src_mask = masks.additive(src_mask, src.dtype)
-            src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
+        if src_mask is not None or src_key_padding_mask is not None:
+            src_mask, src_key_padding_mask = masks.check_masks(
+                src_mask, "src_mask", src_key_padding_mask, "src_key_padding_mask", src.dtype
+            )
+            if replaced or type(self.self_attn) is not MultiheadAttention:
+                # Torch's layer hands float masks on, and code that is not ours may count on it.
+                src_mask = masks.additive(src_mask, src.dtype)
+                src_key_padding_mask = masks.additive(src_key_padding_mask, src.dtype)
 
         if not replaced and not fused_layers.is_trained(self):
             given = fused_layers.Masks(src_mask, src_key_padding_mask, is_causal)

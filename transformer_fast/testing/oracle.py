@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..autograd import wants_grad
 from ..dispatch import Call
-from ..functional._check import wants_grad
 from ..specs import OPS
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -97,7 +97,8 @@ class CachedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (R, V) of the token after these, (R,)."""
         logits = self._run(self.embed(tokens.unsqueeze(1), self.length), tokens.shape[0], 1)
-        self.reordering.wrote(self.length - 1)
+        if self.beams > 1:
+            self.reordering.wrote(self.length - 1)
         return logits
 
     def _run(self, x: Tensor, rows: int, length: int) -> Tensor:

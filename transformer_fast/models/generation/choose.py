@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ def _in_blocks(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.shape[-1] >= 16 * _BLOCK
 
 
-def best(logits: Tensor) -> Tensor:
-    """The index (R,) of each row's highest logit (R, V), the first of equals."""
-    kernel = None if is_traced() else find(Call("argmax", (logits,), False))
-    return logits.argmax(dim=-1) if kernel is None else kernel.run(logits)
+def bind_best(sample: Tensor) -> Callable[[Tensor], Tensor]:
+    """The index (R,) of each row's highest logit (R, V), the first of equals; for logits like these."""
+    kernel = None if is_traced() else find(Call("argmax", (sample,), False))
+    return partial(torch.argmax, dim=-1) if kernel is None else kernel.run
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .choose import best, sampler
+from .choose import bind_best, sampler
 from .methods import Generated, Sampling
 
 # Asking a GPU whether all sequences have ended makes the host wait for it.
@@ -68,10 +68,12 @@ def pays(remaining: int, rows: int) -> bool:
 
 
 def _chooser(
-    method: Sampling | None, task: Task, positions: int, vocab_size: int
+    method: Sampling | None, task: Task, positions: int, logits: Tensor
 ) -> Callable[[Tensor, int, Tensor | None], Tensor]:
-    """A function (logits (R, V), position, sources (R,) or None for all) -> tokens (R,)."""
+    """A function (logits (R, V), position, sources (R,) or None for all) -> tokens (R,), for logits
+    like these."""
     if method is None:
+        best = bind_best(logits)
         return lambda logits, position, sources: best(logits)
     device = task.prompt.device
     generator = None
@@ -80,7 +82,7 @@ def _chooser(
     # Each source has its own draws, so that its tokens do not depend on who has left the batch.
     shape = (positions, task.prompt.shape[0])
     draws = torch.rand(shape, generator=generator, device=device)
-    sample = sampler(method, vocab_size)
+    sample = sampler(method, logits.shape[1])
 
     def choose(logits: Tensor, position: int, sources: Tensor | None) -> Tensor:
         mine = draws[position]
@@ -104,7 +106,7 @@ def one_by_one(decoder: StepDecoder, task: Task, method: Sampling | None) -> Ite
     any_done = False
     logits = decoder.start(prompt[:, :first])
     task.check(logits)
-    choose = _chooser(method, task, total - first, logits.shape[1])
+    choose = _chooser(method, task, total - first, logits)
     for position in range(first, total):
         token = choose(logits, position - first, alive)
         hidden = done if any_done else None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import _native, dispatch
+from ...autograd import wants_grad
 from ...dispatch import Call, select
 from ...nn.fusion import Kind, Norm, Sublayer
 from .layers import Stack
@@ -132,8 +133,8 @@ def bind_stack(
             parameters += *first, *one[3:5], *one.norm[:2]
             eps.append(one.norm.eps)
     tensors = (sample, cache, *memories, *parameters)
-    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    kernel = dispatch.find(Call("decode_step", tensors, grad, activation=activation))
+    call = Call("decode_step", tensors, wants_grad(*tensors), activation=activation)
+    kernel = dispatch.find(call)
     if kernel is None or sample.shape[0] == 0 or dispatch.is_traced():
         return None
     return kernel.run(  # type: ignore[no-any-return]
