@@ -1,6 +1,6 @@
 """Whole layers and stacks, and whole decoding steps, in one CPU call, for inference.
 
-The operators are in ``csrc/cpu/layers/register_layers.cpp`` and ``register_decode.cpp``: projections,
+The operators are in ``csrc/cpu/layers/layers.cpp`` and ``decode_stack.cpp``: projections,
 attention, residual and norm by the same kernels as the ops', with what lies between kept in scratch.
 """
 
