@@ -57,7 +57,7 @@ class AmxProduct : public AmxOperands<kComponents> {
   // rows. Prefetches the data following the panel, finally `next`.
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
-                       const Operand* next, float* buffer, const Sink& sink) {
+                       const Operand* next, float* buffer, const Sink& sink, long = kPanel) {
     const long depth = pair_depth(k);
     if (depth == 0 || rows == 0) {
       for (long i = 0; i < rows; ++i) sink(i, zero(), zero());
@@ -102,7 +102,7 @@ class AmxProduct : public AmxOperands<kComponents> {
   template <class Meanwhile>
   static void multiply_to(const Operand* block, long block_k, long rows, long k,
                           const Operand* panel, bool accumulate, float* c, long c_stride,
-                          const Meanwhile& meanwhile) {
+                          const Meanwhile& meanwhile, const Operand* = nullptr) {
     const long block_depth = pair_depth(block_k), depth = pair_depth(k);
     compiler_barrier();
     long p = 0;

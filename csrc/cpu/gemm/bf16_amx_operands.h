@@ -126,22 +126,14 @@ class AmxOperands {
     }
   }
 
-  // Rows `row` to row + 15 of A (`row` a multiple of 16) and up to kPairDepth of its columns from
-  // `column` on, from columns of a tensor: the first `depth` of its rows, with `columns` <= 16
-  // finite values each. The rest is 0.
-  static void fill_transposed(const Element* from, long stride, long depth, long columns,
-                              Operand* block, long k, long row, long column) {
-    Operand* tile = chunk(block, k, row, column);
-    if constexpr (kIsBf16x3) {
-      alignas(64) float transposed[2][kTile * kTile];
-      transpose_floats(from, stride, min(kTile, depth), columns, transposed[0]);
-      transpose_floats(from + kTile * stride, stride, depth - kTile, columns, transposed[1]);
-      for (long r = 0; r < kTile; ++r)
-        put_finite(tile + r * kPanel, load(transposed[0] + r * kTile),
-                   load(transposed[1] + r * kTile));
-    } else {
-      transpose_pairs(from, stride, depth, columns, tile, kPanel);
-    }
+  // Rows of A from columns of a tensor, of which the first `depth` rows are read; they must be
+  // finite. The rest of the tiles is 0.
+  static void fill_transposed(const Element* from, long stride, long depth, long rows,
+                              Operand* block, long k) {
+    for (long p = 0; p < depth; p += kPairDepth)
+      for (long i = 0; i < rows; i += kTile)
+        fill_transposed_tile(from + p * stride + i, stride, min(kPairDepth, depth - p),
+                             min(kTile, rows - i), chunk(block, k, i, p));
   }
 
   static void pack_rows(const Element* rows, long stride, long count, long k, Operand* panel) {
@@ -207,6 +199,20 @@ class AmxOperands {
     float sum = load_one(operand);
     for (int piece = 1; piece < kComponents; ++piece) sum += load_one(operand + piece * apart);
     return sum;
+  }
+
+  static void fill_transposed_tile(const Element* from, long stride, long depth, long columns,
+                                   Operand* tile) {
+    if constexpr (kIsBf16x3) {
+      alignas(64) float transposed[2][kTile * kTile];
+      transpose_floats(from, stride, min(kTile, depth), columns, transposed[0]);
+      transpose_floats(from + kTile * stride, stride, depth - kTile, columns, transposed[1]);
+      for (long r = 0; r < kTile; ++r)
+        put_finite(tile + r * kPanel, load(transposed[0] + r * kTile),
+                   load(transposed[1] + r * kTile));
+    } else {
+      transpose_pairs(from, stride, depth, columns, tile, kPanel);
+    }
   }
 
   // to[r][j] = j < count ? from[j][r] : 0, for r and j < kTile.

@@ -65,9 +65,12 @@ class DotProduct {
       for (long p = 0; p < k; p += kPanel)
         _mm512_storeu_si512(chunk(block, k, i, p), load_values(from + i * from_stride + p, k - p));
   }
-  static void fill_transposed(const BFloat16* from, long from_stride, long depth, long columns,
-                              Operand* block, long k, long row, long column) {
-    transpose_pairs(from, from_stride, depth, columns, chunk(block, k, row, column), stride(k));
+  static void fill_transposed(const BFloat16* from, long from_stride, long depth, long rows,
+                              Operand* block, long k) {
+    for (long p = 0; p < depth; p += kPairDepth)
+      for (long i = 0; i < rows; i += 16)
+        transpose_pairs(from + p * from_stride + i, from_stride, depth - p, min(16, rows - i),
+                        chunk(block, k, i, p), stride(k));
   }
   static long depth(long k) { return pair_depth(k); }
   static void put_pair(Operand* panel, long pair, const Vec (&first)[2], const Vec (&second)[2]) {
@@ -96,7 +99,7 @@ class DotProduct {
 
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
-                       const Operand* next, float* buffer, const Sink& sink) {
+                       const Operand* next, float* buffer, const Sink& sink, long = kPanel) {
     product(block, k, rows, k, panel, next, false, buffer, kPanel);
     for (long i = 0; i < rows; ++i, buffer += kPanel) sink(i, load(buffer), load(buffer + kLanes));
   }
@@ -105,8 +108,9 @@ class DotProduct {
   template <class Meanwhile>
   static void multiply_to(const Operand* block, long block_k, long rows, long k,
                           const Operand* panel, bool accumulate, float* c, long c_stride,
-                          const Meanwhile&) {
-    product(block, block_k, rows, k, panel, panel + panel_size(k), accumulate, c, c_stride);
+                          const Meanwhile&, const Operand* next = nullptr) {
+    product(block, block_k, rows, k, panel, next != nullptr ? next : panel + panel_size(k),
+            accumulate, c, c_stride);
   }
   static long steps(long, long) { return 0; }
 

@@ -8,15 +8,19 @@
 //   block_size, fill      a packed block of rows of A, from a tensor
 //   chunk, put            the same from computed values, kPanel at a time
 //   add, kRounds          sums of values as rounded by put(); whether put() rounds fp32
-//   fill_transposed       16 rows of a block, from columns of a tensor
+//   fill_transposed       a packed block of rows of A, from columns of a tensor
 //   depth                 rows of B that a panel has room for; those from k on are ignored
 //   panel_size, pack_*    a panel of kPanel columns of B, from rows of W = B^T or of B
 //   put_pair              two computed rows of a panel, the first of which is 2 * `pair`
-//   multiply              a block times a panel, row by row into a sink
-//   multiply_to, steps    the same into memory, calling other work in between; number of calls
+//   multiply              a block times a panel, row by row into a sink; if only some columns are
+//                         wanted, the others may hold anything
+//   multiply_to, steps    the same into memory, calling other work in between; number of calls;
+//                         `next` is what to prefetch if there are none
 //   kBlockRows            rows of a block for multiply_to that fit in the first-level cache
 //   value, element        single values of a chunk and of a panel, as floats
 #pragma once
+
+#include <type_traits>
 
 #include "cpu/gemm/gemm.h"
 #include "cpu/simd/convert.h"
@@ -29,9 +33,9 @@
 namespace tf::TF_ISA {
 namespace {
 
-// fp32 FMA on the tiles of gemm.h with operands converted to fp32: for float16, and for bfloat16
-// without bfloat16 units.
-template <class T>
+// fp32 FMA on the tiles of gemm.h with operands converted to fp32: for fp32, for float16, and for
+// bfloat16 without bfloat16 units. Blocks are row-major, as put() and chunk() require, or packed.
+template <class T, Form kForm = Form::rows>
 class FloatProduct {
  public:
   using Operand = float;
@@ -43,12 +47,14 @@ class FloatProduct {
   static void enter() {}
   static void leave() {}
 
-  // Even, so that put_pair() has room.
-  static long depth(long k) { return round_up(k, 2); }
+  // Even for pairs of rounded rows, so that put_pair() has room.
+  static long depth(long k) { return std::is_same_v<T, float> ? k : round_up(k, 2); }
   static long panel_size(long k) { return kPanel * depth(k); }
-  static long block_size(long rows, long k) { return rows * stride(k); }
+  static long block_size(long rows, long k) {
+    return (kForm == Form::packed ? (rows + kTileRows - 1) / kTileRows : rows) * stride(k);
+  }
   static Operand* chunk(Operand* block, long k, long row, long column) {
-    return block + row * stride(k) + column;
+    return kForm == Form::packed ? block + column * kPackedRows : block + row * stride(k) + column;
   }
   static void put(Operand* chunk, Vec low, Vec high) {
     store(chunk, low);
@@ -64,25 +70,40 @@ class FloatProduct {
     return panel[k * kPanel + column];
   }
 
-  static void fill_transposed(const T* from, long from_stride, long depth, long columns,
-                              Operand* block, long k, long row, long column) {
-    constexpr long kRows = 16;
-    float wide[kLanes * kLanes];
-    for (long u = 0; u < depth; u += kLanes) {
-      for (long i = 0; i < kRows; i += kLanes) {
-        for (long j = 0; j < kLanes; ++j)
-          store(wide + j * kLanes, u + j < depth && i < columns
-                                       ? load_some(from + (u + j) * from_stride + i, columns - i)
-                                       : zero());
-        transpose_block(wide, kLanes, block + (row + i) * stride(k) + column + u, stride(k));
-      }
+  // Columns of a tensor side by side are Form::packed already.
+  static void fill_transposed(const T* from, long from_stride, long depth, long rows,
+                              Operand* block, long k) {
+    for (long u = 0; u < depth; ++u, from += from_stride) {
+      each_tile(rows, [&](long t, long i, long) {
+        Operand* to = block + t * stride(k) + u * kPackedRows;
+        TF_UNROLL for (int v = 0; v < kPackedRows; v += kLanes) {
+          const long have = rows - i - v;
+          store(to + v, have > 0 ? load_some(from + i + v, have) : zero());
+        }
+      });
     }
   }
 
   static void fill(const T* from, long from_stride, long rows, long k, Operand* block) {
-    for (long i = 0; i < rows; ++i) widen(from + i * from_stride, k, block + i * stride(k));
+    if constexpr (kForm == Form::rows) {
+      for (long i = 0; i < rows; ++i) widen(from + i * from_stride, k, block + i * stride(k));
+    } else if constexpr (std::is_same_v<T, float>) {
+      pack_a(from, from_stride, rows, k, block, stride(k));
+    } else {
+      each_tile(rows, [&](long t, long i, long count) {
+        float wide[kTileRows * kWide];
+        for (long p = 0; p < k; p += kWide) {
+          const long depth = min(kWide, k - p);
+          for (long r = 0; r < count; ++r)
+            widen(from + (i + r) * from_stride + p, depth, wide + r * kWide);
+          pack_a(wide, kWide, count, depth, block + t * stride(k) + p * kPackedRows, 0);
+        }
+      });
+    }
   }
   static void pack_rows(const T* rows, long stride, long count, long k, Operand* panel) {
+    if constexpr (std::is_same_v<T, float>)
+      return tf::TF_ISA::pack_rows(rows, stride, count, k, panel);
     float wide[kPanel * kWide];
     for (long p = 0; p < k; p += kWide) {
       const long depth = min(kWide, k - p);
@@ -99,57 +120,78 @@ class FloatProduct {
 
   template <class Sink>
   static void multiply(const Operand* block, long rows, long k, const Operand* panel,
-                       const Operand* next, float* buffer, const Sink& sink) {
-    product(block, k, rows, k, panel, next, false, buffer, kPanel);
-    for (long i = 0; i < rows; ++i, buffer += kPanel) sink(i, load(buffer), load(buffer + kLanes));
+                       const Operand* next, float* buffer, const Sink& sink,
+                       long columns = kPanel) {
+    product(block, k, rows, k, panel, next, false, buffer, kPanel, columns);
+    const Sink mine = sink;  // stays in registers
+    for (long i = 0; i < rows; ++i, buffer += kPanel) mine(i, load(buffer), load(buffer + kLanes));
   }
   static long buffer_size(long rows) { return rows * kPanel; }
 
   template <class Meanwhile>
   static void multiply_to(const Operand* block, long block_k, long rows, long k,
                           const Operand* panel, bool accumulate, float* c, long c_stride,
-                          const Meanwhile&) {
-    product(block, block_k, rows, k, panel, panel + panel_size(k), accumulate, c, c_stride);
+                          const Meanwhile&, const Operand* next = nullptr) {
+    product(block, block_k, rows, k, panel, next != nullptr ? next : panel + panel_size(k),
+            accumulate, c, c_stride, kPanel);
   }
   static long steps(long, long) { return 0; }
 
+  static bool needs_fp32(Vec, Vec) { return false; }
+  // A row of C.
+  template <class Read>
+  static void fp32_row(const Read& read, long k, const Operand* panel, Vec& low, Vec& high) {
+    low = high = zero();
+    for (long p = 0; p < k; ++p, panel += kPanel) {
+      const Vec x = set1(read(p));
+      low = fma(x, load(panel), low);
+      high = fma(x, load(panel + kLanes), high);
+    }
+  }
+
  private:
   static void product(const Operand* block, long block_k, long rows, long k, const Operand* panel,
-                      const Operand* next, bool accumulate, float* c, long c_stride) {
-    panel_rows<Form::rows>(block, stride(block_k), rows, panel, k, c, c_stride, kPanel,
-                           {nullptr, accumulate, false}, next);
+                      const Operand* next, bool accumulate, float* c, long c_stride, long columns) {
+    panel_rows<kForm>(block, stride(block_k), rows, panel, k, c, c_stride, columns, accumulate,
+                      next);
   }
 
   static constexpr long kWide = 64;
   static constexpr long kPad = 16;  // avoids cache set conflicts between the rows of a tile
-  static long stride(long k) { return round_up(k, kPanel) + kPad; }
+  // Between rows, or between tiles of them if packed.
+  static long stride(long k) {
+    return round_up(k, kPanel) * (kForm == Form::packed ? kPackedRows : 1) + kPad;
+  }
   // May write up to whole vectors.
   static void widen(const T* from, long n, float* to) {
     for (long j = 0; j < n; j += kLanes) store(to + j, load_some(from + j, n - j));
   }
 };
 
-template <class T>
+template <class T, Form kForm>
 struct ProductOf {
-  using Type = FloatProduct<T>;
+  using Type = FloatProduct<T, kForm>;
 };
 #if defined(__AMX_BF16__)
-template <>
-struct ProductOf<BFloat16> {
+template <Form kForm>
+struct ProductOf<BFloat16, kForm> {
   using Type = AmxProduct<1>;
 };
-template <>
-struct ProductOf<float> {
+template <Form kForm>
+struct ProductOf<float, kForm> {
   using Type = AmxProduct<3>;
 };
 #elif defined(__AVX512BF16__)
-template <>
-struct ProductOf<BFloat16> {
+template <Form kForm>
+struct ProductOf<BFloat16, kForm> {
   using Type = DotProduct;
 };
 #endif
 template <class T>
-using Product = typename ProductOf<T>::Type;
+using Product = typename ProductOf<T, Form::rows>::Type;
+// The same with blocks that are faster to multiply, but cannot be written by put().
+template <class T>
+using PackedProduct = typename ProductOf<T, Form::packed>::Type;
 
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -57,9 +57,12 @@ class Epilogue {
   }
   TF_INLINE void write(T* row, Vec low, Vec high) const {
     // Prefetches the destination of the next panel: hardware does not predict stores one row apart.
-    // Rows of fp32 span two lines, and prefetching both delays the tile products.
-    if constexpr (sizeof(T) < sizeof(float))
+    // Rows of fp32 span two lines, and prefetching both delays AMX's products.
+    if constexpr (!Product<T>::kIsBf16x3) {
       _mm_prefetch(reinterpret_cast<const char*>(row + kPanel), _MM_HINT_T1);
+      if constexpr (kPanel * sizeof(T) > kLine)
+        _mm_prefetch(reinterpret_cast<const char*>(row + kPanel + kLanes), _MM_HINT_T1);
+    }
     if (count_ == kPanel) {
       store(row, low);
       store(row + kLanes, high);

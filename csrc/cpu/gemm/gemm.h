@@ -27,13 +27,6 @@ TF_INLINE long max(long x, long y) { return x > y ? x : y; }
 // since a tile loads and stores its sums less often.
 constexpr long kKBlock = kLanes == 16 ? 256 : 128;
 
-// Epilogue of a register tile.
-struct TileEpilogue {
-  const float* bias;  // kPanel values to add, or nullptr
-  bool accumulate;    // add to what C holds (then bias is not read)
-  bool relu;          // clamp at the end
-};
-
 constexpr long kLine = 64;  // bytes of a cache line
 
 // Steps of k before the end of a tile at which C is prefetched: late enough that A and B do not
@@ -57,7 +50,7 @@ constexpr int kPackedRows = (kTileRows + kLanes - 1) / kLanes * kLanes;
 
 template <Form kForm, int kRows, int kVecs, bool kMultipleSums = (kRows < 3)>
 void tile(const float* a, long a_stride, const float* panel, long k, float* c, long c_stride,
-          const TileEpilogue& epilogue, Prefetch ahead) {
+          bool accumulate, Prefetch ahead) {
   // Few rows give few independent accumulators, limited by the latency of fma; so each row gets
   // several.
   constexpr int kAccumulators = !kMultipleSums ? 1 : kRows == 1 ? 4 : 2;
@@ -117,26 +110,15 @@ void tile(const float* a, long a_stride, const float* panel, long k, float* c, l
   TF_UNROLL for (int h = kAccumulators / 2; h > 0; h /= 2) TF_UNROLL for (int g = 0; g < h; ++g)
       TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
           sums[g][i][j] = sums[g][i][j] + sums[g + h][i][j];
-  if (epilogue.accumulate) {
+  if (accumulate) {
     TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
         acc[i][j] + load(c + i * c_stride + j * kLanes);
-  } else if (epilogue.bias != nullptr) {
-    TF_UNROLL for (int j = 0; j < kVecs; ++j) {
-      const Vec bias = load(epilogue.bias + j * kLanes);
-      TF_UNROLL for (int i = 0; i < kRows; ++i) acc[i][j] = acc[i][j] + bias;
-    }
-  }
-  if (epilogue.relu) {
-    // This operand order propagates NaN, as torch does.
-    TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j) acc[i][j] =
-        max(zero(), acc[i][j]);
   }
   TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kVecs; ++j)
       store(c + i * c_stride + j * kLanes, acc[i][j]);
 }
 
-using TileFunction = void (*)(const float*, long, const float*, long, float*, long,
-                              const TileEpilogue&, Prefetch);
+using TileFunction = void (*)(const float*, long, const float*, long, float*, long, bool, Prefetch);
 
 #if defined(__AVX512F__)
 #define TF_TILES(form, vecs)                                                               \
@@ -174,7 +156,7 @@ TF_INLINE void each_tile(long m, const F& f) {
 // share in each tile. a_stride: between rows of A, or between its micro-panels if packed.
 template <Form kForm>
 TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* panel, long k,
-                          float* c, long c_stride, long columns, const TileEpilogue& epilogue,
+                          float* c, long c_stride, long columns, bool accumulate,
                           const float* next) {
   const int vecs = columns > kLanes ? 1 : 0;
   const TileFunction* tiles =
@@ -185,14 +167,13 @@ TF_INLINE void panel_rows(const float* a, long a_stride, long m, const float* pa
   do {
     const long depth = min(kKBlock, k - p);
     const bool last = p + depth == k;
-    const TileEpilogue here{epilogue.bias, epilogue.accumulate || p > 0, epilogue.relu && last};
     const char* ahead = reinterpret_cast<const char*>(last ? next : panel + (p + depth) * kPanel);
     each_tile(m, [&](long t, long i, long rows) {
       const float* from = kForm == Form::rows     ? a + i * a_stride + p
                           : kForm == Form::packed ? a + t * a_stride + p * kPackedRows
                                                   : a + p * a_stride + i;
-      tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride, here,
-                      {ahead, step});
+      tiles[rows - 1](from, a_stride, panel + p * kPanel, depth, c + i * c_stride, c_stride,
+                      accumulate || p > 0, {ahead, step});
       ahead += depth * step;
     });
     p += depth;
@@ -243,14 +224,9 @@ TF_INLINE void copy_row(const float* from, long n, float* to, long room) {
   for (; j < room; ++j) to[j] = 0.0f;
 }
 
-// Layout of the right operand of a weight gradient.
-
-// Floats between panels of m rows; padded to avoid cache set conflicts.
-TF_INLINE long weight_gradient_panel_stride(long m) { return m * kPanel + 16; }
-
-// Offset of `column` (a multiple of kLanes) of a row.
+// Offset of `column` (a multiple of kLanes) of a row in fp32 panels of m rows.
 TF_INLINE long weight_gradient_place(long m, long row, long column) {
-  return column / kPanel * weight_gradient_panel_stride(m) + row * kPanel + column % kPanel;
+  return column / kPanel * kPanel * m + row * kPanel + column % kPanel;
 }
 
 }  // namespace

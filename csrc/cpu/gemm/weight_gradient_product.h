@@ -5,13 +5,15 @@
 
 #include "cpu/gemm/engine.h"
 #include "cpu/gemm/interleave.h"
+#include "cpu/ops/linear/linear.h"
+#include "cpu/simd/column_sums.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 template <class T>
 class WeightGradientBlock {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
   using Operand = typename P::Operand;
 
  public:
@@ -74,12 +76,8 @@ class WeightGradientBlock {
 
   // Packs rows [p, p + depth) of dY transposed, in a block of depth `block_depth`.
   void take_grad(long p, long depth, long block_depth) const {
-    constexpr long kTransposeRows = 16, kTransposeDepth = 32;
-    for (long u = 0; u < depth; u += kTransposeDepth)
-      for (long i = 0; i < rows_; i += kTransposeRows)
-        P::fill_transposed(grad_ + (p + u) * grad_stride_ + i, grad_stride_,
-                           min(kTransposeDepth, depth - u), min(kTransposeRows, rows_ - i),
-                           packed_grad_, block_depth, i, u);
+    P::fill_transposed(grad_ + p * grad_stride_, grad_stride_, depth, rows_, packed_grad_,
+                       block_depth);
   }
 
   void multiply_part(long p, long depth, bool accumulate) const {
@@ -88,8 +86,9 @@ class WeightGradientBlock {
     for (long j = 0; j < columns_; j += kPanel) {
       const Operand* panel = panels_ + j / kPanel * size + P::panel_size(p);
       FetchAhead fetch(panel + size, bytes, calls);
-      P::multiply_to(packed_grad_, kDepth, rows_, depth, panel, accumulate, sums_ + j, kSumStride,
-                     [&]() __attribute__((always_inline)) { fetch(); });
+      P::multiply_to(
+          packed_grad_, kDepth, rows_, depth, panel, accumulate, sums_ + j, kSumStride,
+          [&]() __attribute__((always_inline)) { fetch(); }, panel + size);
     }
   }
 
@@ -99,6 +98,86 @@ class WeightGradientBlock {
   Operand* packed_grad_;
   float* sums_;
 };
+
+// Address of X in fp32 at a row and a column (a multiple of kPanel).
+inline const float* x_at(const WeightGradientArgs& args, long row, long column) {
+  return static_cast<const float*>(reads_x(args) ? args.x : args.panels) +
+         (reads_x(args) ? row * args.x_stride + column
+                        : weight_gradient_place(args.m, row, column));
+}
+inline long x_stride(const WeightGradientArgs& args) {
+  return reads_x(args) ? args.x_stride : kPanel;
+}
+
+// kPanel columns, from `column` on, of a row of the result by fp32 FMA, for values that are not
+// representable as bf16x3.
+inline void fp32_columns(const WeightGradientArgs& args, long row, long column, long width,
+                         float* sums) {
+  const float* x = x_at(args, 0, column);
+  const long stride = x_stride(args);
+  copy_row(args.sums + row * args.k + column, args.first ? 0 : width, sums, kPanel);
+  for (long p = 0; p < args.m; ++p) {
+    const float grad = static_cast<const float*>(args.grad)[p * args.grad_stride + row];
+    for (long c = 0; c < width; ++c) sums[c] += grad * x[p * stride + c];
+  }
+}
+
+// Converts fp32 values to T.
+template <class T>
+void round_row(const float* from, long n, T* to) {
+  for (long j = 0; j < n; j += kLanes) store_some(to + j, load_some(from + j, n - j), n - j);
+}
+
+template <class T>
+void weight_gradient(const WeightGradientArgs& args, long row_begin, long row_end,
+                     long column_begin, long column_end, void* scratch) {
+  using P = Product<T>;
+  const long rows = row_end - row_begin, columns = column_end - column_begin;
+  const WeightGradientBlock<T> block(static_cast<const T*>(args.grad), args.grad_stride, args.m,
+                                     P::kIsBf16x3 ? args.bf16x3_panels : args.panels, row_begin,
+                                     rows, column_begin, columns, scratch);
+  const auto place = [&](long i) { return (row_begin + i) * args.k + column_begin; };
+  if (!P::kIsBf16x3 && args.first && args.last && block.is_one_part(args.m)) {
+    auto* to = static_cast<T*>(args.grad_weight);
+    block.multiply_at_once([&](long i, long j, Vec low, Vec high) __attribute__((always_inline)) {
+      const long left = columns - j;
+      store_some(to + place(i) + j, low, left);
+      if (left > kLanes) store_some(to + place(i) + j + kLanes, high, left - kLanes);
+    });
+    return;
+  }
+  if (!args.first)
+    for (long i = 0; i < rows; ++i)
+      copy_row(args.sums + place(i), columns, block.sums(i), round_up(columns, kPanel));
+  block.multiply(!args.first);
+  for (long i = 0; i < rows; ++i) {
+    if constexpr (P::kIsBf16x3) {
+      for (long j = 0; j < columns; j += kPanel) {
+        float* sums = block.sums(i) + j;
+        if (P::needs_fp32(load(sums), load(sums + kLanes)))
+          fp32_columns(args, row_begin + i, column_begin + j, min(kPanel, columns - j), sums);
+      }
+    }
+    if (args.last) {
+      round_row(block.sums(i), columns, static_cast<T*>(args.grad_weight) + place(i));
+    } else {
+      copy_row(block.sums(i), columns, args.sums + place(i), columns);
+    }
+  }
+}
+
+template <class T>
+void bias_gradient(const WeightGradientArgs& args, long begin, long end) {
+  column_sums(static_cast<const T*>(args.grad) + begin, args.grad_stride, args.m, end - begin,
+              !args.first, args.bias_sums + begin);
+  if (args.last)
+    round_row(args.bias_sums + begin, end - begin, static_cast<T*>(args.grad_bias) + begin);
+}
+
+template <class T>
+long scratch_bytes(const WeightGradientArgs&) {
+  return WeightGradientBlock<T>::scratch_bytes();
+}
 
 }  // namespace
 }  // namespace tf::TF_ISA

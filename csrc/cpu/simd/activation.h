@@ -83,12 +83,5 @@ TF_INLINE Vec activate(Vec x, int activation) {
   }
 }
 
-// In place; rows are padded to whole vectors.
-TF_INLINE void activate_rows(float* c, long stride, long rows, long columns, int activation) {
-  for (long i = 0; i < rows; ++i)
-    for (long j = 0; j < columns; j += kLanes)
-      store(c + i * stride + j, activate(load(c + i * stride + j), activation));
-}
-
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -115,7 +115,7 @@ struct KeySums {
         const float* panel = b + j * kQueryBlock;
         float* to = sums + i * stride + j;
         kTiles<Form::columns>[n - j > kLanes ? 1 : 0][count - 1](
-            a + i, kScoreStride, panel, k, to, stride, {nullptr, started, false},
+            a + i, kScoreStride, panel, k, to, stride, started,
             {ahead, kScoreStride * static_cast<long>(sizeof(float))});
       }
     });
@@ -235,8 +235,7 @@ struct Block {
     for (long j = 0; j < count; j += kPanel)
       panel_rows<Form::packed>(packed, kPackedRows * round_up(size, kLanes), rows,
                                panels + j * size, size, to + j, kScoreStride,
-                               min(kPanel, count - j), {nullptr, false, false},
-                               panels + (j + kPanel) * size);
+                               min(kPanel, count - j), false, panels + (j + kPanel) * size);
   }
 
   // P M and dS for keys [start, start + count), kMasked where masked, in work.p and work.ds.
@@ -319,8 +318,8 @@ struct Block {
     } else {
       for (long j = 0; j < n; j += kPanel)
         panel_rows<Form::rows>(work.ds, kScoreStride, block_mask.rows, work.keys + j * kKeyTile,
-                               count, work.grad_query + j, c_stride, min(kPanel, n - j),
-                               {nullptr, false, false}, work.keys + (j + kPanel) * kKeyTile);
+                               count, work.grad_query + j, c_stride, min(kPanel, n - j), false,
+                               work.keys + (j + kPanel) * kKeyTile);
     }
     write_dq(work.grad_query, c_stride, block_mask.rows, n, args.scale, to, stride, accumulate);
   }

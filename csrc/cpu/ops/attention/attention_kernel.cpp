@@ -62,7 +62,7 @@ struct Block {
     for (long j = 0; j < count; j += kPanel)
       panel_rows<Form::packed>(work.query, work.query_stride, rows,
                                work.keys + (start + j) * args.size, args.size, work.scores + j,
-                               kScoreStride, min(kPanel, count - j), {nullptr, false, false},
+                               kScoreStride, min(kPanel, count - j), false,
                                work.keys + (start + j + kPanel) * args.size);
     const float* shared = nullptr;
     if (args.mask != nullptr && args.mask_stride[2] == 0)
@@ -154,10 +154,10 @@ struct Block {
   void accumulate_pv(long start, long count) const {
     if (work.nonfinite[start / kKeyTile]) return accumulate_pv_nonfinite(start, count);
     for (long j = 0; j < args.value_size; j += kPanel)
-      panel_rows<Form::rows>(
-          work.scores, kScoreStride, rows, work.values + j * work.keys_up + start * kPanel, count,
-          work.sums + j, work.sum_stride, min(kPanel, args.value_size - j), {nullptr, true, false},
-          work.values + (j + kPanel) * work.keys_up + start * kPanel);
+      panel_rows<Form::rows>(work.scores, kScoreStride, rows,
+                             work.values + j * work.keys_up + start * kPanel, count, work.sums + j,
+                             work.sum_stride, min(kPanel, args.value_size - j), true,
+                             work.values + (j + kPanel) * work.keys_up + start * kPanel);
   }
 
   static void scale_row(const float* from, long n, float by, float* to) {

@@ -23,10 +23,9 @@ void feed_forward_unfused(const FeedForwardArgs& args, int slot, const First& fi
                    args.x_stride, 0, args.f, after ? 0 : args.activation,
                    after ? nullptr : args.preactivation});
   if (after) {
-    const int64_t room = TF_DISPATCH(feed_forward_hidden_scratch, args);
     const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, args.f));
     torch::stable::parallel_for(0, args.m, grain, [&](int64_t begin, int64_t end) {
-      TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end, kernel_scratch().floats(room));
+      TF_DISPATCH(feed_forward_hidden, args, hidden, begin, end);
     });
   }
   // If only the hidden units are wanted, there is no second weight.

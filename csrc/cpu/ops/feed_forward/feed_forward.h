@@ -52,8 +52,7 @@ TF_KERNEL_BF16X3(const FeedForwardKernels* bf16x3_feed_forward_kernels())
 
 // Transforms rows [begin, end) of x W1^T + b1 in fp32, contiguous, into the input of the second
 // layer.
-TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin, long end,
-                                   float* scratch))
-TF_KERNEL(long feed_forward_hidden_scratch(const FeedForwardArgs& args))
+TF_KERNEL(void feed_forward_hidden(const FeedForwardArgs& args, float* hidden, long begin,
+                                   long end))
 
 }  // namespace tf

@@ -318,6 +318,10 @@ void* weight_gradient_panels(Element type, int64_t m, int64_t k, int slot) {
 void run_weight_gradient_part(WeightGradientArgs args, int slot) {
   const bool in_fp32 = args.type == Element::float32;
   const WeightGradientKernels* kernels = weight_gradient_kernels_for(args.type);
+  if (in_fp32) {  // the results are sums themselves
+    args.sums = static_cast<float*>(args.grad_weight);
+    args.bias_sums = static_cast<float*>(args.grad_bias);
+  }
   if (args.grad_bias != nullptr) {
     const int64_t grain = std::max<int64_t>(64, 32768 / std::max<int64_t>(1, args.m));
     torch::stable::parallel_for(

@@ -7,81 +7,12 @@ namespace {
 using P = Product<float>;
 using Operand = P::Operand;
 
-// If k is large, few rows fit in the cache, and the weights would be streamed too often. So k is
-// split into slabs, whose products are accumulated in a block of the result.
-constexpr long kSlab = P::kKBlock;
-constexpr long kSlabRows = 256, kSlabColumns = 512;
-constexpr long kSumStride = kSlabColumns + 16;  // not a power of two
-
-bool in_slabs(long k) { return k > 2 * kSlab; }
-
-long slab_scratch_bytes() {
-  return P::block_size(kSlabRows, kSlab) * static_cast<long>(sizeof(Operand)) +
-         kSlabRows * kSumStride * static_cast<long>(sizeof(float));
-}
-
-// Rows [row, row + rows) of panels [panel_begin, panel_end), at most kSlabRows and kSlabColumns.
-void slab_block(const LinearArgs& args, long row, long rows, long panel_begin, long panel_end,
-                void* scratch) {
-  auto* a = static_cast<Operand*>(scratch);
-  float* sums = reinterpret_cast<float*>(a + P::block_size(kSlabRows, kSlab));
-  const auto* packed = static_cast<const Operand*>(args.packed);
-  const float* x = static_cast<const float*>(args.x) + row * args.x_stride;
-  const long size = P::panel_size(args.k);
-  for (long p = 0; p < args.k; p += kSlab) {
-    const long depth = min(kSlab, args.k - p);
-    P::fill(x + p, args.x_stride, rows, depth, a);
-    const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(Operand));
-    for (long j = panel_begin; j < panel_end; ++j) {
-      const Operand* panel = packed + j * size + P::panel_size(p);
-      FetchAhead fetch(panel + size, bytes, P::steps(rows, depth));
-      P::multiply_to(a, depth, rows, depth, panel, p > 0, sums + (j - panel_begin) * kPanel,
-                     kSumStride, [&]() __attribute__((always_inline)) { fetch(); });
-    }
-  }
-  const RowEpilogue<float> epilogue(args, row);
-  for (long j = panel_begin; j < panel_end; ++j) {
-    const Epilogue<float> of_panel = epilogue.of_panel(j);
-    for (long i = 0; i < rows; ++i) {
-      const float* from = sums + i * kSumStride + (j - panel_begin) * kPanel;
-      epilogue.finish(of_panel, i, j, load(from), load(from + kLanes));
-    }
-  }
-}
-
-void slab_blocks(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
-                 long panel_end, void* scratch) {
-  P::enter();
-  const long count = (row_end - row_begin + kSlabRows - 1) / kSlabRows;
-  for (long item = 0, row = row_begin; item < count; ++item) {
-    const long rows = (row_end - row + count - item - 1) / (count - item);
-    for (long p = panel_begin; p < panel_end; p += kSlabColumns / kPanel)
-      slab_block(args, row, rows, p, min(panel_end, p + kSlabColumns / kPanel), scratch);
-    row += rows;
-  }
-  P::leave();
-}
-
 void pack_transposed_panels(const void* transposed, long stride, long n, long k, void* packed,
                             long begin, long end) {
   for (long p = begin; p < end; ++p)
     P::pack_columns(static_cast<const float*>(transposed) + p * kPanel, stride,
                     min(kPanel, n - p * kPanel), k,
                     static_cast<Operand*>(packed) + p * P::panel_size(k));
-}
-
-long bf16x3_row_block(const LinearArgs& args) {
-  return in_slabs(args.k) ? kSlabRows : row_block<float>(args);
-}
-
-long bf16x3_scratch(const LinearArgs& args) {
-  return in_slabs(args.k) ? slab_scratch_bytes() : scratch_bytes<float>(args);
-}
-
-void bf16x3_block(const LinearArgs& args, long row_begin, long row_end, long panel_begin,
-                  long panel_end, void* scratch) {
-  (in_slabs(args.k) ? slab_blocks : block<float>)(args, row_begin, row_end, panel_begin, panel_end,
-                                                  scratch);
 }
 
 // For small m, reading the weights is most of the work. So they stay in fp32, 4 bytes each instead
@@ -127,17 +58,6 @@ struct Chunk {
     }
   }
 };
-
-// A row of C by fp32 FMA, for values that are not representable as bf16x3.
-void fp32_row(const RowEpilogue<float>& epilogue, long i, const float* panel, long k, Vec& low,
-              Vec& high) {
-  low = high = zero();
-  for (long p = 0; p < k; ++p) {
-    const Vec x = set1(epilogue.x(i, p));
-    low = fma(x, load(panel + p * kPanel), low);
-    high = fma(x, load(panel + p * kPanel + kLanes), high);
-  }
-}
 
 // Adds the products of a chunk. Incomplete running sums stay in the tiles if one pair of tiles
 // holds all rows, else in `sums`; complete ones are added to `total`.
@@ -221,7 +141,9 @@ void small_m_block(const LinearArgs& args, long, long, long panel_begin, long pa
     const Epilogue<float> epilogue = row_epilogue.of_panel(panel);
     for (long i = 0; i < args.m; ++i) {
       Vec low = load(total + i * kPanel), high = load(total + i * kPanel + kLanes);
-      if (P::needs_fp32(low, high)) fp32_row(row_epilogue, i, weights, k, low, high);
+      if (P::needs_fp32(low, high))
+        FloatProduct<float>::fp32_row([&](long p) { return row_epilogue.x(i, p); }, k, weights, low,
+                                      high);
       row_epilogue.finish_checked(epilogue, i, panel, low, high);
     }
   }
@@ -235,9 +157,9 @@ constexpr LinearKernels kKernels{.in_fp32 = false,
                                  .packed_bytes = packed_bytes<float>,
                                  .pack = pack<float>,
                                  .pack_transposed = pack_transposed_panels,
-                                 .row_block = bf16x3_row_block,
-                                 .scratch = bf16x3_scratch,
-                                 .block = bf16x3_block};
+                                 .row_block = row_block<float>,
+                                 .scratch = scratch_bytes<float>,
+                                 .block = block<float>};
 
 constexpr LinearKernels kSmallMKernels{.in_fp32 = true,
                                        .panel = kPanel,

@@ -4,19 +4,32 @@
 #pragma once
 
 #include "cpu/gemm/epilogue.h"
+#include "cpu/gemm/interleave.h"
 #include "cpu/ops/linear/linear.h"
 
 namespace tf::TF_ISA {
 namespace {
 
+// If k is large, few rows fit in the cache, and the weights would be streamed too often. So k is
+// split into slabs, whose products are accumulated in a block of the result.
+constexpr long kSlab = 512, kSlabColumns = 512;
+constexpr long kSlabStride = kSlabColumns + 16;  // not a power of two
+
+template <class T>
+bool in_slabs(long k) {
+  using P = PackedProduct<T>;
+  constexpr bool kNarrow = P::kBytes < static_cast<long>(sizeof(float));
+  return !kNarrow && k > (P::kIsBf16x3 ? 1024 : kLanes == 16 ? 1755 : 4096);
+}
+
 template <class T>
 long row_block(const LinearArgs& args) {
-  return block_rows<T>(args.k * Product<T>::kBytes);
+  return block_rows<T>((in_slabs<T>(args.k) ? kSlab : args.k) * PackedProduct<T>::kBytes);
 }
 
 template <class T>
 void pack(const void* weight, long stride, long n, long k, void* packed, long begin, long end) {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
   auto* panels = static_cast<typename P::Operand*>(packed);
   for (long p = begin; p < end; ++p) {
     const long row = p * kPanel;
@@ -30,7 +43,7 @@ constexpr long kPackRows = 32;
 template <class T>
 void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
                      long end) {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
   for (long block = begin; block < end; ++block) {
     const long p = block * kPackRows, depth = min(kPackRows, k - p);
     const T* rows = static_cast<const T*>(transposed) + p * stride;
@@ -43,7 +56,7 @@ void pack_transposed(const void* transposed, long stride, long n, long k, void* 
 // Epilogue of the rows from `row` on.
 template <class T>
 class RowEpilogue {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
 
  public:
   RowEpilogue(const LinearArgs& call, long row)
@@ -93,28 +106,73 @@ class RowEpilogue {
   T* preactivation_;
 };
 
+// Rows [row, row + rows), at most row_block(), of panels [begin, end).
+template <class T>
+void row_panels(const LinearArgs& args, long row, long rows, long begin, long end, void* scratch) {
+  using P = PackedProduct<T>;
+  const auto* packed = static_cast<const typename P::Operand*>(args.packed);
+  auto* a = static_cast<typename P::Operand*>(scratch);
+  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<T>(args), args.k));
+  const long size = P::panel_size(args.k);
+  P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
+  const RowEpilogue<T> row_epilogue(args, row);
+  for (long p = begin; p < end; ++p) {
+    const auto* panel = packed + p * size;
+    const Epilogue<T> epilogue = row_epilogue.of_panel(p);
+    P::multiply(
+        a, rows, args.k, panel, panel + size, sums,
+        [=](long i, Vec low, Vec high)
+            __attribute__((always_inline)) { row_epilogue.finish(epilogue, i, p, low, high); },
+        min(kPanel, args.n - p * kPanel));
+  }
+}
+
+// The same in slabs, for at most kSlabColumns.
+template <class T>
+void row_panels_in_slabs(const LinearArgs& args, long row, long rows, long begin, long end,
+                         void* scratch) {
+  using P = PackedProduct<T>;
+  using Operand = typename P::Operand;
+  const auto* packed = static_cast<const Operand*>(args.packed);
+  auto* a = static_cast<Operand*>(scratch);
+  float* sums = reinterpret_cast<float*>(a + P::block_size(row_block<T>(args), kSlab));
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+  const long size = P::panel_size(args.k);
+  for (long p = 0; p < args.k; p += kSlab) {
+    const long depth = min(kSlab, args.k - p);
+    P::fill(x + p, args.x_stride, rows, depth, a);
+    const long bytes = P::panel_size(depth) * static_cast<long>(sizeof(Operand));
+    for (long j = begin; j < end; ++j) {
+      const Operand* panel = packed + j * size + P::panel_size(p);
+      FetchAhead fetch(panel + size, bytes, P::steps(rows, depth));
+      P::multiply_to(
+          a, depth, rows, depth, panel, p > 0, sums + (j - begin) * kPanel, kSlabStride,
+          [&]() __attribute__((always_inline)) { fetch(); }, panel + size);
+    }
+  }
+  const RowEpilogue<T> row_epilogue(args, row);
+  for (long j = begin; j < end; ++j) {
+    const Epilogue<T> epilogue = row_epilogue.of_panel(j);
+    for (long i = 0; i < rows; ++i) {
+      const float* from = sums + i * kSlabStride + (j - begin) * kPanel;
+      row_epilogue.finish(epilogue, i, j, load(from), load(from + kLanes));
+    }
+  }
+}
+
 template <class T>
 void block(const LinearArgs& args, long row_begin, long row_end, long panel_begin, long panel_end,
            void* scratch) {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
   P::enter();
-  const auto* packed = static_cast<const typename P::Operand*>(args.packed);
-  const long max_rows = row_block<T>(args);
-  auto* a = static_cast<typename P::Operand*>(scratch);
-  float* sums = reinterpret_cast<float*>(a + P::block_size(max_rows, args.k));
+  const bool slabs = in_slabs<T>(args.k);
+  const long max_rows = row_block<T>(args), step = slabs ? kSlabColumns / kPanel : panel_end;
   const long count = (row_end - row_begin + max_rows - 1) / max_rows;
   for (long item = 0, row = row_begin; item < count; ++item) {
     const long rows = (row_end - row + count - item - 1) / (count - item);
-    P::fill(static_cast<const T*>(args.x) + row * args.x_stride, args.x_stride, rows, args.k, a);
-    const RowEpilogue<T> row_epilogue(args, row);
-    for (long p = panel_begin; p < panel_end; ++p) {
-      const auto* panel = packed + p * P::panel_size(args.k);
-      const Epilogue<T> epilogue = row_epilogue.of_panel(p);
-      P::multiply(a, rows, args.k, panel, panel + P::panel_size(args.k), sums,
-                  [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
-                    row_epilogue.finish(epilogue, i, p, low, high);
-                  });
-    }
+    for (long p = panel_begin; p < panel_end; p += step)
+      (slabs ? row_panels_in_slabs<T> : row_panels<T>)(args, row, rows, p, min(panel_end, p + step),
+                                                       scratch);
     row += rows;
   }
   P::leave();
@@ -122,17 +180,89 @@ void block(const LinearArgs& args, long row_begin, long row_end, long panel_begi
 
 template <class T>
 long scratch_bytes(const LinearArgs& args) {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
   const long rows = row_block<T>(args);
-  return P::block_size(rows, args.k) * static_cast<long>(sizeof(typename P::Operand)) +
-         P::buffer_size(rows) * static_cast<long>(sizeof(float));
+  const bool slabs = in_slabs<T>(args.k);
+  return P::block_size(rows, slabs ? kSlab : args.k) *
+             static_cast<long>(sizeof(typename P::Operand)) +
+         (slabs ? rows * kSlabStride : P::buffer_size(rows)) * static_cast<long>(sizeof(float));
 }
 
 template <class T>
 long packed_bytes(long n, long k) {
-  using P = Product<T>;
+  using P = PackedProduct<T>;
   return round_up(n, kPanel) / kPanel * P::panel_size(k) *
          static_cast<long>(sizeof(typename P::Operand));
+}
+
+template <class T>
+void fill(const LinearArgs& args, void* scratch) {
+  using P = PackedProduct<T>;
+  P::fill(static_cast<const T*>(args.x), args.x_stride, args.m, args.k,
+          static_cast<typename P::Operand*>(scratch));
+}
+
+// Without args.packed, packs panels for this product only, in the cache of the thread that
+// multiplies by them.
+template <class T>
+void panels(const LinearArgs& args, long begin, long end, void* scratch) {
+  using P = PackedProduct<T>;
+  using Operand = typename P::Operand;
+  const auto* weight = static_cast<const T*>(args.weight);
+  const long k = args.k, stride = args.weight_stride;
+  auto* a = static_cast<Operand*>(scratch);
+  Operand* place = a + P::block_size(args.m, k);
+  float* sums = reinterpret_cast<float*>(place + P::panel_size(k));
+  const RowEpilogue<T> row_epilogue(args, 0);
+  // Parts of fp32 panels stay in the first-level cache.
+  constexpr bool kInParts = P::kBytes == sizeof(float);
+  P::enter();
+  for (long p = begin; p < end; ++p) {
+    const long column = p * kPanel, columns = min(kPanel, args.n - column);
+    // Prefetches the next rows of W during the product if they are as long as a panel.
+    const Operand* next = place;
+    if constexpr (sizeof(Operand) == sizeof(T))
+      if (!args.transposed) next = weight + (column + kPanel) * stride;
+    const Epilogue<T> epilogue = row_epilogue.of_panel(p);
+    const auto sink = [=](long i, Vec low, Vec high) __attribute__((always_inline)) {
+      row_epilogue.finish(epilogue, i, p, low, high);
+    };
+    if (args.packed != nullptr) {
+      const Operand* panel = static_cast<const Operand*>(args.packed) + p * P::panel_size(k);
+      P::multiply(a, args.m, k, panel, panel + P::panel_size(k), sums, sink, columns);
+      continue;
+    }
+    const auto pack_part = [&](long from, long depth) {
+      if (args.transposed) {
+        P::pack_columns(weight + from * stride + column, stride, columns, depth, place);
+      } else {
+        P::pack_rows(weight + column * stride + from, stride, columns, depth, place);
+      }
+    };
+    if (kInParts && columns > kLanes) {
+      for (long from = 0; from < k; from += P::kKBlock) {
+        const long depth = min(P::kKBlock, k - from);
+        pack_part(from, depth);
+        P::multiply_to(
+            P::chunk(a, k, 0, from), k, args.m, depth, place, from > 0, sums, kPanel, [] {},
+            next + from * kPanel);
+      }
+      for (long i = 0; i < args.m; ++i)
+        sink(i, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
+    } else {
+      pack_part(0, k);
+      P::multiply(a, args.m, k, place, next, sums, sink, columns);
+    }
+  }
+  P::leave();
+}
+
+template <class T>
+long panels_scratch(const LinearArgs& args) {
+  using P = PackedProduct<T>;
+  return (P::block_size(args.m, args.k) + P::panel_size(args.k)) *
+             static_cast<long>(sizeof(typename P::Operand)) +
+         P::buffer_size(args.m) * static_cast<long>(sizeof(float));
 }
 
 }  // namespace
