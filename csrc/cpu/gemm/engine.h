@@ -101,7 +101,7 @@ class FloatProduct {
       });
     }
   }
-  static void pack_rows(const T* rows, long stride, long count, long k, Operand* panel) {
+  TF_INLINE static void pack_rows(const T* rows, long stride, long count, long k, Operand* panel) {
     if constexpr (std::is_same_v<T, float>)
       return tf::TF_ISA::pack_rows(rows, stride, count, k, panel);
     float wide[kPanel * kWide];

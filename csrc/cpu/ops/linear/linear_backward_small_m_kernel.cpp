@@ -1,4 +1,6 @@
-// Gradients of linear layers for small m: register tiles of sums, unpacked operands.
+// Gradients of linear layers for small m: register tiles of sums, unpacked operands. Not on the
+// GEMM engine: for 32 rows, 512 -> 2048, packing makes the gradient of the input take 1.2 times as
+// long and that of the weight 1.35 times (AVX-512).
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear.h"
 #include "cpu/simd/activation_slope.h"

@@ -4,14 +4,17 @@
 namespace tf::TF_ISA {
 namespace {
 
+// Rows of W^T packed at a time: few, since they are read far apart.
+constexpr long kTransposedRows = 8;
+
 constexpr LinearKernels kKernels{.in_fp32 = true,
                                  .layout = kPanel,
                                  .panel = kPanel,
                                  .row_unit = 1,
-                                 .pack_transposed_rows = kPackRows,
+                                 .pack_transposed_rows = kTransposedRows,
                                  .packed_bytes = packed_bytes<float>,
                                  .pack = pack<float>,
-                                 .pack_transposed = pack_transposed<float>,
+                                 .pack_transposed = pack_transposed<float, kTransposedRows>,
                                  .row_block = row_block<float>,
                                  .scratch = scratch_bytes<float>,
                                  .block = block<float>,

@@ -40,12 +40,12 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
 
 // Rows of W^T packed at a time.
 constexpr long kPackRows = 32;
-template <class T>
+template <class T, long kRows = kPackRows>
 void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
                      long end) {
   using P = PackedProduct<T>;
   for (long block = begin; block < end; ++block) {
-    const long p = block * kPackRows, depth = min(kPackRows, k - p);
+    const long p = block * kRows, depth = min(kRows, k - p);
     const T* rows = static_cast<const T*>(transposed) + p * stride;
     auto* panel = static_cast<typename P::Operand*>(packed) + P::panel_size(p);
     for (long j = 0; j < n; j += kPanel, panel += P::panel_size(k))
