@@ -21,15 +21,20 @@ import hypothesis
 import pytest
 import torch
 
-from transformer_fast import _native, dispatch, small
+from transformer_fast import _native, call_cache, dispatch, small
+from transformer_fast.backends import cuda as cuda_backend
+from transformer_fast.backends import triton as triton_backend
+from transformer_fast.functional import _operator
 
 # Triton asks when it is first imported whether to interpret; what other tests import (transformers)
 # imports it too.
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
+sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # models by hand
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))  # how the rows of `ops` draw calls
-import interpreted  # noqa: F401
-from harness import FLOAT_ISAS, ISAS, in_use
+import interpreted
+import simt_build
+from harness import BACKENDS, CUBLAS, FLOAT_ISAS, ISAS, Backend, in_use
 
 # A shell starts background jobs with the keyboard's interrupt ignored, and so would the tests be.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -103,6 +108,9 @@ SHARES = {
     "test_cuda_operators": 30,
     "test_triton_cross_entropy": 30,
     "test_viz_diagram": 50,
+    # Tests on these backends.
+    "triton": 15,
+    "cuda": 30,
     # Much of it is waiting for compilers.
     "test_rms_norm": 40,
     "test_training": 50,
@@ -117,6 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         share = SHARES.get(item.path.stem, 100)
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else callspec.params.values()
+        share = min([share, *(SHARES.get(v.name, 100) for v in values if isinstance(v, Backend))])
         isas = {getattr(value, "isa", value) for value in values if _names_isa(value)}
         if zlib.crc32(item.nodeid.encode()) % 100 >= share or isas & set(ISAS[1:-1]):
             item.add_marker(pytest.mark.thorough)
@@ -223,3 +232,59 @@ def float_isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def amx() -> Iterator[str]:
     yield from _in_use("amx")
+
+
+@pytest.fixture(scope="session")
+def operators() -> str:
+    """The device whose tensors the operators ``cuda_*`` take."""
+    if simt_build.ON_GPU:
+        return "cuda"
+    if _native.cuda_why_not is None:
+        pytest.skip("the operators of the GPU are loaded, and there is no GPU")
+    if simt_build.WHY_NOT is not None:
+        pytest.skip(simt_build.WHY_NOT)
+    torch.ops.load_library(str(simt_build.library()))
+    cuda_backend.define_operators()
+    _operator.tell()
+    return "cpu"
+
+
+@pytest.fixture
+def cuda(operators: str) -> str:
+    """The same; the dispatcher knows of them while the test runs."""
+    for kernel in cuda_backend.kernels(operators, None):
+        dispatch.register(kernel)
+    return operators
+
+
+@pytest.fixture
+def triton() -> str:
+    """Where Triton's kernels run; the dispatcher knows of the interpreter while the test runs."""
+    if interpreted.WHY_NOT is not None:
+        pytest.skip(interpreted.WHY_NOT)
+    for kernel in triton_backend.kernels(interpreted=interpreted.DEVICE == "cpu"):
+        dispatch.register(kernel)
+    call_cache.forget()  # tests change tiles by hand
+    return interpreted.DEVICE
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 x 16 in Triton's interpreter, so that small calls take many."""
+    monkeypatch.setattr("transformer_fast.backends.triton.config.interpreter_tile", (16, 16))
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """Each that has kernels of its own, ready to run."""
+    one = request.param
+    if one.name == "triton":
+        request.getfixturevalue("triton")
+        rows = 2**31 if one == CUBLAS else 0
+        monkeypatch.setattr("transformer_fast.backends.triton.config.few_rows", rows)
+    elif one.name == "cuda":
+        request.getfixturevalue("cuda")
+    elif _native.module is None:
+        pytest.skip(str(_native.why_not))
+    with in_use(one.isa):
+        yield one

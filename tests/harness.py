@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from transformer_fast.testing import (
     nan_memory,
     require_grad,
 )
+from transformer_fast.testing.oracle import as_results
 
 #: Those that an fp64 oracle can check.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +73,9 @@ class Target(NamedTuple):
 
     @property
     def device(self) -> str:
-        return "cuda" if "cuda" in self.kernel.devices else "cpu"
+        return (
+            "cuda" if "cuda" in self.kernel.devices and "cpu" not in self.kernel.devices else "cpu"
+        )
 
     def refusal(self, arguments: tuple[Any, ...]) -> str | None:
         call = call_of(self.op, on(self, arguments))
@@ -96,6 +99,46 @@ def kernels(op: str | None = None) -> list[Kernel]:
 def kernel_of(op: str, backend: str = "cpu") -> Kernel:
     (kernel,) = (k for k in dispatch.kernels(op) if k.backend == backend)
     return kernel
+
+
+class Backend(NamedTuple):
+    """Kernels of our own as they can run here: without a GPU on what stands in for one.
+
+    ``way``: the CPU's instruction set, where not the one in use; of Triton's products whose they are.
+    """
+
+    name: str
+    way: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+    @property
+    def isa(self) -> str | None:
+        return self.way if self.name == "cpu" else None
+
+    def of(self, op: str, dtype: torch.dtype = torch.float32) -> Target:
+        return Target(kernel_of(op, self.name), dtype, self.isa)
+
+    def has(self, op: str) -> bool:
+        return any(kernel.backend == self.name for kernel in dispatch.kernels(op))
+
+
+#: For the fixture `backend`.
+CPU, TRITON, CUDA = Backend("cpu"), Backend("triton"), Backend("cuda")
+CUBLAS = Backend("triton", "products of cuBLAS")
+BACKENDS = [*(Backend("cpu", isa) for isa in ISAS), TRITON, CUDA]
+
+
+def each_op(backends: Sequence[Backend]) -> pytest.MarkDecorator:
+    """Each op on each backend that has it."""
+    found = [
+        pytest.param(op, one, id=f"{op}-{one}") for op in OPS for one in backends if one.has(op)
+    ]
+    return pytest.mark.parametrize(("op", "backend"), found, indirect=["backend"])
+
+
+EVERY_KERNEL = each_op((CPU, TRITON, CUDA))
 
 
 def targets(op: str | None = None, *, all_isas: bool = True) -> list[Any]:
@@ -166,8 +209,7 @@ def check_target(
     target: Target, arguments: tuple[Any, ...], offset: int = 1, truth: Truth | None = None
 ) -> None:
     """Runs the target among NaN, off alignment, and holds it to the budget."""
-    result = run(target, on(target, all_among_nan(arguments, offset)))
-    results = result if isinstance(result, tuple) else (result,)
+    results = as_results(run(target, on(target, all_among_nan(arguments, offset))))
     # The truth is the CPU's, wherever the kernel runs.
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
 
@@ -248,8 +290,7 @@ def operator_calls(kernel: Kernel, calls: list[tuple[Any, ...]], most: int = 6) 
                 continue
             with torch.no_grad():
                 kernel.run(*arguments)
-            results = kernel.run(*given)
-            results = results if isinstance(results, tuple) else (results,)
+            results = as_results(kernel.run(*given))
             results = tuple(y for y in results if y is not None and y.requires_grad)
             leaves = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
             for wanted in (leaves, leaves[:1], leaves[-1:]):
@@ -265,8 +306,7 @@ def check_one_graph(
     """Compiled whole, a call has the same results and gradients."""
 
     def total(*given: Any) -> torch.Tensor:
-        results = run(*given)
-        results = results if isinstance(results, tuple) else (results,)
+        results = as_results(run(*given))
         return sum(r.float().square().sum() for r in results if r is not None)
 
     torch.compiler.reset()

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import torch
 
+from transformer_fast import _native
+
+ON_GPU = _native.cuda_why_not is None and torch.cuda.is_available()
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "csrc" / "cuda"

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import simt_build
 import torch
-from conftest import ON_GPU
 from test_cuda_attention import heads
 from test_cuda_operators import DTYPES, SEED, hold, rows_of, the_kernel
 from test_cuda_sanitized import nvcc
@@ -28,7 +27,7 @@ import ptx_emulator
 
 pytestmark = [
     pytest.mark.skipif(nvcc() is None, reason="there is no nvcc"),
-    pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernels itself"),
+    pytest.mark.skipif(simt_build.ON_GPU, reason="a GPU runs the kernels itself"),
 ]
 
 TAKE = ctypes.CFUNCTYPE(
