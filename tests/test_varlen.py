@@ -1,4 +1,4 @@
-"""Packed sequences: each as if it were alone, and as if all were padded."""
+"""Packed sequences on every backend: each as if it were alone, and as if all were padded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import OnDevice
+from harness import CPU, CUDA, TRITON, OnDevice, on
 from torch import Tensor
 
 from transformer_fast import functional as F
+
+pytestmark = [
+    pytest.mark.usefixtures("small_tiles"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+EVERY = pytest.mark.parametrize("backend", [CPU, TRITON, CUDA], indirect=True, ids=str)
 
 QUERIES, KEYS = [5, 0, 17, 3, 1, 9], [7, 4, 20, 0, 1, 9]
 
@@ -43,17 +49,20 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     return torch.cat([*found, q.new_zeros(q.shape[0] - at, q.shape[1], v.shape[2])])
 
 
+@EVERY
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("more", [0, 6])
 @pytest.mark.parametrize(
     "how", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str
 )
-def test_each_sequence_is_alone(how, more, dtype):
-    tensors = drawn(key_heads=2 if "enable_gqa" in how else 4)
-    starts, key_starts = starts_of(QUERIES, dtype), starts_of(KEYS, dtype)
+def test_each_sequence_is_alone(how, more, dtype, backend):
+    target = backend.of("attention")
+    tensors = on(target, drawn(key_heads=2 if "enable_gqa" in how else 4))
+    starts, key_starts = on(target, (starts_of(QUERIES, dtype), starts_of(KEYS, dtype)))
     strided = starts.repeat_interleave(2)[::2]
     leaves = [x.clone().requires_grad_() for x in tensors]
-    found = F.varlen_attn(*leaves, strided, key_starts, 17 + more, 20 + more, **how)
+    rest = (strided, key_starts, 17 + more, 20 + more)
+    found = F.varlen_attn(*leaves, *rest, **how, backend=backend.name)
     expected = one_by_one(*(alone := [x.clone().requires_grad_() for x in tensors]), **how)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(found)
@@ -63,21 +72,28 @@ def test_each_sequence_is_alone(how, more, dtype):
     torch.testing.assert_close(grads, wanted)
 
 
-def test_dropout_is_that_of_padded_sequences():
-    q, k, v = drawn(behind=0)
+@EVERY
+def test_dropout_is_that_of_padded_sequences(backend):
+    tensors = on(backend.of("attention"), drawn(behind=0))
+    starts = on(backend.of("attention"), (starts_of(QUERIES), starts_of(KEYS)))
+    leaves, padded = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
+    how = {"dropout_p": 0.4, "backend": backend.name}
     torch.manual_seed(7)
-    packed = F.varlen_attn(q, k, v, starts_of(QUERIES), starts_of(KEYS), 17, 20, dropout_p=0.4)
+    packed = F.varlen_attn(*leaves, *starts, 17, 20, **how)
 
-    def padded(x: Tensor, lengths: list[int]) -> Tensor:
+    def pad(x: Tensor, lengths: list[int]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2)
 
     torch.manual_seed(7)
+    lengths = on(backend.of("attention"), (torch.tensor(KEYS), torch.tensor(QUERIES)))
     plain = F.scaled_dot_product_attention(
-        padded(q, QUERIES), padded(k, KEYS), padded(v, KEYS), dropout_p=0.4,
-        key_lengths=torch.tensor(KEYS), query_lengths=torch.tensor(QUERIES),
+        *map(pad, padded, (QUERIES, KEYS, KEYS)), key_lengths=lengths[0], query_lengths=lengths[1],
+        **how,
     )  # fmt: skip
-    rows = [x[:, :n].transpose(0, 1) for x, n in zip(plain, QUERIES, strict=True)]
-    torch.testing.assert_close(packed, torch.cat(rows))
+    rows = torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(plain, QUERIES, strict=True)])
+    torch.testing.assert_close(packed, rows)
+    found = (torch.autograd.grad(y.sin().sum(), x) for y, x in ((packed, leaves), (rows, padded)))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
@@ -90,15 +106,22 @@ def test_no_queries_or_no_keys(lengths):
     assert not F.varlen_attn(rows, rows, rows, some, some, 0, 2).any()
 
 
-def test_compiled_in_one_graph():
-    q, k, v = drawn()
-    given = (starts_of(QUERIES), starts_of(KEYS), 17, 20)
+@EVERY
+def test_compiled_in_one_graph(backend):
+    """The same offsets for queries and keys, too."""
+    target = backend.of("attention")
+    starts = on(target, (starts_of(QUERIES),))[0]
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.varlen_attn(q, k, v, *given, is_causal=True)
+    def total(rows: Tensor) -> Tensor:
+        given = (rows, rows, rows, starts, starts, 17, 17)
+        return F.varlen_attn(*given, is_causal=True, backend=backend.name).square().sum()
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+    found = []
+    for function in (total, torch.compile(total, fullgraph=True, backend="aot_eager")):
+        (rows,) = on(target, drawn(behind=0)[:1])
+        value = function(rows.requires_grad_())
+        found.append((value.detach(), *torch.autograd.grad(value, rows)))
+    torch.testing.assert_close(*found)
 
 
 def test_nothing_waits_for_the_device():
@@ -126,11 +149,11 @@ def test_errors():
         call(rows, rows, rows, starts, [0, 4], 4, 4)  # type: ignore[arg-type]
 
 
-def test_what_is_beyond_the_longest_is_left_out():
-    q, k, v = drawn(behind=0)
-    starts, key_starts = starts_of(QUERIES), starts_of(KEYS)
-    whole = F.varlen_attn(q, k, v, starts, key_starts, 17, 20)
-    part = F.varlen_attn(q, k, v, starts, key_starts, 4, 20)
-    kept = torch.cat([torch.arange(n) < 4 for n in QUERIES])
+@EVERY
+def test_what_is_beyond_the_longest_is_left_out(backend):
+    given = on(backend.of("attention"), (*drawn(behind=0), starts_of(QUERIES), starts_of(KEYS)))
+    whole = F.varlen_attn(*given, 17, 20, backend=backend.name)
+    part = F.varlen_attn(*given, 4, 20, backend=backend.name)
+    kept = torch.cat([torch.arange(n) < 4 for n in QUERIES]).to(whole.device)
     torch.testing.assert_close(part, whole.masked_fill(~kept[:, None, None], 0.0))
     assert whole[~kept].any()
