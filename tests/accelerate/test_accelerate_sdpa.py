@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import CPU, TRITON, Backend
 from module_checks import cast, check_budget
 from torch import Tensor
 from torch.nn import attention as registry
+from torch.utils._pytree import tree_map_only
 
 import transformer_fast
 from transformer_fast import _native, _sdpa_operators, disable_sdpa, enable_sdpa, use_backend
@@ -24,10 +26,17 @@ pytestmark = pytest.mark.skipif(_native.why_not is not None, reason=str(_native.
 B, H, T, S, D = 2, 4, 7, 5, 8
 
 
+#: Triton's kernels are enabled by name.
+EITHER = pytest.mark.parametrize("backend", [CPU, TRITON], indirect=True, ids=str)
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def calls(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[Any, ...]]]:
     """Enabled, with a note of every call that ours took."""
     found: list[tuple[Any, ...]] = []
+    named = "backend" in request.fixturenames and request.getfixturevalue("backend") == TRITON
     right = _sdpa_operators.attend
 
     def attend(*args: Any) -> Any:
@@ -35,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         return right(*args)
 
     monkeypatch.setattr(_sdpa_operators, "attend", attend)
-    enable_sdpa()
+    enable_sdpa(backend="triton" if named else None)
     yield found
     disable_sdpa()
     assert registry.current_flash_attention_impl() is None
@@ -73,12 +82,15 @@ CASES: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
     "rows that see nothing": lambda: (_qkv(), {"attn_mask": _some_rows_see_nothing()}),
     "additive": lambda: (_qkv(), {"attn_mask": _additive()}),
     "scale": lambda: (_qkv(), {"scale": 0.3}),
+    "negative scale": lambda: (_qkv(), {"scale": -0.3}),
     "fewer key heads": lambda: (_qkv(kv_heads=2), {"enable_gqa": True}),
     "heads last": lambda: (
         tuple(torch.randn(B, n, H, D).transpose(1, 2) for n in (T, S, S)),
         {"attn_mask": _padding()},
     ),
     "one query": lambda: (_qkv(1, 1), {}),
+    "one query, more keys": lambda: (_qkv(1, 23), {}),
+    "more queries": lambda: (_qkv(19, 19), {"is_causal": True}),
 }
 
 
@@ -89,9 +101,16 @@ def _run(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad((output * weight).sum(), leaves)]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("small_tiles")
+@EITHER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_numbers_and_gradients(name: str, calls: list[Any]) -> None:
-    args, kwargs = CASES[name]()
+def test_the_same_numbers_and_gradients(
+    name: str, dtype: torch.dtype, backend: Backend, calls: list[Any]
+) -> None:
+    device = backend.of("attention").device
+    args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), cast(CASES[name](), dtype))
     ours = _run(args, kwargs)
     assert len(calls) == 1
     disable_sdpa()
@@ -100,9 +119,10 @@ def test_the_same_numbers_and_gradients(name: str, calls: list[Any]) -> None:
     assert len(calls) == 1
     for got, expected, true in zip(ours, theirs, oracle, strict=True):
         check_budget(got, expected, true, GRADIENT_FACTOR)
-    with torch.no_grad():
-        enable_sdpa()
-        torch.testing.assert_close(F.scaled_dot_product_attention(*args, **kwargs), ours[0])
+    if backend == CPU:
+        with torch.no_grad():
+            enable_sdpa()
+            torch.testing.assert_close(F.scaled_dot_product_attention(*args, **kwargs), ours[0])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fewer key heads"])
@@ -137,7 +157,10 @@ def test_what_pytorch_is_promised(name: str, calls: list[Any]) -> None:
     ],
     ids=["dropout", "fp64", "3-D", "mask with gradient", "other value size"],
 )
-def test_the_rest_stays_pytorchs(args: Any, kwargs: Any, calls: list[Any]) -> None:
+@EITHER
+def test_the_rest_stays_pytorchs(
+    args: Any, kwargs: Any, backend: Backend, calls: list[Any]
+) -> None:
     torch.manual_seed(0)
     ours = _run(args, kwargs)
     assert not calls
