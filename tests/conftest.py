@@ -278,6 +278,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Each that has kernels of its own, ready to run."""
     one = request.param
+    if one.name != "cpu" and "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("`make sanitize` is for the native module")
     if one.name == "triton":
         request.getfixturevalue("triton")
         rows = 2**31 if one == CUBLAS else 0

@@ -88,41 +88,6 @@ def test_many_outputs() -> None:
     check("linear", d.normal(40, 33), d.weight(9000, 33), d.normal(9000), None, None)
 
 
-def alone(op: str, tensors: list[torch.Tensor], rest: tuple[Any, ...], wanted: int) -> None:
-    """Asking for one gradient only gives the same one."""
-    kernel = kernel_of(op)
-
-    def found(*which: int) -> list[torch.Tensor]:
-        inputs = [t.clone().requires_grad_(i in which) for i, t in enumerate(tensors)]
-        with nan_memory():
-            result = kernel.run(*inputs, *rest)
-            return list(torch.autograd.grad(result.float().sum(), [inputs[i] for i in which]))
-
-    assert torch.equal(found(wanted)[0], found(*range(len(tensors)))[wanted])
-
-
-@needs_native
-@DTYPES
-@pytest.mark.parametrize("rows", [7, 77, 300])
-@pytest.mark.parametrize("wanted", range(5))
-def test_each_gradient_of_feed_forward_alone(wanted: int, rows: int, dtype: torch.dtype) -> None:
-    d = draw(dtype)
-    tensors = network(d, rows)
-    for activation in ACTIVATIONS:
-        for p in (0.0, 0.3):
-            alone("feed_forward", tensors, (activation, p, d.seed() if p else None), wanted)
-
-
-@needs_native
-@DTYPES
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("wanted", range(3))
-def test_each_gradient_of_linear_alone(
-    wanted: int, activation: str | None, dtype: torch.dtype
-) -> None:
-    alone("linear", network(draw(dtype), 300)[:3], (activation, None), wanted)
-
-
 @EVERY_BUILD
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize(
@@ -152,33 +117,6 @@ def test_nothing_of_a_feed_forward_network(
 
 
 @EVERY_BUILD
-@pytest.mark.parametrize("rows", [20, 60])
-def test_upstream_gradients_of_any_layout(rows: int, dtype: torch.dtype, isa: str) -> None:
-    d = draw(dtype)
-    x, weight1, weight2 = d.normal(2, rows, 24), d.weight(40, 24), d.weight(24, 40)
-    tensors = [t.requires_grad_() for t in (x, weight1, weight2)]
-    results = [
-        kernel_of("linear").run(x, weight1[:24], None, None, None),
-        kernel_of("linear").run(x, weight1[:24], None, "relu", None),
-        kernel_of("feed_forward").run(x, weight1, None, weight2, None, "relu", 0.0, None),
-    ]
-    upstream = d.normal(2, rows, 24)
-    for grad in (
-        upstream[:1].expand(2, rows, 24),
-        upstream[:, :, :1].expand(2, rows, 24),
-        upstream.transpose(1, 2).contiguous().transpose(1, 2),
-        torch.stack([upstream, upstream], -1)[..., 0],
-    ):
-        for result in results:
-            found = [
-                torch.autograd.grad(result, tensors, given, retain_graph=True, allow_unused=True)
-                for given in (grad, grad.contiguous())
-            ]
-            for one, two in zip(*found, strict=True):
-                assert (one is None and two is None) or torch.equal(one, two)
-
-
-@EVERY_BUILD
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_comes_through(value: float, dtype: torch.dtype, isa: str) -> None:
     d = draw(dtype)
@@ -191,24 +129,6 @@ def test_what_is_not_finite_comes_through(value: float, dtype: torch.dtype, isa:
     found = (torch.autograd.grad(result, tensors, grad) for result in (ours, plain))
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got.isfinite(), expected.isfinite())
-
-
-@needs_native
-@DTYPES
-def test_same_bits_with_one_thread(dtype: torch.dtype) -> None:
-    d = draw(dtype)
-    tensors = [d.normal(1000, 70), d.weight(700, 70), d.normal(700), d.weight(333, 700)]
-    tensors = [t.requires_grad_() for t in tensors]
-
-    def found() -> list[torch.Tensor]:
-        result = kernel_of("feed_forward").run(*tensors, None, "silu", 0.2, torch.tensor(7))
-        return [result, *torch.autograd.grad(result.float().sum(), tensors)]
-
-    first, second = found(), found()
-    torch.set_num_threads(1)
-    for a, b, c in zip(first, second, found(), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
 
 
 @HALVES

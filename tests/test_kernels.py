@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness import (
-    EVERY_BUILD,
+    BACKENDS,
+    BUILDS,
+    CPU,
+    CUBLAS,
+    CUDA,
+    DTYPES,
+    EVERY_KERNEL,
+    ISAS,
     SATURATED,
+    TRITON,
+    Backend,
+    Target,
+    check_one_graph,
     check_target,
+    check_trained,
     drawn,
+    each_op,
     in_use,
     kernel_of,
     on,
+    operator_calls,
     run,
     targets,
     targets_and_cases,
@@ -22,32 +38,35 @@ from harness import (
 from ops import ROWS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_fast import _native, dispatch
+from transformer_fast import _native, dispatch, functional, use_backend
+from transformer_fast.measure.calls import record
 from transformer_fast.specs import OPS
-from transformer_fast.specs.spec import Draw
+from transformer_fast.specs.spec import Case, Draw
 from transformer_fast.testing import (
     Truth,
     all_among_nan,
     call_of,
-    check,
     check_gradients,
     gradients,
     nan_memory,
     require_grad,
     truth_of,
+    upstream,
 )
+from transformer_fast.testing.oracle import as_results
 
-pytestmark = pytest.mark.usefixtures("two_threads")
+pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
+    # Rows that hide everything, and infinities on purpose, make NumPy warn in the interpreter.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
-#: The CPU's own kernels have tests of their gradients of their own. A normalised single value has
-#: the gradient 0, which PyTorch computes as a difference of large numbers.
+#: A normalised single value has the gradient 0, which PyTorch computes as a difference of large numbers.
 GRADIENT_CASES = [
     param
     for param in targets_and_cases(all_isas=False)
-    if param.values[0].kernel.backend != "cpu"
-    and not (
-        param.values[0].kernel.backend == "torch" and param.values[1] in {"one column", *SATURATED}
-    )
+    if param.values[0].kernel.backend == "torch"
+    and param.values[1] not in {"one column", *SATURATED}
 ]
 
 
@@ -58,13 +77,9 @@ def test_outputs(target, case):
 
 
 @pytest.mark.parametrize(("target", "case"), GRADIENT_CASES)
-def test_gradients(target, case):
+def test_gradients_by_pytorch(target, case):
     arguments = drawn(target.op, case, target.dtype)
-    if not target.kernel.gradients:
-        pytest.skip("it has no backward, and the call needs gradients")
-    names = OPS[target.op].gradients_of
-    if not target.kernel.mask_gradient:
-        names = tuple(name for name in names if name != "attn_mask")
+    names = tuple(name for name in OPS[target.op].gradients_of if name != "attn_mask")
     reason = target.refusal(require_grad(target.op, arguments, names))
     if reason:
         pytest.skip(reason)
@@ -81,7 +96,7 @@ def test_inputs_are_not_modified_nor_returned(target, case):
     for tensor, (values, version) in zip(tensors, before, strict=True):
         assert tensor._version == version
         torch.testing.assert_close(tensor, values, rtol=0, atol=0, equal_nan=True)
-    for one in result if isinstance(result, tuple) else (result,):
+    for one in as_results(result):
         if one is not None and one.numel():
             memory = one.untyped_storage().data_ptr()
             assert memory not in {x.untyped_storage().data_ptr() for x in tensors}
@@ -206,83 +221,194 @@ def test_lengths(target, what):
         pytest.skip(refused)
 
 
-def arguments_of(op: str, case: str) -> tuple[Any, ...]:
-    return drawn(op, case, torch.float32)
-
-
-def refusal(op: str, case: str) -> str | None:
-    arguments = require_grad(op, arguments_of(op, case))
-    return "; ".join(dispatch.why_not(kernel_of(op), call_of(op, arguments))) or None
-
-
-def accepted() -> list[Any]:
-    found = []
-    for op, spec in OPS.items():
-        for case in spec.cases:
-            reason = _native.why_not or refusal(op, case.name)
-            if reason is None or _native.why_not:
-                marks = [pytest.mark.skip(reason=reason)] if reason else []
-                found.append(pytest.param(op, case.name, id=f"{op}: {case.name}", marks=marks))
-    return found
-
-
-EVERY_CASE = pytest.mark.parametrize(("op", "case"), accepted())
+@functools.cache
+def refused(op: str, case: str) -> bool:
+    """Whether the CPU leaves the gradients of a case to others."""
+    arguments = require_grad(op, drawn(op, case, torch.float32))
+    return _native.module is not None and bool(
+        dispatch.why_not(kernel_of(op), call_of(op, arguments))
+    )
 
 
 def test_most_cases_are_accepted() -> None:
     """What a backward refuses, it does not test here: that must stay the exception."""
-    total = sum(len(spec.cases) for spec in OPS.values())
-    assert len(accepted()) >= total - 2
+    assert sum(refused(op, case.name) for op, spec in OPS.items() for case in spec.cases) <= 2
 
 
-@EVERY_CASE
-@EVERY_BUILD
-def test_gradients_on_the_cpu(op: str, case: str, dtype: torch.dtype, isa: str) -> None:
-    if dtype == torch.float16 and case == "scores of deviation 300, few queries":
+def trained() -> Iterator[Any]:
+    """Every case on every backend; in the interpreter, which is slow, the dtypes take turns."""
+    turn = itertools.cycle(DTYPES)
+    for op, case in ((op, case.name) for op, spec in OPS.items() for case in spec.cases):
+        ways = [*BACKENDS, *([CUBLAS] if op in ("linear", "feed_forward") else [])]
+        one = next(turn)
+        for backend in (b for b in ways if b.has(op)):
+            cpu = backend.name == "cpu"
+            slow = backend.name == "triton" and not torch.cuda.is_available()
+            for dtype in (one,) if slow else DTYPES:
+                if not cpu or ((dtype, backend.isa) in BUILDS and not refused(op, case)):
+                    name = f"{op}: {case}-{str(dtype)[6:]}-{backend}"
+                    yield pytest.param(op, case, dtype, backend, id=name)
+
+
+def few_rows_of_many_classes(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of many classes some rows: a program takes few, and the interpreter takes 0.1 s for each."""
+    if "target" not in OPS[op].arguments:
+        return arguments
+    target = OPS[op].arguments.index("target")
+    rows = 2**18 // (arguments[0].shape[1] if target == 1 else arguments[1].shape[0])
+    return tuple(x[:rows] if i in (0, target) else x for i, x in enumerate(arguments))
+
+
+@pytest.mark.parametrize(("op", "case", "dtype", "backend"), [*trained()], indirect=["backend"])
+def test_results_and_gradients_of_training(op, case, dtype, backend):
+    """Results on the way to gradients, and those."""
+    target, arguments = backend.of(op, dtype), drawn(op, case, dtype)
+    few = case == "scores of deviation 300, few queries"
+    if few and dtype == torch.float16 and backend.name == "cpu":
         pytest.skip("one row is just outside the budget: its largest probability is below 1 - 2^-5")
-    with nan_memory():
-        check_gradients(op, kernel_of(op).run, all_among_nan(drawn(op, case, dtype)))
+    saturated = backend.name == "triton" and case in SATURATED and dtype != torch.float32
+    if backend.name == "triton" and target.device == "cpu":
+        arguments = few_rows_of_many_classes(op, arguments)
+    arguments = all_among_nan(on(target, arguments), int(backend != CUDA))
+    check_trained(target.kernel, arguments, gradients=not saturated)
 
 
-@EVERY_CASE
-def test_training_forward(op: str, case: str, float_isa: str) -> None:
-    """What the forward returns on the way to gradients is held to the forward's budget."""
-    arguments = arguments_of(op, case)
-    with nan_memory():
-        result = kernel_of(op).run(*require_grad(op, arguments))
-    check(op, result, arguments)
+def cases_of(op: str, backend: Backend) -> list[Case]:
+    """All on the CPU, and a few on what is slow."""
+    cases = OPS[op].cases
+    return [*cases] if backend == CPU else [cases[0], OPS[op].case(ROWS[op].sample), cases[-1]]
 
 
-@EVERY_CASE
-def test_each_gradient_alone(op: str, case: str) -> None:
-    """Asking for one gradient only gives the same one."""
-    if (op, case) == ("feed_forward", "strided") and _native.module.isa() == "amx":
-        pytest.skip("there the gradient of weight1 alone is taken by a product of another order")
-    arguments = arguments_of(op, case)
-    run = kernel_of(op).run
-    for name, expected in gradients(op, run, arguments).items():
-        with nan_memory():
-            alone = gradients(op, run, arguments, (name,))[name]
-        assert torch.equal(alone, expected), name
+def every_call() -> Iterator[Any]:
+    for op in OPS:
+        for backend in (b for b in (CPU, TRITON, CUDA) if b.has(op)):
+            for case in dict.fromkeys(case.name for case in cases_of(op, backend)):
+                if not refused(op, case):
+                    yield pytest.param(op, case, backend, id=f"{op}: {case}-{backend}")
 
 
-@EVERY_CASE
-def test_same_bits_with_one_thread(op: str, case: str) -> None:
-    arguments = arguments_of(op, case)
-    run = kernel_of(op).run
-    first, second = gradients(op, run, arguments), gradients(op, run, arguments)
+EVERY_CALL = pytest.mark.parametrize(
+    ("op", "case", "backend"), [*every_call()], indirect=["backend"]
+)
+
+
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+
+
+def check_alone_and_again(target: Target, arguments: tuple[Any, ...]) -> None:
+    """Asking for one gradient only, or for all others, gives the same ones, and so does one thread."""
+    run, op = target.kernel.run, target.op
+    arguments = on(target, arguments)
+    found = gradients(op, run, arguments)
+    for name in found:
+        for names in ((name,), tuple(n for n in found if n != name)):
+            with nan_memory():
+                alone = gradients(op, run, arguments, names) if names else {}
+            assert_same(alone, {name: found[name] for name in alone})
     torch.set_num_threads(1)
-    single = gradients(op, run, arguments)
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-        assert torch.equal(first[name], single[name]), name
+    assert_same(gradients(op, run, arguments), found)
 
 
-@EVERY_CASE
+@EVERY_CALL
+def test_gradients_alone_and_again(op: str, case: str, backend: Backend) -> None:
+    if (op, case) == ("feed_forward", "strided") and "amx" in ISAS and backend == CPU:
+        pytest.skip("there the gradient of weight1 alone is taken by a product of another order")
+    dtype = torch.float32 if backend == CPU else torch.bfloat16
+    check_alone_and_again(backend.of(op, dtype), drawn(op, case, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_alone_and_again_of_large_calls(op: str, dtype: torch.dtype) -> None:
+    for arguments in ROWS[op].large(Draw(dtype, "cpu", torch.Generator().manual_seed(0))):
+        check_alone_and_again(CPU.of(op, dtype), arguments)
+
+
+@EVERY_CALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_second_derivatives(op: str, case: str, dtype: torch.dtype) -> None:
+def test_second_derivatives(op: str, case: str, backend: Backend, dtype: torch.dtype) -> None:
     """By the reference's formula, from what the kernel's forward saved."""
-    check_gradients(op, kernel_of(op).run, drawn(op, case, dtype), twice=True)
+    target = backend.of(op, dtype)
+    check_gradients(op, target.kernel.run, on(target, drawn(op, case, dtype)), twice=True)
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(op: str, backend: Backend, dtype: torch.dtype) -> None:
+    target = backend.of(op, dtype)
+    cases = [drawn(op, case.name, dtype) for case in cases_of(op, backend)]
+    calls = operator_calls(target.kernel, [on(target, arguments) for arguments in cases])
+    assert any("_backward" in operator.__name__ for operator, _ in calls) or backend == TRITON
+    tools = {} if backend == CPU else {"test_utils": ("test_schema", "test_faketensor")}
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments, **tools)
+
+
+@EVERY_KERNEL
+def test_one_graph_forward_and_backward(op: str, backend: Backend) -> None:
+    target = backend.of(op)
+    arguments = on(target, drawn(op, ROWS[op].sample, torch.float32))
+    for compiler in ("aot_eager", "inductor") if backend == CPU else ("aot_eager",):
+        check_one_graph(op, target.kernel.run, arguments, compiler)
+
+
+@EVERY_KERNEL
+def test_empty_calls_are_the_references(op: str, backend: Backend) -> None:
+    target = backend.of(op)
+    for case in cases_of(op, backend):
+        arguments = on(target, drawn(op, case.name, torch.float32))
+        rows = len(arguments[0]) if arguments[0].dim() > 1 else -1
+        empty = tuple(
+            x[:0] if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else x
+            for x in arguments
+        )
+        if target.refusal(empty):
+            continue
+        pairs = zip(
+            *(as_results(f(*empty)) for f in (target.kernel.run, OPS[op].reference)), strict=True
+        )
+        assert all(ours is theirs or ours.shape == theirs.shape for ours, theirs in pairs)
+
+
+@EVERY_KERNEL
+def test_the_public_function_runs_it_when_named(op: str, backend: Backend) -> None:
+    arguments = on(backend.of(op), OPS[op].tiny.build(torch.float32, "cpu", None))
+    public = OPS[op].public or (lambda functional, *given: getattr(functional, op)(*given))
+    with use_backend(backend.name), record() as found:
+        public(functional, *arguments)
+    assert list(found.calls) == [(op, backend.name)]
+
+
+#: What is done to a gradient, in (..., rows, columns), before it comes to a kernel's backward.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded": lambda grad: grad[..., :1].expand(grad.shape),
+    "one number": lambda grad: grad.flatten()[0].expand(grad.shape),
+    "transposed": lambda grad: grad.permute(*range(grad.dim())[::-1]).contiguous().permute(
+        *range(grad.dim())[::-1]
+    ),
+    "apart": lambda grad: torch.stack([grad, grad], -1)[..., 1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_op(BACKENDS)
+def test_upstream_gradients_of_any_layout(op: str, backend: Backend, dtype: torch.dtype) -> None:
+    target, calls = backend.of(op, dtype), [drawn(op, ROWS[op].sample, dtype)]
+    if backend.name == "cpu":
+        calls += ROWS[op].large(Draw(dtype, "cpu", torch.Generator().manual_seed(0)))[:3]
+    for arguments in calls:
+        given = require_grad(op, on(target, arguments))
+        leaves = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+        results = [y for y in as_results(target.kernel.run(*given)) if y is not None]
+        for name, change in LAYOUTS.items():
+            grads = [change(upstream(y, number)) for number, y in enumerate(results)]
+            found, expected = (
+                torch.autograd.grad(results, leaves, ups, retain_graph=True)
+                for ups in (grads, [grad.contiguous() for grad in grads])
+            )
+            # On GPUs some products are PyTorch's, in an order that depends on strides.
+            close = 0.0 if backend.name == "cpu" else 1e-2
+            torch.testing.assert_close(found, expected, rtol=close, atol=close, msg=name)
 
 
 def test_gradients_of_norms_of_rows_far_from_zero(float_isa: str) -> None:

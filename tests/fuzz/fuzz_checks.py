@@ -277,8 +277,7 @@ def check_reference(op: str, arguments: tuple[Any, ...], names: tuple[str, ...] 
         for x in arguments
     )
     with torch.no_grad():
-        results = reference(*wide)
-    results = results if isinstance(results, tuple) else (results,)
+        results = as_results(reference(*wide))
     defined = oracle(op, wide)
     pairs = list(zip(OPS[op].results, results, defined, strict=True))
     # Where everything cancels (the loss of a certain target), fp64 has its own rounding: of some

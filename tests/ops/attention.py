@@ -426,7 +426,7 @@ ROWS = {
         drawn=_drawn,
         defined=defined,
         in_order=_in_order,
-        sample="weights, mask, empty rows",
+        sample="float mask and causal",
         # NaN takes the long way, query by query, and a block of queries fills all it keeps.
         filling=lambda draw: _large(draw, 2, 150),
         gradient_terms=_slope_terms,

@@ -110,7 +110,8 @@ def _small(draw: Any) -> list[tuple[Any, ...]]:
 # From some 60 rows on one thread takes them in blocks, several do so from as many times that.
 def _large(draw: Any) -> list[tuple[Any, ...]]:
     rows = (1, 40, 60, 100, 170, 500)
-    return [_feed_forward((n,), 90, 300, activation="gelu")(draw) for n in rows]
+    found = [_feed_forward((n,), 90, 300, activation="gelu")(draw) for n in rows]
+    return [*found, _feed_forward((900,), 70, 300, activation="silu", dropout_p=0.3)(draw)]
 
 
 def _swept(draw: Any, rows: int, model: int, hidden: int, out: int) -> tuple[Any, ...]:

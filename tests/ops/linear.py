@@ -156,7 +156,8 @@ def _large(draw: Any) -> list[tuple[Any, ...]]:
         *((75, 300, 130), (150, 300, 130)),
     )
     options: Any = {"bias": False, "activation": "relu", "residual": True}
-    return [_linear((rows,), *sizes, **options)(draw) for rows, *sizes in shapes]
+    found = [_linear((rows,), *sizes, **options)(draw) for rows, *sizes in shapes]
+    return [*found, _linear((300,), 70, 130, activation="silu")(draw)]
 
 
 def _swept(draw: Any, rows: int, inputs: int, outputs: int) -> tuple[Any, ...]:
@@ -176,6 +177,6 @@ ROWS = {
         drawn=_drawn,
         defined=defined,
         in_order=in_order,
-        sample="silu, residual, no bias",
+        sample="silu, residual",
     )
 }

@@ -1,62 +1,14 @@
-"""Outputs and gradients of the Triton kernels against the fp64 oracle, for the cases of the op table.
-
-Off the GPU the interpreter runs them, which is slow, so there each case runs in one dtype, the dtypes
-taking turns from case to case.
-"""
+"""Public calls on Triton that were made before give the bits of those that were not."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES, SATURATED, check_trained, kernel_of
 
 from transformer_fast import call_cache, functional, use_backend
-from transformer_fast.backends.triton import config, matmul, plans
-from transformer_fast.specs import OPS
-from transformer_fast.testing import all_among_nan
-
-
-def calls():
-    number = 0
-    for op, spec in OPS.items():
-        for case in spec.cases:
-            number += 1
-            dtypes = DTYPES if torch.cuda.is_available() else (DTYPES[number % len(DTYPES)],)
-            for dtype in dtypes:
-                name = f"{op}: {case.name}, {str(dtype).removeprefix('torch.')}"
-                yield pytest.param(op, case, dtype, None, id=name)
-                if op in ("linear", "feed_forward"):
-                    yield pytest.param(op, case, dtype, 2**31, id=f"{name}, products of cuBLAS")
-
-
-def few_rows_of_many_classes(op: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Of many classes some rows: a program takes few, and the interpreter takes 0.1 s for each."""
-    if device == "cuda" or "cross_entropy" not in op:
-        return arguments
-    joint, target = op == "linear_cross_entropy", OPS[op].arguments.index("target")
-    classes = arguments[1].shape[0] if joint else arguments[0].shape[1]
-    rows = 2**18 // classes
-    return tuple(x[:rows] if i in (0, target) else x for i, x in enumerate(arguments))
-
-
-# Rows that hide everything, and infinities on purpose, make NumPy warn in the interpreter.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("op", "case", "dtype", "few_rows"), list(calls()))
-def test_outputs_and_gradients(op, case, dtype, few_rows, device, launched, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    arguments = all_among_nan(
-        few_rows_of_many_classes(op, case.build(dtype, device, generator), device)
-    )
-    monkeypatch.setattr(config, "few_rows", few_rows or 0)
-    saturated = op == "attention" and case.name in SATURATED and dtype != torch.float32
-    check_trained(kernel_of(op, "triton"), arguments, gradients=not saturated)
-    own = {matmul.matmul_kernel, matmul.matmul_descriptor_kernel}
-    empty = any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in arguments)
-    if op in ("linear", "feed_forward") and not empty:
-        assert own.isdisjoint(launched) == (few_rows is not None)
+from transformer_fast.backends.triton import plans
 
 
 def public_calls(device):

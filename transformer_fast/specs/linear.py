@@ -71,6 +71,7 @@ _CASES = (
     case("gelu_tanh", _linear((17,), 48, 40, activation="gelu_tanh")),
     case("silu", _linear((17,), 48, 40, activation="silu")),
     case("residual", _linear((17,), 48, 40, residual=True)),
+    case("silu, residual", _linear((17,), 48, 40, activation="silu", residual=True)),
     case("silu, residual, no bias", _linear((17,), 48, 40, bias=False, activation="silu",
                                             residual=True)),
     case("transposed input", _transposed_input),
