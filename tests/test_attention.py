@@ -10,19 +10,41 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Target, check_target, on, run, targets
+from harness import (
+    CUDA,
+    DTYPES,
+    Target,
+    check_target,
+    check_trained,
+    on,
+    run,
+    targets,
+)
 from torch import Tensor
 
 from transformer_fast import _native
 from transformer_fast import functional as F
 from transformer_fast.backends import cpu
+from transformer_fast.backends.triton import config
 from transformer_fast.measure.memory import peak
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
-from transformer_fast.testing import check, check_gradients, nan_memory, truth_of
+from transformer_fast.testing import (
+    GRADIENT_FACTOR,
+    check,
+    check_gradients,
+    gradients,
+    nan_memory,
+    truth_of,
+    truth_of_gradients,
+)
 from transformer_fast.testing.oracle import promote
+from transformer_fast.testing.parity import compare
 
-pytestmark = pytest.mark.usefixtures("two_threads")
+pytestmark = [
+    pytest.mark.usefixtures("two_threads", "small_tiles"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 #: The kernels that have masks.
@@ -431,13 +453,19 @@ def broadcast_name(full: tuple[bool, ...]) -> str:
 
 
 @pytest.mark.parametrize("full", every_broadcast(), ids=broadcast_name)
-def test_mask_gradient_of_every_broadcast(full, isa):
+def test_mask_gradient_of_every_broadcast(full, backend):
     """Tiles of keys and blocks of queries on every side of the sums."""
-    sizes = (2, 2, 131, 270)
-    q, k, v = inputs(*sizes, 8)
+    sizes = (2, 2, 131, 270) if backend.name == "cpu" else (2, 2, 20, 35)
     shape = tuple(n if f else 1 for n, f in zip(sizes, full, strict=True))
+    if backend.name != "cpu":  # which takes masks of four dimensions
+        shape = shape[full.index(True) if any(full) else 3 :]
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    check_gradients_of(q, k, v, mask=mask)
+    lengths = torch.tensor([sizes[3], sizes[3] // 2])
+    given = {"mask": mask, "lengths": lengths, "dropout_p": 0.1, "seed": torch.tensor(5)}
+    target = backend.of("attention")
+    arguments = arrange(*inputs(*sizes, 8, key_heads=1), gqa=True, **given)
+    with nan_memory():
+        check_gradients("attention", target.kernel.run, on(target, arguments))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -471,67 +499,130 @@ def finite(*tensors: Tensor) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors)
 
 
+def trained(target: Target, qkv: tuple[Tensor, ...], up: Tensor, **options: Any) -> list[Tensor]:
+    """The output, and the gradients of query, key and value."""
+    leaves = [x.clone().to(target.device).requires_grad_() for x in qkv]
+    arguments = on(target, arrange(*qkv, **options))
+    output, _ = target.kernel.run(*leaves, *arguments[3:])
+    return [output.detach(), *torch.autograd.grad(output, leaves, up.to(target.device))]
+
+
+def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> None:
+    """``exact``: to the bit. What is not finite sends a call, or a walk over keys, another way."""
+    eps = torch.finfo(found[0].dtype).eps
+    close = 0.0 if exact else max(1e-5, 10 * eps)
+    torch.testing.assert_close(found, clean, rtol=close, atol=close)
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("how", ["mask", "float mask", "lengths", "causal"])
-def test_garbage_at_hidden_places_and_gradients(garbage, how, isa):
+def test_garbage_at_hidden_places_and_gradients(garbage, how, backend):
     """Keys and values hidden from a query reach neither its gradient nor, through it, others'."""
     q, k, v = inputs(2, 2, 30, 60, 16)
     visible = torch.ones(1, 1, 30, 60, dtype=torch.bool)
-    mask = lengths = None
+    options: dict[str, Any] = {}
     if how == "lengths":
         visible[..., 41:] = False
-        lengths = torch.tensor([41, 41])
+        options = {"lengths": torch.tensor([41, 41])}
     elif how == "causal":
         visible = visible.tril()
+        options = {"causal": True}
     else:
         visible[..., 5::7] = False
-        mask = (
-            visible if how == "mask" else torch.zeros(1, 1, 30, 60).masked_fill(~visible, -math.inf)
-        )
+        options = {"mask": visible if how == "mask" else torch.where(visible, 0.0, -math.inf)}
     hidden = ~visible.any(dim=-2)[0, 0]
-    dirty = k.clone(), v.clone()
-    for x in dirty:
-        x[:, :, hidden] = garbage
-    found = []
-    for key, value in (dirty, (k, v)):
-        leaves = [x.clone().requires_grad_() for x in (q, key, value)]
-        output, _ = cpu.attention(
-            *arrange(*leaves, mask=mask, lengths=lengths, causal=how == "causal")
-        )
-        found.append(torch.autograd.grad(output.sin().sum(), leaves))
-    assert finite(*found[0])
-    for got, expected in zip(*found, strict=True):
-        assert torch.equal(got, expected)
-    assert not found[0][1][:, :, hidden].any()
-    assert not found[0][2][:, :, hidden].any()
+    dirty = (x.masked_fill(hidden[:, None], garbage) for x in (k, v))
+    target = backend.of("attention")
+    clean, found = (trained(target, (q, *kv), q.sin(), **options) for kv in ((k, v), dirty))
+    assert finite(*found)
+    assert_same(found, clean, exact=backend.name == "cpu")
+    assert not any(x[:, :, hidden].any() for x in found[2:])
 
 
-def test_garbage_that_some_may_see(isa):
-    """NaN in a key that only late queries see spoils those and nothing before them."""
-    q, k, v = inputs(1, 1, 40, 40, 16)
-    k[:, :, 30], v[:, :, 30] = math.nan, math.inf
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    output, _ = cpu.attention(*arrange(*leaves, causal=True))
-    (dq,) = torch.autograd.grad(output[:, :, :30].sum(), leaves[:1], retain_graph=True)
-    assert finite(output[:, :, :30], dq[:, :, :30])
-    dq, dk, dv = torch.autograd.grad(output.sum(), leaves)
-    assert finite(dq[:, :, :30])
-    assert not finite(dq[:, :, 30:])
-    assert finite(dk[:, :, 31:]) is False
-    assert finite(dv[:, :, 31:]) is False
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_garbage_that_some_queries_see(dtype, added, backend):
+    """NaN in a key or a value spoils those, and nothing of the others."""
+    target = backend.of("attention", dtype)
+    q, k, v = (x.to(dtype) for x in inputs(1, 2, 20, 150, 16))
+    mask = torch.randn(20, 150, generator=torch.Generator().manual_seed(4)) > 0
+    given = torch.where(mask, 0.5, -math.inf) if added else mask
+    truth = truth_of_gradients("attention", arrange(q, k, v, mask=given[None, None]))
+    k[0, 0, 5], v[0, 0, 6], v[0, 1, 77, 3] = math.nan, math.inf, -math.inf
+    arguments = arrange(q, k, v, mask=given[None, None])
+    check_target(target, arguments)
+    found = gradients("attention", target.kernel.run, on(target, arguments))["query"].cpu()
+    for head, keys in ((0, (5, 6)), (1, (77,))):
+        unaware = ~mask[:, list(keys)].any(1)
+        assert unaware.any()
+        assert not finite(found[0, head][~unaware])
+        rows = (x[0, head][unaware] for x in (found, truth.expected["query"], truth.true["query"]))
+        parity = compare("grad of query", *rows, GRADIENT_FACTOR, truth.units["query"])
+        assert parity.ok, parity
 
 
-def test_garbage_in_queries_that_see_nothing(isa):
-    q, k, v = inputs(1, 2, 30, 20, 16)
-    mask = torch.ones(1, 1, 30, 20, dtype=torch.bool)
-    mask[:, :, 7:9] = False
-    grad = torch.ones_like(q)
-    q[:, :, 7], grad[:, :, 8] = math.nan, math.inf
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    output, _ = cpu.attention(*arrange(*leaves, mask=mask))
-    found = torch.autograd.grad(output, leaves, grad)
-    assert finite(output, *found)
-    assert not found[0][:, :, 7:9].any()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_garbage_in_queries_that_see_nothing(dtype, backend):
+    """Neither they nor the gradients that come to them reach anything else."""
+    target = backend.of("attention", dtype)
+    q, k, v = (x.to(dtype) for x in inputs(1, 2, 40, 53, 16))
+    mask = torch.rand(1, 1, 40, 53, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[:, :, [7, 8]], mask[..., 16:32, :16] = False, False
+    results = []
+    for garbage, up in ((0.0, 0.0), (math.nan, math.inf)):
+        query, grad = q.clone(), q.sin()
+        query[:, :, 7], grad[:, :, 8] = garbage, up
+        results.append(trained(target, (query, k, v), grad, mask=mask))
+    assert finite(*results[1])
+    assert_same(*results, exact=backend == CUDA)
+    assert not any(x[:, :, 7:9].any() for x in results[1][:2])
+
+
+# One share of the keys, and several; shares of nothing, and lengths that end within one.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [1, 60, 700])
+@pytest.mark.parametrize("sizes", [(24, 24), (33, 40), (128, 64)], ids=str)
+def test_one_query(sizes, keys, dtype, backend, monkeypatch):
+    target = backend.of("attention", dtype)
+    if backend.name == "triton":
+        tile = config.DecodeTile(16, 16 if keys == 700 else 1024, 4, 1)
+        monkeypatch.setattr(config, "attention_decode", lambda *sizes: tile)
+    q, k, v = (x.to(dtype) for x in inputs(3, 4, 1, keys, sizes[0], key_heads=2))
+    v = v.repeat(1, 1, 1, 2)[..., : sizes[1]]
+    k[-1, :, -1], v[-1, :, -1] = math.nan, math.inf  # beyond the length
+    lengths = torch.tensor([keys, 0, min(keys - 1, keys // 2 + 1)])
+    mask = torch.randn(3, 1, 1, keys, generator=torch.Generator().manual_seed(4)) > -1
+    if keys > 7:
+        mask[..., 7] = False
+        k[:, :, 7], v[:, :, 7] = math.nan, math.inf
+    added = torch.where(mask, 0.5, -math.inf)
+    for given in (mask, added, added.to(dtype)):
+        arguments = arrange(q, k, v, mask=given, lengths=lengths, gqa=True)
+        assert target.refusal(arguments) is None
+        check_target(target, arguments, offset=int(backend != CUDA))
+    if keys < 512:
+        check_gradients("attention", target.kernel.run, on(target, arguments))
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize("stride", [0, 1, 3])
+def test_lengths_of_every_type_and_stride(stride, kind, backend, monkeypatch):
+    """Every kernel that reads lengths, of keys or of queries."""
+    if backend.name == "triton":
+        monkeypatch.setattr(config, "lists_pay", lambda *sizes: stride > 0)
+    q, k, v = inputs(3, 2, 9, 20, 16)
+    mask = torch.randn(1, 1, 9, 20, generator=torch.Generator().manual_seed(8))
+    lengths = torch.tensor([11, 20, 3] if stride else [11] * 3, dtype=kind)
+    lengths = lengths.repeat_interleave(stride)[::stride] if stride else lengths[:1].expand(3)
+    target, dropped = backend.of("attention"), {"dropout_p": 0.1, "seed": torch.tensor(7)}
+    for arguments in (
+        arrange(q, k, v, mask=mask, lengths=lengths, weights=True, **dropped),
+        arrange(q, k, v, lengths=lengths, causal=True),
+        arrange(q[:, :, :1], k, v, lengths=lengths),
+        arrange(q, k, v, lengths=lengths, weights=True, query_lengths=lengths // 2),
+        arrange(q, k, v, mask=mask, query_lengths=lengths // 2, **dropped),
+    ):
+        check_trained(target.kernel, on(target, arguments))
 
 
 def test_saturated_rows_are_exact(isa):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from test_cuda_operators import DTYPES, SEED, hold, ops, rows_of, the_kernel
 
 from transformer_fast import dispatch
 from transformer_fast.specs.attention_cases import arrange
-from transformer_fast.testing import call_of, check, nan_memory
-from transformer_fast.testing.gradients import gradients, truth_of_gradients
-from transformer_fast.testing.parity import GRADIENT_FACTOR, compare
+from transformer_fast.testing import call_of
 
 
 def heads(device, dtype, queries, keys, size, *, batch=1, heads=1, key_heads=None, value_size=None):
@@ -54,91 +50,10 @@ def test_as_many_keys_as_it_takes(dtype, device):
                               lengths=torch.tensor([512, 1], device=device)))  # fmt: skip
 
 
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_that_some_queries_see_and_others_do_not(dtype, added, device):
-    q, k, v = heads(device, dtype, 20, 150, 16, heads=2)
-    mask = rows_of((20, 150), torch.float32, device, 4) > 0
-    given = torch.where(mask, 0.5, -math.inf) if added else mask
-    truth = truth_of_gradients("attention", arrange(q, k, v, mask=given))
-    k[0, 0, 5], v[0, 0, 6], v[0, 1, 77, 3] = math.nan, math.inf, -math.inf
-    arguments = arrange(q, k, v, mask=given)
-    run = the_kernel("attention").run
-    check("attention", run(*arguments), arguments)
-    found = gradients("attention", run, arguments)["query"]
-    for head, keys in ((0, (5, 6)), (1, (77,))):
-        unaware = ~mask[:, list(keys)].any(1)
-        assert unaware.any()
-        rows = (x[0, head][unaware] for x in (found, truth.expected["query"], truth.true["query"]))
-        parity = compare("grad of query", *rows, GRADIENT_FACTOR, truth.units["query"])
-        assert parity.ok, parity
-
-
-# One share, and several; shares of nothing, and lengths that end within one.
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("keys", [1, 60, 700])
-@pytest.mark.parametrize("size", [(24, 24), (33, 40), (128, 64)], ids=str)
-def test_one_query(size, keys, dtype, device):
-    many = {"batch": 2, "heads": 2, "key_heads": 1} if keys < 700 else {"batch": 3}
-    q, k, v = heads(device, dtype, 1, keys, size[0], value_size=size[1], **many)
-    lengths = torch.tensor([keys, 0, keys // 2 + 1][: len(q)], device=device)
-    mask = rows_of((len(q), 1, 1, keys), torch.float32, device, 4) > -1
-    k[-1, :, -1], v[-1, :, -1] = math.nan, math.nan  # beyond the length
-    lengths[-1] = min(int(lengths[-1]), keys - 1)
-    for given in (None, mask, torch.where(mask, 0.5, -math.inf)):
-        arguments = arrange(q, k, v, mask=given, lengths=lengths)
-        assert dispatch.why_not(the_kernel("attention"), call_of("attention", arguments)) == []
-        with nan_memory():
-            found = the_kernel("attention").run(*arguments)
-        check("attention", found, arguments)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_one_query(dtype, device):
-    q, k, v = heads(device, dtype, 1, 130, 16, heads=2)
-    hold("attention", arrange(q, k, v, mask=rows_of((1, 130), dtype, device, 4)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_in_queries_that_see_nothing(dtype, device):
-    q, k, v = heads(device, dtype, 20, 30, 16)
-    mask = torch.ones(20, 30, dtype=torch.bool, device=device)
-    mask[7] = False
-    run = the_kernel("attention").run
-    clean = gradients("attention", run, arrange(q, k, v, mask=mask))
-    q[0, 0, 7] = math.nan
-    found = gradients("attention", run, arrange(q, k, v, mask=mask))
-    assert all(torch.equal(found[name], clean[name]) for name in clean)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_rows_in_which_one_key_has_almost_all(dtype, device):
     q, k, v = heads(device, dtype, 20, 150, 32)
     hold("attention", arrange(q * 8, k, v))
-
-
-@pytest.mark.parametrize("shape", [(70,), (1, 70), (19, 1), (2, 1, 1, 70), (3, 19, 70), (1, 1)])
-def test_the_gradient_of_a_mask_is_summed_to_its_shape(shape, device):
-    q, k, v = heads(device, torch.bfloat16, 19, 70, 16, batch=2, heads=3)
-    hold("attention", arrange(q, k, v, mask=rows_of(shape, torch.float32, device, 4)))
-
-
-def test_lengths_of_every_type_and_stride(device):
-    q, k, v = heads(device, torch.bfloat16, 5, 40, 16, batch=3)
-    for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        lengths = torch.tensor([40, 99, 7, 99, 0, 99], dtype=kind, device=device)[::2]
-        hold("attention", arrange(q, k, v, lengths=lengths))
-
-
-def test_attention_repeats_to_the_bit(device):
-    given = [x.requires_grad_() for x in heads(device, torch.bfloat16, 70, 130, 32)]
-    mask = rows_of((1, 130), torch.bfloat16, device, 4).requires_grad_()
-    run = the_kernel("attention").run
-    found = [
-        torch.autograd.grad(run(*arrange(*given, mask=mask))[0].square().sum(), (*given, mask))
-        for _ in range(2)
-    ]
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

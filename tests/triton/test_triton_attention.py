@@ -1,5 +1,4 @@
-"""What the op table does not reach of attention on Triton: garbage that only some queries see, tile
-lists and their cache, splits of decoding, sums over broadcast masks, large strides, equal bits."""
+"""What only Triton's attention has: tile lists and their cache, splits of decoding, large strides."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import math
 import pytest
 import torch
 import triton.language as tl
-from harness import DTYPES
 from interpreted import jit
 
 from transformer_fast.backends.triton import config, mask_tiles, runtime
@@ -42,51 +40,6 @@ def patchy_mask(t, s, device):
     mask[16:32] = True
     mask[-3] = False
     return mask.to(device)
-
-
-# Garbage ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_garbage_in_the_future_of_some_queries(device, dtype, garbage):
-    """Within one tile some queries see the key and some do not; each gets what the reference gives."""
-    q, k, v = drawn(device, dv=24, dtype=dtype)
-    v[:, :, 20, 3:] = garbage
-    check("attention", attention(*arguments(q, k, v, causal=True)), arguments(q, k, v, causal=True))
-
-
-def test_garbage_in_keys_and_values_hidden_by_a_mask(device):
-    q, k, v = drawn(device, t=40, s=40)
-    mask = patchy_mask(40, 40, device)
-    mask[:, 33] = False
-    k[:, :, 33], v[:, :, 33] = math.nan, math.inf
-    check("attention", attention(*arguments(q, k, v, mask)), arguments(q, k, v, mask))
-    check_gradients("attention", attention, arguments(q, k, v, mask))
-
-
-def test_garbage_in_queries_that_see_nothing(device):
-    """Neither they nor the gradients that come to them reach keys and values."""
-    q, k, v = drawn(device, t=40, dv=24)
-    mask = patchy_mask(40, 53, device)
-    mask[5] = False
-    scale, up = 0.25, torch.randn(1, 2, 40, 24, generator=torch.Generator().manual_seed(2))
-    up = up.to(device)
-    results = []
-    for spoilt in (False, True):
-        query, grad = q.clone(), up.clone()
-        query[:, :, 5] = math.nan if spoilt else 0.0
-        grad[:, :, -3] = math.inf if spoilt else 0.0
-        forward = (query, k, v, mask, None, False, scale, 0.0, None)
-        output, _, shift, norm = attention_forward(*forward, False)
-        kept = output, None, shift, norm, True, True, True, False
-        found = attention_backward(grad, None, *forward, *kept)
-        results.append((output, *found[:3]))
-    for clean, spoilt in zip(*results, strict=True):
-        assert spoilt.isfinite().all()
-        torch.testing.assert_close(spoilt, clean, rtol=1e-5, atol=1e-6)
-    assert (results[1][0][:, :, 5] == 0).all()
-    assert (results[1][1][:, :, 5] == 0).all()
 
 
 # Tile lists ---------------------------------------------------------------------------------------
@@ -176,24 +129,7 @@ def test_views_of_one_mask_have_lists_of_their_own(device, listed):
 
 # Additive masks -----------------------------------------------------------------------------------
 
-SHAPES = [
-    (2, 2, 20, 35),
-    (1, 2, 20, 35),
-    (2, 1, 20, 35),
-    (20, 35),
-    (2, 1, 1, 35),
-    (35,),
-    (2, 1, 35),
-]
 CONSTANT = [(2, 1, 20, 1), (1,), (2, 1, 1)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradient_of_a_broadcast_mask(device, shape):
-    q, k, v = drawn(device, b=2, h=2, key_heads=1, t=20, s=35, dv=8)
-    mask = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(device)
-    call = arguments(q, k, v, mask, torch.tensor([35, 17], device=device), p=0.1)
-    check_gradients("attention", attention, call)
 
 
 @pytest.mark.parametrize("shape", CONSTANT)
@@ -227,19 +163,6 @@ def test_rows_of_finfo_min_attend_to_everything(device):
 # One query ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits_from", [16, 1024])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_query(device, dtype, splits_from, monkeypatch):
-    tile = config.DecodeTile(16, splits_from, 4, 1)
-    monkeypatch.setattr(config, "attention_decode", lambda *sizes: tile)
-    q, k, v = drawn(device, b=3, h=4, key_heads=2, t=1, s=75, dv=24, dtype=dtype)
-    lengths = torch.tensor([75, 17, 0], device=device)
-    padding = torch.arange(75, device=device) % 3 > 0
-    for mask in (None, padding[None, None, None, :], torch.randn(75, device=device).to(dtype)):
-        call = arguments(q, k, v, mask, lengths)
-        check("attention", attention(*call), call)
-
-
 @pytest.mark.parametrize(("keys", "kernels"), [(64, 1), (640, 2)])
 def test_one_split_needs_no_merging(keys, kernels):
     q, k = torch.empty(1, 1, 1, 64, device="meta"), torch.empty(1, 1, keys, 64, device="meta")
@@ -248,31 +171,7 @@ def test_one_split_needs_no_merging(keys, kernels):
     assert len(found) == kernels
 
 
-def test_garbage_beside_one_query(device):
-    q, k, v = drawn(device, b=2, h=4, key_heads=1, t=1, s=40)
-    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool, device=device)
-    mask[:, :, :, 7] = False
-    k[:, :, 7], v[:, :, 7] = math.nan, math.inf
-    k[1, :, 30:], v[1, :, 30:] = math.inf, math.nan
-    call = arguments(q, k, v, mask, torch.tensor([40, 30], device=device))
-    check("attention", attention(*call), call)
-
-
-# Weights, bits, strides ---------------------------------------------------------------------------
-
-
-def test_same_bits_every_time(device):
-    q, k, v = drawn(device, b=2, h=2, dtype=torch.bfloat16)
-    mask = torch.randn(1, 2, 37, 53, generator=torch.Generator().manual_seed(6)).to(device)
-    forward = (q, k, v, mask.bfloat16(), None, True, 0.25, 0.2, torch.tensor(5, device=device))
-    runs = []
-    for _ in range(2):
-        output, _, shift, norm = attention_forward(*forward, False)
-        kept = output, None, shift, norm, True, True, True, True
-        found = attention_backward(output, None, *forward, *kept)
-        runs.append((output, shift, norm, *found))
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first, second)
+# Strides -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("far", ["mask", "key"])
@@ -294,29 +193,6 @@ def test_offsets_beyond_32_bits(device, far):
         attention(*arguments(q, k, v, mask))[:1], attention(*near)[:1], strict=True
     ):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize(
-    "spaced", [lambda x: x.repeat_interleave(3)[::3], lambda x: x[:1].expand(3)]
-)
-def test_key_lengths_of_any_stride(device, listed, spaced, monkeypatch):
-    """Every kernel that reads lengths, of keys or of queries."""
-    monkeypatch.setattr(config, "lists_pay", lambda *sizes: listed)
-    whole = torch.tensor([11, 20, 3], device=device)
-    lengths = spaced(whole)
-    assert lengths.stride(0) in (0, 3)
-    q, k, v = drawn(device, b=3, h=1, t=9, s=20, dv=8)
-    mask = torch.randn(9, 20, generator=torch.Generator().manual_seed(8)).to(device)
-    for call in (
-        arguments(q, k, v, mask, lengths, p=0.1, weights=True),
-        arguments(q, k, v, None, lengths, causal=True),
-        arguments(q[:, :, :1], k, v, None, lengths),
-        (*arguments(q, k, v, None, lengths, weights=True), lengths // 2),
-        (*arguments(q, k, v, mask, None, p=0.1), lengths // 2),
-    ):
-        check("attention", attention(*call), call)
-        check_gradients("attention", attention, call)
 
 
 def test_garbage_that_only_rows_behind_the_queries_would_see(device):
