@@ -145,13 +145,45 @@ def test_a_target_on_another_device(devices):
     assert str(found.value) == str(expected.value)
 
 
-def test_nothing_of_ignored_rows_counts():
-    x, target = logits_and_target(4, 7)
-    x[1], target[1] = math.nan, -100
-    x.requires_grad_()
-    F.cross_entropy(x, target, label_smoothing=0.1).backward()
-    assert torch.equal(x.grad[1], torch.zeros(7))
-    assert x.grad.isfinite().all()
+def trained(target, x, classes, up):
+    """Losses, and the gradient of the logits."""
+    leaf = x.clone().to(target.device).requires_grad_()
+    losses = target.kernel.run(leaf, classes.to(target.device), -100, 0.1)
+    (gradient,) = torch.autograd.grad(losses, leaf, up.to(target.device))
+    return losses.detach(), gradient
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_garbage_in_ignored_rows(backend, dtype, garbage):
+    """Their losses and gradients are 0, the other rows' are those without garbage; so it is with
+    garbage in the gradient that comes to them."""
+    x, target = logits_and_target(9, 150, dtype=dtype)
+    target[1::3] = -100
+    results = []
+    for spoilt in (False, True):
+        up = torch.linspace(1.0, 2.0, 9)
+        if spoilt:
+            x[1::3] = garbage
+            x[4, ::2] = 1.0
+            up[1] = math.nan
+        results.append(trained(backend.of("cross_entropy", dtype), x, target, up))
+        assert not any(found[1::3].any() for found in results[-1])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("values", [(math.nan,), (math.inf,), (-math.inf,) * 150])
+@pytest.mark.parametrize("column", [0, 70, 149])
+def test_garbage_stays_in_its_row(backend, column, values):
+    """As PyTorch has it: NaN, for these rows only."""
+    x, target = logits_and_target(9, 150)
+    x[3, torch.arange(column, column + len(values)) % 150] = torch.tensor(values)
+    losses, gradient = trained(backend.of("cross_entropy"), x, target, torch.ones(9))
+    assert torch.equal(losses.isnan().cpu(), torch.arange(9) == 3)
+    assert torch.equal(gradient.isnan().all(1).cpu(), torch.arange(9) == 3)
+    assert gradient.isfinite().all(1).sum() == 8
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -166,15 +198,6 @@ def test_nothing_of_ignored_rows_counts_in_float64(backend, reduction):
     TF.cross_entropy(kept, target[target >= 0], reduction=reduction).sum().backward()
     assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
     torch.testing.assert_close(x.grad[target >= 0], kept.grad)
-
-
-@pytest.mark.parametrize("values", [(math.nan,), (math.inf,), (-math.inf,) * 7])
-def test_logits_that_are_no_numbers(values):
-    """As PyTorch has it: NaN, for these rows only."""
-    x, target = logits_and_target(4, 7)
-    x[1, : len(values)] = torch.tensor(values)
-    ours, theirs = (f(x, target, reduction="none") for f in (F.cross_entropy, TF.cross_entropy))
-    assert torch.equal(ours.isnan(), theirs.isnan())
 
 
 def test_long_rows():
@@ -305,6 +328,8 @@ def built(dtype, rows, inputs, classes):
 
 @pytest.fixture(params=["cpu", "torch", "reference"])
 def kernel(request):
+    if request.param == "triton":
+        request.getfixturevalue("triton")
     found = kernel_of(OP, request.param)
     if found.unavailable is not None:
         pytest.skip(found.unavailable)
@@ -326,12 +351,19 @@ def in_parts(monkeypatch):
     return wrapped
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("at_once", [96, 250])
+@pytest.mark.parametrize(
+    "kernel",
+    ["cpu", "torch", "reference", pytest.param("triton", marks=pytest.mark.thorough)],
+    indirect=True,
+)
 def test_all_logits_are_never_in_memory(in_parts, at_once, kernel, dtype):
     """And what is worked out in parts is what the oracle says, gradients included."""
-    classes = 700
-    arguments, run = built(dtype, 1000, 24, classes), in_parts(kernel.run, at_once * classes)
+    sizes = (600, 8, 50) if kernel.backend == "triton" else (1000, 24, 700)
+    *_, classes = sizes
+    arguments, run = built(dtype, *sizes), in_parts(kernel.run, at_once * classes)
     with Largest() as seen, torch.no_grad():
         result = run(*arguments)
     check(OP, result, arguments)

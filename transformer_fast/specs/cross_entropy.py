@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,6 +44,55 @@ def _hidden_classes(draw: Draw) -> tuple[Any, ...]:
     return x.masked_fill(hidden, -math.inf), target, *rest
 
 
+def _hidden_blocks(smoothing: float) -> Any:
+    """-inf throughout the first, a middle or the last block of classes, by turns."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, row = draw.normal(260, 150), torch.arange(260, device=draw.device) % 3
+        begin = torch.tensor([0, 60, 80], device=draw.device)[row, None]
+        place = torch.arange(150, device=draw.device)
+        x.masked_fill_(
+            (place >= begin) & (place < begin + 80 - 10 * (row[:, None] != 1)), -math.inf
+        )
+        return x, torch.where(row == 0, 75, 3), _IGNORED, smoothing
+
+    return build
+
+
+def _rising(draw: Draw) -> tuple[Any, ...]:
+    # Every block raises, or none does, the maximum by more than fp32 has room for.
+    x = torch.linspace(-600.0, 600.0, 300, device=draw.device).to(draw.dtype).repeat(260, 1)
+    x[::2] = x[::2].flip(1)
+    return x, draw.integers(260, end=300), _IGNORED, 0.1
+
+
+def _target_apart(draw: Draw) -> tuple[Any, ...]:
+    return draw.normal(260, 64), draw.integers(260, 2, end=64)[:, 1], _IGNORED, 0.1
+
+
+def _garbage_in_padding(draw: Draw) -> tuple[Any, ...]:
+    x, target, *rest = _loss(300, 150, smoothing=0.1, ignored=0.4)(draw)
+    garbage = torch.tensor([math.nan, math.inf, -math.inf], device=draw.device).repeat(100)
+    return torch.where((target == _IGNORED)[:, None], garbage[:, None].to(x), x), target, *rest
+
+
+def _nothing_but_hidden(smoothing: float) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, *rest = _loss(260, 150, smoothing=smoothing)(draw)
+        x[::5] = -math.inf
+        return x, *rest
+
+    return build
+
+
+def _hidden_target(smoothing: float) -> Any:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x, target, *rest = _loss(260, 150, smoothing=smoothing)(draw)
+        return x.scatter(1, target[:, None], -math.inf), target, *rest
+
+    return build
+
+
 def _far_from_zero(draw: Draw) -> tuple[Any, ...]:
     return draw.normal(260, 70, shift=100.0), draw.integers(260, end=70), _IGNORED, 0.1
 
@@ -66,6 +116,15 @@ _CASES = (
     case("large logits", _loss(260, 300, scale=40.0)),
     case("logits far from zero", _far_from_zero),
     case("hidden classes", _hidden_classes),
+    case("hidden blocks", _hidden_blocks(0.0)),
+    case("rising classes", _rising),
+    case("targets apart", _target_apart),
+    case("garbage in padding", _garbage_in_padding),
+    case("garbage: smoothing over hidden blocks", _hidden_blocks(0.1)),
+    case("garbage: nothing but hidden classes", _nothing_but_hidden(0.0)),
+    case("garbage: nothing but hidden classes, smoothing", _nothing_but_hidden(0.1)),
+    case("garbage: hidden targets", _hidden_target(0.0)),
+    case("garbage: hidden targets, smoothing", _hidden_target(0.1)),
     case("transposed", _laid_out(56, 270, lambda x: x.t())),
     case("every third row", _laid_out(780, 48, lambda x: x[::3])),
     case("columns of wider rows", _laid_out(260, 100, lambda x: x[:, 3:67])),
