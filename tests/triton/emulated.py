@@ -155,43 +155,44 @@ def _cases() -> Iterator[tuple[str, Any]]:
 
     from transformer_fast.backends.triton import config, operators
     from transformer_fast.functional.layer_norm import add_norm_on, norm_on
+    from transformer_fast.specs.attention_cases import _attention, _floats, arrange
+    from transformer_fast.specs.cross_entropy import _loss
+    from transformer_fast.specs.feed_forward import _feed_forward
+    from transformer_fast.specs.layer_norm import _added, _plain
+    from transformer_fast.specs.linear import _linear
+    from transformer_fast.specs.spec import Draw
 
-    seed = torch.tensor(0x7123456789ABCDEF)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     listed = {"lists_pay": lambda *sizes: True}
+    own = {"few_rows": 0}  # products of our own, however few the rows
 
-    def normal(*shape: int, dtype: torch.dtype = bf16) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(sum(shape))
-        return torch.randn(shape, generator=generator).to(dtype)
+    def made(
+        op: str, run: Any, build: Any, dtype: torch.dtype, gradients: bool = True, **settings: Any
+    ) -> Any:
+        def make() -> Any:
+            draw = Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+            return op, run, build(draw), gradients, settings
 
-    def patchy(t: int, s: int) -> torch.Tensor:
+        return make
+
+    def patchy(draw: Draw, b: int, h: int, t: int, s: int) -> torch.Tensor:
         """Tiles hidden, seen, and patchy; a query that sees nothing."""
-        mask = torch.rand(1, 1, t, s, generator=torch.Generator().manual_seed(1)) > 0.3
+        mask = draw.bools(1, 1, t, s, true=0.7)
         mask[..., :, 64:128] = False
         mask[..., :64, :64] = True
         mask[..., 5, :] = False
         return mask
 
     def attention(
-        b: int = 1, h: int = 2, t: int = 70, s: int = 150, d: int = 64, dv: int | None = None,
-        groups: int = 1, dtype: torch.dtype = bf16, mask: Any = None, lengths: Any = None,
-        causal: bool = False, p: float = 0.0, weights: bool = False, packed: bool = False,
-        gradients: bool = True, query_lengths: Any = None, **settings: Any,
+        b: int = 1, h: int = 2, t: int = 70, s: int = 150, d: int = 64, *, groups: int = 1,
+        dtype: torch.dtype = bf16, gradients: bool = True, settings: Any = None, **rest: Any,
     ) -> Any:  # fmt: skip
-        def make() -> Any:
-            q = normal(b, h, t, d, dtype=dtype)
-            k = normal(b, h // groups, s, d, dtype=dtype)
-            v = normal(b, h // groups, s, dv or d, dtype=dtype).flip(2)
-            if packed:  # as one projection makes them
-                q, k, v = (x.transpose(1, 2) for x in normal(b, t, 3, h, d, dtype=dtype).unbind(2))
-            given = mask() if callable(mask) else mask
-            arguments = (
-                q, k, v, given, lengths, causal, None, p, seed if p else None, groups > 1, weights,
-                query_lengths,
-            )  # fmt: skip
-            return "attention", operators.attention, arguments, gradients, settings
+        build = _attention(b, h, t, s, d, key_heads=h // groups, **rest)
+        return made("attention", operators.attention, build, dtype, gradients, **(settings or {}))
 
-        return make
+    def packed(draw: Draw) -> Any:
+        """As one projection makes them."""
+        return arrange(*(x.transpose(1, 2) for x in draw.normal(1, 80, 3, 2, 64).unbind(2)))
 
     def sequences(queries: list[int], keys: list[int], **more: Any) -> Any:
         """One behind the other, with offsets of any stride and rows that no sequence has."""
@@ -208,65 +209,35 @@ def _cases() -> Iterator[tuple[str, Any]]:
         return make
 
     def norm(rows: int, columns: int, dtype: torch.dtype, p: float = 0.0, far: float = 0.0) -> Any:
-        def make() -> Any:
-            x, w, b = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype), None
-            x = x + far
-            if not p:
-                arguments: Any = (x, (columns,), w, w.flip(0), 1e-5)
-                return "layer_norm", norm_on("triton"), arguments, True, {}
-            arguments = (x, x.flip(0), (columns,), w, b, 1e-5, p, seed)
-            return "add_layer_norm", add_norm_on("triton"), arguments, True, {}
-
-        return make
-
-    own = {"few_rows": 0}  # products of our own, however few the rows
+        if p:
+            return made("add_layer_norm", add_norm_on("triton"), _added(rows, columns, p), dtype)
+        return made("layer_norm", norm_on("triton"), _plain(rows, columns, shift=far), dtype)
 
     def linear(
         rows: int, k: int, n: int, activation: str | None, dtype: torch.dtype, **settings: Any
     ) -> Any:
-        def make() -> Any:
-            w = normal(n, k, dtype=dtype) * 0.1
-            residual = normal(rows, n, dtype=dtype) if activation else None
-            arguments = (
-                normal(rows, k, dtype=dtype),
-                w,
-                normal(n, dtype=dtype),
-                activation,
-                residual,
-            )
-            return "linear", operators.linear, arguments, True, settings
-
-        return make
+        build = _linear((rows,), k, n, activation=activation, residual=activation is not None)
+        return made("linear", operators.linear, build, dtype, **settings)
 
     def network(
         rows: int, m: int, f: int, activation: str, p: float, dtype: torch.dtype, **settings: Any
     ) -> Any:
-        def make() -> Any:
-            w1, w2 = normal(f, m, dtype=dtype) * 0.1, normal(m, f, dtype=dtype) * 0.1
-            arguments = (
-                normal(rows, m, dtype=dtype), w1, normal(f, dtype=dtype), w2, normal(m, dtype=dtype),
-                activation, p, seed if p else None,
-            )  # fmt: skip
-            return "feed_forward", operators.feed_forward, arguments, True, settings
-
-        return make
+        build = _feed_forward((rows,), m, f, activation=activation, dropout_p=p)
+        return made("feed_forward", operators.feed_forward, build, dtype, **settings)
 
     def loss(rows: int, classes: int, smoothing: float, dtype: torch.dtype) -> Any:
-        def make() -> Any:
-            target = torch.arange(rows) * 7 % classes
-            target[3] = -100
-            arguments = (normal(rows, classes, dtype=dtype) * 3, target, -100, smoothing)
-            return "cross_entropy", operators.cross_entropy, arguments, True, {}
+        build = _loss(rows, classes, smoothing=smoothing, ignored=0.3, scale=3.0)
+        return made("cross_entropy", operators.cross_entropy, build, dtype)
 
-        return make
+    def spaced(*_: Any) -> torch.Tensor:
+        return torch.tensor([150, 0, 0, 33, 0, 0])[::3]
 
     yield "attention", attention()
     yield "attention misaligned", attention(t=40, s=80, causal=True)
-    yield "attention fp16 packed", attention(dtype=fp16, t=80, s=80, packed=True)
+    yield "attention fp16 packed", made("attention", operators.attention, packed, fp16)
     yield "attention fp32 causal", attention(dtype=fp32, h=1, t=33, s=40, d=16, causal=True)
     yield "attention head 128 groups", attention(t=40, s=100, d=128, groups=2)
-    yield "attention odd head", attention(t=33, s=70, d=40, dv=24, causal=True)
-    spaced = torch.tensor([150, 0, 0, 33, 0, 0])[::3]
+    yield "attention odd head", attention(t=33, s=70, d=40, value_size=24, causal=True)
     yield "attention causal strided lengths", attention(b=2, lengths=spaced, causal=True)
     yield "attention query lengths", attention(b=2, t=140, h=1, query_lengths=spaced)
     yield (
@@ -275,38 +246,38 @@ def _cases() -> Iterator[tuple[str, Any]]:
             b=2,
             h=1,
             t=140,
-            mask=lambda: patchy(140, 150),
+            mask=patchy,
             query_lengths=spaced,
-            p=0.3,
+            dropout_p=0.3,
             weights=True,
-            **listed,
+            settings=listed,
         ),
     )
     yield (
         "attention sequences causal groups",
         sequences([140, 0, 5], [100, 33, 70], groups=2, causal=True),
     )
-    yield "attention mask", attention(mask=lambda: patchy(70, 150))
+    yield "attention mask", attention(mask=patchy)
     yield (
         "attention mask lists",
-        attention(h=1, t=140, s=260, mask=lambda: patchy(140, 260), causal=True, **listed),
+        attention(h=1, t=140, s=260, mask=patchy, causal=True, settings=listed),
     )
     yield (
         "attention float mask dropout weights",
-        attention(mask=lambda: normal(1, 2, 70, 150), p=0.3, weights=True),
+        attention(mask=_floats("hts"), dropout_p=0.3, weights=True),
     )
 
     def hidden_garbage() -> Any:
-        op, run, arguments, _, settings = attention(mask=lambda: patchy(70, 150))()
+        op, run, arguments, _, settings = attention(mask=patchy)()
         arguments[1][:, :, 70], arguments[2][:, :, 80] = math.nan, math.inf
         return op, run, arguments, True, settings
 
     yield "attention hidden garbage", hidden_garbage
     split = {"attention_decode": lambda *sizes: config.DecodeTile(64, 64, 4, 3)}
     decoding = {"b": 2, "h": 4, "t": 1, "s": 200, "groups": 2, "gradients": False}
-    decoding["lengths"] = torch.tensor([200, 33])
-    alone = {**decoding, "b": 1, "lengths": torch.tensor([150])}
-    yield "attention decoding", attention(**alone, **split)
+    decoding["lengths"] = lambda *_: torch.tensor([200, 33])
+    alone = {**decoding, "b": 1, "lengths": lambda *_: torch.tensor([150])}
+    yield "attention decoding", attention(**alone, settings=split)
     yield "attention decoding one split", attention(**decoding)
     yield "layer_norm", norm(37, 512, bf16)
     yield "layer_norm misaligned", norm(9, 500, bf16)
