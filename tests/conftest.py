@@ -109,8 +109,8 @@ SHARES = {
     "test_triton_cross_entropy": 30,
     "test_viz_diagram": 50,
     # Tests on these backends.
-    "triton": 15,
-    "cuda": 30,
+    "triton": 4,
+    "cuda": 15,
     # Much of it is waiting for compilers.
     "test_rms_norm": 40,
     "test_training": 50,
