@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 import torch
 
-from transformer_fast import _native, call_cache, dispatch, small
+from transformer_fast import _native, call_cache, dispatch, fast_path
 from transformer_fast.backends import cuda as cuda_backend
 from transformer_fast.backends import triton as triton_backend
 from transformer_fast.functional import _operator
@@ -181,14 +181,14 @@ def process_left_alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_calls_on_kernels() -> Iterator[None]:
     """Most calls here are so small that the dispatcher would leave them to PyTorch."""
-    with small.handed_over(on=False):
+    with fast_path.handed_over(on=False):
         yield
 
 
 @pytest.fixture
 def small_calls(small_calls_on_kernels: None) -> Iterator[None]:
     """Small calls go where they go for everybody else."""
-    with small.handed_over(on=True, short=True):
+    with fast_path.handed_over(on=True, short=True):
         yield
 
 

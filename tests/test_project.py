@@ -29,7 +29,7 @@ def test_dir():
     shown = set(dir(transformer_fast))
     assert {*transformer_fast.__all__, "viz"} <= shown
     assert not any(name.startswith("_") and not name.endswith("__") for name in shown)
-    assert not shown & {"Any", "TYPE_CHECKING", "call_cache", "small"}
+    assert not shown & {"Any", "TYPE_CHECKING", "call_cache", "fast_path"}
     for name in transformer_fast.__all__:
         assert getattr(transformer_fast, name) is not None
     assert {*functional.__all__, "softmax"} <= set(dir(functional))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from harness import DTYPES, SATURATED, OnDevice, Operators, drawn, name_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_fast import dispatch, explain, functional, nn, small, use_backend
+from transformer_fast import dispatch, explain, fast_path, functional, nn, use_backend
 from transformer_fast.backends import torch as backend
 from transformer_fast.nn import transformer_layers
 from transformer_fast.specs import OPS
@@ -186,7 +186,7 @@ def test_multihead_attention(need_weights, training):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_ignored_rows_need_no_pass_of_their_own(monkeypatch, smoothing):
     """Rows shorter than a vector are computed as a GPU computes all: NaN there gives no gradient."""
-    monkeypatch.setattr(small, "ignores_no_nan", lambda *call: True)
+    monkeypatch.setattr(fast_path, "ignores_no_nan", lambda *call: True)
     x, target = torch.randn(4, 3), torch.tensor([0, -1, 2, 1])
     x[1], x[2, 0] = math.nan, math.nan
     x.requires_grad_()

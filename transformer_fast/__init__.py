@@ -21,7 +21,7 @@ from .accelerate import accelerate, accelerated, restore
 from .accelerate.graph.report import compile_reports
 from .backends import warm
 from .dispatch import Explanation, export_operators, strict, use_backend
-from .small import batch_invariant
+from .fast_path import batch_invariant
 
 if TYPE_CHECKING:
     from . import models, nn, training

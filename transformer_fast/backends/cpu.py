@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import _native, small
+from .. import _native, fast_path
 from ..autograd import wants_grad
 from ..dispatch import Call, Kernel, PreferLater, register, rows
 from ..functional import _pointwise as _pointwise  # its operators
@@ -132,7 +132,7 @@ def register_kernel(kernel: Kernel) -> None:
             devices=("cpu",),
             dtypes=kernel.dtypes or _FLOATS,
             unavailable=_native.why_not,
-            prefers_later=(*small.prefers_later(kernel.op), *_PREFER_LATER.get(kernel.op, ())),
+            prefers_later=(*fast_path.prefers_later(kernel.op), *_PREFER_LATER.get(kernel.op, ())),
         )
     )
 

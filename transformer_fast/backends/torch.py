@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _native, reference, small
+from .. import _native, fast_path, reference
 from ..dispatch import Call, Kernel, is_exporting, register
 from ..functional._pointwise import DROPOUT
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
@@ -211,7 +211,7 @@ def _cross_entropy_backward(
     log_p_target = log_p.gather(1, place)
     grad = torch.where(log_p_target.isnan(), log_p_target, grad[:, None])
     grad = grad.masked_fill(ignored[:, None], 0.0)
-    if log_p.is_cpu and not small.ignores_no_nan(input, target, ignore_index):
+    if log_p.is_cpu and not fast_path.ignores_no_nan(input, target, ignore_index):
         log_p = log_p.masked_fill(ignored[:, None], 0.0)
     share = label_smoothing / input.shape[1]
     found = torch.empty_like(input, memory_format=torch.contiguous_format)

@@ -22,8 +22,8 @@ from ..autograd import (
     wants_grad,
 )
 from ..dispatch import Call, select
-from ..small import ATTENTION, FLOAT, plain
-from ..small import kernel as cpu_kernel
+from ..fast_path import ATTENTION, FLOAT, plain
+from ..fast_path import kernel as cpu_kernel
 from ._check import (
     autocast,
     is_torchs,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import reference, small
+from .. import fast_path, reference
 from ..autograd import (
     Function,
     differentiates_again,
@@ -166,10 +166,10 @@ def cross_entropy(
         and target.dtype is torch.int64
         and type(ignore_index) is int
         and 0.0 <= label_smoothing <= 1.0
-        and (grad := small.plain(input)) is not None
-        and input.dtype is small.FLOAT
-        and input.numel() < small.CROSS_ENTROPY.below[grad]
-        and small.ignores_no_nan(input, target, ignore_index)
+        and (grad := fast_path.plain(input)) is not None
+        and input.dtype is fast_path.FLOAT
+        and input.numel() < fast_path.CROSS_ENTROPY.below[grad]
+        and fast_path.ignores_no_nan(input, target, ignore_index)
     ):
         return F.cross_entropy(
             input, target, None, None, ignore_index, None, reduction, label_smoothing
@@ -196,7 +196,7 @@ def cross_entropy(
 def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, grad: bool) -> bool:
     """Whether PyTorch's linear map and loss, of all logits at once, take less time."""
     if not (
-        input.dtype is small.FLOAT
+        input.dtype is fast_path.FLOAT
         and type(target) is Tensor
         and target.is_cpu
         and target.dtype is torch.int64
@@ -207,11 +207,11 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
         and target.shape == input.shape[:-1]
     ):
         return False
-    logits, limit = target.numel() * weight.shape[0], small.LINEAR_CROSS_ENTROPY
+    logits, limit = target.numel() * weight.shape[0], fast_path.LINEAR_CROSS_ENTROPY
     return (
         0 < logits < limit.below[grad]
         and weight.numel() <= limit.weights
-        and small.kernel("linear_cross_entropy", input, weight, bias) is not None
+        and fast_path.kernel("linear_cross_entropy", input, weight, bias) is not None
         and torch._C._len_torch_dispatch_stack() == 0
         # PyTorch lets what stands in ignored rows reach gradients.
         and int(target.min()) >= 0
@@ -309,7 +309,7 @@ def linear_cross_entropy(
         and weight is None
         and options is None
         and ignored < 0
-        and (grad := small.plain(input, linear_weight, linear_bias)) is not None
+        and (grad := fast_path.plain(input, linear_weight, linear_bias)) is not None
         and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
         return F.cross_entropy(

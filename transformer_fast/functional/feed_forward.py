@@ -20,10 +20,10 @@ from ..autograd import (
     wants_grad,
 )
 from ..dispatch import Call, select
+from ..fast_path import FEED_FORWARD, FLOAT, plain
+from ..fast_path import kernel as cpu_kernel
 from ..reference.dropout import draw_seed, dropout
 from ..reference.linear import ACTIVATIONS, activate
-from ..small import FEED_FORWARD, FLOAT, plain
-from ..small import kernel as cpu_kernel
 from ._check import (
     autocast,
     casts_itself,

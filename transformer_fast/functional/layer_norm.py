@@ -21,9 +21,9 @@ from ..autograd import (
     wants_grad,
 )
 from ..dispatch import Call, Kernel
+from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
+from ..fast_path import kernel as cpu_kernel
 from ..reference.dropout import draw_seed, dropout
-from ..small import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
-from ..small import kernel as cpu_kernel
 from ._check import (
     casts_itself,
     is_torchs,

@@ -20,9 +20,9 @@ from ..autograd import (
     wants_grad,
 )
 from ..dispatch import Call, select
+from ..fast_path import FLOAT, LINEAR, plain
+from ..fast_path import kernel as cpu_kernel
 from ..reference.linear import activate
-from ..small import FLOAT, LINEAR, plain
-from ..small import kernel as cpu_kernel
 from ._check import (
     autocast,
     casts_itself,

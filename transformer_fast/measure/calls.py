@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import dispatch, small
+from .. import dispatch, fast_path
 from ..dispatch import FUSED, OPS, Kernel
 from ..testing import call_of
 
@@ -78,7 +78,7 @@ def record() -> Iterator[Record]:
     for kernel in before:
         dispatch.register(watch(kernel))
     try:
-        with small.handed_over(short=False):
+        with fast_path.handed_over(short=False):
             yield found
     finally:
         for kernel in before:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch, small
+from .. import dispatch, fast_path
 from ..autograd import wants_grad
 from ..functional._pointwise import EMBEDDING_BACKWARD
 from .drop_in import DropIn
@@ -50,13 +50,14 @@ class Embedding(DropIn, torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes a tenth of a small call.
         table = self._parameters.get("weight")
-        grad = None if self.max_norm is not None else small.plain(input, table)
+        grad = None if self.max_norm is not None else fast_path.plain(input, table)
         if (
             table is not None
             and grad is not None
             and (
                 not grad
-                or table.numel() + 8 * input.numel() * table.shape[-1] < small.EMBEDDING.below[1]
+                or table.numel() + 8 * input.numel() * table.shape[-1]
+                < fast_path.EMBEDDING.below[1]
             )
         ):
             padding = -1 if self.padding_idx is None else self.padding_idx

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional, small
+from .. import fast_path, functional
 from ..autograd import savable
 from ..functional import _check
 from ..functional.attention import attend
@@ -175,16 +175,16 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         if not (
             self.batch_first
             and self.num_heads % 2 == 0
-            and query.numel() < small.MULTIHEAD_ATTENTION.below[0]
-            and query.dtype is small.FLOAT
+            and query.numel() < fast_path.MULTIHEAD_ATTENTION.below[0]
+            and query.dtype is fast_path.FLOAT
             and fusion.is_unhooked(out, fusion.LINEAR)
         ):
             return None
         found = [*fusion.affine(self, "in_proj_weight", "in_proj_bias"), *fusion.affine(out)]
         if (
             any(parameter is None for parameter in found)
-            or small.plain(query, *found) is not False
-            or small.kernel("linear", query, *found) is None
+            or fast_path.plain(query, *found) is not False
+            or fast_path.kernel("linear", query, *found) is None
         ):
             return None
         return found  # type: ignore[return-value]

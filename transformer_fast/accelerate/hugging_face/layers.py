@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import functional
+from ...fast_path import LINEAR, plain
 from ...nn import fusion
-from ...small import LINEAR, plain
 from ..parts import Example, FusedLayer, Op, Part, dropout_p, parts
 
 #: Ours by the name of theirs.

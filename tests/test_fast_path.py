@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import transformer_fast
-from transformer_fast import _native, dispatch, functional, nn, small
+from transformer_fast import _native, dispatch, fast_path, functional, nn
 from transformer_fast.testing import call_of
 
 pytestmark = [
@@ -157,8 +157,8 @@ def _norm(rows: int = 4096) -> list[Any]:
 
 def test_a_norm_goes_straight_to_the_kernel_that_the_dispatcher_would_take() -> None:
     arguments = _norm()
-    assert small.plain(arguments[0], *arguments[2:4])
-    run = small.kernel("layer_norm", arguments[0], *arguments[2:4])
+    assert fast_path.plain(arguments[0], *arguments[2:4])
+    run = fast_path.kernel("layer_norm", arguments[0], *arguments[2:4])
     assert run is dispatch.select(call_of("layer_norm", tuple(arguments))).run
     with Operators() as found, dispatch.use_backend(None):
         nn.LayerNorm(8)(arguments[0])
@@ -193,7 +193,7 @@ def test_what_is_not_plainly_the_kernels_is_the_dispatchers(
     # The first question that only the dispatcher's road asks.
     known = functional.layer_norm.__globals__
     monkeypatch.setitem(known, "is_torchs", lambda *tensors: chosen.append(True) or False)
-    with small.handed_over(on=False), contextlib.suppress(Exception):
+    with fast_path.handed_over(on=False), contextlib.suppress(Exception):
         functional.layer_norm(*arguments)
     assert chosen
 
@@ -203,15 +203,15 @@ def test_named_backends_and_transforms_are_the_dispatchers() -> None:
     arguments = _norm()
     for name in ("reference", "torch", "cpu"):
         with transformer_fast.use_backend(name):
-            assert small.plain(arguments[0]) is None
-    with small.handed_over(short=False):
-        assert small.plain(arguments[0]) is None
+            assert fast_path.plain(arguments[0]) is None
+    with fast_path.handed_over(short=False):
+        assert fast_path.plain(arguments[0]) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert small.kernel("layer_norm", arguments[0]) is None
+        assert fast_path.kernel("layer_norm", arguments[0]) is None
     seen = []
 
     def ask(x: Tensor) -> Tensor:
-        seen.append(small.plain(arguments[0]) is not None)
+        seen.append(fast_path.plain(arguments[0]) is not None)
         return x * 2.0
 
     torch.func.jvp(ask, (arguments[0],), (arguments[0],))
@@ -409,7 +409,7 @@ def test_the_dispatcher_tells_of_small_calls_where_it_is_asked() -> None:
     with record() as found:
         norm(x)
     assert set(found.calls) == {("layer_norm", "torch")}
-    with small.handed_over(on=False), record() as found:
+    with fast_path.handed_over(on=False), record() as found:
         norm(x)
     assert set(found.calls) == {("layer_norm", "cpu")}
 
