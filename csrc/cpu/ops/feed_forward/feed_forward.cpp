@@ -50,7 +50,10 @@ void run_blocks(FeedForwardArgs args, const Panels& panels1, const Panels& panel
   }
   const int64_t threads = torch::stable::get_num_threads(), unit = kernels->row_unit;
   const int64_t max_rows = kernels->row_block(args);
-  const int64_t blocks = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
+  const int64_t wanted = ((args.m + max_rows - 1) / max_rows + threads - 1) / threads * threads;
+  // Of one or two rows the tiles of gemm.h add in another order, and results must not depend on the
+  // number of threads.
+  const int64_t blocks = std::min(wanted, std::max<int64_t>(1, args.m / 4));
   for_each_item(blocks, [&](int64_t item) {
     const int64_t begin = row_of_part(args.m, item, blocks, unit);
     const int64_t end = row_of_part(args.m, item + 1, blocks, unit);
