@@ -949,6 +949,14 @@ def test_encoder_layers_of_torch(options: dict[str, Any], masks: dict[str, Any])
 
 
 @torch.no_grad()
+def test_encoder_layers_of_torch_without_a_batch_element() -> None:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    model, x = Called(layer, src_mask=_CAUSAL), torch.randn(0, 7, 32)
+    ours, _ = compiled(model)
+    assert ours(x).shape == model(x).shape
+
+
+@torch.no_grad()
 def test_encoder_layers_of_torch_in_graphs_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(inner._log, "warning", lambda *args: told.append(args[0]))

@@ -118,7 +118,8 @@ def encoder_layer(
     )  # fmt: skip
     if mask is not None and mask_type != 1 and mask.dim() == 4:
         # One mask for all batches and heads is not written out for each.
-        mask = mask[0, 0] if mask.stride()[:2] == (0, 0) else mask.flatten(0, 1)
+        is_one = mask.stride()[:2] == (0, 0) and mask.shape[0] > 0
+        mask = mask[0, 0] if is_one else mask.flatten(0, 1)
     hidden = None if mask is None else mask.to(torch.bool)
     masks = {"src_key_padding_mask" if mask_type == 1 else "src_mask": hidden}
     found: Tensor = layer.forward(src, **masks)
