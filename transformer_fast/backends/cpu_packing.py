@@ -2,9 +2,8 @@
 
 The kernels read a weight in panels. Packing costs about as much as multiplying a few dozen rows, so
 for calls without gradients the packed copy of an `nn.Parameter` (or of a view of one) is kept and
-used until the parameter changes: by an in-place update or ``load_state_dict`` (its version counter),
-by ``.to()``, assignment to ``.data`` or deletion (its memory is gone: a weak reference to its
-storage, since one to the tensor would keep ``torch.utils.swap_tensors`` from working).
+used until the parameter changes (`Snapshot`): by an in-place update or ``load_state_dict``, by
+``.to()``, assignment to ``.data`` or deletion.
 
 Writes that PyTorch does not see (through ``.data``, NumPy, another tensor on the same memory, shared
 memory) are found by a fingerprint (``csrc/cpu/core/fingerprint.h``): every call compares something of
@@ -25,7 +24,6 @@ There is no lock: a process that is forked while a thread packs finds none held.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -36,50 +34,27 @@ from torch import Tensor
 from .. import _native, _switches, memory
 from ..functional.feed_forward import INFERENCE as FEED_FORWARD
 from ..functional.feed_forward import PACKED as FEED_FORWARD_PACKED
+from ..functional.linear import COPIES
 from ..functional.linear import INFERENCE as LINEAR
 from ..functional.linear import PACKED as LINEAR_PACKED
+from ..snapshot import Snapshot
 
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
 
-class _Entry:
+class _Entry(Snapshot):
     """A packed copy, and the state of the weight when it was packed."""
 
-    __slots__ = ("address", "fingerprint", "packed", "shape", "storage", "used", "version")
+    __slots__ = ("packed", "used")
 
     def __init__(self, key: tuple[Any, ...], weight: Tensor, owner: Tensor, rows: int) -> None:
-        # All before packing: a write in the meantime must not pass for the packed state.
-        self.version = owner._version
-        self.address = weight.data_ptr()
-        self.shape = weight.shape
-        self.storage = weakref.ref(weight.untyped_storage(), lambda _: _drop(key))
-        self.fingerprint = _fingerprint(weight)
+        # The state before packing: a write in the meantime must not pass for the packed state.
+        super().__init__(weight, owner, lambda _: _drop(key))
         self.used = 0
-        #: None once the copy is dropped.
+        #: None once the copy is dropped, and the state no longer ``alive``.
         self.packed: Tensor | None = torch.ops.transformer_fast.cpu_pack_weight(
             weight.detach(), rows
         )
-
-    def is_of(self, weight: Tensor, owner: Tensor) -> bool:
-        """Whether nothing that PyTorch sees has changed. ``owner``: of which it is a view, or itself.
-
-        As long as there is a copy there is its storage, so memory at the same address is the same.
-        """
-        return (
-            self.packed is not None
-            and self.version == owner._version
-            and self.address == weight.data_ptr()
-            and self.shape == weight.shape
-        )
-
-
-def _fingerprint(weight: Tensor) -> Any:
-    assert _native.module is not None  # or no kernel would ask
-    matrix = weight if weight.stride(1) == 1 else weight.t()
-    size = weight.element_size()
-    return _native.module.Fingerprint(
-        weight.data_ptr(), matrix.shape[0], matrix.shape[1] * size, matrix.stride(0) * size
-    )
 
 
 _FINGERPRINT = attrgetter("fingerprint")
@@ -108,7 +83,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
-    entry = _entry_of(weight, rows)
+    entry = _entry_of(weight, _owner(weight), rows)
     return None if entry is None else entry.packed
 
 
@@ -166,14 +141,19 @@ def _in_pieces(weight: Tensor, rows: int) -> bool:
     return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
 
 
-def _entry_of(weight: Tensor, rows: int) -> _Entry | None:
-    """The copy that is kept, which is the weight as it is now; packed now if need be."""
+def _owner(weight: Tensor) -> Tensor:
+    """The tensor that the weight is a view of, or itself."""
     owner = weight if weight._base is None else weight._base
     if memory.program.parameters and type(owner) is Tensor:
         found = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
         # Parameters that share their memory have versions of their own.
         if 0 <= weight.data_ptr() - found.data_ptr() < found.nbytes:
-            owner = found
+            return found
+    return owner
+
+
+def _entry_of(weight: Tensor, owner: Tensor, rows: int) -> _Entry | None:
+    """The copy that is kept, which is the weight as it is now; packed now if need be."""
     # Sharded ones (DTensor) have no memory of their own, those made in inference mode no version
     # counter.
     if type(owner) is not torch.nn.Parameter or owner.is_inference():
@@ -241,11 +221,17 @@ class PackedWeights:
         #: For each weight the copy that was kept at the last call. Threads find all of one time.
         self._last: tuple[bool, list[_Entry]] = (False, [])
 
-    def __call__(self, weights: Sequence[Tensor], rows: int) -> list[Tensor | None]:
-        """The packed copies; None stands for those that are not kept or not needed."""
+    def __call__(
+        self, weights: Sequence[Tensor], rows: int, owners: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """The packed copies; None stands for those that are not kept or not needed.
+
+        ``owners``: the parameters that the weights are, or are views of, for calls that are not
+        recorded, even while a program is compiled; None: the weights.
+        """
         assert _native.module is not None  # or no kernel would ask
         direct_rows = _native.module.direct_rows
-        for weight in () if _is_recorded() else weights:
+        for weight in () if owners is None and _is_recorded() else weights:
             if rows > direct_rows(_NAMES[weight.dtype], weight.numel()):
                 break
         else:
@@ -254,11 +240,10 @@ class PackedWeights:
         before, last = self._last
         if pieces == before and len(last) == len(weights):
             packed: list[Tensor | None] = []
-            for entry, weight in zip(
-                last, weights, strict=True
-            ):  # each step of a generator is a call
+            # Each step of a generator is a call.
+            for entry, weight, owner in zip(last, weights, owners or weights, strict=True):
                 packed.append(entry.packed)
-                if not entry.is_of(weight, weight):
+                if not entry.is_of(weight, owner):
                     break
             else:
                 if _native.module.all_hold(list(map(_FINGERPRINT, last)), rows):
@@ -266,7 +251,10 @@ class PackedWeights:
                     for entry in last:
                         entry.used = now
                     return packed
-        entries = [_entry_of(weight, rows) for weight in weights]
+        entries = [
+            _entry_of(weight, owner, rows)
+            for weight, owner in zip(weights, owners or map(_owner, weights), strict=False)
+        ]
         # Packing the others, or another thread, may have dropped some.
         packed = [None if entry is None else entry.packed for entry in entries]
         kept = [entry for entry in entries if entry is not None and entry.packed is not None]
@@ -277,7 +265,7 @@ class PackedWeights:
 def _drop(key: tuple[Any, ...]) -> None:
     entry = _entries.pop(key, None)
     if entry is not None:
-        entry.packed = None
+        entry.alive, entry.packed = False, None
 
 
 def forget(module: torch.nn.Module | None = None) -> None:
@@ -294,3 +282,4 @@ def held_bytes() -> int:
 
 
 memory.packings.append((held_bytes, forget))
+COPIES["cpu"] = PackedWeights

@@ -11,14 +11,15 @@ from torch.fx.node import map_arg
 
 from .memory import Memory
 from .nodes import dtype, is_number, only_user, rank, shape, value
-from .ops import constant, mutates, read
+from .ops import Op, constant, mutates, read
 
 
 def canonicalize(graph: Graph) -> None:
     """All of it."""
     name_mutations(graph)
     name_dtypes(graph)
-    remove_idle_dropout(graph)
+    remove_idle_calls(graph)
+    remove_empty_parts(graph)
     write_apart(graph)
     name_constants(graph)
     merge_equal(graph)
@@ -167,14 +168,40 @@ def merge_equal(graph: Graph) -> None:
 _MERGED = frozenset({"eq", "ne", "not", "bool", "unsqueeze"})
 
 
-def remove_idle_dropout(graph: Graph) -> None:
-    """Dropouts that drop nothing (evaluation, p = 0) give their input back."""
+def remove_idle_calls(graph: Graph) -> None:
+    """Dropouts that drop nothing (evaluation, p = 0) and casts to the same dtype give their input."""
     for node in list(graph.nodes):
         op = read(node)
-        if op is None or op.name != "dropout" or not isinstance(op["input"], Node):
+        if op is None or not isinstance(op["input"], Node):
             continue
-        if op["training"] is False or op["p"] == 0:
+        drops_nothing = op.name == "dropout" and (op["training"] is False or op["p"] == 0)
+        if drops_nothing or (op.name in ("to", "float") and _is_idle_cast(node, op)):
             node.replace_all_uses_with(op["input"])
+            graph.erase_node(node)
+
+
+def _is_idle_cast(node: Node, op: Op) -> bool:
+    before, after = value(op["input"]), value(node)
+    return (
+        op.args.keys() <= {"input", "dtype", "device"}
+        and isinstance(before, torch.Tensor)
+        and (before.dtype, before.device) == (after.dtype, after.device)
+    )
+
+
+def remove_empty_parts(graph: Graph) -> None:
+    """``torch.cat([empty, x])`` as x, where nobody can tell: the first step of a cache of keys."""
+    memory = Memory(graph)
+    returned = memory.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
+    for node in list(graph.nodes):
+        if node.target not in (torch.cat, torch.concat) or not node.args:
+            continue
+        parts = node.args[0]
+        rest = [part for part in parts if shape(part) != (0,)]  # type: ignore[union-attr]
+        if len(rest) != 1 or len(rest) == len(parts) or dtype(rest[0]) != dtype(node):  # type: ignore[arg-type]
+            continue
+        if not memory.is_written([node, *rest]) and node not in returned:
+            node.replace_all_uses_with(rest[0])
             graph.erase_node(node)
 
 

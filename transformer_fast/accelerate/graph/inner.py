@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ... import memory
 from . import run_time
+from .constants import Constants, lift
 from .nodes import value
 
 _log = logging.getLogger("transformer_fast")
@@ -32,7 +33,10 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     its first result is not that of the graph, the graph runs as it is. `why_not` is to be asked before.
     """
     try:
-        return _Checked(module, torch._dynamo.lookup_backend("inductor")(module, example_inputs))
+        lifted = lift(module, example_inputs)
+        program, constants, inputs = (module, None, []) if lifted is None else lifted
+        inductor = torch._dynamo.lookup_backend("inductor")
+        return _Checked(module, inductor(program, [*example_inputs, *inputs]), constants)
     except torch._dynamo.exc.RestartAnalysis:  # Dynamo then captures the graph anew
         raise
     except Exception as error:
@@ -62,8 +66,10 @@ class _Checked:
     is: graphs that write to their inputs or draw random numbers.
     """
 
-    def __init__(self, module: GraphModule, compiled: Callable[..., Any]) -> None:
-        self.module, self.compiled = module, compiled
+    def __init__(
+        self, module: GraphModule, compiled: Callable[..., Any], constants: Constants | None = None
+    ) -> None:
+        self.module, self.compiled, self.constants = module, compiled, constants
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.viewed = [
             index
@@ -83,7 +89,7 @@ class _Checked:
             map(_is_same, [_state_of(x) for x in inputs], before)
         )
         if repeatable and all(map(_agree, self._run_compiled(*inputs), expected)):
-            self.run = self._run_compiled if self.viewed else self.compiled
+            self.run = self._run_compiled if self.constants or self.viewed else self.compiled
         else:
             if repeatable:
                 _log.warning("inductor gives another result, so the rest runs as it is written")
@@ -91,6 +97,10 @@ class _Checked:
         return expected
 
     def _run_compiled(self, *inputs: Any) -> Any:
+        if self.constants is not None:
+            found = self.constants(inputs)
+            # Without room for all packed copies each product packs its own.
+            return self.module.forward(*inputs) if found is None else self.compiled(*inputs, *found)
         viewed = (inputs[index] for index in self.viewed)
         memory.program.parameters = {x.untyped_storage().data_ptr(): x for x in viewed}
         try:

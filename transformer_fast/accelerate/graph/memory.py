@@ -25,11 +25,12 @@ _FRESH_OPS = frozenset(
 )  # fmt: skip
 #: Others, by the name of function or method.
 _FRESH_NAMES = frozenset(
-    {"abs", "all", "and_", "any", "arange", "bitwise_and", "bitwise_or", "cat", "cos", "cumsum",
-     "embedding", "empty", "empty_like", "eye", "full", "ge", "gt", "invert", "le", "linspace",
-     "logical_and", "logical_or", "logical_xor", "lt", "max", "min", "ones", "ones_like", "or_",
-     "rand", "rand_like", "randint", "randn", "randn_like", "repeat", "repeat_interleave",
-     "scalar_tensor", "sin", "stack", "tril", "triu", "zeros", "zeros_like"}
+    {"_weight_norm", "abs", "all", "and_", "any", "arange", "bitwise_and", "bitwise_or", "cat", "cos",
+     "cumsum", "embedding", "empty", "empty_like", "eye", "full", "ge", "gt", "invert", "le",
+     "linspace", "log", "logical_and", "logical_or", "logical_xor", "lt", "max", "min", "new_full",
+     "new_ones", "new_zeros", "ones", "ones_like", "or_", "rand", "rand_like", "randint", "randn",
+     "randn_like", "repeat", "repeat_interleave", "scalar_tensor", "sin", "stack", "tril", "triu",
+     "zeros", "zeros_like"}
 )  # fmt: skip
 
 
@@ -101,13 +102,18 @@ class Memory:
         """Whether any call of the graph writes into the nodes' memory."""
         return bool(self._touching(self._writes, nodes))
 
+    def shared(self, nodes: Iterable[Node]) -> frozenset[Any]:
+        """Names of the memory that the nodes' values may lie in."""
+        roots: dict[Node, frozenset[Any]] = {}
+        return frozenset().union(*(_roots(node, roots) for node in nodes))
+
     def _order(self) -> dict[Node, int]:
         return {node: i for i, node in enumerate(self._graph.nodes)}
 
     def _touching(self, writes: Sequence[Node], nodes: Iterable[Any]) -> list[Node]:
         """Those of the writes that may change what the nodes read."""
+        read_memory = self.shared(_nodes(list(nodes)))
         roots: dict[Node, frozenset[Any]] = {}
-        read_memory = frozenset().union(*(_roots(n, roots) for n in _nodes(list(nodes))))
         return [n for n in writes if _touched(n, roots) & read_memory]
 
 

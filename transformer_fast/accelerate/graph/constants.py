@@ -1,0 +1,285 @@
+"""What a compiled program needs of parameters and buffers alone, computed before it runs.
+
+Packed copies of weights, and expressions of parameters, buffers and numbers (a weight norm, tables of
+positions, biases of relative positions), become further inputs of the program, and are kept until a
+tensor that they are made of changes. Compilers that freeze weights make them constants for good.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ... import functional, memory
+from ...dispatch import select
+from ...functional._operator import Operator
+from ...functional.feed_forward import PACKED as FEED_FORWARD
+from ...functional.feed_forward import prepare_feed_forward
+from ...functional.linear import CODES, COPIES, prepare_linear
+from ...functional.linear import PACKED as LINEAR
+from ...snapshot import Snapshot, unchanged
+from .editor import Editor
+from .memory import Memory, is_fresh
+from .nodes import value
+from .ops import is_view, mutates
+from .report import GraphReport
+
+#: Further calls that give the same for the same tensors; of those in `is_fresh`, the beginnings of the
+#: names of calls that do not.
+_PURE = frozenset({"chunk", "expand", "float", "getitem", "int", "long", "split", "to", "unbind"})
+_IMPURE = ("dropout", "empty", "rand")
+#: Bytes of an expression's value, at most.
+_LARGEST = 64 << 20
+
+
+class _Weight(NamedTuple):
+    """A weight that a product reads from its packed copy."""
+
+    node: Node
+    #: The input that it is, or is a view of.
+    owner: int
+    rows: int
+
+
+class Constants:
+    """Finds the further inputs of a program: packed copies first, then values of expressions."""
+
+    def __init__(
+        self, given: Sequence[Node], weights: Sequence[_Weight], values: Sequence[Node]
+    ) -> None:
+        by_rows: dict[int, list[int]] = {}
+        for index, weight in enumerate(weights):
+            by_rows.setdefault(weight.rows, []).append(index)
+        self._groups = [(rows, indices, COPIES["cpu"]()) for rows, indices in by_rows.items()]
+        self._owners = [weight.owner for weight in weights]
+        are_views = any(weight.node is not given[weight.owner] for weight in weights)
+        self._views = _program(given, [each.node for each in weights]) if are_views else None
+        self._values = _program(given, values)
+        roots = _cone(values)
+        self._roots = [index for index, node in enumerate(given) if node in roots]
+        #: Values, and the state of what they were computed from.
+        self._kept: tuple[list[Snapshot], Sequence[Tensor]] | None = None
+        if values:
+            _all.add(self)
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Tensor] | None:
+        """For these inputs of the captured program; None where a packed copy cannot be kept."""
+        owners = [inputs[index] for index in self._owners]
+        weights = owners if self._views is None else self._views(*inputs)
+        found: list[Any] = [None] * len(weights)
+        for rows, indices, copies in self._groups:
+            chosen = [weights[index] for index in indices]
+            packed = copies(chosen, rows, [owners[index] for index in indices])
+            for index, each in zip(indices, packed, strict=True):
+                found[index] = each
+        if any(each is None for each in found):
+            return None
+        return [*found, *self._values_of([inputs[index] for index in self._roots], inputs)]
+
+    def _values_of(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> Sequence[Tensor]:
+        kept = self._kept
+        if kept is None or not unchanged(kept[0], roots, 1):
+            # The state before: a write while the values are computed is found by the next call.
+            states = [Snapshot(root, root) for root in roots]
+            with torch.no_grad():
+                kept = states, self._values(*inputs)
+            self._kept = kept
+        return kept[1]
+
+    def held_bytes(self) -> int:
+        kept = self._kept
+        return 0 if kept is None else sum(each.nbytes for each in kept[1])
+
+    def forget(self) -> None:
+        self._kept = None
+
+
+#: Those with values.
+_all: weakref.WeakSet[Constants] = weakref.WeakSet()
+
+
+def _forget(module: torch.nn.Module | None) -> None:
+    for each in list(_all):
+        each.forget()
+
+
+memory.packings.append((lambda: sum(each.held_bytes() for each in list(_all)), _forget))
+
+
+def lift(
+    module: GraphModule, inputs: Sequence[Any]
+) -> tuple[GraphModule, Constants, list[Tensor]] | None:
+    """The program with further inputs, what finds them, and those of the first call.
+
+    ``inputs``: those that the program was captured with. None where there is nothing to find, where
+    sizes are known at run time only, and where inputs are not plain tensors in CPU memory.
+    """
+    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in inputs):
+        return None
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    editor = Editor(graph, GraphReport())
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    if editor.has_autocast() or len(given) != len(inputs) or "cpu" not in COPIES:
+        return None
+    known = _known(editor.memory, given, inputs)
+    place = next(node for node in graph.nodes if node.op != "placeholder")
+    weights: list[_Weight] = []
+    new: list[Node] = []
+    for node in list(graph.nodes):
+        product = _product(node)
+        if product is None:
+            continue
+        operator, arguments, rows = product
+        packed = {i: _weight(arguments[i], given, inputs, rows) for i in _WEIGHTS[operator.name]}
+        if any(one is None or one.node not in known for one in packed.values()):
+            continue
+        for i, one in packed.items():
+            weights.append(one)  # type: ignore[arg-type]
+            with graph.inserting_before(place):
+                new.append(graph.placeholder(f"packed_{len(new)}"))
+            arguments[i + 1] = new[-1]
+        node.replace_all_uses_with(editor.call(node, operator.of["cpu"], *arguments, like=node))
+        graph.erase_node(node)
+    returned = editor.memory.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
+    values = [
+        node
+        for node in known
+        if any(user not in known for user in node.users)
+        and _is_small(node)
+        and not editor.memory.is_written([node])
+        and not editor.memory.shared([node]) & returned
+    ]
+    # Views of the inputs are not worth keeping.
+    own = {x.untyped_storage().data_ptr() for x in inputs}
+    found = zip(values, _program(given, values)(*inputs), strict=True)
+    values = [node for node, x in found if x.untyped_storage().data_ptr() not in own and x.numel()]
+    constants = Constants(given, weights, values)
+    first = constants(inputs)
+    if not first:
+        return None
+    for node in values:
+        with graph.inserting_before(place):
+            new.append(graph.placeholder(f"value_{len(new)}"))
+        new[-1].meta = {"example_value": value(node)}
+        node.replace_all_uses_with(new[-1])
+    for node in reversed(known):
+        if node.op != "placeholder" and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    return GraphModule(module, graph), constants, first
+
+
+def _known(memory: Memory, given: Sequence[Node], inputs: Sequence[Any]) -> dict[Node, None]:
+    """The nodes that depend on parameters, buffers and numbers alone, in order."""
+    known: dict[Node, None] = {}
+    for node, x in zip(given, inputs, strict=True):
+        kept = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+        if (
+            (kept or isinstance(x, torch.nn.Parameter))
+            and x.is_contiguous()
+            and x.numel() > 0
+            and not (x.is_inference() or x.is_neg() or memory.is_written([node]))
+        ):
+            known[node] = None
+    if given:
+        for node in given[0].graph.nodes:
+            if _is_pure(node) and all(each in known for each in node.all_input_nodes):
+                known[node] = None
+    return known
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method") or mutates(node):
+        return False
+    found = value(node)
+    for each in found if isinstance(found, (tuple, list)) else (found,):
+        if not isinstance(each, Tensor) or not all(isinstance(size, int) for size in each.shape):
+            return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return not name.startswith(_IMPURE) and (is_view(node) or is_fresh(node) or name in _PURE)
+
+
+def _is_small(node: Node) -> bool:
+    x = value(node)
+    return (
+        node.op != "placeholder"
+        and isinstance(x, Tensor)
+        and x.numel() * x.element_size() <= _LARGEST
+    )
+
+
+def _cone(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all that they are computed from."""
+    found: set[Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tuple[Tensor, ...]]:
+    """What computes the results from the inputs."""
+    cone, graph = _cone(results), Graph()
+    copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(given)}
+    for node in given[0].graph.nodes if given else ():
+        if node in cone and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return GraphModule({}, graph).forward  # type: ignore[return-value]
+
+
+#: Where the operators have weights; behind each its packed copy.
+_WEIGHTS = {LINEAR.name: (1,), FEED_FORWARD.name: (1, 4)}
+
+
+def _product(node: Node) -> tuple[Operator, list[Any], int] | None:
+    """The operator that runs a linear map or a feed-forward network on the CPU, its arguments without
+    packed copies, and the number of rows."""
+    names, p = node.kwargs.keys(), node.kwargs.get("dropout_p", 0.0)
+    if node.target is functional.linear and len(node.args) == 3 and names <= {"activation"}:
+        operator, places = LINEAR, (0, 1, None, 2, None)
+    elif node.target is functional.feed_forward and len(node.args) == 5 and p == 0.0:
+        operator, places = FEED_FORWARD, (0, 1, None, 2, 3, None, 4)
+    else:
+        return None
+    given = [value(each) for each in node.args]
+    activation = node.kwargs.get("activation")
+    if given[1].dim() != 2 or activation not in CODES or not all(map(_has_numbers, given)):
+        return None
+    prepare = prepare_linear if operator is LINEAR else prepare_feed_forward
+    call, checked = prepare(*given, activation=activation)
+    # A bias that broadcasts is made a row.
+    if any(one is not other for one, other in zip(checked, given, strict=False)):
+        return None
+    if select(call).backend != "cpu":
+        return None
+    arguments = [None if place is None else node.args[place] for place in places]
+    rows = given[0].numel() // max(1, given[0].shape[-1])
+    return operator, [*arguments, CODES[activation]], rows
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether the tensor's sizes are known, or there is none."""
+    return x is None or all(isinstance(size, int) for size in x.shape)
+
+
+def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:
+    """None where the weight is no parameter or view of one, or its packed copy is not needed."""
+    owners = [index for index, each in enumerate(given) if each in _cone([node])]
+    if len(owners) != 1:
+        return None
+    owner = inputs[owners[0]]
+    weight = owner if node is given[owners[0]] else _program(given, [node])(*inputs)[0]
+    same = weight.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+    if not same or COPIES["cpu"]()([weight], rows, [owner])[0] is None:
+        return None
+    return _Weight(node, owners[0], rows)
