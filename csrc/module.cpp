@@ -77,8 +77,7 @@ std::unique_ptr<tf::Fingerprint> take_fingerprint(uintptr_t address, long rows, 
 
 bool all_hold(const std::vector<tf::Fingerprint*>& fingerprints, int64_t rows) {
   const py::gil_scoped_release release;
-  return std::all_of(fingerprints.begin(), fingerprints.end(),
-                     [rows](tf::Fingerprint* fingerprint) { return fingerprint->holds(rows); });
+  return tf::all_hold(fingerprints, rows);
 }
 
 long direct_rows(const std::string& element, long elements) {

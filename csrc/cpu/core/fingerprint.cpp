@@ -10,6 +10,9 @@ namespace {
 // Minimum number of lines per thread: waking a thread takes as long as reading them.
 constexpr int64_t kGrain = 8192;
 
+// Minimum number of weights per thread, for the same reason.
+constexpr int64_t kWeights = 4;
+
 int64_t grain_of(int64_t lines_per_row) { return std::max<int64_t>(1, kGrain / lines_per_row); }
 
 void add_to(uint64_t& sum, uint64_t part) {
@@ -43,6 +46,21 @@ bool Fingerprint::holds(int64_t rows) {
     add_to(found, TF_DISPATCH(fingerprint_rows, matrix_, begin, end, first, count));
   });
   return found == expected;
+}
+
+bool all_hold(const std::vector<Fingerprint*>& fingerprints, int64_t rows) {
+  const auto count = static_cast<int64_t>(fingerprints.size());
+  std::atomic<bool> all{true};
+  const auto check = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && all.load(std::memory_order_relaxed); ++i)
+      if (!fingerprints[static_cast<size_t>(i)]->holds(rows)) all = false;
+  };
+  // Where everything is read, each fingerprint is divided.
+  if (rows >= Fingerprint::kReadAllRows)
+    check(0, count);
+  else
+    torch::stable::parallel_for(0, count, kWeights, check);
+  return all;
 }
 
 }  // namespace tf
