@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,11 @@ _MOST = 1 << 30
 #: Of each backend that keeps packed copies of weights: how many bytes they take, and what drops those
 #: of a module, or all.
 packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
+
+
+#: By backend, what finds packed copies of weights, and the state of a tensor to tell changes by
+#: (`cpu_packing.PackedWeights` and `Snapshot`).
+COPIES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {}
 
 
 class _Program(threading.local):

@@ -24,6 +24,7 @@ There is no lock: a process that is forked while a thread packs finds none held.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -34,12 +35,56 @@ from torch import Tensor
 from .. import _native, _switches, memory
 from ..functional.feed_forward import INFERENCE as FEED_FORWARD
 from ..functional.feed_forward import PACKED as FEED_FORWARD_PACKED
-from ..functional.linear import COPIES
 from ..functional.linear import INFERENCE as LINEAR
 from ..functional.linear import PACKED as LINEAR_PACKED
-from ..snapshot import Snapshot
 
 _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
+
+
+class Snapshot:
+    """The state of a tensor in CPU memory that something was computed of.
+
+    The tensor is not empty and has no gaps within a row or a column.
+
+    Writes that PyTorch sees change its version counter, and ``.to()``, assignment to ``.data`` and
+    deletion leave its memory: a weak reference to its storage, since one to the tensor would keep
+    ``torch.utils.swap_tensors`` from working. `all_hold` of the native module
+    finds the others.
+    """
+
+    __slots__ = ("address", "alive", "fingerprint", "shape", "storage", "version")
+
+    def __init__(
+        self, tensor: Tensor, owner: Tensor, when_freed: Callable[[Any], None] | None = None
+    ) -> None:
+        """``owner``: of which the tensor is a view, or itself."""
+        self.version = owner._version
+        self.address = tensor.data_ptr()
+        self.shape = tensor.shape
+        self.alive = True
+        self.storage = weakref.ref(tensor.untyped_storage(), when_freed)
+        self.fingerprint = _fingerprint(tensor)
+
+    def is_of(self, tensor: Tensor, owner: Tensor) -> bool:
+        """Whether nothing that PyTorch sees has changed.
+
+        As long as there is its storage, memory at the same address is the same.
+        """
+        return (
+            self.alive
+            and self.version == owner._version
+            and self.address == tensor.data_ptr()
+            and self.shape == tensor.shape
+        )
+
+    def is_unchanged(self, tensor: Tensor, rows: int) -> bool:
+        """Whether nothing has changed, for work on so many rows."""
+        assert _native.module is not None  # or no kernel would ask
+        return (
+            self.storage() is not None
+            and self.is_of(tensor, tensor)
+            and _native.module.all_hold([self.fingerprint], rows)
+        )
 
 
 class _Entry(Snapshot):
@@ -55,6 +100,16 @@ class _Entry(Snapshot):
         self.packed: Tensor | None = torch.ops.transformer_fast.cpu_pack_weight(
             weight.detach(), rows
         )
+
+
+def _fingerprint(tensor: Tensor) -> Any:
+    assert _native.module is not None  # or no kernel would ask
+    matrix = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
+    matrix = matrix if matrix.stride(1) == 1 else matrix.t()
+    size = tensor.element_size()
+    return _native.module.Fingerprint(
+        tensor.data_ptr(), matrix.shape[0], matrix.shape[1] * size, matrix.stride(0) * size
+    )
 
 
 _FINGERPRINT = attrgetter("fingerprint")
@@ -83,7 +138,7 @@ def packed_weight(weight: Tensor, rows: int) -> Tensor | None:
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         return None
-    entry = _entry_of(weight, _owner(weight), rows)
+    entry = _entry_of(weight, rows)
     return None if entry is None else entry.packed
 
 
@@ -141,19 +196,18 @@ def _in_pieces(weight: Tensor, rows: int) -> bool:
     return weight.dtype == torch.float32 and _native.module.packs_pieces(rows)
 
 
-def _owner(weight: Tensor) -> Tensor:
-    """The tensor that the weight is a view of, or itself."""
-    owner = weight if weight._base is None else weight._base
-    if memory.program.parameters and type(owner) is Tensor:
-        found = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
-        # Parameters that share their memory have versions of their own.
-        if 0 <= weight.data_ptr() - found.data_ptr() < found.nbytes:
-            return found
-    return owner
+def _entry_of(weight: Tensor, rows: int, owner: Tensor | None = None) -> _Entry | None:
+    """The copy that is kept, which is the weight as it is now; packed now if need be.
 
-
-def _entry_of(weight: Tensor, owner: Tensor, rows: int) -> _Entry | None:
-    """The copy that is kept, which is the weight as it is now; packed now if need be."""
+    ``owner``: what the weight is a view of; None: what the weight says.
+    """
+    if owner is None:
+        owner = weight if weight._base is None else weight._base
+        if memory.program.parameters and type(owner) is Tensor:
+            found = memory.program.parameters.get(weight.untyped_storage().data_ptr(), owner)
+            # Parameters that share their memory have versions of their own.
+            if 0 <= weight.data_ptr() - found.data_ptr() < found.nbytes:
+                owner = found
     # Sharded ones (DTensor) have no memory of their own, those made in inference mode no version
     # counter.
     if type(owner) is not torch.nn.Parameter or owner.is_inference():
@@ -251,10 +305,9 @@ class PackedWeights:
                     for entry in last:
                         entry.used = now
                     return packed
-        entries = [
-            _entry_of(weight, owner, rows)
-            for weight, owner in zip(weights, owners or map(_owner, weights), strict=False)
-        ]
+        entries = list(
+            map(_entry_of, weights, itertools.repeat(rows), owners or itertools.repeat(None))
+        )
         # Packing the others, or another thread, may have dropped some.
         packed = [None if entry is None else entry.packed for entry in entries]
         kept = [entry for entry in entries if entry is not None and entry.packed is not None]
@@ -282,4 +335,4 @@ def held_bytes() -> int:
 
 
 memory.packings.append((held_bytes, forget))
-COPIES["cpu"] = PackedWeights
+memory.COPIES["cpu"] = PackedWeights, Snapshot

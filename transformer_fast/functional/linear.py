@@ -248,8 +248,6 @@ PACKED = Operator(
     " int activation) -> Tensor",
     _RULE,
 )
-#: By backend, what finds packed copies of weights: `cpu_packing.PackedWeights`.
-COPIES: dict[str, Callable[[], Callable[..., list[Tensor | None]]]] = {}
 TRAINING = Operator(
     "linear_training(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation,"
     " bool keep) -> (Tensor output, Tensor preactivation)",

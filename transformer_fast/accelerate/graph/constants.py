@@ -15,15 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ... import functional, memory
-from ...dispatch import select
-from ...functional._operator import Operator
-from ...functional.feed_forward import PACKED as FEED_FORWARD
-from ...functional.feed_forward import prepare_feed_forward
-from ...functional.linear import CODES, COPIES, prepare_linear
-from ...functional.linear import PACKED as LINEAR
-from ...snapshot import Snapshot, unchanged
+from ... import memory
 from .editor import Editor
+from .feed_forward import PLACES, packed_call
 from .memory import Memory, is_fresh
 from .nodes import value
 from .ops import is_view, mutates
@@ -55,7 +49,9 @@ class Constants:
         by_rows: dict[int, list[int]] = {}
         for index, weight in enumerate(weights):
             by_rows.setdefault(weight.rows, []).append(index)
-        self._groups = [(rows, indices, COPIES["cpu"]()) for rows, indices in by_rows.items()]
+        self._groups = [
+            (rows, indices, memory.COPIES["cpu"][0]()) for rows, indices in by_rows.items()
+        ]
         self._owners = [weight.owner for weight in weights]
         are_views = any(weight.node is not given[weight.owner] for weight in weights)
         self._views = _program(given, [each.node for each in weights]) if are_views else None
@@ -63,7 +59,7 @@ class Constants:
         roots = _cone(values)
         self._roots = [index for index, node in enumerate(given) if node in roots]
         #: Values, and the state of what they were computed from.
-        self._kept: tuple[list[Snapshot], Sequence[Tensor]] | None = None
+        self._kept: tuple[list[Any], Sequence[Tensor]] | None = None
         if values:
             _all.add(self)
 
@@ -83,10 +79,12 @@ class Constants:
 
     def _values_of(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> Sequence[Tensor]:
         kept = self._kept
-        if kept is None or not unchanged(kept[0], roots, 1):
+        if kept is None or not all(
+            state.is_unchanged(root, 1) for state, root in zip(kept[0], roots, strict=True)
+        ):
             # The state before: a write while the values are computed is found by the next call.
-            states = [Snapshot(root, root) for root in roots]
-            with torch.no_grad():
+            states = [memory.COPIES["cpu"][1](root, root) for root in roots]
+            with torch.inference_mode(False), torch.no_grad():
                 kept = states, self._values(*inputs)
             self._kept = kept
         return kept[1]
@@ -125,19 +123,22 @@ def lift(
     graph.output(graph.graph_copy(module.graph, {}))
     editor = Editor(graph, GraphReport())
     given = [node for node in graph.nodes if node.op == "placeholder"]
-    if editor.has_autocast() or len(given) != len(inputs) or "cpu" not in COPIES:
+    if editor.has_autocast() or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
     known = _known(editor.memory, given, inputs)
     place = next(node for node in graph.nodes if node.op != "placeholder")
     weights: list[_Weight] = []
     new: list[Node] = []
     for node in list(graph.nodes):
-        product = _product(node)
+        product = packed_call(node)
         if product is None:
             continue
         operator, arguments, rows = product
-        packed = {i: _weight(arguments[i], given, inputs, rows) for i in _WEIGHTS[operator.name]}
-        if any(one is None or one.node not in known for one in packed.values()):
+        places = PLACES[operator.name]
+        if any(arguments[i] not in known for i in places):
+            continue
+        packed = {i: _weight(arguments[i], given, inputs, rows) for i in places}
+        if None in packed.values():
             continue
         for i, one in packed.items():
             weights.append(one)  # type: ignore[arg-type]
@@ -175,7 +176,7 @@ def lift(
     return GraphModule(module, graph), constants, first
 
 
-def _known(memory: Memory, given: Sequence[Node], inputs: Sequence[Any]) -> dict[Node, None]:
+def _known(writes: Memory, given: Sequence[Node], inputs: Sequence[Any]) -> dict[Node, None]:
     """The nodes that depend on parameters, buffers and numbers alone, in order."""
     known: dict[Node, None] = {}
     for node, x in zip(given, inputs, strict=True):
@@ -184,7 +185,7 @@ def _known(memory: Memory, given: Sequence[Node], inputs: Sequence[Any]) -> dict
             (kept or isinstance(x, torch.nn.Parameter))
             and x.is_contiguous()
             and x.numel() > 0
-            and not (x.is_inference() or x.is_neg() or memory.is_written([node]))
+            and not (x.is_inference() or x.is_neg() or writes.is_written([node]))
         ):
             known[node] = None
     if given:
@@ -237,41 +238,6 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
     return GraphModule({}, graph).forward  # type: ignore[return-value]
 
 
-#: Where the operators have weights; behind each its packed copy.
-_WEIGHTS = {LINEAR.name: (1,), FEED_FORWARD.name: (1, 4)}
-
-
-def _product(node: Node) -> tuple[Operator, list[Any], int] | None:
-    """The operator that runs a linear map or a feed-forward network on the CPU, its arguments without
-    packed copies, and the number of rows."""
-    names, p = node.kwargs.keys(), node.kwargs.get("dropout_p", 0.0)
-    if node.target is functional.linear and len(node.args) == 3 and names <= {"activation"}:
-        operator, places = LINEAR, (0, 1, None, 2, None)
-    elif node.target is functional.feed_forward and len(node.args) == 5 and p == 0.0:
-        operator, places = FEED_FORWARD, (0, 1, None, 2, 3, None, 4)
-    else:
-        return None
-    given = [value(each) for each in node.args]
-    activation = node.kwargs.get("activation")
-    if given[1].dim() != 2 or activation not in CODES or not all(map(_has_numbers, given)):
-        return None
-    prepare = prepare_linear if operator is LINEAR else prepare_feed_forward
-    call, checked = prepare(*given, activation=activation)
-    # A bias that broadcasts is made a row.
-    if any(one is not other for one, other in zip(checked, given, strict=False)):
-        return None
-    if select(call).backend != "cpu":
-        return None
-    arguments = [None if place is None else node.args[place] for place in places]
-    rows = given[0].numel() // max(1, given[0].shape[-1])
-    return operator, [*arguments, CODES[activation]], rows
-
-
-def _has_numbers(x: Any) -> bool:
-    """Whether the tensor's sizes are known, or there is none."""
-    return x is None or all(isinstance(size, int) for size in x.shape)
-
-
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:
     """None where the weight is no parameter or view of one, or its packed copy is not needed."""
     owners = [index for index, each in enumerate(given) if each in _cone([node])]
@@ -280,6 +246,6 @@ def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) 
     owner = inputs[owners[0]]
     weight = owner if node is given[owners[0]] else _program(given, [node])(*inputs)[0]
     same = weight.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
-    if not same or COPIES["cpu"]()([weight], rows, [owner])[0] is None:
+    if not same or memory.COPIES["cpu"][0]()([weight], rows, [owner])[0] is None:
         return None
     return _Weight(node, owners[0], rows)

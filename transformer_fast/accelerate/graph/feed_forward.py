@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,12 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ... import functional
+from ...dispatch import Call, select
+from ...functional._operator import Operator
+from ...functional.feed_forward import PACKED as FEED_FORWARD
+from ...functional.feed_forward import prepare_feed_forward
+from ...functional.linear import CODES, prepare_linear
+from ...functional.linear import PACKED as LINEAR
 from .activation import activation_of
 from .editor import Editor
 from .nodes import dtype, is_number, only_user, rank, shape, value
@@ -160,3 +167,40 @@ def rewrite_linear(editor: Editor) -> None:
         last.replace_all_uses_with(new)
         editor.remove([last, node])
         editor.found("linear", node)
+
+
+#: Where the operators have weights; behind each its packed copy.
+PLACES = {LINEAR.name: (1,), FEED_FORWARD.name: (1, 4)}
+
+
+def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
+    """The operator that reads packed weights on the CPU, its arguments without those, and the number
+    of rows, of a linear map or a feed-forward network; None for others."""
+    activation: Any = node.kwargs.get("activation")
+    prepare: Callable[..., tuple[Call, tuple[Any, ...]]]
+    if node.target is functional.linear and len(node.args) == 3:
+        operator, prepare, others = LINEAR, prepare_linear, {"activation"}
+    elif node.target is functional.feed_forward and len(node.args) == 5:
+        operator, prepare, others = FEED_FORWARD, prepare_feed_forward, {"activation", "dropout_p"}
+    else:
+        return None
+    given = [value(each) for each in node.args]
+    if (
+        not node.kwargs.keys() <= others
+        or node.kwargs.get("dropout_p", 0.0) != 0.0
+        or activation not in CODES
+        or given[1].dim() != 2
+        or not all(x is None or all(isinstance(n, int) for n in x.shape) for x in given)
+    ):
+        return None
+    call, checked = prepare(*given, activation=activation)
+    # A bias that broadcasts was made a row.
+    same = all(one is other for one, other in zip(checked, given, strict=False))
+    if not same or select(call).backend != "cpu":
+        return None
+    arguments: list[Any] = list(node.args)
+    for place in PLACES[operator.name]:
+        arguments.insert(place + 1, None)
+    arguments += [None] * (operator is LINEAR)  # no residual
+    rows = given[0].numel() // max(1, given[0].shape[-1])
+    return operator, [*arguments, CODES[activation]], rows

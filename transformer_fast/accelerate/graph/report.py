@@ -13,7 +13,7 @@ from torch.fx import Node
 class Found:
     """One place of the user's code."""
 
-    #: "attention", "feed_forward", "linear", "layer_norm", "add_layer_norm" ...
+    #: The name of an op of ours, or of PyTorch's if it was left.
     op: str
     #: "file:line" of the user's code, where torch.compile knows it.
     where: str

@@ -1,0 +1,207 @@
+"""torch.compile(backend="transformer_fast"): what programs need of parameters and buffers alone is
+computed before they run, and anew once those change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from transformer_fast import _native, compile_backend, compile_reports, memory
+from transformer_fast.accelerate.graph import constants, inner
+from transformer_fast.backends import cpu_packing
+
+pytestmark = [
+    pytest.mark.usefixtures("small_calls"),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+
+
+class Model(nn.Module):
+    """A network, a normed weight, a bias by relative position, a table, and what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.conv = weight_norm(nn.Conv1d(64, 64, 3, padding=1), dim=2)
+        self.bias = nn.Parameter(torch.randn(9, 4))
+        self.register_buffer("positions", torch.arange(5)[:, None] - torch.arange(5) + 4)
+        self.register_buffer("frequencies", torch.rand(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(5)[:, None] * self.frequencies
+        x = x + torch.cat((angles.sin(), angles.cos()), -1)
+        x = x + self.conv(x.mT).mT
+        heads = x.view(-1, 5, 4, 16).transpose(1, 2)
+        mask = self.bias[self.positions].permute(2, 0, 1)
+        heads = F.scaled_dot_product_attention(heads, heads, heads, mask)
+        x = x + heads.transpose(1, 2).reshape(x.shape)
+        return x + self.second(F.gelu(self.first(x)))
+
+
+def _compiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(model, backend=compile_backend, options={"inner": inner.compile_rest})
+
+
+@pytest.fixture
+def lifted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `constants.lift` made of the programs that were compiled."""
+    found: list[tuple[Any, ...]] = []
+
+    def lift(*arguments: Any) -> Any:
+        result = constants.lift(*arguments)
+        found.extend(() if result is None else (result,))
+        return result
+
+    monkeypatch.setattr(inner, "lift", lift)
+    return found
+
+
+def _changes(model: Model) -> dict[str, Callable[[], Any]]:
+    return {
+        "in place": lambda: [each.mul_(-0.5) for each in model.parameters()],
+        "through data": lambda: [each.data.view(-1).mul_(1.5) for each in model.parameters()],
+        "other memory": lambda: [
+            setattr(each, "data", each.detach().clone() * 0.7) for each in model.parameters()
+        ],
+        "buffers": lambda: [x.copy_(x.flip(0) + (x.dim() - 2)) for x in model.buffers()],
+        "a state_dict": lambda: model.load_state_dict(
+            {name: x.flip(0) for name, x in model.state_dict().items()}
+        ),
+    }
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_changes_are_found(context: Any, lifted: list[tuple[Any, ...]]) -> None:
+    model, x = Model().eval(), torch.randn(20, 5, 64)
+    compiled = _compiled(model)
+    with context():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+    [(program, _, first)] = lifted
+    # Of the network, two packed copies; the normed weight, the bias and the table.
+    given = [node.name for node in program.graph.nodes if node.op == "placeholder"][-5:]
+    assert [name.partition("_")[0] for name in given] == ["packed"] * 2 + ["value"] * 3
+    shapes = {tuple(each.shape) for each in first[2:]}
+    assert shapes == {(64, 64, 3), (4, 5, 5), (5, 64)}
+    assert not [node for node in program.graph.nodes if "norm" in str(node.target)]
+    for change in _changes(model).values():
+        with torch.no_grad():
+            change()
+        with context():
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), model(x))
+    assert len(lifted) == 1
+
+
+@torch.no_grad()
+def test_values_are_counted_and_dropped(lifted: list[tuple[Any, ...]]) -> None:
+    model, x = Model().eval(), torch.randn(20, 5, 64)
+    memory.forget_packed()
+    before = memory.packed()
+    compiled = _compiled(model)
+    compiled(x)
+    expected = compiled(x)
+    kept = 4 * (64 * 64 * 3 + 4 * 5 * 5 + 5 * 64)
+    assert memory.packed() - before >= kept + 4 * 2 * 64 * 256
+    memory.forget_packed()
+    assert memory.packed() == 0
+    torch.testing.assert_close(compiled(x), expected)
+    assert memory.packed() > kept
+
+
+@torch.no_grad()
+def test_without_room_for_copies(
+    lifted: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Model().eval(), torch.randn(20, 5, 64)
+    compiled = _compiled(model)
+    compiled(x)
+    expected = compiled(x)
+    memory.forget_packed()
+    monkeypatch.setattr(cpu_packing, "_limit", 0)
+    torch.testing.assert_close(compiled(x), expected)
+    [(_, found, _)] = lifted
+    assert found.held_bytes() == 0
+
+
+class Returned(nn.Module):
+    """The caller may write to what it gets, which the next call must not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        table = self.weight.exp()
+        return x @ table, table.mT
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x * self.count.exp()
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(8, 8) * self.weight + F.dropout(self.weight, 0.5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Returned, Counting, Drawn])
+def test_what_is_not_constant(kind: type[nn.Module]) -> None:
+    def results(run: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(3):
+            result = run(torch.ones(8, 8))
+            found.append(torch.utils._pytree.tree_map(torch.clone, result))
+            for each in torch.utils._pytree.tree_leaves(result):
+                each.zero_()
+        return found
+
+    torch.manual_seed(0)
+    model = kind()
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    expected = results(model)
+    model.load_state_dict(state)
+    torch.testing.assert_close(results(_compiled(model)), expected)
+
+
+class Cached(nn.Module):
+    """The first step of a cache, whose parts are empty, and casts that change nothing."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        keys = torch.cat([torch.tensor([]), x.sin()], -2)
+        values = torch.cat([torch.tensor([]), x.cos()], -2)
+        heads = F.scaled_dot_product_attention(x.float().to(torch.float32), keys, keys)
+        heads *= 2.0
+        return heads, values
+
+
+@torch.no_grad()
+def test_empty_parts_and_idle_casts(lifted: list[tuple[Any, ...]]) -> None:
+    model, x = Cached(), torch.randn(2, 4, 5, 16)
+    compile_reports(clear=True)
+    compiled = _compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+    [report] = compile_reports(clear=True)
+    # What the caller gets stays a copy.
+    assert (report.others["cat"], report.others["to"], report.others["float"]) == (1, 0, 0)
