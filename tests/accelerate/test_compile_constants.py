@@ -68,6 +68,9 @@ def _changes(model: Model) -> dict[str, Callable[[], Any]]:
     return {
         "in place": lambda: [each.mul_(-0.5) for each in model.parameters()],
         "through data": lambda: [each.data.view(-1).mul_(1.5) for each in model.parameters()],
+        "one channel through data": lambda: model.conv.parametrizations.weight.original1.data[
+            7
+        ].mul_(3.0),
         "other memory": lambda: [
             setattr(each, "data", each.detach().clone() * 0.7) for each in model.parameters()
         ],

@@ -104,8 +104,17 @@ class _Entry(Snapshot):
 
 def _fingerprint(tensor: Tensor) -> Any:
     assert _native.module is not None  # or no kernel would ask
-    matrix = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
-    matrix = matrix if matrix.stride(1) == 1 else matrix.t()
+    matrix = tensor
+    if tensor.dim() != 2:
+        # As many rows as each call is to read a part of.
+        rows = 1
+        for size in tensor.shape[:-1]:
+            if rows >= 256:
+                break
+            rows *= size
+        matrix = tensor.reshape(rows, -1)
+    elif tensor.stride(1) != 1:
+        matrix = tensor.t()
     size = tensor.element_size()
     return _native.module.Fingerprint(
         tensor.data_ptr(), matrix.shape[0], matrix.shape[1] * size, matrix.stride(0) * size
