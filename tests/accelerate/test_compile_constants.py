@@ -208,3 +208,24 @@ def test_empty_parts_and_idle_casts(lifted: list[tuple[Any, ...]]) -> None:
     [report] = compile_reports(clear=True)
     # What the caller gets stays a copy.
     assert (report.others["cat"], report.others["to"], report.others["float"]) == (1, 0, 0)
+
+
+class Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.view(2, 4, 2, 4, 2, 64).transpose(2, 3).contiguous().view(-1, 4, 64)
+        return self.maps[0](windows) * self.maps[1](windows) + self.maps[2](windows)
+
+
+@torch.no_grad()
+def test_views_are_written_once(lifted: list[tuple[Any, ...]]) -> None:
+    model, x = Windows(), torch.randn(2, 8, 8, 64)
+    compiled = _compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+    [(program, *_)] = lifted
+    [view] = [node for node in program.graph.nodes if node.target == "as_strided"]
+    assert len(view.users) == 3

@@ -17,6 +17,7 @@ from ... import memory
 from . import run_time
 from .constants import Constants, lift
 from .nodes import value
+from .ops import is_view
 
 _log = logging.getLogger("transformer_fast")
 
@@ -35,6 +36,7 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     try:
         lifted = lift(module, example_inputs)
         program, constants, inputs = (module, None, []) if lifted is None else lifted
+        _name_shared_views(program)
         inductor = torch._dynamo.lookup_backend("inductor")
         return _Checked(module, inductor(program, [*example_inputs, *inputs]), constants)
     except torch._dynamo.exc.RestartAnalysis:  # Dynamo then captures the graph anew
@@ -42,6 +44,28 @@ def compile_rest(module: GraphModule, example_inputs: list[Any]) -> Callable[...
     except Exception as error:
         _log.warning("inductor cannot compile the rest, which runs as it is written: %s", error)
         return module.forward
+
+
+def _name_shared_views(program: GraphModule) -> None:
+    """Views that several calls read as `as_strided`, which inductor takes of a tensor in memory.
+
+    Of other views, of what it has not written yet, each call of an operator gets a copy of its own.
+    """
+    for node in list(program.graph.nodes):
+        x = value(node)
+        if (
+            is_view(node)
+            and len(node.users) > 1
+            and isinstance(x, Tensor)
+            and x.is_contiguous()
+            and all(isinstance(size, int) for size in x.shape)
+            and all(user.op == "call_function" for user in node.users)
+        ):
+            with program.graph.inserting_after(node):
+                view = program.graph.call_method("as_strided", (node, tuple(x.shape), x.stride()))
+            view.meta = dict(node.meta)
+            node.replace_all_uses_with(view, lambda user, view=view: user is not view)  # type: ignore[misc]
+    program.recompile()
 
 
 def why_not(module: GraphModule, example_inputs: list[Any]) -> str | None:
