@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -87,8 +86,25 @@ def attention_maps(
     if key_padding is not None:
         padding |= key_padding
     hidden = padding | torch.ones_like(padding).triu(1) if is_causal else padding
-    chosen = {name: _heads(name, found, heads, average) for name, found in maps.items()}
-    return _draw(chosen, queries, keys, hidden, _reasons(padding, is_causal), title)
+    chosen = {name: _heads(found, heads, average) for name, found in maps.items()}
+    shown = ~hidden
+    seen = [float(m[shown].max()) for row in chosen.values() for m in row.values() if shown.any()]
+    scale = 0.0, max(seen, default=0.0) or 1.0
+    rows_of_maps = [
+        [style.Map(head if first else "", m, hidden, scale) for head, m in row.items()]
+        for first, row in zip((True, *[False] * len(chosen)), chosen.values(), strict=False)
+    ]
+    count = len(chosen) * max(map(len, rows_of_maps))
+    reasons = ["padding"] if padding.any() else []
+    reasons += ["after the query (causal)"] if is_causal else []
+    figure, panels = style.draw_maps(
+        rows_of_maps, queries, keys, 6.0 if count == 1 else 3.6 if count <= 4 else 2.2, 0.9,
+        "attention weight", [style.legend_entry(f"hidden: {' or '.join(reasons)}")] * bool(reasons),
+        title,
+    )  # fmt: skip
+    for panel, name in zip(panels[:, 0], _row_names(list(chosen)), strict=True):
+        panel.set_ylabel(f"{name}\nquery".lstrip(), fontsize=style.LABEL_SIZE)
+    return figure
 
 
 def model_attention(
@@ -245,9 +261,7 @@ def _one_sequence(name: str, weights: Tensor, index: int) -> Tensor:
     return weights if weights.dim() == 3 else weights[None]
 
 
-def _heads(
-    name: str, weights: Tensor, heads: Sequence[int] | None, average: bool
-) -> dict[str, Tensor]:
+def _heads(weights: Tensor, heads: Sequence[int] | None, average: bool) -> dict[str, Tensor]:
     """The maps (T, S) of one row of the picture by what stands above them."""
     numbers = range(weights.shape[0]) if heads is None else heads
     if len(numbers) == 0:
@@ -260,60 +274,9 @@ def _heads(
     return {f"head {head}": weights[head] for head in chosen}
 
 
-def _reasons(padding: Tensor, is_causal: bool) -> str:
-    """What grey stands for."""
-    reasons = ["padding"] if padding.any() else []
-    return " or ".join([*reasons, "after the query (causal)"] if is_causal else reasons)
-
-
 def _row_names(names: Sequence[str]) -> list[str]:
     """ "layer 0" where the names differ in the layer's number alone."""
     matches = [re.fullmatch(r"(.*\blayers)\.(\d+)\.(\w+)", name) for name in names]
     if len({m and (m[1], m[3]) for m in matches}) == 1 and matches[0]:
         return [f"layer {m[2]}" for m in matches if m]
     return list(names)
-
-
-def _draw(
-    maps: dict[str, dict[str, Tensor]],
-    queries: Sequence[str],
-    keys: Sequence[str],
-    hidden: Tensor,
-    reasons: str,
-    title: str | None,
-) -> Figure:
-    across = max(len(row) for row in maps.values())
-    most = 6.0 if across * len(maps) == 1 else 3.6 if across * len(maps) <= 4 else 2.2
-    cell = style.cell_size(len(queries), len(keys), most)
-    height, width = max(cell * len(queries), 0.6), max(cell * len(keys), 0.9)
-    figure = style.new_figure(
-        max(across * (width + 0.2) + style.token_inches(queries) + 1.7, 3.4),
-        len(maps) * (height + 0.25) + style.token_inches(keys) + (1.1 if reasons else 0.8),
-    )
-    panels = figure.subplots(len(maps), across, squeeze=False)
-    highest = max(float(m[~hidden].max()) if (~hidden).any() else 0.0
-                  for row in maps.values() for m in row.values())  # fmt: skip
-    image = None
-    for i, (name, row) in enumerate(zip(_row_names(list(maps)), maps.values(), strict=True)):
-        for j, (head, weights) in enumerate(row.items()):
-            panel = panels[i, j]
-            style.hatched(panel)
-            values = numpy.ma.array(weights.numpy(), mask=hidden.numpy())
-            colours = style.colours(style.SEQUENTIAL)
-            image = style.image(panel, values, colours, 0.0, highest or 1.0)
-            if i == 0:
-                panel.set_title(head, fontsize=style.LABEL_SIZE)
-            if j == 0:
-                panel.set_ylabel(f"{name}\nquery".lstrip(), fontsize=style.LABEL_SIZE)
-            if i == len(maps) - 1:
-                panel.set_xlabel("key", fontsize=style.LABEL_SIZE)
-            style.label_tokens(panel.xaxis, keys, width)
-            style.label_tokens(panel.yaxis, queries, height)
-            panel.tick_params(labelleft=j == 0, labelbottom=i == len(maps) - 1)
-        for panel in panels[i, len(row) :]:
-            panel.set_visible(False)
-    style.colour_bar(figure, image, panels, "attention weight", fraction=0.05, aspect=25)
-    style.head(figure, title)
-    if reasons:
-        style.legend_below(figure, [style.legend_entry(f"hidden: {reasons}")])
-    return figure

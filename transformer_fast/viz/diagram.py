@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from matplotlib.figure import Figure
 
-from .canvas import Canvas, Point, text_width
-from .column import PAD, Column, column_texts, output_boxes
-from .model_facts import ModelFacts, read_model
+from ..models import SinusoidalPositions, TokenEmbedding
+from ..models.embedding import OutputProjection
+from .canvas import LINE_HEIGHT, SUM_RADIUS, Canvas, text_height, text_width
+from .model_facts import LayerFacts, ModelFacts, StackFacts, read_model
 
+_COLOURS = {
+    "embedding": "#F6D5E5",
+    "positions": "#FFFFFF",
+    "attention": "#FBDDB0",
+    "ffn": "#C6E4F5",
+    "norm": "#F7F3B5",
+    "output": "#CDEBDD",
+}
+#: Inches between two things in a column, around boxes in a frame, and of a residual's detour.
+_GAP, _PAD, _DETOUR = 0.24, 0.14, 0.2
 #: Between the two columns: the memory's way and its label.
 _BETWEEN = 1.15
 
@@ -33,81 +46,227 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
     """
     facts = read_model(model)
     canvas = Canvas()
-    texts = [text for stack in facts.stacks for text in column_texts(stack)]
-    if facts.output is not None:
-        texts += [text for _, text in output_boxes(facts.output)]
+    texts = [text for stack in facts.stacks for text in _column_texts(stack)]
+    texts += [text for _, text in _output_boxes(facts.output)]
     width = max(2.0, max(map(text_width, texts)) + 0.24)
-    columns = []
-    x = 0.0
     paired = len(facts.stacks) == 2
-    for number, stack in enumerate(facts.stacks):
+    columns = [
         # Residuals run on the outer side, so that the memory's way in is free.
-        outer = -1.0 if number == 0 and paired else 1.0
-        columns.append(Column(canvas, stack, x, width, outer, paired).draw())
-        x += width + 2 * PAD + _BETWEEN
-    last = columns[-1]
+        _Column(canvas, stack, i * (width + 2 * _PAD + _BETWEEN), width, 2 * i - 1 if paired else 1)
+        for i, stack in enumerate(facts.stacks)
+    ]
+    for column, whose in zip(columns, ("source ", "target ") if paired else ("",), strict=True):
+        column.draw(whose)
+    first, last = columns[0], columns[-1]
+    for name, text in _output_boxes(facts.output):
+        last.box(f"output.{name}", text, "output", _GAP + 0.1)
     if facts.output is not None:
-        last.output(facts.output)
-        last.to_the_end(f"logits (B, T, {len(facts.output.weight):,})")
+        words = f"logits (B, T, {len(facts.output.weight):,})"
     else:
-        last.to_the_end(
-            f"output (B, {'T' if last.stack.side == 'decoder' else 'S'}, {last.d_model})"
-        )
-    if paired:
-        _memory(canvas, columns[0], last)
-    elif last.crossings:
-        _memory(canvas, None, last)
+        words = f"output (B, {'T' if last.stack.side == 'decoder' else 'S'}, {last.d_model})"
+    last.arrow_to(last.end + 0.3)
+    canvas.text("output", last.x, last.end + 0.03, words, va="bottom")
+    _memory(canvas, first if paired else None, last)
     if facts.tied_output:
-        last.tie_output()
+        # Around all that stands beside the last column.
+        right, far = last.x + width / 2, canvas.extent().x1 + 0.16
+        low, high = last.middles["embedding"], last.middles["output.linear"]
+        points = [(right, low), (far, low), (far, high), (right, high)]
+        canvas.line("tied.output", *points, arrow=False, dashed=True)
     if facts.shared_table:
-        ends = [
-            (c.x + side * c.width / 2, c.embedding_y) for c, side in ((columns[0], 1), (last, -1))
-        ]
-        canvas.line("tied.embeddings", ends, arrow=False, dashed=True)
+        sides = ((first, first.x + width / 2), (last, last.x - width / 2))
+        points = [(x, column.middles["embedding"]) for column, x in sides]
+        canvas.line("tied.embeddings", *points, arrow=False, dashed=True)
     _words(canvas, facts, title)
     return canvas.figure()
 
 
-def _memory(canvas: Canvas, encoder: Column | None, decoder: Column) -> None:
+def _memory(canvas: Canvas, encoder: _Column | None, decoder: _Column) -> None:
     """The encoder's output, to every cross-attention."""
     edge = decoder.x - decoder.width / 2
-    way = edge - PAD - _BETWEEN / 2
+    way = edge - _PAD - _BETWEEN / 2
+    crossings = [y for name, y in decoder.middles.items() if name.endswith(".multihead_attn")]
     if encoder is None:
-        for y in decoder.crossings:
-            canvas.line("memory", [(way, y), (edge, y)])
-            canvas.text(way - 0.06, y, "memory", ha="right", gid="memory")
+        for y in crossings:
+            canvas.line("memory", (way, y), (edge, y))
+            canvas.text("memory", way - 0.06, y, "memory", ha="right")
         return
     top = encoder.end + 0.24
-    canvas.text(
-        encoder.x, top + 0.04, f"memory (B, S, {encoder.d_model})", va="bottom", gid="memory"
-    )
-    for number, y in enumerate(decoder.crossings):
-        start: list[Point] = [(encoder.x, encoder.end), (encoder.x, top), (way, top)]
-        canvas.line("memory", [*(start if number == 0 else [(way, top)]), (way, y), (edge, y)])
-        canvas.text(edge - PAD - 0.06, y + 0.04, "K, V", ha="right", va="bottom", gid="memory.kv")
+    told = f"memory (B, S, {encoder.d_model})"
+    canvas.text("memory", encoder.x, top + 0.04, told, va="bottom")
+    start = [(encoder.x, encoder.end), (encoder.x, top)]
+    for y in crossings:
+        canvas.line("memory", *start, (way, top), (way, y), (edge, y))
+        canvas.text("memory.kv", edge - _PAD - 0.06, y + 0.04, "K, V", ha="right", va="bottom")
+        start = []
 
 
 def _words(canvas: Canvas, facts: ModelFacts, title: str | None) -> None:
     """Title, what all layers have in common, and what dashes mean."""
     layers = [layer for stack in facts.stacks for _, layer in stack.layers]
-    middle = (canvas.low[0] + canvas.high[0]) / 2
-    told = []
+    drawn = canvas.extent()
+    middle, top = (drawn.x0 + drawn.x1) / 2, drawn.y1 + 0.14
     sizes = sorted({layer.d_model for layer in layers})
-    if sizes:
-        told.append(f"d_model {', '.join(map(str, sizes))}")
-    order = {True: "pre-norm", False: "post-norm"}
-    told += [order[first] for first in sorted({layer.norm_first for layer in layers})]
+    told = [f"d_model {', '.join(map(str, sizes))}"] if sizes else []
+    told += sorted({"pre-norm" if layer.norm_first else "post-norm" for layer in layers})
     rates = {layer.dropout for layer in layers}
     if len(rates) == 1:
         told.append(f"dropout {rates.pop():g}")
-    top = canvas.high[1] + 0.14
-    canvas.text(middle, top, ", ".join(told), va="bottom", gid="summary")
+    canvas.text("summary", middle, top, ", ".join(told), va="bottom")
     if title is None:
         title = f"{facts.name}, {facts.parameters:,} parameters"
-    canvas.text(middle, top + 0.22, title, va="bottom", fontsize=12, fontweight="bold", gid="title")
+    canvas.text("title", middle, top + 0.22, title, va="bottom", fontsize=12, fontweight="bold")
     if facts.tied_output or facts.shared_table:
-        y = canvas.low[1] - 0.2
-        canvas.line(
-            "tied.legend", [(middle - 0.75, y), (middle - 0.3, y)], arrow=False, dashed=True
+        y = drawn.y0 - 0.2
+        ends = (middle - 0.75, y), (middle - 0.3, y)
+        canvas.line("tied.legend", *ends, arrow=False, dashed=True)
+        canvas.text("tied.legend", middle - 0.22, y, "the same weights", ha="left")
+
+
+def _sublayers(stack: StackFacts, layer: LayerFacts) -> list[tuple[str, str]]:
+    """(name, text) from the bottom up."""
+    heads = f"\n{layer.heads} heads of {layer.d_model // layer.heads}"
+    kind = "Causal self-attention" if stack.causal else "Self-attention"
+    sizes = f"{layer.d_model} \u2192 {layer.hidden} \u2192 {layer.d_model}"
+    crossed = [("multihead_attn", f"Cross-attention{heads}")] if layer.crossed else []
+    ffn = "ffn", f"Feed-forward, {layer.activation}\n{sizes}"
+    return [("self_attn", kind + heads), *crossed, ffn]
+
+
+def _embedding_text(embedding: TokenEmbedding) -> str:
+    size = embedding.table.embedding_dim
+    text = f"Token embedding\n{embedding.vocab_size:,} \u00d7 {size}"
+    if embedding.scale == 1.0:
+        return text
+    root = math.isclose(embedding.scale, math.sqrt(size))
+    return f"{text}, scaled by " + (f"\u221a{size}" if root else f"{embedding.scale:g}")
+
+
+def _projection_text(projection: torch.nn.Linear) -> str:
+    return f"Linear, no bias\n{projection.in_features} \u2192 {projection.out_features}"
+
+
+def _output_boxes(output: OutputProjection | None) -> list[tuple[str, str]]:
+    """(name, text) from the bottom up."""
+    if output is None:
+        return []
+    vocab_size, size = output.weight.shape
+    bias = "" if output.bias is not None else ", no bias"
+    boxes = [("linear", f"Linear{bias}\n{size} \u2192 {vocab_size:,}")]
+    if output.projection is not None:
+        boxes.insert(0, ("projection", _projection_text(output.projection)))
+    return boxes
+
+
+def _column_texts(stack: StackFacts) -> list[str]:
+    """What has to fit into the boxes of a column."""
+    texts = [stack.final_norm or "", _embedding_text(stack.embedding) if stack.embedding else ""]
+    for _, layer in stack.layers:
+        texts += [layer.norm, *(text for _, text in _sublayers(stack, layer))]
+    return texts
+
+
+class _Column:
+    """One stack, drawn from the bottom up around x.
+
+    ``outer``, 1 or -1: on which side are residuals, positions and numbers of layers.
+    """
+
+    def __init__(
+        self, canvas: Canvas, stack: StackFacts, x: float, width: float, outer: int
+    ) -> None:
+        self.canvas, self.stack, self.x, self.width, self.outer = canvas, stack, x, width, outer
+        self.d_model = stack.layers[-1][1].d_model if stack.layers else "M"
+        #: Top of what was drawn last, where the next arrow starts.
+        self.end = 0.0
+        #: Height of each box's middle, by name.
+        self.middles: dict[str, float] = {}
+
+    def _out(self, inches: float) -> float:
+        """The place so far from the column's edge on its outer side."""
+        return self.x + self.outer * (self.width / 2 + inches)
+
+    def draw(self, whose: str) -> None:
+        words = whose + ("tokens" if self.stack.embedding else "vectors")
+        self.canvas.text(f"{self.stack.side}.input", self.x, -0.07, words, va="top")
+        if self.stack.embedding is not None:
+            self._embedding(self.stack.embedding)
+        first = 0
+        for count, layer in self.stack.layers:
+            self._layers(first, count, layer)
+            first += count
+        if self.stack.final_norm is not None:
+            self.box("final_norm", self.stack.final_norm, "norm")
+
+    def arrow_to(self, y: float) -> None:
+        self.canvas.line("flow", (self.x, self.end), (self.x, y))
+        self.end = y
+
+    def box(self, name: str, text: str, colour: str, gap: float = _GAP) -> None:
+        """On top of what is there."""
+        self.arrow_to(self.end + gap)
+        height = text_height(text) + 0.16
+        place = (self.x - self.width / 2, self.end, self.width, height)
+        self.canvas.box(f"{self.stack.side}.{name}", *place, text, _COLOURS[colour])
+        self.middles[name] = self.end + height / 2
+        self.end += height
+
+    def _sum(self, name: str) -> float:
+        """Gives the height of its middle."""
+        self.arrow_to(self.end + _GAP)
+        y = self.end + SUM_RADIUS
+        self.canvas.sum(f"{self.stack.side}.{name}", self.x, y)
+        self.end = y + SUM_RADIUS
+        return y
+
+    def _embedding(self, embedding: TokenEmbedding) -> None:
+        self.box("embedding", _embedding_text(embedding), "embedding")
+        if embedding.projection is not None:
+            self.box("embedding.projection", _projection_text(embedding.projection), "embedding")
+        if embedding.positions is None:
+            return
+        y = self._sum("positions.sum")
+        kind = "Sinusoidal" if isinstance(embedding.positions, SinusoidalPositions) else "Learned"
+        text = f"{kind} positions\nup to {self.stack.max_len:,}"
+        width, height = text_width(text) + 0.24, 2 * LINE_HEIGHT + 0.16
+        near = self._out(-0.35)
+        left = near if self.outer > 0 else near - width
+        name = f"{self.stack.side}.positions"
+        place = (left, y - height / 2, width, height)
+        self.canvas.box(name, *place, text, _COLOURS["positions"])
+        self.canvas.line("flow", (near, y), (self.x + self.outer * SUM_RADIUS, y))
+        self.end = max(self.end, y + height / 2 - 0.12)
+
+    def _layers(self, first: int, count: int, layer: LayerFacts) -> None:
+        bottom = self.end + 0.18
+        for name, text in _sublayers(self.stack, layer):
+            self._sublayer(f"{first}.{name}", text, layer)
+        top = self.end + _PAD
+        edge, inner = (
+            self._out(_PAD + _DETOUR + 0.08),
+            self.x - self.outer * (self.width / 2 + _PAD),
         )
-        canvas.text(middle - 0.22, y, "the same weights", ha="left", gid="tied.legend")
+        name = f"{self.stack.side}.{first}"
+        self.canvas.frame(name, min(inner, edge), bottom, abs(edge - inner), top - bottom)
+        self.canvas.text(
+            f"{name}.count", edge + self.outer * 0.12, (bottom + top) / 2, f"{count} \u00d7",
+            ha="left" if self.outer > 0 else "right", fontsize=13, fontweight="bold",
+        )  # fmt: skip
+        # The way on starts where the frame ends.
+        self.canvas.line("flow", (self.x, self.end), (self.x, top), arrow=False)
+        self.end = top
+
+    def _sublayer(self, name: str, text: str, layer: LayerFacts) -> None:
+        """Post-norm: norm(x + f(x)); pre-norm: x + f(norm(x))."""
+        # The residual leaves below the first box; the arrow into that box starts lower still.
+        branch = self.end + 0.32
+        if layer.norm_first:
+            self.box(f"{name}.norm", layer.norm, "norm", 0.48)
+        colour = "ffn" if name.endswith("ffn") else "attention"
+        self.box(name, text, colour, _GAP if layer.norm_first else 0.48)
+        y = self._sum(f"{name}.sum")
+        detour, into = self._out(_DETOUR), self.x + self.outer * SUM_RADIUS
+        corners = (self.x, branch), (detour, branch), (detour, y), (into, y)
+        self.canvas.line(f"{self.stack.side}.{name}.residual", *corners)
+        if not layer.norm_first:
+            self.box(f"{name}.norm", layer.norm, "norm")

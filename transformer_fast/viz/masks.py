@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy
 import torch
-from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
@@ -18,8 +15,7 @@ from ..reference.attention import visible_places
 from . import style
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     title: str
     #: (T, S): where a query may attend, and what is added to the scores there.
     visible: Tensor
@@ -170,54 +166,28 @@ def _key_lengths(value: Tensor, columns: int, index: int) -> Tensor:
 def _draw(
     panels: Sequence[_Panel], queries: Sequence[str], keys: Sequence[str], title: str | None
 ) -> Figure:
-    rows, columns = len(queries), len(keys)
-    cell = style.cell_size(rows, columns, 5.0 if len(panels) == 1 else 2.6)
-    height, width = max(cell * rows, 0.6), max(cell * columns, 2.1)
-    biased = [p for p in panels if p.added is not None and bool(p.added.any())]
-    figure = style.new_figure(
-        len(panels) * (width + 0.25) + style.token_inches(queries) + (1.4 if biased else 0.6),
-        height + style.token_inches(keys) + 1.4,
-    )
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    extreme = max((float(p.added.abs().max()) for p in biased if p.added is not None), default=0.0)
-    image = None
-    for number, (one, place) in enumerate(zip(panels, axes, strict=True)):
-        visible = one.visible.numpy()
-        style.hatched(place)
-        if one in biased and one.added is not None:
-            values = numpy.ma.array(one.added.numpy(), mask=~visible)
-            image = style.image(place, values, style.colours(style.DIVERGING), -extreme, extreme)
-        else:
-            values = numpy.ma.array(visible.astype(numpy.uint8), mask=~visible)
-            blue = ListedColormap([style.VISIBLE]).with_extremes(bad="none")
-            style.image(place, values, blue, 0, 1)
-        place.set_title(one.title, fontsize=style.LABEL_SIZE)
-        style.cell_borders(place, rows, columns)
-        style.label_tokens(place.xaxis, keys, width)
-        place.set_xlabel("key", fontsize=style.LABEL_SIZE)
-        style.label_tokens(place.yaxis, queries, height)
-        place.tick_params(labelleft=number == 0)
-    blind = _outline_blind_rows(axes[-1], panels[-1].visible)
-    if image is not None:
-        style.colour_bar(figure, image, axes, "added to the score", fraction=0.05, aspect=20)
-    axes[0].set_ylabel("query", fontsize=style.LABEL_SIZE)
-    legend = [style.legend_entry("may attend", style.VISIBLE)] if len(biased) < len(panels) else []
+    added = [p.added if p.added is not None and p.added.any() else None for p in panels]
+    extreme = max((float(a.abs().max()) for a in added if a is not None), default=0.0)
+    maps = [
+        style.Map(p.title, p.visible.byte(), ~p.visible)
+        if a is None
+        else style.Map(p.title, a, ~p.visible, (-extreme, extreme))
+        for p, a in zip(panels, added, strict=True)
+    ]
+    blind = (~panels[-1].visible.any(1)).nonzero()[:, 0].tolist()
+    outline: dict[str, Any] = {"facecolor": "none", "edgecolor": style.BLIND, "linewidth": 1.5}
+    legend = [style.legend_entry("may attend", style.VISIBLE)] if None in added else []
     legend.append(style.legend_entry("hidden"))
     if blind:
-        label = "sees nothing: output 0"
-        legend.append(Patch(facecolor="none", edgecolor=style.BLIND, linewidth=1.5, label=label))
-    style.legend_below(figure, legend)
-    style.head(figure, title)
-    return figure
-
-
-def _outline_blind_rows(axes: Axes, visible: Tensor) -> bool:
-    blind = (~visible.any(1)).nonzero()[:, 0].tolist()
+        legend.append(Patch(label="sees nothing: output 0", **outline))
+    figure, axes = style.draw_maps(
+        [maps], queries, keys, 5.0 if len(maps) == 1 else 2.6, 2.1, "added to the score", legend,
+        title,
+    )  # fmt: skip
+    for place in axes[0]:
+        style.cell_borders(place, len(queries), len(keys))
+    axes[0, 0].set_ylabel("query", fontsize=style.LABEL_SIZE)
     for row in blind:
-        axes.add_patch(
-            Rectangle(
-                (-0.5, row - 0.5), visible.shape[1], 1.0, fill=False, edgecolor=style.BLIND,
-                linewidth=1.5, clip_on=False, zorder=3,
-            )
-        )  # fmt: skip
-    return bool(blind)
+        box = Rectangle((-0.5, row - 0.5), len(keys), 1.0, clip_on=False, zorder=3, **outline)
+        axes[0, -1].add_patch(box)
+    return figure

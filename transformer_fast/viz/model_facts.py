@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from ..models.embedding import OutputProjection
 from ..nn.fusion import activation_name
 
 
-@dataclass(frozen=True)
-class LayerFacts:
+class LayerFacts(NamedTuple):
     #: Whether it attends to a memory too.
     crossed: bool
     d_model: int
@@ -26,75 +25,57 @@ class LayerFacts:
     dropout: float
 
 
-@dataclass(frozen=True)
-class StackFacts:
+class StackFacts(NamedTuple):
     #: "encoder" or "decoder".
     side: str
     #: Runs of equal layers, the first first.
-    layers: tuple[tuple[int, LayerFacts], ...]
+    layers: list[tuple[int, LayerFacts]]
     final_norm: str | None
-    #: Whether self-attention always is causal; None: the call decides.
-    causal: bool | None = None
-    embedding: TokenEmbedding | None = None
+    #: Whether self-attention always is causal; if not, the call decides.
+    causal: bool
+    embedding: TokenEmbedding | None
     #: How many positions there are.
-    max_len: int = 0
+    max_len: int
 
 
-@dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(NamedTuple):
     name: str
     parameters: int
-    stacks: tuple[StackFacts, ...]
-    output: OutputProjection | None = None
+    stacks: list[StackFacts]
+    output: OutputProjection | None
     #: Whether the output's weight is the last stack's table.
-    tied_output: bool = False
+    tied_output: bool
     #: Whether both embeddings have one table.
-    shared_table: bool = False
+    shared_table: bool
 
 
-_HALVES = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder)
 _LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
-_KNOWN = (Transformer, LanguageModel, Encoder, Decoder, torch.nn.Transformer, *_HALVES, *_LAYERS)
+_DECODERS = (Decoder, torch.nn.TransformerDecoder, torch.nn.TransformerDecoderLayer)
+_PAIRS = (Transformer, torch.nn.Transformer)
+_KNOWN = (*_PAIRS, LanguageModel, Encoder, torch.nn.TransformerEncoder, *_DECODERS, *_LAYERS)
 
 
 def read_model(model: Any) -> ModelFacts:
     """Read ``model``, or the one known model inside of it."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    name = type(model).__name__
-    inner = model if isinstance(model, _KNOWN) else _inside(model)
-    if inner is not model:
-        name += f" (its {type(inner).__name__})"
-    parameters = sum(p.numel() for p in model.parameters())
-    if isinstance(inner, Transformer):
-        encoder, decoder = inner.encoder, inner.decoder
-        return ModelFacts(
-            name,
-            parameters,
-            (_half(encoder, "encoder", False), _half(decoder, "decoder", True)),
-            inner.output,
-            inner.output.weight is decoder.embedding.table.weight,
-            encoder.embedding.table.weight is decoder.embedding.table.weight,
-        )
-    if isinstance(inner, LanguageModel):
-        return ModelFacts(
-            name,
-            parameters,
-            (_half(inner.encoder, "decoder", True),),
-            inner.output,
-            inner.output.weight is inner.encoder.embedding.table.weight,
-        )
-    if isinstance(inner, Encoder):
-        stacks: tuple[StackFacts, ...] = (_half(inner, "encoder", None),)
-    elif isinstance(inner, Decoder):
-        stacks = (_half(inner, "decoder", True),)
-    elif isinstance(inner, torch.nn.Transformer):
-        stacks = (_stack(inner.encoder, "encoder"), _stack(inner.decoder, "decoder"))
-    elif isinstance(inner, _LAYERS):
-        stacks = (StackFacts(_side(inner), ((1, _layer(inner)),), None),)
+    inner: Any = model if isinstance(model, _KNOWN) else _inside(model)
+    if isinstance(inner, _PAIRS):
+        stacks = [_stack(inner.encoder, "encoder"), _stack(inner.decoder, "decoder")]
+    elif isinstance(inner, LanguageModel):
+        stacks = [_stack(inner.encoder, "decoder")._replace(causal=True)]
     else:
-        stacks = (_stack(inner, _side(inner)),)
-    return ModelFacts(name, parameters, stacks)
+        stacks = [_stack(inner, "decoder" if isinstance(inner, _DECODERS) else "encoder")]
+    output = getattr(inner, "output", None)
+    tables = [stack.embedding and stack.embedding.table.weight for stack in stacks]
+    return ModelFacts(
+        type(model).__name__ + (f" (its {type(inner).__name__})" if inner is not model else ""),
+        sum(p.numel() for p in model.parameters()),
+        stacks,
+        output,
+        output is not None and output.weight is tables[-1],
+        len(stacks) == 2 and tables[0] is not None and tables[0] is tables[1],
+    )
 
 
 def _inside(model: torch.nn.Module) -> torch.nn.Module:
@@ -116,31 +97,25 @@ def _inside(model: torch.nn.Module) -> torch.nn.Module:
     return next(iter(found.values()))
 
 
-def _side(module: torch.nn.Module) -> str:
-    crossed = (torch.nn.TransformerDecoder, torch.nn.TransformerDecoderLayer)
-    return "decoder" if isinstance(module, crossed) else "encoder"
-
-
-def _half(half: Encoder | Decoder, side: str, causal: bool | None) -> StackFacts:
-    return replace(
-        _stack(half.stack, side), causal=causal, embedding=half.embedding, max_len=half.max_len
-    )
-
-
-def _stack(stack: Any, side: str) -> StackFacts:
-    runs: list[tuple[int, LayerFacts]] = []
-    if not hasattr(stack, "layers"):
+def _stack(part: Any, side: str) -> StackFacts:
+    """Of a layer, of layers, or of the half of a model that has them."""
+    whole = isinstance(part, (Encoder, Decoder))
+    stack = part.stack if whole else part
+    layers = [stack] if isinstance(stack, _LAYERS) else getattr(stack, "layers", None)
+    if layers is None:
         raise TypeError(
             f"the {side} of model must have layers, and a {type(stack).__name__} has none"
         )
-    for layer in stack.layers:
-        facts = _layer(layer)
-        if runs and runs[-1][1] == facts:
-            runs[-1] = (runs[-1][0] + 1, facts)
-        else:
-            runs.append((1, facts))
+    runs = [(len(list(same)), facts) for facts, same in itertools.groupby(map(_layer, layers))]
     norm = getattr(stack, "norm", None)
-    return StackFacts(side, tuple(runs), None if norm is None else type(norm).__name__)
+    return StackFacts(
+        side,
+        runs,
+        None if norm is None else type(norm).__name__,
+        isinstance(part, Decoder),
+        part.embedding if whole else None,
+        part.max_len if whole else 0,
+    )
 
 
 def _layer(layer: Any) -> LayerFacts:
@@ -150,15 +125,13 @@ def _layer(layer: Any) -> LayerFacts:
             f"of its layers is {type(layer).__name__}"
         )
     attention, activation = layer.self_attn, layer.activation
+    named = activation_name(activation) or getattr(activation, "__name__", None)
     return LayerFacts(
         isinstance(layer, torch.nn.TransformerDecoderLayer),
         attention.embed_dim,
         attention.num_heads,
         layer.linear1.out_features,
-        str(
-            activation_name(activation)
-            or getattr(activation, "__name__", type(activation).__name__)
-        ),
+        str(named or type(activation).__name__),
         bool(layer.norm_first),
         type(layer.norm1).__name__,
         layer.dropout1.p,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
-from matplotlib.colors import Colormap
+from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 VISIBLE, HIDDEN, BLIND = "#56B4E9", "#D9D9D9", "#D55E00"
-_HATCH = "#B8B8B8"
+_HIDDEN: Any = {"facecolor": HIDDEN, "edgecolor": "#B8B8B8", "hatch": "////", "linewidth": 0.0}
 #: From nothing to much, in even steps of lightness; and around zero.
 SEQUENTIAL, DIVERGING = "viridis", "PuOr_r"
 
@@ -37,27 +38,71 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def colours(name: str) -> Colormap:
-    """The map of that name, which lets `hatched` axes through where there is no value."""
-    return colormaps[name].with_extremes(bad="none")
-
-
-def hatched(axes: Axes) -> None:
-    """What stands for hidden behind an image: grey, and hatched, so that no pale colour is like it."""
-    axes.patch.set(facecolor=HIDDEN, edgecolor=_HATCH, hatch="////", linewidth=0.0)
-
-
 def legend_entry(label: str, colour: str | None = None) -> Patch:
     """For a colour, or for what is hidden."""
-    if colour is None:
-        return Patch(facecolor=HIDDEN, edgecolor=_HATCH, hatch="////", linewidth=0.0, label=label)
-    return Patch(facecolor=colour, label=label)
+    return Patch(label=label, **({"facecolor": colour} if colour else _HIDDEN))
 
 
-def cell_size(rows: int, columns: int, most: float) -> float:
-    """Inches of a cell's side, so that a map has at most ``most`` inches and can still be seen."""
-    longest = max(rows, columns, 1)
-    return max(min(0.26, most / longest), 1.3 / longest)
+class Map(NamedTuple):
+    """A query's values for each key, as a picture."""
+
+    title: str
+    #: (T, S), shown where not `hidden`.
+    values: Tensor
+    hidden: Tensor
+    #: Ends of the scale of colours; None: there is one colour, `VISIBLE`.
+    limits: tuple[float, float] | None = None
+
+
+def draw_maps(
+    rows: Sequence[Sequence[Map]],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    most: float,
+    narrowest: float,
+    scale: str,
+    legend: list[Patch],
+    title: str | None,
+) -> tuple[Figure, Any]:
+    """Rows of maps, with their tokens at the left and below; the figure, and its axes as an array.
+
+    A map has at most ``most`` inches, unless it could not be seen then, and is at least ``narrowest``
+    wide. ``scale``: what the colours of maps with limits stand for.
+    """
+    across, longest = max(map(len, rows)), max(len(queries), len(keys))
+    cell = max(min(0.26, most / longest), 1.3 / longest)
+    height, width = max(cell * len(queries), 0.6), max(cell * len(keys), narrowest)
+    scaled = any(one.limits for row in rows for one in row)
+    figure = new_figure(
+        max(across * (width + 0.2) + token_inches(queries) + (1.7 if scaled else 0.8), 3.4),
+        len(rows) * (height + 0.25) + token_inches(keys) + (1.15 if legend else 0.8),
+    )
+    panels = figure.subplots(len(rows), across, squeeze=False)
+    bar = None
+    for i, row in enumerate(rows):
+        for panel, one in zip(panels[i], row, strict=False):
+            # Behind the image: grey, and hatched, so that no pale colour is like it.
+            panel.patch.set(**_HIDDEN)
+            values = numpy.ma.array(one.values.numpy(), mask=one.hidden.numpy())
+            colours: Colormap = ListedColormap([VISIBLE])
+            if one.limits:
+                colours = colormaps[DIVERGING if one.limits[0] < 0 else SEQUENTIAL]
+            drawn = image(panel, values, colours.with_extremes(bad="none"), *one.limits or (0, 1))
+            bar = drawn if one.limits else bar
+            panel.set_title(one.title, fontsize=LABEL_SIZE)
+            label_tokens(panel.xaxis, keys, width)
+            label_tokens(panel.yaxis, queries, height)
+            panel.tick_params(labelleft=panel is panels[i, 0], labelbottom=i == len(rows) - 1)
+            if i == len(rows) - 1:
+                panel.set_xlabel("key", fontsize=LABEL_SIZE)
+        for panel in panels[i, len(row) :]:
+            panel.set_visible(False)
+    if bar is not None:
+        colour_bar(figure, bar, panels, scale, fraction=0.05, aspect=25)
+    head(figure, title)
+    if legend:
+        legend_below(figure, legend)
+    return figure, panels
 
 
 def shown(token: str) -> str:
