@@ -90,39 +90,6 @@ def test_long_and_odd_tokens_stay_legible() -> None:
     assert_legible(figure)
 
 
-def nan_weights() -> torch.Tensor:
-    return torch.full((T, S), float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "said"),
-    [
-        (([[1.0]],), {}, TypeError, "weights must be a Tensor of floating point, not list"),
-        ((torch.ones(2, 2, dtype=torch.int64),), {}, TypeError, "floating point, not torch.int64"),
-        (({},), {}, ValueError, "weights is empty"),
-        ((torch.rand(3),), {}, ValueError, r"\(B, H, T, S\).* not \[3\]"),
-        ((nan_weights(),), {}, ValueError, "holds NaN or negative numbers"),
-        ((-weights(),), {}, ValueError, "holds NaN or negative numbers"),
-        ((weights(), QUERIES[:3]), {}, ValueError, "query_tokens must name 4 tokens, not 3"),
-        ((weights(), None, "abcde"), {}, TypeError, "key_tokens must be a sequence of tokens"),
-        ((weights(),), {"index": 2}, IndexError, r"index must be in \[0, 2\), not 2"),
-        ((weights(),), {"heads": [3]}, IndexError, r"heads must be in \[0, 3\), not 3"),
-        ((weights(),), {"heads": []}, ValueError, "heads must name at least one head"),
-        ((weights(),), {"key_padding": torch.zeros(4, dtype=torch.bool)}, ValueError,
-         r"key_padding must have shape \[5\], not \[4\]"),
-        ((weights(),), {"query_padding": torch.zeros(4)}, TypeError,
-         "query_padding must be a bool Tensor, True at padding, not torch.float32"),
-        (({"a": weights(), "b": torch.rand(B, H, S, S)},), {}, ValueError,
-         r"one query length and one key length, \(4, 5\) as 'a' has, but 'b' has \(5, 5\)"),
-    ],
-)  # fmt: skip
-def test_bad_input_of_attention(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        viz.attention_maps(*arguments, **options)
-
-
 # Models
 
 
@@ -186,32 +153,6 @@ def test_language_models_and_encoders() -> None:
     figure = viz.model_attention(models.Encoder(20, 16, 2, 1, 24), source, average=True)
     assert not shown(maps(figure)[0])[1].any()
     assert figure.get_suptitle() == "Encoder self-attention"
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"kind": "self"}, ValueError, "kind must be one of encoder, decoder, cross for a Trans"),
-        ({"target": None}, ValueError, 'kind "cross" needs a target'),
-        ({"layers": [2]}, IndexError, r"layers must be in \[0, 2\), not 2"),
-        ({"layers": []}, ValueError, "layers must name at least one layer"),
-        ({"index": 5}, IndexError, r"index must be in \[0, 2\), not 5"),
-        ({"source_vocabulary": WORDS[:2]}, ValueError, "source_vocabulary has no token for id"),
-        ({"source_vocabulary": "words"}, TypeError, "source_vocabulary must be a sequence"),
-        ({"model": torch.nn.Linear(2, 2)}, TypeError, "not Linear: for others, record models.att"),
-    ],
-)
-def test_bad_input_of_models(options: dict[str, Any], error: type[Exception], said: str) -> None:
-    source, target = tokens()
-    arguments = {"model": transformer(), "source": source, "target": target} | options
-    with pytest.raises(error, match=said):
-        viz.model_attention(**arguments)
-
-
-def test_a_target_that_nobody_wants() -> None:
-    source, target = tokens()
-    with pytest.raises(ValueError, match="a LanguageModel takes no target"):
-        viz.model_attention(models.LanguageModel(20, 16, 2, 1, 24), source, target)
 
 
 ROWS, COLS = 5, 6
@@ -311,37 +252,6 @@ def test_tokens_and_no_mask() -> None:
     assert_legible(figure)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"query_length": 0}, ValueError, "query_length must be at least 1, not 0"),
-        ({"query_length": 2.0}, TypeError, "query_length must be an int, not float"),
-        (
-            {"true_means": "yes"},
-            ValueError,
-            'true_means must be "visible" or "hidden", not \'yes\'',
-        ),
-        (
-            {"attn_mask": torch.ones(ROWS, COLS).int()},
-            TypeError,
-            "bool or floating point, not torch.int",
-        ),
-        ({"attn_mask": torch.ones(ROWS, COLS + 1)}, ValueError, r"\(B, H, 5, 6\), not \[5, 7\]"),
-        ({"attn_mask": torch.full((ROWS, COLS), math.nan)}, ValueError, "must not hold NaN"),
-        ({"attn_mask": torch.ones(2, 1, ROWS, COLS), "index": 2}, IndexError, "index must be in"),
-        ({"attn_mask": torch.ones(2, 2, ROWS, COLS), "head": 2}, IndexError, "head must be in"),
-        ({"key_padding": torch.zeros(2, COLS)}, TypeError, "key_padding must be a bool Tensor"),
-        ({"key_lengths": torch.tensor([7])}, ValueError, r"key_lengths must be in \[0, 6\], not 7"),
-        ({"key_lengths": torch.tensor([1.0])}, TypeError, "key_lengths must be int32 or int64"),
-        ({"key_lengths": torch.tensor(3)}, ValueError, r"key_lengths must have shape \(B,\)"),
-        ({"key_tokens": ["a"]}, ValueError, "key_tokens must name 6 tokens, not 1"),
-    ],
-)
-def test_bad_input_of_masks(options: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        viz.masks(**({"query_length": ROWS, "key_length": COLS} | options))
-
-
 POSITIONS = models.SinusoidalPositions(60, 32)
 
 
@@ -385,24 +295,6 @@ def test_from_models() -> None:
     assert_legible(viz.positional_encoding(torch.zeros(1, 2), title="One"))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"positions": torch.nn.Linear(2, 2)}, TypeError, "or models.LearnedPositions, not Linear"),
-        ({"positions": 3}, TypeError, "not int"),
-        ({"positions": torch.zeros(2, 2, 2)}, ValueError, r"shape \(L, M\), not \[2, 2, 2\]"),
-        ({"length": 61}, ValueError, r"length must be an int in \[1, 60\], not 61"),
-        ({"length": 0}, ValueError, "not 0"),
-        ({"dimensions": [32]}, IndexError, r"dimensions must be in \[0, 32\), not 32"),
-        ({"dimensions": []}, ValueError, "dimensions must name 1 to 6, not 0"),
-        ({"dimensions": list(range(7))}, ValueError, "dimensions must name 1 to 6, not 7"),
-    ],
-)
-def test_bad_input_of_positions(options: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        viz.positional_encoding(**({"positions": POSITIONS} | options))
-
-
 def history(scale: float = 1.0) -> training.History:
     found = training.History()
     found.loss = [8.0 * scale, 4.0 * scale, 6.0 * scale]
@@ -425,17 +317,99 @@ def test_what_is_drawn() -> None:
     figure.canvas.draw()
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match="histories must be a dict of History, not History"):
-        viz.loss_curves(history())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"histories\['one'\] must be a History, not list"):
-        viz.loss_curves({"one": []})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"histories\['one'\] has no steps"):
-        viz.loss_curves({"one": training.History()})
-    with pytest.raises(ValueError, match="histories must have 1 to 6 runs, not 0"):
-        viz.loss_curves({})
-    with pytest.raises(ValueError, match="window must be at least 1, not 0"):
-        viz.loss_curves({"one": history()}, window=0)
+def of_weights(*given: Any, **options: Any) -> Any:
+    return viz.attention_maps(*given or (weights(),), **options)
+
+
+def of_model(model: torch.nn.Module | None = None, **options: Any) -> Any:
+    source, target = tokens()
+    model = transformer() if model is None else model
+    return viz.model_attention(model, **{"source": source, "target": target} | options)
+
+
+def of_masks(**options: Any) -> Any:
+    return viz.masks(**{"query_length": ROWS, "key_length": COLS} | options)
+
+
+def of_positions(positions: Any = POSITIONS, **options: Any) -> Any:
+    return viz.positional_encoding(positions, **options)
+
+
+def of_losses(histories: Any, **options: Any) -> Any:
+    return viz.loss_curves(histories, **options)
+
+
+OTHER_KEYS = {"a": weights(), "b": torch.rand(B, H, S, S)}
+FOURS = torch.zeros(4, dtype=torch.bool)
+SHAPE = (ROWS, COLS)
+#: Calls, what they raise, and what is said.
+WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
+    TypeError: [
+        (lambda: of_weights([[1.0]]), "weights must be a Tensor of floating point, not list"),
+        (lambda: of_weights(torch.ones(2, 2).long()), "floating point, not torch.int64"),
+        (lambda: of_weights(weights(), None, "abcde"), "key_tokens must be a sequence of tokens"),
+        (lambda: of_weights(query_padding=torch.zeros(4)),
+         "query_padding must be a bool Tensor, True at padding, not torch.float32"),
+        (lambda: of_model(source_vocabulary="words"), "source_vocabulary must be a sequence"),
+        (lambda: of_model(torch.nn.Linear(2, 2)), "not Linear: for others, record models.att"),
+        (lambda: of_masks(query_length=2.0), "query_length must be an int, not float"),
+        (lambda: of_masks(attn_mask=torch.ones(SHAPE).int()), "or floating point, not torch.int"),
+        (lambda: of_masks(key_padding=torch.zeros(2, COLS)), "key_padding must be a bool Tensor"),
+        (lambda: of_masks(key_lengths=torch.ones(1)), "key_lengths must be int32 or int64"),
+        (lambda: of_positions(torch.nn.Linear(2, 2)), "or models.LearnedPositions, not Linear"),
+        (lambda: of_positions(3), "not int"),
+        (lambda: of_losses(history()), "histories must be a dict of History, not History"),
+        (lambda: of_losses({"one": []}), r"histories\['one'\] must be a History, not list"),
+    ],
+    ValueError: [
+        (lambda: of_weights({}), "weights is empty"),
+        (lambda: of_weights(torch.rand(3)), r"\(B, H, T, S\).* not \[3\]"),
+        (lambda: of_weights(torch.full((T, S), math.nan)), "holds NaN or negative numbers"),
+        (lambda: of_weights(-weights()), "holds NaN or negative numbers"),
+        (lambda: of_weights(weights(), QUERIES[:3]), "query_tokens must name 4 tokens, not 3"),
+        (lambda: of_weights(heads=[]), "heads must name at least one head"),
+        (lambda: of_weights(key_padding=FOURS), r"key_padding must have shape \[5\], not \[4\]"),
+        (lambda: of_weights(OTHER_KEYS),
+         r"one query length and one key length, \(4, 5\) as 'a' has, but 'b' has \(5, 5\)"),
+        (lambda: of_model(kind="self"), "kind must be one of encoder, decoder, cross for a Trans"),
+        (lambda: of_model(target=None), 'kind "cross" needs a target'),
+        (lambda: of_model(models.LanguageModel(20, 16, 2, 1, 24)), "LanguageModel takes no target"),
+        (lambda: of_model(layers=[]), "layers must name at least one layer"),
+        (lambda: of_model(source_vocabulary=WORDS[:2]), "source_vocabulary has no token for id"),
+        (lambda: of_masks(query_length=0), "query_length must be at least 1, not 0"),
+        (lambda: of_masks(true_means="yes"), '"visible" or "hidden", not \'yes\''),
+        (lambda: of_masks(attn_mask=torch.ones(5, 7)), r"\(B, H, 5, 6\), not \[5, 7\]"),
+        (lambda: of_masks(attn_mask=torch.full(SHAPE, math.nan)), "must not hold NaN"),
+        (lambda: of_masks(key_lengths=torch.tensor([7])), r"must be in \[0, 6\], not 7"),
+        (lambda: of_masks(key_lengths=torch.tensor(3)), r"key_lengths must have shape \(B,\)"),
+        (lambda: of_masks(key_tokens=["a"]), "key_tokens must name 6 tokens, not 1"),
+        (lambda: of_positions(torch.zeros(2, 2, 2)), r"shape \(L, M\), not \[2, 2, 2\]"),
+        (lambda: of_positions(length=61), r"length must be an int in \[1, 60\], not 61"),
+        (lambda: of_positions(length=0), "not 0"),
+        (lambda: of_positions(dimensions=[]), "dimensions must name 1 to 6, not 0"),
+        (lambda: of_positions(dimensions=range(7)), "dimensions must name 1 to 6, not 7"),
+        (lambda: of_losses({"one": training.History()}), r"histories\['one'\] has no steps"),
+        (lambda: of_losses({}), "histories must have 1 to 6 runs, not 0"),
+        (lambda: of_losses({"one": history()}, window=0), "window must be at least 1, not 0"),
+    ],
+    IndexError: [
+        (lambda: of_weights(index=2), r"index must be in \[0, 2\), not 2"),
+        (lambda: of_weights(heads=[3]), r"heads must be in \[0, 3\), not 3"),
+        (lambda: of_model(layers=[2]), r"layers must be in \[0, 2\), not 2"),
+        (lambda: of_model(index=5), r"index must be in \[0, 2\), not 5"),
+        (lambda: of_masks(attn_mask=torch.ones(2, 1, *SHAPE), index=2), "index must be in"),
+        (lambda: of_masks(attn_mask=torch.ones(2, 2, *SHAPE), head=2), "head must be in"),
+        (lambda: of_positions(dimensions=[32]), r"dimensions must be in \[0, 32\), not 32"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "said"), [(kind, *one) for kind, found in WRONG.items() for one in found]
+)
+def test_bad_input(error: type[Exception], call: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()
 
 
 HIDDEN = """

@@ -143,52 +143,59 @@ def model_attention(
         ValueError: a kind that the model does not have, a target missing or not wanted.
         IndexError: no such layer, head or sequence.
     """
-    kinds = _kinds_of(model)
+    paired = isinstance(model, Transformer)
+    if not isinstance(model, (Transformer, LanguageModel, Encoder)):
+        raise TypeError(
+            "model must be a models.Transformer, models.LanguageModel or models.Encoder, not "
+            f"{type(model).__name__}: for others, record models.attention_weights and show them "
+            "with attention_maps"
+        )
+    decodes = isinstance(model, LanguageModel)
+    kinds = tuple(_KINDS) if paired else ("decoder",) if decodes else ("encoder",)
     if kind is None:
         kind = kinds[-1]
     if kind not in kinds:
         raise ValueError(
             f"kind must be one of {', '.join(kinds)} for a {type(model).__name__}, not {kind!r}"
         )
-    wants_target = isinstance(model, Transformer) and kind != "encoder"
+    wants_target = paired and kind != "encoder"
     if wants_target and target is None:
         raise ValueError(f'kind "{kind}" needs a target')
-    if target is not None and not isinstance(model, Transformer):
+    if target is not None and not paired:
         raise ValueError(f"a {type(model).__name__} takes no target")
 
-    half = _half(model, kind)
     name, usual_title = _KINDS[kind]
-    if isinstance(model, LanguageModel):
+    if decodes:
         name, usual_title = _KINDS["encoder"][0], "Self-attention, causal"
-    elif isinstance(model, Encoder):
+    elif not paired:
         name = name.removeprefix("encoder.")
+    known: Any = model
+    encoder = known if isinstance(model, Encoder) else known.encoder
+    half = known.decoder if wants_target else encoder
     size = len(half.stack.layers)
     numbers = range(size) if layers is None else layers
     if len(numbers) == 0:
         raise ValueError("layers must name at least one layer")
     names = [name.format(style.check_index("layers", layer, size)) for layer in numbers]
     with torch.no_grad(), evaluating(model), attention_weights(model, *names) as weights:
-        if isinstance(model, Transformer):
-            model(source, target) if wants_target else model.encode(source)
+        if paired and not wants_target:
+            known.encode(source)
         else:
-            model(source)
-    shared = isinstance(model, Transformer) and model.config["target_vocab_size"] is None
-    target_name = "target_vocabulary"
-    if target_vocabulary is None and shared:
-        target_name, target_vocabulary = "source_vocabulary", source_vocabulary
+            known(*((source, target) if wants_target else (source,)))
+    of_target = "target_vocabulary", target_vocabulary
+    if target_vocabulary is None and paired and known.config["target_vocab_size"] is None:
+        of_target = "source_vocabulary", source_vocabulary
     style.check_index("index", index, source.shape[0])
 
-    def words_and_padding(of_target: bool) -> tuple[list[str], Tensor | None]:
-        tokens = target if of_target else source
-        assert tokens is not None
-        vocabulary = target_vocabulary if of_target else source_vocabulary
-        padding = _half(model, "decoder" if of_target else "encoder").padding_mask(tokens)
-        label = target_name if of_target else "source_vocabulary"
-        ids = tokens[index].tolist()
-        return _words(label, ids, vocabulary), None if padding is None else padding[index]
+    def words_and_padding(part: Any, tokens: Any, *of: Any) -> tuple[list[str], Tensor | None]:
+        padding = part.padding_mask(tokens)
+        words = _words(tokens[index].tolist(), *of)
+        return words, None if padding is None else padding[index]
 
-    queries, query_padding = words_and_padding(wants_target)
-    keys, key_padding = words_and_padding(wants_target and kind != "cross")
+    of_source = encoder, source, "source_vocabulary", source_vocabulary
+    of_queries = (half, target, *of_target) if wants_target else of_source
+    queries, query_padding = words_and_padding(*of_queries)
+    keys, key_padding = words_and_padding(*of_source if kind == "cross" else of_queries)
     return attention_maps(
         {name: weights[name] for name in names},
         queries,
@@ -203,27 +210,7 @@ def model_attention(
     )
 
 
-def _kinds_of(model: torch.nn.Module) -> tuple[str, ...]:
-    if isinstance(model, Transformer):
-        return ("encoder", "decoder", "cross")
-    if isinstance(model, LanguageModel):
-        return ("decoder",)
-    if isinstance(model, Encoder):
-        return ("encoder",)
-    raise TypeError(
-        "model must be a models.Transformer, models.LanguageModel or models.Encoder, not "
-        f"{type(model).__name__}: for others, record models.attention_weights and show them with "
-        "attention_maps"
-    )
-
-
-def _half(model: Any, kind: str) -> Any:
-    if isinstance(model, Transformer):
-        return model.encoder if kind == "encoder" else model.decoder
-    return model.encoder if isinstance(model, LanguageModel) else model
-
-
-def _words(name: str, ids: Sequence[int], vocabulary: Vocabulary | None) -> list[str]:
+def _words(ids: Sequence[int], name: str, vocabulary: Vocabulary | None) -> list[str]:
     if vocabulary is None:
         return [str(i) for i in ids]
     if isinstance(vocabulary, str):

@@ -76,7 +76,7 @@ class Canvas:
         self._add(patch, name, color=colour, linewidth=width, linestyle=style, zorder=2)
 
     def text(self, name: str, x: float, y: float, text: str, **options: Any) -> None:
-        usual = {"ha": "center", "va": "center", "fontsize": FONT_SIZE, "zorder": 4}
+        usual: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": FONT_SIZE, "zorder": 4}
         self._axes.text(x, y, text, gid=name, parse_math=False, **usual | options)
 
     def extent(self) -> Bbox:
