@@ -63,25 +63,6 @@ def test_loss_without_padding_and_without_tokens() -> None:
     assert half.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"expected": [1]}, TypeError, "expected must be a Tensor"),
-        ({"expected": torch.zeros(2, 3)}, TypeError, "expected must hold token ids"),
-        ({"expected": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, r"\[2, 3\].*\[3, 2\]"),
-        ({"logits": torch.zeros(2, 3, 7, dtype=torch.int64)}, TypeError, "logits must be float"),
-        ({"smoothing": 1.5}, ValueError, r"smoothing must lie in \[0, 1\], not 1.5"),
-        ({"reduction": "all"}, ValueError, "reduction must be .* not 'all'"),
-    ],
-)
-def test_loss_refuses(change: dict, error: type[Exception], words: str) -> None:
-    arguments = {"logits": torch.zeros(2, 3, 7), "expected": torch.zeros(2, 3, dtype=torch.int64)}
-    arguments |= change
-    logits, expected = arguments.pop("logits"), arguments.pop("expected")
-    with pytest.raises(error, match=words):
-        training.label_smoothing_loss(logits, expected, **arguments)
-
-
 def rates(make: object, steps: int, lr: float) -> list[float]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr)
@@ -111,16 +92,6 @@ def test_linear_schedule_by_hand() -> None:
     assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
 
 
-def test_schedules_refuse() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    with pytest.raises(ValueError, match="warmup_steps must be at least 1, not 0"):
-        training.paper_schedule(optimizer, 8, 0)
-    with pytest.raises(ValueError, match="d_model must be at least 1, or None, not 0"):
-        training.paper_schedule(optimizer, 0)
-    with pytest.raises(ValueError, match="warmup_steps must be at most total_steps, 5, not 6"):
-        training.linear_schedule(optimizer, 5, 6)
-
-
 def test_adamw_groups() -> None:
     model = models.Transformer(9, 9, 16, 2, 1, 1, 32, tie_output=True)
     optimizer = training.adamw(model, weight_decay=0.1)
@@ -132,11 +103,6 @@ def test_adamw_groups() -> None:
     assert any(p is table for p in others["params"])
     every = [*decayed["params"], *others["params"]]
     assert len(every) == len(list(model.parameters())) == len({id(p) for p in every})
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        training.adamw(model)
-    with pytest.raises(ValueError, match="weight_decay must be at least 0, not -1"):
-        training.parameter_groups(model, -1.0)
 
 
 def test_clipping() -> None:
@@ -147,8 +113,6 @@ def test_clipping() -> None:
     assert training.clip_gradients(parameters, 2.5) == 5.0
     torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5, 0.0, 0.0]))
     assert math.isclose(training.clip_gradients(parameters, None).item(), 2.5, rel_tol=1e-5)
-    with pytest.raises(ValueError, match="max_norm must be above 0, or None, not 0"):
-        training.clip_gradients(parameters, 0)
 
 
 def test_activation_checkpointing_changes_no_number() -> None:
@@ -166,10 +130,6 @@ def test_activation_checkpointing_changes_no_number() -> None:
         total.backward()
         found.append([total.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*found)
-    with pytest.raises(ValueError, match="no Transformer encoder or decoder layers"):
-        training.checkpoint_activations(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="every must be at least 1, not 0"):
-        training.checkpoint_activations(model, 0)
 
 
 def test_activation_checkpointing_keeps_less() -> None:
@@ -263,19 +223,6 @@ def test_subclasses_with_a_forward_of_their_own_give_logits() -> None:
     torch.testing.assert_close(total, expected)
 
 
-def test_wrong_expected_tokens_name_themselves() -> None:
-    model = models.LanguageModel(20, 16, 2, 1, 32)
-    tokens = torch.randint(0, 20, (2, 5))
-    with pytest.raises(ValueError, match="expected must have the shape of the tokens before it"):
-        model(tokens, expected=tokens[:, 1:])
-    with pytest.raises(TypeError, match="expected must hold token ids"):
-        model(tokens, expected=tokens.float())
-    with pytest.raises(TypeError, match="expected must be a Tensor"):
-        model(tokens, expected=[1, 2])
-    with pytest.raises(IndexError, match="Target 20 is out of bounds"):
-        model(tokens, expected=torch.full((2, 5), 20))
-
-
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=3, max_size=60),
     max_tokens=st.integers(120, 400),
@@ -353,32 +300,11 @@ def test_steps_of_several_processes_are_alike() -> None:
     assert sum(apart) / len(apart) < 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"lengths": [3, 9, 2], "max_tokens": 8}, r"lengths\[1\] is \[9\], more than max_tokens=8"),
-        ({"lengths": [(3, 1), (5, 4)], "max_tokens": 8}, r"lengths\[1\] is \[5, 4\]"),
-        ({"lengths": [3, 0], "max_tokens": 8}, r"lengths\[1\] is \[0\]: empty"),
-        ({"lengths": [], "max_tokens": 8}, "0 sequences, too few for 1"),
-        ({"lengths": [3], "max_tokens": 8, "world_size": 2}, "1 sequences, too few for 2"),
-        ({"lengths": [3], "max_tokens": 8, "rank": 1}, r"rank must lie in \[0, 1\), not 1"),
-        ({"lengths": [3], "max_tokens": 8, "max_sequences": 0}, "max_sequences must be at least 1"),
-    ],
-)
-def test_batches_refuse(arguments: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        training.TokenBatches(**arguments)
-
-
 def test_collator() -> None:
     batch = training.PairCollator(PAD, START, END)([([5, 6, 7], [8]), ([5], [9, 8])])
     assert batch.source.tolist() == [[5, 6, 7], [5, PAD, PAD]]
     assert batch.target.tolist() == [[START, 8, PAD], [START, 9, 8]]
     assert batch.expected.tolist() == [[8, END, PAD], [9, 8, END]]
-    with pytest.raises(ValueError, match=r"sequences\[1\] is empty"):
-        training.pad_sequences([[1], []], PAD)
-    with pytest.raises(ValueError, match="sequences is empty"):
-        training.pad_sequences([], PAD)
 
 
 def test_loader_gives_all_pairs() -> None:
@@ -418,27 +344,90 @@ def test_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("arguments", [{}, {"steps": 0}, {"epochs": -1}, {"minutes": 0.0}])
-def test_limits_that_are_none(arguments: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be (given|above 0, not)"):
-        make_trainer(make_model()).fit(make_loader(make_pairs()), **arguments)
+def of_loss(**changed: Any) -> Any:
+    given = {"logits": torch.zeros(2, 3, 7), "expected": torch.zeros(2, 3).long()} | changed
+    return training.label_smoothing_loss(given.pop("logits"), given.pop("expected"), **given)
 
 
-def test_arguments_that_are_wrong() -> None:
-    model = make_model()
-    for name in ("accumulate", "checkpoint_every"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-            make_trainer(model, **{name: 0})
-    with pytest.raises(ValueError, match="clip_norm must be above 0, or None, not -1"):
-        make_trainer(model, clip_norm=-1.0)
-    with pytest.raises(ValueError, match=r"autocast must be torch\.bfloat16 or None"):
-        make_trainer(model, autocast=torch.float16)
-    with pytest.raises(ValueError, match="batches is empty"):
-        make_trainer(model).fit([], steps=1)
-    with pytest.raises(ValueError, match="strategy must be one of ddp, fsdp, not 'zero'"):
-        training.parallelise(model, "zero")
-    with pytest.raises(ValueError, match="has no tokens to evaluate"):
-        training.evaluate(model, training.NextTokenLoss(PAD), [])
+def of_expected(expected: Any) -> Any:
+    """A model's losses of 2 x 5 tokens."""
+    return models.LanguageModel(20, 16, 2, 1, 32)(torch.ones(2, 5).long(), expected=expected)
+
+
+def fit(batches: Any = None, **limits: Any) -> Any:
+    return make_trainer(make_model()).fit(
+        make_loader(make_pairs()) if batches is None else batches, **limits
+    )
+
+
+SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+BATCHES, LINEAR = training.TokenBatches, torch.nn.Linear(2, 2)
+#: Calls, what they raise, and what is said.
+WRONG: dict[type[Exception], list[tuple[Any, str]]] = {
+    TypeError: [
+        (lambda: of_loss(expected=[1]), "expected must be a Tensor"),
+        (lambda: of_loss(expected=torch.zeros(2, 3)), "expected must hold token ids"),
+        (lambda: of_loss(logits=torch.zeros(2, 3, 7).long()), "logits must be float"),
+        (lambda: of_expected(torch.ones(2, 5)), "expected must hold token ids"),
+        (lambda: of_expected([1, 2]), "expected must be a Tensor"),
+    ],
+    IndexError: [(lambda: of_expected(torch.full((2, 5), 20)), "Target 20 is out of bounds")],
+    ValueError: [
+        (lambda: of_loss(expected=torch.zeros(3, 2).long()), r"\[2, 3\].*\[3, 2\]"),
+        (lambda: of_loss(smoothing=1.5), r"smoothing must lie in \[0, 1\], not 1.5"),
+        (lambda: of_loss(reduction="all"), "reduction must be .* not 'all'"),
+        (lambda: of_expected(torch.ones(2, 4).long()), "must have the shape of the tokens before"),
+        (lambda: training.paper_schedule(SGD, 8, 0), "warmup_steps must be at least 1, not 0"),
+        (lambda: training.paper_schedule(SGD, 0), "d_model must be at least 1, or None, not 0"),
+        (lambda: training.linear_schedule(SGD, 5, 6), "must be at most total_steps, 5, not 6"),
+        (lambda: training.adamw(torch.nn.ReLU()), "no trainable parameters"),
+        (
+            lambda: training.adamw(torch.nn.Linear(2, 2).requires_grad_(False)),
+            "no trainable parameters",
+        ),
+        (
+            lambda: training.parameter_groups(LINEAR, -1.0),
+            "weight_decay must be at least 0, not -1",
+        ),
+        (lambda: training.clip_gradients([], 0), "max_norm must be above 0, or None, not 0"),
+        (lambda: training.checkpoint_activations(LINEAR), "no Transformer encoder or decoder lay"),
+        (
+            lambda: training.checkpoint_activations(make_model(), 0),
+            "every must be at least 1, not 0",
+        ),
+        (lambda: BATCHES([3, 9, 2], 8), r"lengths\[1\] is \[9\], more than max_tokens=8"),
+        (lambda: BATCHES([(3, 1), (5, 4)], 8), r"lengths\[1\] is \[5, 4\]"),
+        (lambda: BATCHES([3, 0], 8), r"lengths\[1\] is \[0\]: empty"),
+        (lambda: BATCHES([], 8), "0 sequences, too few for 1"),
+        (lambda: BATCHES([3], 8, world_size=2), "1 sequences, too few for 2"),
+        (lambda: BATCHES([3], 8, rank=1), r"rank must lie in \[0, 1\), not 1"),
+        (lambda: BATCHES([3], 8, max_sequences=0), "max_sequences must be at least 1"),
+        (lambda: training.pad_sequences([[1], []], PAD), r"sequences\[1\] is empty"),
+        (lambda: training.pad_sequences([], PAD), "sequences is empty"),
+        (lambda: fit(), "one of steps, epochs and minutes must be given"),
+        (lambda: fit(steps=0), "steps must be above 0, not 0"),
+        (lambda: fit(epochs=-1), "epochs must be above 0, not -1"),
+        (lambda: fit(minutes=0.0), "minutes must be above 0, not 0"),
+        (lambda: fit([], steps=1), "batches is empty"),
+        (lambda: make_trainer(LINEAR, accumulate=0), "accumulate must be at least 1, not 0"),
+        (lambda: make_trainer(LINEAR, checkpoint_every=0), "every must be at least 1, not 0"),
+        (
+            lambda: make_trainer(LINEAR, clip_norm=-1.0),
+            "clip_norm must be above 0, or None, not -1",
+        ),
+        (lambda: make_trainer(LINEAR, autocast=torch.half), r"must be torch\.bfloat16 or None"),
+        (lambda: training.parallelise(LINEAR, "zero"), "must be one of ddp, fsdp, not 'zero'"),
+        (lambda: training.evaluate(LINEAR, training.NextTokenLoss(PAD), []), "has no tokens to"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "words"), [(kind, *one) for kind, found in WRONG.items() for one in found]
+)
+def test_wrong_arguments(error: type[Exception], call: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_a_gradient_that_is_nan_stops_before_the_step() -> None:

@@ -101,7 +101,10 @@ class Position:
             for part in (getattr(batches, "sampler", None), sampler, batches):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(self.epoch)  # type: ignore[union-attr]
-        self._check_count(batches)
+        if processes.is_distributed() and hasattr(batches, "__len__"):
+            counts = processes.gathered(len(batches))  # type: ignore[arg-type]
+            if len(set(counts)) > 1:
+                raise ValueError(f"batches must be as many in each process, not {counts}")
         iterator = iter(batches)
         for _ in itertools.islice(iterator, skip):
             pass
@@ -117,10 +120,3 @@ class Position:
                 f"these are made by {order}"
             )
         self.order = order
-
-    @staticmethod
-    def _check_count(batches: Any) -> None:
-        if processes.is_distributed() and hasattr(batches, "__len__"):
-            counts = processes.gathered(len(batches))
-            if len(set(counts)) > 1:
-                raise ValueError(f"batches must be as many in each process, not {counts}")

@@ -14,18 +14,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..cli.console import progress as progress_bar
 from . import processes
 from .checkpoint import (
     CheckpointError,
@@ -364,25 +356,14 @@ def _interrupts() -> Iterator[list[int]]:
 @contextmanager
 def _progress(total: int | None, done: int, shown: bool) -> Iterator[Advance]:
     """Steps, loss, learning rate, speed and the time that is left; silent if not ``shown``."""
-    # On something that is no terminal a bar would only leave garbage.
-    console = Console(stderr=True)
     smooth: float | None = None
 
     def advance(loss: float, learning_rate: float, speed: float) -> None:
         nonlocal smooth
         smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
         text = f"loss {smooth:.3f}  lr {learning_rate:.1e}  {speed:,.0f} tokens/s"
-        bar.update(task, advance=1, text=text)
+        bar.update(task, advance=1, description=f"[bold]training[/]  {text}")
 
-    with Progress(
-        TextColumn("[bold]training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-    ) as bar:
-        task = bar.add_task("training", total=total, completed=done, text="")
+    with progress_bar(shown, transient=False) as bar:
+        task = bar.add_task("[bold]training", total=total, completed=done)
         yield advance
