@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -53,7 +53,10 @@ def with_gradients(
             return x
         if not _is_variable(x):
             return x.detach().clone()
-        moved = x.detach().clone() if jitter is None else _moved(x.detach(), jitter)
+        moved = x.detach().clone()
+        if jitter is not None:
+            sign = torch.randint(-1, 2, x.shape, generator=jitter).to(x.device)
+            moved *= (1 + sign * torch.finfo(x.dtype).eps).to(x.dtype)
         return moved.requires_grad_()
 
     state: dict[str, Tensor] = {n: leaf(p) for n, p in model.named_parameters()}
@@ -79,11 +82,6 @@ def _weighted(x: Tensor) -> Tensor:
     weight = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float32, device=x.device)
     # A NaN of a row that sees nothing would make all gradients NaN.
     return (torch.where(x.isfinite(), x, 0.0).float() * weight.view(x.shape)).sum().cpu()
-
-
-def _moved(x: Tensor, generator: torch.Generator) -> Tensor:
-    sign = torch.randint(-1, 2, x.shape, generator=generator).to(x.device)
-    return x * (1 + sign * torch.finfo(x.dtype).eps).to(x.dtype)
 
 
 def difference(before: Run, after: Run, moved: list[Run]) -> str | None:
@@ -162,14 +160,8 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
-            for name, value in list(_floats(module.__dict__)):
-                if "drop" in name or (is_dropout and name == "p"):
+            for name, value in list(module.__dict__.items()):
+                if type(value) is float and ("drop" in name or (is_dropout and name == "p")):
                     stack.callback(module.__dict__.__setitem__, name, value)
                     module.__dict__[name] = 0.0
         yield
-
-
-def _floats(attributes: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in attributes.items():
-        if type(value) is float:
-            yield name, value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -183,7 +184,7 @@ _ADVICE = (
 _SILENT = ("peft", "torch", "transformer_fast", "transformers")
 
 
-def _others(model: torch.nn.Module, report: Report) -> dict[str, int]:
+def _others(model: torch.nn.Module, report: Report) -> Counter[str]:
     """How many modules there are of each class that accelerate does not know, by name.
 
     Counted are modules with parameters or linear maps of their own, for that is what layers and
@@ -192,22 +193,19 @@ def _others(model: torch.nn.Module, report: Report) -> dict[str, int]:
     """
     told = {entry.name for entry in report.entries}
     layers = [n for n in told if not isinstance(model.get_submodule(n), torch.nn.Linear)]
-    found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        kind = type(module)
-        silent = name in told or _package(module) in _SILENT
-        if not silent and (name or not layers) and _does_work(module):
-            found[kind.__name__] = found.get(kind.__name__, 0) + 1
-    return found
+    return Counter(
+        type(module).__name__
+        for name, module in model.named_modules()
+        if not (name in told or _package(module) in _SILENT)
+        and (name or not layers)
+        and (
+            any(parameter is not None for parameter in module._parameters.values())
+            or any(isinstance(child, torch.nn.Linear) for child in module.children())
+        )
+    )
 
 
-def _does_work(module: torch.nn.Module) -> bool:
-    if any(parameter is not None for parameter in module._parameters.values()):
-        return True
-    return any(isinstance(child, torch.nn.Linear) for child in module.children())
-
-
-def _about_others(unknown: dict[str, int], is_known: bool) -> list[str]:
+def _about_others(unknown: Counter[str], is_known: bool) -> list[str]:
     """About modules of classes that nobody knows, which were left as they were."""
     names = [name if count == 1 else f"{count} {name}" for name, count in unknown.items()]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -112,12 +112,10 @@ class Report:
 
 def _grouped(entries: Iterable[Entry]) -> list[str]:
     """One line per kind and fate, so that a deep model's report fits on a screen."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for entry in entries:
-        _, _, told = str(entry).partition(": ")
-        groups.setdefault((told,), []).append(entry.name or "(the model)")
-    lines = []
-    for (told,), names in groups.items():
-        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        lines.append(f"  {shown}: {told}")
-    return lines
+        groups.setdefault(str(entry).partition(": ")[2], []).append(entry.name or "(the model)")
+    more = {
+        told: f" and {len(names) - 1} more" * (len(names) > 1) for told, names in groups.items()
+    }
+    return [f"  {names[0]}{more[told]}: {told}" for told, names in groups.items()]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -149,9 +148,11 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     if reason is not None:
         return reason
     kind = type(module)
-    for method in _methods(ours):
+    for method in {"forward", "feed_forward_chunk"} & vars(ours).keys():
         known = getattr(theirs, method, None)
-        if known is None or not _same_arguments(known, getattr(ours, method)):
+        if known is None or [*signature(known).parameters] != [
+            *signature(getattr(ours, method)).parameters
+        ]:
             return f"{theirs.__name__}.{method} of this transformers takes other arguments"
         if method in module.__dict__:
             return f"its {method} was replaced on the instance"
@@ -161,19 +162,8 @@ def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
     return made if isinstance(made, str) else ClassChange(name, module, kind, made)
 
 
-def _methods(ours: type) -> Iterator[str]:
-    """The methods of theirs that ours replaces."""
-    for name in ("forward", "feed_forward_chunk"):
-        if name in vars(ours):
-            yield name
-
-
 def _unwrapped(function: Any) -> Any:
     """Without what transformers itself puts around the forward of each subclass of its layers."""
     while getattr(function, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
         function = function.__wrapped__
     return function
-
-
-def _same_arguments(theirs: Any, ours: Any) -> bool:
-    return list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
