@@ -12,12 +12,12 @@ process, because the machine is never twice as fast or as slow as it was. A slow
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean as mean
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from transformer_fast.cli import form
-from transformer_fast.cli.console import bullets, output
+from transformer_fast.cli.console import bullets, columns, output
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.measure.summary import interval, medians
 
 from . import store
+from .findings import by_case
 
 ROOT = Path(__file__).resolve().parents[1]
 _SUITES = ("ops", "layers")
@@ -77,10 +78,6 @@ def _timed(rows: Sequence[Row], candidate: str | None) -> Row | None:
     return next((row for row in rows if row.candidate == candidate and row.samples), None)
 
 
-def _control(rows: Sequence[Row], other: Sequence[Row]) -> str | None:
-    return next((name for name in _CONTROLS if _timed(rows, name) and _timed(other, name)), None)
-
-
 def _before(rows: Sequence[Row], after: Row) -> Row | None:
     """What ``after`` is to be compared with: the same candidate, or what was chosen in its place.
 
@@ -98,45 +95,31 @@ def change(old: Sequence[Row], new: Sequence[Row], candidate: str) -> Change | N
     before = None if after is None else _before(old, after)
     if before is None or after is None:
         return None
-    name = _control(old, new)
+    name = next((one for one in _CONTROLS if _timed(old, one) and _timed(new, one)), None)
     was, was_draws = _relative(before, _timed(old, name), 1)
     now, now_draws = _relative(after, _timed(new, name), 2)
     return Change(now / was, *interval(now_draws / was_draws), name is None)
 
 
-def _keys(suites: Suites) -> Iterator[Key]:
-    """Every row of ours."""
-    for name, suite in suites.items():
-        for row in suite["rows"]:
-            if row.ours and row.candidate != "reference":
-                yield Key(name, row.op, row.case, row.candidate)
-
-
-def _rows(suites: Suites, key: Key) -> list[Row]:
-    rows = suites[key.suite]["rows"] if key.suite in suites else []
-    return [row for row in rows if (row.op, row.case) == (key.op, key.case)]
-
-
-def changes(passes: Sequence[Pass]) -> dict[Key, list[Change]]:
-    """The change of every row of ours that both sides have, pass by pass."""
+def judge(passes: Sequence[Pass]) -> tuple[dict[Key, list[Change]], dict[Key, str]]:
+    """Pass by pass the change of every row of ours that both sides have; and of each that had a speed
+    and has none any more, the reason."""
     found: dict[Key, list[Change]] = {}
+    lost: dict[Key, str] = {}
     for old, new in passes:
-        for key in dict.fromkeys(_keys(new)):
-            seen = change(_rows(old, key), _rows(new, key), key.candidate)
-            if seen is not None:
-                found.setdefault(key, []).append(seen)
-    return found
-
-
-def lost(passes: Sequence[Pass]) -> dict[Key, str]:
-    """Rows of ours that had a speed and have none any more, in any pass, with the reason."""
-    found: dict[Key, str] = {}
-    for old, new in passes:
-        for key in dict.fromkeys(_keys(new)):
-            after = next(r for r in _rows(new, key) if r.candidate == key.candidate)
-            if not after.samples and _timed(_rows(old, key), key.candidate):
-                found[key] = after.reason or "it was not timed"
-    return found
+        for name, suite in new.items():
+            known = by_case(old[name]["rows"]) if name in old else {}
+            for (op, case), after in by_case(suite["rows"]).items():
+                before = known.get((op, case), [])
+                for row in after:
+                    if not row.ours or row.candidate == "reference":
+                        continue
+                    key = Key(name, op, case, row.candidate)
+                    if (seen := change(before, after, row.candidate)) is not None:
+                        found.setdefault(key, []).append(seen)
+                    elif not row.samples and _timed(before, row.candidate):
+                        lost[key] = row.reason or "it was not timed"
+    return found, lost
 
 
 def slower(seen: Sequence[Change], tolerance: float) -> bool:
@@ -172,19 +155,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
 
 
-def _middle(seen: Sequence[Change]) -> float:
-    return math.exp(sum(math.log(one.value) for one in seen) / len(seen))
-
-
 def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
-    table = Table(box=None, padding=(0, 1), collapse_padding=True)
-    for heading in ("suite", "op", "case", "on"):
-        table.add_column(heading)
-    for heading in ("new / old", "95 %", "passes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    order = sorted(found.items(), key=lambda item: -_middle(item[1]))
-    for key, seen in order:
+    table = columns(("suite", "op", "case", "on"), ("new / old", "95 %", "passes", ""))
+    order = [(mean([one.value for one in seen]), key, seen) for key, seen in found.items()]
+    for middle, key, seen in sorted(order, key=lambda item: -item[0]):
         low, high = min(one.low for one in seen), max(one.high for one in seen)
         verdict = ""
         if slower(seen, tolerance):
@@ -193,9 +167,7 @@ def _table(found: Mapping[Key, Sequence[Change]], tolerance: float) -> Table:
             verdict = "[green]faster"
         if any(one.raw for one in seen):
             verdict += " (not relative)"
-        table.add_row(
-            *key, f"{_middle(seen):.3f}", f"{low:.3f}-{high:.3f}", str(len(seen)), verdict
-        )
+        table.add_row(*key, f"{middle:.3f}", f"{low:.3f}-{high:.3f}", str(len(seen)), verdict)
     return table
 
 
@@ -221,7 +193,7 @@ def _worktree(revision: str, console: Console) -> Path:
         _call(["git", "worktree", "add", "--force", "--quiet", "--detach", place, commit], ROOT)
     if not (place / "benchmarks" / "__main__.py").exists():
         raise FileNotFoundError(f"revision {revision} has no benchmark suite")
-    console.print(f"building {commit} in {place}", style="dim", highlight=False)
+    console.print(f"building {commit} in {place}", style="dim")
     _call(
         [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
         place,
@@ -270,7 +242,7 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
         text = (
             f"pass {number + 1} of at most {options.passes}" if options.passes > 1 else "one pass"
         )
-        console.print(text, style="dim", highlight=False)
+        console.print(text, style="dim")
         if tree is not None:
             old = _time(tree, options, folder / f"old-{number}.json")
         yield old, _time(ROOT, options, folder / f"new-{number}.json")
@@ -283,7 +255,7 @@ def _judged(options: argparse.Namespace, console: Console) -> list[Pass]:
         done.append(one)
         open_still = any(
             slower(seen, options.tolerance) or faster(seen, options.tolerance)
-            for seen in changes(done).values()
+            for seen in judge(done)[0].values()
         )
         if other_machines(*one) or not open_still:
             break
@@ -306,11 +278,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         console.print("[bold red]These are results of different machines:[/]")
         bullets(console, unlike)
         return 2
-    found, gone = changes(passes), lost(passes)
+    found, gone = judge(passes)
     if not found and not gone:
         console.print("[bold red]The two have no timed rows in common.[/]")
         return 2
-    console.print(_table(found, options.tolerance), highlight=False)
+    console.print(_table(found, options.tolerance))
     worse = [key for key, seen in found.items() if slower(seen, options.tolerance)]
     if gone:
         console.print("\n[bold red]Timed before, and not any more:[/]")
@@ -319,6 +291,5 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         f"\n{form.count(len(found), 'row')}, {len(worse)} slower by more than "
         f"{form.percent(options.tolerance)}",
         style="bold red" if worse else "bold green",
-        highlight=False,
     )
     return 1 if worse or gone else 0

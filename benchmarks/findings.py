@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from transformer_fast.cli import form
@@ -28,30 +28,26 @@ class Finding(NamedTuple):
         return self.against is not None and self.against.high < 1.0
 
 
-def by_case(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows of one case after the other, in their order."""
+def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows of each (op, case), in their order."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.case), []).append(row)
-    yield from groups.values()
+    return groups
 
 
 def findings(rows: Sequence[Row], suite: str = "") -> list[Finding]:
     """For every case in which the chosen candidate was timed."""
     found = []
-    for group in by_case(rows):
+    for group in by_case(rows).values():
         chosen = next((row for row in group if row.chosen and row.time is not None), None)
         if chosen is None:
             continue
         others = [row for row in group if row is not chosen and row.time is not None and row.ok]
-        rival = min(others, key=_median, default=None)
+        rival = min(others, key=attrgetter("time.median"), default=None)
         against = None if rival is None else speed_up(rival.samples, chosen.samples)
         found.append(Finding(chosen, rival, against, suite))
     return found
-
-
-def _median(row: Row) -> float:
-    return math.inf if row.time is None else row.time.median
 
 
 def losses(found: Sequence[Finding]) -> list[Finding]:
@@ -60,36 +56,19 @@ def losses(found: Sequence[Finding]) -> list[Finding]:
     return sorted(lost, key=lambda finding: finding.against.value if finding.against else 1.0)
 
 
-def mean_speed_up(ratios: Sequence[Ratio]) -> float | None:
-    """The geometric mean."""
-    if not ratios:
-        return None
-    return math.exp(sum(math.log(ratio.value) for ratio in ratios) / len(ratios))
-
-
-class Grid(NamedTuple):
-    """A table: headings, rows of text, and the columns that are words and not figures."""
-
-    headings: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    words: int = 1
-
-    def markdown(self) -> str:
-        marks = ["---"] * self.words + ["---:"] * (len(self.headings) - self.words)
-        lines = [self.headings, tuple(marks), *self.rows]
-        return "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
+    """A table; its first ``words`` columns are words, the others figures."""
+    marks = ["---"] * words + ["---:"] * (len(headings) - words)
+    lines = [headings, marks, *rows]
+    escaped = ((cell.replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 
 def interval(ratio: Ratio | None) -> str:
     """'1.70x (1.66-1.75)'."""
     if ratio is None:
         return ""
-    low, high = form.three_digits(ratio.low), form.three_digits(ratio.high)
-    return f"{form.times(ratio.value)} ({low}-{high})"
+    return f"{form.times(ratio.value)} ({form.interval(ratio.low, ratio.high)})"
 
 
 def roof(row: Row) -> str:
@@ -98,8 +77,8 @@ def roof(row: Row) -> str:
     return form.percent(row.roof_share) + second
 
 
-def mebibytes(amount: int | None) -> str:
-    return "" if amount is None else form.three_digits(amount / 2**20)
+def seconds(row: Row | None) -> str:
+    return form.seconds(row.time.median) if row is not None and row.time is not None else ""
 
 
 def rates(row: Row) -> str:
@@ -112,48 +91,56 @@ def rates(row: Row) -> str:
     return f"{useful} ({form.rate(row.flops, row.time.median)})"
 
 
-def summary_table(found: Sequence[Finding]) -> Grid:
-    """One line for each case: what the dispatcher chose."""
-    rows = []
-    for chosen, rival, against, _ in found:
-        assert chosen.time is not None
-        rows.append(
-            (
-                chosen.op,
-                chosen.case,
-                chosen.candidate,
-                form.seconds(chosen.time.median),
-                form.times(chosen.vs_reference.value) if chosen.vs_reference else "",
-                interval(chosen.vs_torch),
-                "" if rival is None else rival.candidate,
-                interval(against),
-                rates(chosen),
-                roof(chosen),
-                mebibytes(chosen.peak_bytes),
-                form.times(chosen.error_ratio),
-            )
-        )
-    headings = (
-        *("op", "case", "on", "time", "vs reference", "vs torch's best (95 %)"),
-        *("fastest other", "vs it (95 %)", "Gflop/s (dense)", "roof", "MiB", "error in refs"),
-    )
-    return Grid(headings, rows, words=3)
+def work(finding: Finding) -> str:
+    """'attention (4,8,1024,64), and its gradients, bfloat16'."""
+    kind, _, dtype = finding.suite.partition(", ")
+    parts = [f"{finding.chosen.op} {finding.chosen.case}"]
+    parts += ["and its gradients"] if kind == "backward" else []
+    return ", ".join([*parts, dtype] if dtype else parts)
 
 
-def lost_table(found: Sequence[Finding]) -> Grid:
-    """Cases in which another is faster."""
-    rows = [
-        (
-            suite,
-            chosen.op,
-            chosen.case,
-            chosen.candidate,
-            "" if rival is None else rival.candidate,
-            form.seconds(chosen.time.median) if chosen.time else "",
-            form.seconds(rival.time.median) if rival and rival.time else "",
-            interval(against),
-        )
-        for chosen, rival, against, suite in found
-    ]
-    headings = ("suite", "op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
-    return Grid(headings, rows, words=5)
+def _rival(finding: Finding) -> str:
+    return "" if finding.rival is None else finding.rival.candidate
+
+
+def _mebibytes(finding: Finding) -> str:
+    amount = finding.chosen.peak_bytes
+    return "" if amount is None else form.three_digits(amount / 2**20)
+
+
+#: What stands in a table's column, by its heading; columns of words come first.
+CELLS: dict[str, Callable[[Finding], str]] = {
+    "work": work,
+    "suite": lambda found: found.suite,
+    "op": lambda found: found.chosen.op,
+    "case": lambda found: found.chosen.case,
+    "on": lambda found: found.chosen.candidate,
+    "faster": _rival,
+    "time": lambda found: seconds(found.chosen),
+    "our time": lambda found: seconds(found.chosen),
+    "its time": lambda found: seconds(found.rival),
+    "vs reference": lambda found: form.times(getattr(found.chosen.vs_reference, "value", None)),
+    "vs torch's best (95 %)": lambda found: interval(found.chosen.vs_torch),
+    "fastest other": _rival,
+    "vs it (95 %)": lambda found: interval(found.against),
+    "vs the fastest other (95 %)": lambda found: (
+        (found.rival and f"{found.rival.candidate}: {interval(found.against)}") or ""
+    ),
+    "Gflop/s (dense)": lambda found: rates(found.chosen),
+    "roof": lambda found: roof(found.chosen),
+    "MiB": _mebibytes,
+    "error in refs": lambda found: form.times(found.chosen.error_ratio),
+}
+SUMMARY = (
+    *("op", "case", "on", "time", "vs reference", "vs torch's best (95 %)"),
+    *("fastest other", "vs it (95 %)", "Gflop/s (dense)", "roof", "MiB", "error in refs"),
+)
+README = ("work", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
+LOST = ("suite", "op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
+
+
+def table(found: Iterable[Finding], headings: Sequence[str]) -> str:
+    """A line for each case, of these columns of `CELLS`."""
+    words = sum(heading in ("work", "suite", "op", "case", "on", "faster") for heading in headings)
+    rows = [[CELLS[heading](one) for heading in headings] for one in found]
+    return markdown(headings, rows, words)

@@ -55,11 +55,11 @@ from . import peers
 from .peers import flex_attention, liger
 
 FORMAT = 1
-STAGES = ("env", "warm", "smoke", "parity", "bench", "tune")
 #: Backends with something for a GPU.
 BACKENDS = ("cuda", "triton", "torch")
 #: Seconds that one piece of work may take, the start of its process included.
 LIMITS = {"env": 60.0, "warm": 180.0, "smoke": 20.0, "parity": 120.0, "bench": 150.0, "tune": 60.0}
+STAGES = tuple(LIMITS)
 
 #: Says what is to be done, in JSON.
 Item = dict[str, Any]
@@ -136,8 +136,7 @@ class Session:
 
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                for done in [pool.submit(finish, group) for group in groups]:
-                    done.result()
+                list(pool.map(finish, groups))
             except BaseException:
                 self._stopped = True
                 raise
@@ -172,17 +171,12 @@ def _checks(first_and_last: bool) -> list[list[Item]]:
 def rank(case: GpuCase) -> int:
     """What is asked for first: a run that is cut short is to lose the least."""
     if case.op != "attention":
-        order = ("add_layer_norm", "layer_norm", "feed_forward", "linear")
-        places = dict(zip(order, (2, 2, 4, 4), strict=True))
+        places = {"add_layer_norm": 2, "layer_norm": 2, "feed_forward": 4, "linear": 4}
         return places.get(case.op, 5)
     call = call_of(case.op, case.case.build(torch.bfloat16, "meta", None))
-    query = call.tensors[0]
-    assert query is not None
-    if query.shape[-2] <= 4:
-        return 6
-    if query.shape[-1] > 64:
-        return 3
-    return int(call.mask is not None or call.key_lengths is not None)
+    *_, queries, size = call.tensors[0].shape  # type: ignore[union-attr]
+    masked = call.mask is not None or call.key_lengths is not None
+    return 6 if queries <= 4 else 3 if size > 64 else int(masked)
 
 
 def bench_items() -> list[Item]:
@@ -326,7 +320,7 @@ def check(item: Item, device: torch.device, clock: Clock) -> dict[str, str]:
         trial = on_device.Trial(case, dtype, gradients, device)
         with torch.set_grad_enabled(gradients):
             refused = _reasons(kernel, trial.call)
-        wrong = None if refused else trial.wrong(trial.work(kernel.run))
+        wrong = None if refused else trial.check(trial.work(kernel.run))[1]
         told = f"refused: {refused}" if refused else f"wrong: {wrong}" if wrong else "right"
         found["gradients" if gradients else "forward"] = told
     return found
@@ -339,14 +333,6 @@ _SDPA = {
 }
 
 
-def _by_sdpa(backend: SDPBackend) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        with sdpa_kernel(backend):
-            return OPS["attention"].pytorch(*arguments)
-
-    return run
-
-
 def candidates(trial: on_device.Trial) -> Item:
     """By name what does the work, or a sentence why it cannot; ours first."""
     op, arguments, call = trial.op, trial.inputs[0], trial.call
@@ -356,15 +342,13 @@ def candidates(trial: on_device.Trial) -> Item:
             found[kernel.backend] = "; ".join(dispatch.why_not(kernel, call)) or kernel.run
     found |= trial.torchs()
     if op == "attention":
-        found |= {name: _by_sdpa(backend) for name, backend in _SDPA.items()}
+        found |= {name: sdpa_kernel(one)(OPS[op].pytorch) for name, one in _SDPA.items()}
     others: list[tuple[str, Any, tuple[bool, ...]]] = []
     # It compiles for long, and half types are alike.
     if op == "attention" and arguments[0].dtype == torch.bfloat16:
-        others.append(("FlexAttention, mask known", flex_attention, (True,)))
-        others.append(("FlexAttention, mask new", flex_attention, (False,)))
-    if op == "layer_norm":
-        others.append(("Liger", liger, ()))
-    for name, peer, options in others:
+        known = {"FlexAttention, mask known": True, "FlexAttention, mask new": False}
+        others = [(name, flex_attention, (kept,)) for name, kept in known.items()]
+    for name, peer, options in others if op != "layer_norm" else [("Liger", liger, ())]:
         for offered in peers.candidates([peer], "op", op, arguments, *options):
             found[name] = offered.run or offered.reason
     return found
@@ -421,7 +405,7 @@ def tune(item: Item, device: torch.device, clock: Clock) -> Any:
         return call
 
     if "tiles" not in item:
-        wrong = trial.wrong(using(item["tile"]))
+        wrong = trial.check(using(item["tile"]))[1]
         return "right" if wrong is None else f"wrong: {wrong}"
     calls = {json.dumps(tile): using(tile) for tile in item["tiles"]}
     with torch.no_grad():
@@ -528,12 +512,11 @@ def run(options: argparse.Namespace) -> int:
             console.print(
                 f"{stage}: {len(found['results'])} results, {len(found['skipped'])} skipped, "
                 f"{time.monotonic() - start:.0f} seconds",
-                highlight=False,
             )
     if problems:
         console.print("\n[bold]Wrong, or ended too early[/]")
         bullets(console, problems)
-    console.print(f"\nAll of it is in {options.json}", highlight=False)
+    console.print(f"\nAll of it is in {options.json}")
     return 1 if problems else 0
 
 

@@ -41,45 +41,41 @@ class Attention(nn.Module):
         return self.out(joined)
 
 
-class EncoderLayer(nn.Module):
-    def __init__(self, size: Size) -> None:
+class Layer(nn.Module):
+    """Of the encoder; ``crossed``: of the decoder."""
+
+    def __init__(self, size: Size, crossed: bool = False) -> None:
         super().__init__()
         self.self_attn = Attention(size)
-        self.linear1 = nn.Linear(size.model, size.hidden)
-        self.linear2 = nn.Linear(size.hidden, size.model)
         self.norm1, self.norm2 = nn.LayerNorm(size.model), nn.LayerNorm(size.model)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.norm1(x + self.dropout(self.self_attn(x, x, mask)))
-        hidden = self.dropout(torch.relu(self.linear1(x)))
-        return self.norm2(x + self.dropout(self.linear2(hidden)))
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.self_attn, self.multihead_attn = Attention(size), Attention(size)
+        if crossed:
+            self.multihead_attn, self.norm3 = Attention(size), nn.LayerNorm(size.model)
         self.linear1 = nn.Linear(size.model, size.hidden)
         self.linear2 = nn.Linear(size.hidden, size.model)
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(size.model) for _ in range(3))
         self.dropout = nn.Dropout(0.0)
 
     def forward(
-        self, x: Tensor, memory: Tensor, target_mask: Tensor, source_mask: Tensor
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
     ) -> Tensor:
-        x = self.norm1(x + self.dropout(self.self_attn(x, x, target_mask)))
-        x = self.norm2(x + self.dropout(self.multihead_attn(x, memory, source_mask)))
+        last = self.norm2
+        x = self.norm1(x + self.dropout(self.self_attn(x, x, mask)))
+        if memory is not None:
+            x = self.norm2(x + self.dropout(self.multihead_attn(x, memory, memory_mask)))
+            last = self.norm3
         hidden = self.dropout(torch.relu(self.linear1(x)))
-        return self.norm3(x + self.dropout(self.linear2(hidden)))
+        return last(x + self.dropout(self.linear2(hidden)))
 
 
 class Stack(nn.Module):
     """Layers, and a norm after them."""
 
-    def __init__(self, kind: type[nn.Module], size: Size) -> None:
+    def __init__(self, size: Size, crossed: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(kind(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size, crossed) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.model)
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
@@ -97,7 +93,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.model)
         self.register_buffer("positions", positions, persistent=False)
-        self.encoder, self.decoder = Stack(EncoderLayer, size), Stack(DecoderLayer, size)
+        self.encoder, self.decoder = Stack(size), Stack(size, crossed=True)
         self.output = nn.Linear(size.model, size.vocabulary)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -109,7 +105,7 @@ class Transformer(nn.Module):
         past = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
         target_mask = (target != PADDING)[:, None, None, :] & past
         memory = self.encoder(self.embed(source), source_mask)
-        return self.output(self.decoder(self.embed(target), memory, target_mask, source_mask))
+        return self.output(self.decoder(self.embed(target), target_mask, memory, source_mask))
 
 
 _PARTS = ("query", "key", "value")

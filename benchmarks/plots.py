@@ -139,7 +139,7 @@ def _roofs(groups: Sequence[Sequence[Row]]) -> dict[str, list[tuple[float, float
 
 def scaling(rows: Sequence[Row], title: str) -> str:
     """Time against size, one line for each candidate, and the roof; below, against PyTorch."""
-    groups = list(by_case(rows))
+    groups = list(by_case(rows).values())
     lines, roofs = _lines(groups), _roofs(groups)
     if not lines:
         return ""
@@ -156,7 +156,10 @@ def scaling(rows: Sequence[Row], title: str) -> str:
             top.tick_params(labelbottom=False)
             bottom = figure.add_subplot(grid[1], sharex=top)
             _draw_ratios(bottom, lines)
-        _size_axis(bottom, sorted({size for line in lines.values() for size in line.sizes}))
+        sizes = sorted({size for line in lines.values() for size in line.sizes})
+        bottom.set_xscale("log", base=2)
+        bottom.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
+        bottom.minorticks_off()
         bottom.set_xlabel(size_name)
         for axes in (top, bottom):
             axes.grid(color="#e5e5e5", linewidth=0.6)
@@ -195,9 +198,3 @@ def _draw_ratios(axes: Axes, lines: Mapping[str, _Line]) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
     axes.set_ylabel("times as fast\nas PyTorch")
-
-
-def _size_axis(axes: Axes, sizes: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
-    axes.minorticks_off()

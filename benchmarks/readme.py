@@ -12,16 +12,17 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from transformer_fast.cli import form
 from transformer_fast.cli.info import dtype_names
 from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
-from transformer_fast.measure.benchmark_case import Row
 from transformer_fast.specs import OPS
 
 from . import store
-from .findings import Grid, interval, mean_speed_up, roof
+from .findings import README as COLUMNS
+from .findings import markdown, table, work
 from .report import Machine, all_findings, headline, hurried, is_scaling, machines
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -81,37 +82,15 @@ def ops_table() -> str:
         for op, spec in OPS.items()
     ]
     headings = ("op", "in the paper", *(f"`{name}`" for name in shown))
-    return Grid(headings, rows, words=len(headings)).markdown()
-
-
-def _work(suite: str, chosen: Row) -> str:
-    kind, _, dtype = suite.partition(", ")
-    parts = [f"{chosen.op} {chosen.case}"]
-    if kind == "backward":
-        parts.append("and its gradients")
-    return ", ".join([*parts, dtype] if dtype else parts)
+    return markdown(headings, rows, words=len(headings))
 
 
 def _figures_of(one: Machine) -> str:
-    found = {_work(finding.suite, finding.chosen): finding for finding in all_findings(one)}
-    rows, split = [], False
-    for work in [work for work in _SHOWN if work in found] or list(found)[: len(_SHOWN)]:
-        chosen, rival, against, _ = found[work]
-        assert chosen.time is not None
-        split |= chosen.split_share is not None
-        rows.append(
-            (
-                work,
-                form.seconds(chosen.time.median),
-                interval(chosen.vs_torch),
-                roof(chosen),
-                "" if rival is None else f"{rival.candidate}: {interval(against)}",
-            )
-        )
-    head = ("work", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
-    table = Grid(head, rows).markdown()
+    found = {work(finding): finding for finding in all_findings(one)}
+    shown = [found[name] for name in _SHOWN if name in found] or list(found.values())[: len(_SHOWN)]
+    split = any(finding.chosen.split_share is not None for finding in shown)
     tail = f"{headline(one)} All cases, losses first: [report](benchmarks/results/report.md)."
-    parts = [f"**{one.line}**", table, _SPLIT if split else "", hurried(one), tail]
+    parts = [f"**{one.line}**", table(shown, COLUMNS), _SPLIT if split else "", hurried(one), tail]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -134,15 +113,14 @@ def headline_part(folder: Path = store.FOLDER) -> str:
         for f in all_findings(first)
         if f.rival is not None and f.against is not None and not _is_ours(f.rival.candidate)
     ]
-    mean = mean_speed_up([ratio for _, _, ratio in others])
-    assert mean is not None
+    mean = geometric_mean(ratio.value for _, _, ratio in others)
     worst, rival, ratio = min(others, key=lambda one: one[2].value)
     cpu, threads, isa, *_, date = first.line.split(" · ")
     return (
         f"- **{form.times(mean)}** as fast as the fastest other software, case by case\n"
         f"  (geometric mean of {len(others)}; {cpu}, {isa}, {threads}, {date})\n"
         f"- worst case: {form.times(ratio.value)} of {rival.candidate}, "
-        f"{_work(worst.suite, worst.chosen)}\n"
+        f"{work(worst)}\n"
         "- the same weights, `state_dict` and numbers as `torch.nn`: every result within an error\n"
         "  budget against fp64"
     )

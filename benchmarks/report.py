@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from transformer_fast.cli import form, notes
@@ -14,7 +15,7 @@ from transformer_fast.cli.console import output
 from transformer_fast.measure import machine
 
 from . import plots, store
-from .findings import Finding, findings, losses, lost_table, mean_speed_up, summary_table
+from .findings import LOST, SUMMARY, Finding, findings, losses, table
 
 LEGEND = (
     "Every figure is the median of samples taken in rounds, in which all candidates of a case run "
@@ -88,11 +89,11 @@ def headline(one: Machine) -> str:
     if not found:
         return "Only how time grows with size was measured."
     lost = losses(found)
-    ratios = [f.chosen.vs_torch for f in found if f.chosen.vs_torch is not None]
-    mean = mean_speed_up(ratios)
+    ratios = [f.chosen.vs_torch.value for f in found if f.chosen.vs_torch is not None]
     parts = [f"{form.count(len(found), 'case')} timed"]
-    if mean is not None:
-        parts.append(f"on average {form.times(mean)} as fast as PyTorch's best (geometric mean)")
+    if ratios:
+        mean = form.times(geometric_mean(ratios))
+        parts.append(f"on average {mean} as fast as PyTorch's best (geometric mean)")
     parts.append(f"another is faster in {len(lost)}")
     return ", ".join(parts) + "."
 
@@ -127,19 +128,6 @@ def _beside(one: Machine) -> str:
     return " ".join(text for text in (machine.peaks_line(one.about), peers, hurried(one)) if text)
 
 
-def _wrong(one: Machine) -> list[str]:
-    return [
-        f"{name}: {line}"
-        for name, suite in one.suites.items()
-        for line in notes.failures(suite["rows"])
-    ]
-
-
-def _other_line(one: Machine, suite: dict[str, Any]) -> str:
-    line = machine.line(suite["machine"])
-    return "" if line == one.line else f"Taken at another time: {line}"
-
-
 def _picture(svg: str, name: str, file: Path) -> str:
     """A link to the file, which is written; '' without a picture."""
     if not svg:
@@ -155,12 +143,13 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
     for one in found:
         yield f"## {one.line}"
         yield f"{headline(one)} {_beside(one)}".strip()
-        if wrong := _wrong(one):
+        failed = {name: notes.failures(suite["rows"]) for name, suite in one.suites.items()}
+        if wrong := [f"- {name}: {line}" for name, lines in failed.items() for line in lines]:
             yield "### Wrong results"
-            yield "\n".join(f"- {line}" for line in wrong)
+            yield "\n".join(wrong)
         yield "### Losses: cases in which another is faster"
         lost = losses(all_findings(one))
-        yield lost_table(lost).markdown() if lost else "None."
+        yield table(lost, LOST) if lost else "None."
 
         def file(name: str, slug: str = one.slug) -> Path:
             plain = "".join(c if c.isalnum() else "-" for c in name.lower())
@@ -168,10 +157,11 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
 
         for name, suite, cases in one.ordinary:
             yield f"### {name}"
-            yield _other_line(one, suite)
+            line = machine.line(suite["machine"])
+            yield "" if line == one.line else f"Taken at another time: {line}"
             svg = plots.speed_ups(cases, f"{name}: {one.slug}")
             yield _picture(svg, "speed-ups", file(name))
-            yield summary_table(cases).markdown()
+            yield table(cases, SUMMARY)
         for name, suite in one.suites.items():
             if is_scaling(name) and (svg := plots.scaling(suite["rows"], name)):
                 yield f"### {name}"
@@ -197,6 +187,6 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     pictures.mkdir(parents=True, exist_ok=True)
     (out / "report.md").write_text(markdown(found, pictures), encoding="utf-8")
     for one in found:
-        console.print(f"{one.line}\n  {headline(one)}", highlight=False)
-    console.print(f"written: {out / 'report.md'}", highlight=False)
+        console.print(f"{one.line}\n  {headline(one)}")
+    console.print(f"written: {out / 'report.md'}")
     return 0

@@ -11,7 +11,7 @@ import torch
 
 from transformer_fast import _native
 from transformer_fast.cli import notes
-from transformer_fast.cli.compare import DTYPES, device_of, show
+from transformer_fast.cli.compare import DTYPES, add_work, device_of, show
 from transformer_fast.cli.console import output, progress
 from transformer_fast.dispatch import BACKENDS, OPS
 from transformer_fast.measure import machine, roof
@@ -33,25 +33,16 @@ def add_arguments(
 ) -> None:
     """``kind``: the end of the file's name; ``plan``: that of a run that names none."""
     names = list(suites)
-    parser.set_defaults(suites=suites, kind=kind, plan=plan)
     parser.add_argument(
         "--suite", nargs="+", type=str.lower, choices=names, default=names, metavar="SUITE",
         help=f"of: {'; '.join(names)} (all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--op", nargs="+", type=str.lower, choices=OPS, default=list(OPS), metavar="OP",
-        help=f"of: {', '.join(OPS)} (all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend", nargs="+", type=str.lower, choices=BACKENDS, default=list(BACKENDS)
-    )
+    add_work(parser, OPS)
+    parser.set_defaults(suites=suites, kind=kind, plan=plan, device="cpu", backend=list(BACKENDS))
     parser.add_argument(
         "--peer", nargs="*", default=None,
         help="peers by file name in benchmarks/peers; none: --peer without a name (all)",
     )  # fmt: skip
-    parser.add_argument("--device", type=str.lower, default="cpu")
-    parser.add_argument("--dtype", type=str.lower, choices=DTYPES, default="float32")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="small cases, few rounds; not kept")
     how.add_argument("--thorough", action="store_true", help="more rounds and longer samples")
@@ -107,9 +98,9 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         about["peaks"] = roof.peaks()
     about["peers"] = peers.versions(scope.peers)
     for line in (machine.line(about), machine.peaks_line(about)):
-        console.print(line, highlight=False)
+        console.print(line)
     if _native.why_not is not None:
-        console.print(f"no native kernels: {_native.why_not}", style="red", highlight=False)
+        console.print(f"no native kernels: {_native.why_not}", style="red")
     path = options.json
     if path is None and not options.quick:
         path = store.FOLDER / f"{machine.slug(about)}{options.kind}.json"
@@ -135,7 +126,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             # Written suite by suite: a run that is ended early keeps what it has.
             store.write(path, {name + suffix: {"machine": about, **plan, "rows": rows}})
     if path is not None:
-        console.print(f"\nwritten to {path}", highlight=False)
+        console.print(f"\nwritten to {path}")
     if failed:
         console.print(f"\n{failed} results are wrong", style="bold red")
     return 1 if failed else 0

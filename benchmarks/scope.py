@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from transformer_fast.dispatch import BACKENDS
-from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Checker
 from transformer_fast.measure.clock import ORDINARY, Plan
 from transformer_fast.specs import OPS, Case
 
@@ -41,6 +41,25 @@ class Scope:
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)
+
+    def case(
+        self,
+        op: str,
+        case: object,
+        inputs: list[list[Arguments]],
+        candidates: Sequence[Candidate],
+        checker: Checker,
+        work: Sequence[float],
+        chosen: str,
+        torch: tuple[str, ...],
+        times: float = 1.0,
+    ) -> BenchmarkCase:
+        """A case whose inputs cost ``times`` (flops, useful flops, bytes) of ``work`` each."""
+        flops, useful, moved = (times * part for part in work)
+        return BenchmarkCase(
+            op, str(case), inputs, candidates, checker, flops, moved, useful, self.dtype,
+            self.device, chosen, torch=torch,
+        )  # fmt: skip
 
     def draw(self, op: str, case: Case, inputs: int = 2) -> list[list[Arguments]]:
         """Inputs of a case: the same weights, as parameters; everything else anew."""

@@ -580,7 +580,7 @@ def common(op="linear", **changes):
 def comparing(monkeypatch, a_gpu, triton):
     """``compare`` without text, by what the processes of ops are recorded to print."""
     kernels_of("layer_norm", monkeypatch)
-    monkeypatch.setattr(compare, "_makers", lambda *_: [])
+    monkeypatch.setattr(compare.text_cases, "benchmark_cases", lambda *_: [])
 
     def run(commands, *options):
         monkeypatch.setattr(prove, "_command", lambda op, short: commands[op] if short else None)
@@ -732,7 +732,7 @@ def test_prove_replaces_what_compare_found(comparing, monkeypatch):
 @pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
 def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
     """The output is that of the text alone."""
-    monkeypatch.setattr(compare, "_makers", lambda *_: [])
+    monkeypatch.setattr(compare.text_cases, "benchmark_cases", lambda *_: [])
     monkeypatch.setattr(compare, "_verdict", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: given != "no GPU")
     monkeypatch.setattr(prove, "measure", None)

@@ -53,10 +53,6 @@ def _settings(layer: Any) -> dict[str, Any]:
     return settings
 
 
-def _like(module: torch.nn.Module, tensor: Tensor) -> torch.nn.Module:
-    return module.eval().to(tensor.device, tensor.dtype)
-
-
 def _translator(model: Any, new: int) -> Any:
     from transformers import MarianConfig, MarianMTModel
 
@@ -88,7 +84,7 @@ def _translator(model: Any, new: int) -> Any:
             for name, value in _layer_state(layer).items():
                 state[f"model.{half}.layers.{number}.{name}"] = value
     theirs.load_state_dict(state)
-    return _like(theirs, model.output.weight)
+    return theirs.eval().to(model.output.weight)
 
 
 def decode(model: Any, arguments: tuple[Any, ...], new: int) -> Offer:

@@ -163,34 +163,19 @@ def _contest(
         cached(ours, 2)(*inputs[0][0])
     chosen = found.backends
     checker = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
-    flops, moved = _work(size, theirs, batch, source, new)
-    return BenchmarkCase(
-        op="greedy decoding",
-        case=f"{layers}+{layers}, ({batch},{source}), {new} new, V = {vocabulary}",
-        inputs=inputs,
-        candidates=[
-            Candidate(chosen, cached(ours, new)),
-            Candidate("reference", forced(cached(ours, new), "reference")),
-            _eager(theirs, batch, new, scope),
-            *peers.candidates(scope.peers, "decode", theirs, inputs[0][0], new),
-        ],
-        checker=checker,
-        flops=flops,
-        useful_flops=flops,
-        bytes=moved,
-        dtype=scope.dtype,
-        device=scope.device,
-        chosen=chosen,
-        torch=("torch eager",),
-    )
-
-
-def _eager(model: Translator, batch: int, new: int, scope: Scope) -> Candidate:
-    name = "torch eager"
+    eager, too_long = recomputing(theirs, new), None
     if batch > 1 and not scope.quick:
-        reason = "torch.nn has no cache; computing all anew for every token takes too long here"
-        return Candidate(name, None, reason, ours=False)
-    return Candidate(name, recomputing(model, new), ours=False)
+        too_long = "torch.nn has no cache; computing all anew for every token takes too long here"
+    candidates = [
+        Candidate(chosen, cached(ours, new)),
+        Candidate("reference", forced(cached(ours, new), "reference")),
+        Candidate("torch eager", None if too_long else eager, too_long, ours=False),
+        *peers.candidates(scope.peers, "decode", theirs, inputs[0][0], new),
+    ]
+    flops, moved = _work(size, theirs, batch, source, new)
+    case = f"{layers}+{layers}, ({batch},{source}), {new} new, V = {vocabulary}"
+    work, torchs = (flops, flops, moved), ("torch eager",)
+    return scope.case("greedy decoding", case, inputs, candidates, checker, work, chosen, torchs)
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:

@@ -71,22 +71,6 @@ class _OnBatches(nn.Module):
         return self.run(source.tokens, target.tokens)
 
 
-def _contest(
-    scope: Scope,
-    name: str,
-    case: object,
-    candidates: list[Candidate],
-    inputs: list[list[Arguments]],
-    checker: Any,
-    work: Sequence[float],
-) -> BenchmarkCase:
-    dense, useful, moved = work
-    return BenchmarkCase(
-        f"hand-written {name}", str(case), inputs, candidates, checker, dense, moved, useful,
-        scope.dtype, scope.device, chosen=CHOSEN, torch=(AS_WRITTEN, "torch.compile"),
-    )  # fmt: skip
-
-
 def _forward(
     scope: Scope,
     name: str,
@@ -109,8 +93,10 @@ def _forward(
         Candidate(AS_WRITTEN, adapt(written), ours=False),
         *peers.candidates(scope.peers, "hand_written", written, adapt),
     ]
-    checker = ModuleChecker(oracle, reference, real)
-    return _contest(scope, name, case, candidates, inputs, checker, work(*inputs[0][0]))
+    return scope.case(
+        f"hand-written {name}", case, inputs, candidates, ModuleChecker(oracle, reference, real),
+        work(*inputs[0][0]), CHOSEN, (AS_WRITTEN, "torch.compile"),
+    )  # fmt: skip
 
 
 def _layer(scope: Scope, batch: int, length: int, share: float) -> BenchmarkCase:
@@ -122,7 +108,7 @@ def _layer(scope: Scope, batch: int, length: int, share: float) -> BenchmarkCase
         scope.dtype,
         scope.device,
     )
-    written = hand_written.EncoderLayer(size).eval().to(scope.device, scope.dtype)
+    written = hand_written.Layer(size).eval().to(scope.device, scope.dtype)
     written.load_state_dict(hand_written.renamed(theirs.state_dict()))
 
     def visible(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -176,13 +162,15 @@ def _training(scope: Scope, case: Case) -> BenchmarkCase:
     ]
     work = transformer_work(case.size, parameter_bytes(theirs), scope.dtype.itemsize)
     inputs = case.inputs(scope)
-    times = [TIMES_FORWARD * part for part in work(*inputs[0][0])]
     oracle = Step(copy.deepcopy(theirs).double(), fused=False)
     names = tuple(name for name, _ in written.named_parameters())
     checker = _Checker(
         oracle, reference, tuple(name for name, _ in theirs.named_parameters()), names
     )
-    return _contest(scope, "training step", case, candidates, inputs, checker, times)
+    return scope.case(
+        "hand-written training step", case, inputs, candidates, checker, work(*inputs[0][0]),
+        CHOSEN, (AS_WRITTEN, "torch.compile"), TIMES_FORWARD,
+    )  # fmt: skip
 
 
 class _Checker(StepChecker):

@@ -70,9 +70,7 @@ def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
 
 
 def _with_gradients(scope: Scope, op: str, case: Case) -> BenchmarkCase:
-    inputs = [
-        [away_from_the_kink(op, arguments) for arguments in calls] for calls in scope.draw(op, case)
-    ]
+    inputs = [[away_from_the_kink(op, *calls)] for calls in scope.draw(op, case)]
     return op_case(op, case.name, inputs, scope.backends, gradients=True)
 
 

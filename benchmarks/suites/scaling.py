@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from transformer_fast.measure.accuracy import scores_of
-from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
 from transformer_fast.measure.clock import Plan
 from transformer_fast.measure.ops import op_case
 from transformer_fast.specs.spec import Draw, case
@@ -63,15 +63,6 @@ def _layer_norm(rows: int, model: int = 512) -> Build:
 _MOST_SCORES = 1 << 27
 
 
-def _in_time(candidate: Candidate, op: str, arguments: Arguments) -> Candidate:
-    """The candidate, or the reason why it is left out."""
-    if candidate.name != "reference" or op != "attention" or candidate.run is None:
-        return candidate
-    if (scores := scores_of(arguments)) <= _MOST_SCORES:
-        return candidate
-    return replace(candidate, run=None, reason=f"it computes {scores:.1e} scores one by one")
-
-
 def _contest(scope: Scope, op: str, name: str, build: Build, threads: int | None) -> BenchmarkCase:
     if threads is not None:
         # Of everything, the probes of the roof too; `run_suite` puts it back.
@@ -82,8 +73,14 @@ def _contest(scope: Scope, op: str, name: str, build: Build, threads: int | None
     others = [peer for peer in scope.peers if not peer.__name__.endswith(".torch_compile")]
     offered = peers.candidates(others, "op", op, arguments)
     benchmark_case = op_case(op, name, inputs, scope.backends, offered)
-    bounded = [_in_time(candidate, op, arguments) for candidate in benchmark_case.candidates]
-    return replace(benchmark_case, candidates=bounded)
+    if op == "attention" and (scores := scores_of(arguments)) > _MOST_SCORES:
+        left_out = {"run": None, "reason": f"it computes {scores:.1e} scores one by one"}
+        candidates = [
+            replace(one, **left_out) if one.name == "reference" and one.run else one
+            for one in benchmark_case.candidates
+        ]
+        return replace(benchmark_case, candidates=candidates)
+    return benchmark_case
 
 
 def _series(

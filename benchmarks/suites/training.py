@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from transformer_fast import functional
 from transformer_fast.measure.accuracy import StepChecker
-from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.benchmark_case import BenchmarkCase, Candidate
 from transformer_fast.measure.calls import forced, record
 from transformer_fast.measure.modules import parameter_bytes, twins
 from transformer_fast.measure.ops import TIMES_FORWARD
@@ -76,28 +76,6 @@ class Step:
         return (loss.detach(), *gradients)
 
 
-def _candidates(
-    ours: nn.Module,
-    theirs: nn.Module,
-    reference: Callable[..., tuple[Tensor, ...]],
-    arguments: Arguments,
-    fuses: bool,
-) -> tuple[Sequence[Candidate], str]:
-    loss = by_logits(functional.cross_entropy)
-    if fuses:
-        loss = fused(functional.linear_cross_entropy)
-    step = Step(copy.deepcopy(ours), loss)
-    with record() as found:
-        step(*arguments)
-    chosen = found.backends
-    candidates = [Candidate(chosen, step)] if chosen != "reference" else []
-    candidates.append(Candidate("reference", reference))
-    if fuses:
-        candidates.append(_torch_fused(theirs))
-    candidates.append(Candidate(EAGER, Step(theirs), ours=False))
-    return candidates, chosen
-
-
 def _torch_fused(theirs: nn.Module) -> Candidate:
     """PyTorch's own op for it, which came with 2.13, in chunks."""
     op = getattr(nn.functional, "linear_cross_entropy", None)
@@ -114,27 +92,27 @@ def _contest(scope: Scope, case: Case, fuses: bool) -> BenchmarkCase:
         scope.dtype,
         scope.device,
     )
-    oracle = Step(copy.deepcopy(theirs).double(), fused=False)
-    reference = forced(Step(copy.deepcopy(ours), by_logits(functional.cross_entropy)), "reference")
     inputs = case.inputs(scope)
-    candidates, chosen = _candidates(ours, theirs, reference, inputs[0][0], fuses)
+    loss = by_logits(functional.cross_entropy)
+    oracle = Step(copy.deepcopy(theirs).double(), fused=False)
+    reference = forced(Step(copy.deepcopy(ours), loss), "reference")
+    step = Step(ours, fused(functional.linear_cross_entropy) if fuses else loss)
+    with record() as found:
+        step(*inputs[0][0])
+    chosen = found.backends
+    candidates = [
+        *([Candidate(chosen, step)] if chosen != "reference" else []),
+        Candidate("reference", reference),
+        *([_torch_fused(theirs)] if fuses else []),
+        Candidate(EAGER, Step(theirs), ours=False),
+    ]
     work = transformer_work(case.size, parameter_bytes(theirs), scope.dtype.itemsize)
-    dense, useful, moved = work(*inputs[0][0])
     names = ("loss", *(f"grad of {name}" for name, _ in theirs.named_parameters()))
-    return BenchmarkCase(
-        op="training step",
-        case=f"{case}{', fused loss' if fuses else ''}",
-        inputs=inputs,
-        candidates=candidates,
-        checker=StepChecker(oracle, reference, names),
-        flops=TIMES_FORWARD * dense,
-        useful_flops=TIMES_FORWARD * useful,
-        bytes=TIMES_FORWARD * moved,
-        dtype=scope.dtype,
-        device=scope.device,
-        chosen=chosen,
-        torch=(EAGER, FUSED) if fuses else (EAGER,),
-    )
+    return scope.case(
+        "training step", f"{case}{', fused loss' if fuses else ''}", inputs, candidates,
+        StepChecker(oracle, reference, names), work(*inputs[0][0]), chosen,
+        (EAGER, FUSED) if fuses else (EAGER,), TIMES_FORWARD,
+    )  # fmt: skip
 
 
 def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:

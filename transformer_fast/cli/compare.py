@@ -18,17 +18,12 @@ from ..measure import machine
 from ..measure.benchmark_case import BenchmarkCase, Row, run_case
 from ..measure.clock import QUICK, Plan
 from ..measure.roof import why_no_roof
-from ..measure.text import Batch, batches, pairs
+from ..measure.text import batches, pairs
 from ..proof import SHORT_DURATION
 from . import form, gpu, notes, prove, table, text_cases
 from .console import bullets, output, progress
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16", "float64")}
 CASES = (*OPS, *text_cases.MODELS)
 
 _PLAN = Plan(rounds=25, seconds=1.0, least=5, sample=0.003)
@@ -37,25 +32,28 @@ _BATCHES, _SIZE, _LONGEST = 2, 8, 256
 _MODEL_LONGEST = 160
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = "") -> None:
+    """What is run, and on what; ``more``: to be said of no device."""
     parser.add_argument(
-        "--op", nargs="+", type=str.lower, choices=CASES, default=list(CASES), metavar="OP",
-        help=f"what to compare, of: {', '.join(CASES)} (all)",
+        "--op", nargs="+", type=str.lower, choices=ops, default=list(ops), metavar="OP",
+        help=f"of: {', '.join(ops)} (all)",
     )  # fmt: skip
     parser.add_argument(
         "--backend", nargs="+", type=str.lower, choices=BACKENDS, metavar="BACKEND",
         help=f"backends that get a row, of: {', '.join(BACKENDS)} (all that take the call)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", type=str.lower,
-        help="a torch device, like cpu or cuda:0 (cpu, and then the kernels of a GPU, if there is "
-        "one, on calls of their own)",
-    )  # fmt: skip
+    told = f"a torch device, like cpu or cuda:0 (cpu{more})"
+    parser.add_argument("--device", type=str.lower, help=told)
     parser.add_argument(
         "--dtype", type=str.lower, choices=DTYPES, default="float32", metavar="DTYPE",
         help=f"one of: {', '.join(DTYPES)} (float32)",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    gpu = ", and then the kernels of a GPU, if there is one, on calls of their own"
+    add_work(parser, CASES, gpu)
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds and less text, no GPU kernels"
     )
@@ -87,17 +85,6 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> t
     return device
 
 
-def _makers(
-    options: argparse.Namespace, device: torch.device, text: list[Batch]
-) -> list[Callable[[], BenchmarkCase]]:
-    dtype = DTYPES[options.dtype]
-    wanted = options.backend or BACKENDS
-    inside: list[str | None] = [None] if options.backend is None else list(options.backend)
-    pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
-    given = text, pair, dtype, device, options.compile
-    return list(text_cases.benchmark_cases(options.op, wanted, inside, *given))
-
-
 def run(makers: Sequence[Callable[[], BenchmarkCase]], plan: Plan) -> tuple[list[Row], list[str]]:
     """All benchmark_cases: their rows, and notes on what ran inside modules."""
     rows: list[Row] = []
@@ -121,7 +108,7 @@ def show(
     """The table, its legend, and the sections that are not empty."""
     console.print(table.build(rows, console.width))
     for line in legend:
-        console.print(line, style="dim", highlight=False)
+        console.print(line, style="dim")
     for title, lines in sections.items():
         if lines:
             style = "bold red" if title == "Failed" else "bold"
@@ -138,8 +125,12 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
     device = device_of(parser, options)
     text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
-    makers = _makers(options, device, text)
-    rows, remarks = run(makers, QUICK if options.quick else _PLAN)
+    pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
+    makers = text_cases.benchmark_cases(
+        options.op, options.backend or BACKENDS, options.backend or [None], text, pair,
+        DTYPES[options.dtype], device, options.compile,
+    )  # fmt: skip
+    rows, remarks = run(list(makers), QUICK if options.quick else _PLAN)
     measured = prove.measure(on_gpu, short=True) if on_gpu else prove.Measured()
     kept = None if options.no_proof else prove.keep(measured, short=True)
     about = machine.describe(device)
@@ -172,7 +163,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         sections["No native kernels"] = [_native.why_not]
     console = output()
     for line in head:
-        console.print(line, style="dim", highlight=False, soft_wrap=False)
+        console.print(line, style="dim", soft_wrap=False)
     console.print()
     show(console, rows, sections, ["", *table.LEGEND])
     if options.json is not None:
@@ -184,13 +175,9 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         wrong = f"GPU kernels crashed: {', '.join(measured.crashed)}"
     if wrong is None:
         checked = sum(row.ok is not None and row.ours for row in rows)
-        console.print(
-            f"\nall {checked} results are within the error budget",
-            style="bold green",
-            highlight=False,
-        )
+        console.print(f"\nall {checked} results are within the error budget", style="bold green")
         return 0
-    console.print(f"\n{wrong}", style="bold red", highlight=False)
+    console.print(f"\n{wrong}", style="bold red")
     return 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ..measure.summary import Summary
+
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -17,10 +19,15 @@ def seconds(value: float) -> str:
     return f"{three_digits(value / size)} {unit}"
 
 
-def spread(low: float, high: float, median: float) -> str:
-    """The quartiles in the median's unit: '12.1-12.9'."""
-    size, _ = _unit(median)
-    return f"{three_digits(low / size)}-{three_digits(high / size)}"
+def interval(low: float, high: float) -> str:
+    """'12.1-12.9'."""
+    return f"{three_digits(low)}-{three_digits(high)}"
+
+
+def spread(time: Summary) -> str:
+    """The quartiles in the median's unit."""
+    size, _ = _unit(time.median)
+    return interval(time.low / size, time.high / size)
 
 
 def three_digits(value: float) -> str:

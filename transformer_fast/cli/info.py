@@ -17,7 +17,7 @@ from ..dispatch import AHEAD, BACKENDS, OPS, STATES, Kernel, kernels, why_unprov
 from ..measure import machine
 from ..reference.linear import ACTIVATIONS
 from . import form
-from .console import bullets, output, progress
+from .console import bullets, columns, output, progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,10 +165,8 @@ def reasons(kernels: Iterable[Kernel]) -> list[str]:
 
 
 def _kernel_table() -> Table:
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for heading in ("op", "backend", "state", "devices", "dtypes", "gradients", "dropout"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("activations")
+    headings = ("op", "backend", "state", "devices", "dtypes", "gradients", "dropout")
+    table = columns((*headings, "activations"))
     for op in OPS:
         for number, kernel in enumerate(kernels(op)):
             table.add_row("" if number else op, *kernel_row(kernel))
@@ -225,25 +223,22 @@ def show_compiled(console: Console, architectures: Sequence[int]) -> None:
     except NotImplementedError as error:
         bullets(console, [f"none: {error}"])
         return
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for heading in ("on", "call", "kernel"):
-        table.add_column(heading, no_wrap=heading == "on")
-    for heading in ("registers", "spilled bytes", "shared KiB", "warps", "stages", "fits"):
-        table.add_column(heading, justify="right")
+    figures = ("registers", "spilled bytes", "shared KiB", "warps", "stages", "fits")
+    table = columns(("on", "call", "kernel"), figures)
     with progress() as bar:
         task = bar.add_task("compiling", total=len(work))
         for name, run in work:
             table.add_row(*_compiled_row(name, run()))
             bar.advance(task)
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 0: a missing part is no error."""
     console: Console = output()
-    console.print(_facts(), highlight=False)
+    console.print(_facts())
     console.print("\n[bold]Kernels[/], in the dispatcher's order")
-    console.print(_kernel_table(), highlight=False)
+    console.print(_kernel_table())
     every = [kernel for op in OPS for kernel in kernels(op)]
     present = {kernel.backend for kernel in every}
     lines = reasons(every)
@@ -256,7 +251,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         if _native.module is None:
             bullets(console, [f"no probes: {_native.why_not}"])
         else:
-            console.print(_peaks(), highlight=False)
+            console.print(_peaks())
     if options.kernels is not None:
         console.print("\n[bold]Triton kernels, compiled ahead of time[/]")
         show_compiled(console, options.kernels or (90,))

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from .. import proof
 from ..dispatch import OPS
@@ -25,7 +24,7 @@ from ..measure.apart import OUT_OF_TIME, lines_of
 from ..measure.clock import DeviceClock
 from ..measure.device import Finding
 from ..proof import Proof, Verdict
-from .console import bullets, output, progress
+from .console import bullets, columns, output, progress
 
 #: Seconds without a word after which an op's process is given up.
 _PATIENCE, _SHORT_PATIENCE = 300.0, 120.0
@@ -42,14 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # What `measure` starts: one op, a line of JSON for each trial.
     parser.add_argument("--alone", choices=OPS, help=argparse.SUPPRESS)
     parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
-
-
-def _forget(console: Console) -> int:
-    removed = proof.forget()
-    if not removed:
-        console.print(f"No results to remove in {proof.folder()}.")
-    bullets(console, [f"removed {path}" for path in removed])
-    return 0
 
 
 def _alone(op: str, short: bool) -> int:
@@ -159,9 +150,8 @@ def keep(measured: Measured, short: bool = False) -> tuple[Proof, Path] | None:
 
 
 def _summary(console: Console, found: Proof) -> None:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("op", "backend", "cases", "right", "faster", "speed-up of those, median"):
-        table.add_column(heading, justify="left" if heading in ("op", "backend") else "right")
+    figures = ("cases", "right", "faster", "speed-up of those, median")
+    table = columns(("op", "backend"), figures)
     for op in OPS:
         for backend in dict.fromkeys(v.backend for v in found.verdicts if v.op == op):
             mine = [v for v in found.verdicts if (v.op, v.backend) == (op, backend)]
@@ -170,7 +160,7 @@ def _summary(console: Console, found: Proof) -> None:
                 op, backend, str(len(mine)), str(sum(v.right for v in mine)), str(len(gains)),
                 f"{gains[len(gains) // 2]:.2f}x" if gains else "-",
             )  # fmt: skip
-    console.print(table, highlight=False)
+    console.print(table)
     wrong = [v for v in found.verdicts if not v.right]
     if wrong:
         console.print("\n[bold]Wrong on this GPU, so never selected[/]")
@@ -181,7 +171,11 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """0 if all was right; 1 if a kernel was wrong or an op's process ended; 2 without a GPU."""
     console = output()
     if options.forget:
-        return _forget(console)
+        removed = proof.forget()
+        if not removed:
+            console.print(f"No results to remove in {proof.folder()}.")
+        bullets(console, [f"removed {path}" for path in removed])
+        return 0
     if (why := on_device.why_no_gpu("prove")) is not None:
         print(why, file=sys.stderr)
         return 2
@@ -197,7 +191,6 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if kept is not None:
         console.print(
             f"\n{len(measured.verdicts)} verdicts in {measured.seconds:.0f} seconds, in {kept[1]}",
-            highlight=False,
         )
     if measured.interrupted:
         raise KeyboardInterrupt

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -16,80 +17,64 @@ from . import form
 WIDE = 140
 
 
-def _speed(ratio: Ratio | None) -> Text:
-    if ratio is None:
-        return Text("")
-    style = ""
-    if ratio.significant:
-        style = "green" if ratio.value > 1.0 else "red"
-    return Text(form.times(ratio.value), style)
-
-
-def _interval(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return ""
-    return f"{form.three_digits(ratio.low)}-{form.three_digits(ratio.high)}"
-
-
 def _name(row: Row) -> Text:
     style = "bold" if row.chosen else "" if row.ours else "dim"
     return Text(row.candidate + (" *" if row.chosen else ""), style)
 
 
-def _parity(row: Row) -> list[Text | str]:
-    if row.ok is None or row.error is None:
-        return ["", ""]
-    style = "" if row.ok else "bold red"
-    ratio = "" if row.error_ratio is None else form.times(row.error_ratio)
-    return [Text(form.error(row.error), style), Text(ratio, style)]
+def _parity(row: Row, text: str) -> Text:
+    return Text("" if row.ok is None else text, "" if row.ok else "bold red")
 
 
-def _cells(row: Row, wide: bool) -> list[Text | str]:
-    cells: list[Text | str] = [_name(row), *_parity(row)]
+def _time(row: Row) -> Text:
     if row.time is None:
-        mark = "[red]failed" if row.failed else "-"
-        return [*cells, Text.from_markup(mark)]
-    median, low, high, rounds = row.time
-    cells += [form.seconds(median), form.spread(low, high, median)]
-    if wide:
-        cells.append(str(rounds))
-    cells.append(_speed(row.vs_reference))
-    if wide:
-        cells.append(_interval(row.vs_reference))
-    cells.append(_speed(row.vs_torch))
-    if wide:
-        cells += [
-            _interval(row.vs_torch),
-            *(form.rate(x, median) if x else "" for x in (row.useful_flops, row.bytes)),
-        ]
-    cells.append(form.percent(row.roof_share))
-    if wide:
-        cells.append(row.bound or "")
-    return cells
+        return Text("failed", "red") if row.failed else Text("-")
+    return Text(form.seconds(row.time.median))
+
+
+def _speed(ratio: Ratio | None) -> Text:
+    if ratio is None:
+        return Text("")
+    colour = "green" if ratio.value > 1.0 else "red"
+    return Text(form.times(ratio.value), colour if ratio.significant else "")
+
+
+def _interval(ratio: Ratio | None) -> str:
+    return "" if ratio is None else form.interval(ratio.low, ratio.high)
+
+
+def _rate(row: Row, amount: float) -> str:
+    return form.rate(amount, row.time.median) if row.time and amount else ""
+
+
+_RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
+_DIM = {**_RIGHT, "style": "dim"}
+#: Of a column: its heading, whether only a wide table has it, how it is set, what is in it.
+_COLUMNS: tuple[tuple[str, bool, dict[str, Any], Callable[[Row], Text | str]], ...] = (
+    ("on", False, {"min_width": 9}, _name),
+    ("error", False, _RIGHT, lambda row: _parity(row, form.error(row.error))),
+    ("in refs", False, _RIGHT, lambda row: _parity(row, form.times(row.error_ratio))),
+    ("time", False, _RIGHT, _time),
+    ("quartiles", False, _RIGHT, lambda row: form.spread(row.time) if row.time else ""),
+    ("rounds", True, _RIGHT, lambda row: str(row.time.rounds) if row.time else ""),
+    ("vs ref", False, _RIGHT, lambda row: _speed(row.vs_reference)),
+    ("95 %", True, _DIM, lambda row: _interval(row.vs_reference)),
+    ("vs torch", False, _RIGHT, lambda row: _speed(row.vs_torch)),
+    ("95 %", True, _DIM, lambda row: _interval(row.vs_torch)),
+    ("Gflop/s", True, _RIGHT, lambda row: _rate(row, row.useful_flops)),
+    ("GB/s", True, _RIGHT, lambda row: _rate(row, row.bytes)),
+    ("roof", False, _RIGHT, lambda row: form.percent(row.roof_share)),
+    ("bound by", True, {"no_wrap": True}, lambda row: row.bound or ""),
+)
 
 
 def build(rows: Sequence[Row], width: int) -> Table:
     """One line for each candidate that has figures, or whose result is wrong."""
-    wide = width >= WIDE
+    columns = [column for column in _COLUMNS if width >= WIDE or not column[1]]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("case", min_width=14)
-    table.add_column("on", min_width=9)
-    for heading in ("error", "in refs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("quartiles", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("rounds", justify="right")
-    for heading in ("vs ref", "vs torch"):
-        table.add_column(heading, justify="right", no_wrap=True)
-        if wide:
-            table.add_column("95 %", justify="right", no_wrap=True, style="dim")
-    if wide:
-        table.add_column("Gflop/s", justify="right", no_wrap=True)
-        table.add_column("GB/s", justify="right", no_wrap=True)
-    table.add_column("roof", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("bound by", no_wrap=True)
+    for heading, _, options, _ in columns:
+        table.add_column(heading, **options)
     op = case = None
     for row in rows:
         if row.time is None and not row.failed:
@@ -99,7 +84,8 @@ def build(rows: Sequence[Row], width: int) -> Table:
                 table.add_section()
             table.add_row(Text(row.op, "bold cyan"))
             op, case = row.op, None
-        table.add_row("  " + row.case if row.case != case else "", *_cells(row, wide))
+        cells = [cell(row) for *_, cell in columns]
+        table.add_row("  " + row.case if row.case != case else "", *cells)
         case = row.case
     return table
 

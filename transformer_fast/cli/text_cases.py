@@ -12,7 +12,7 @@ from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from ..measure.modules import compiled
 from ..measure.ops import op_case
 from ..measure.text import PADDING, VOCABULARY, Batch
-from ..measure.transformers import Peers, Size, encoder_case, no_peers, transformer_case
+from ..measure.transformers import Size, encoder_case, transformer_case
 from ..specs import OPS
 from ..specs.spec import Text
 
@@ -27,57 +27,6 @@ CASES: tuple[tuple[str, str, Callable[[Text], list[Arguments]]], ...] = tuple(
     for op, spec in OPS.items()
     for name, build in spec.text_cases
 )
-
-
-def _drawn(text: Sequence[Batch], dtype: torch.dtype, device: torch.device, seed: int) -> Text:
-    batches = [batch.to(device) for batch in text]
-    return Text(dtype, device, torch.Generator().manual_seed(seed), batches, PADDING, _SIZE)
-
-
-def _op(
-    op: str,
-    name: str,
-    build: Callable[[Text], list[Arguments]],
-    backends: Collection[str],
-    text: Sequence[Batch],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> BenchmarkCase:
-    inputs = [build(_drawn(text, dtype, device, seed)) for seed in range(_INPUTS)]
-    return op_case(op, name, inputs, backends)
-
-
-def _encoder_layer(
-    backends: Sequence[str | None],
-    text: Sequence[Batch],
-    dtype: torch.dtype,
-    device: torch.device,
-    peers: Peers,
-) -> BenchmarkCase:
-    inputs: list[list[Arguments]] = []
-    for seed in range(_INPUTS):
-        data = _drawn(text, dtype, device, seed)
-        paired = zip(data.embedded, data.batches, strict=True)
-        inputs.append([(x, None, ~batch.real) for x, batch in paired])
-    return encoder_case(_SIZE.label, inputs, _SIZE, backends, peers)
-
-
-def _transformer(
-    backends: Sequence[str | None],
-    pair: Sequence[tuple[Batch, Batch]],
-    dtype: torch.dtype,
-    device: torch.device,
-    peers: Peers,
-) -> BenchmarkCase:
-    # Two inputs that cost the same and differ: the pairs, and the pairs with each batch reversed.
-    there = [tuple(batch.to(device) for batch in pair) for pair in pair]
-    back = [tuple(Batch(b.tokens.flip(0), b.lengths.flip(0)) for b in pair) for pair in there]
-    case = f"base, {_SIZE.layers}+{_SIZE.layers} layers"
-    return transformer_case(case, [there, back], _SIZE, dtype, device, backends, peers)
-
-
-def _compiled(module: nn.Module, arguments: Arguments) -> Sequence[Candidate]:
-    return [Candidate("torch.compile", compiled(module), ours=False)]
 
 
 def benchmark_cases(
@@ -95,11 +44,31 @@ def benchmark_cases(
     ``ops_on`` and ``models_on`` are backends; None in the latter is the dispatcher's choice.
     ``compile``: also time models under torch.compile.
     """
-    for op, name, build in CASES:
-        if op in names:
-            yield partial(_op, op, name, build, ops_on, text, dtype, device)
-    peers = _compiled if compile else no_peers
-    if "encoder_layer" in names:
-        yield partial(_encoder_layer, models_on, text, dtype, device, peers)
-    if "transformer" in names:
-        yield partial(_transformer, models_on, pair, dtype, device, peers)
+
+    def drawn(seed: int) -> Text:
+        batches = [batch.to(device) for batch in text]
+        generator = torch.Generator().manual_seed(seed)
+        return Text(dtype, device, generator, batches, PADDING, _SIZE)
+
+    def of_op(op: str, name: str, build: Callable[[Text], list[Arguments]]) -> BenchmarkCase:
+        return op_case(op, name, [build(drawn(seed)) for seed in range(_INPUTS)], ops_on)
+
+    def peers(module: nn.Module, arguments: Arguments) -> Sequence[Candidate]:
+        return [Candidate("torch.compile", compiled(module), ours=False)] if compile else []
+
+    def encoder_layer() -> BenchmarkCase:
+        inputs: list[list[Arguments]] = []
+        for data in map(drawn, range(_INPUTS)):
+            paired = zip(data.embedded, data.batches, strict=True)
+            inputs.append([(x, None, ~batch.real) for x, batch in paired])
+        return encoder_case(_SIZE.label, inputs, _SIZE, models_on, peers)
+
+    def transformer() -> BenchmarkCase:
+        # Two inputs that cost the same and differ: the pairs, and the pairs with each batch reversed.
+        there = [tuple(batch.to(device) for batch in both) for both in pair]
+        back = [tuple(Batch(b.tokens.flip(0), b.lengths.flip(0)) for b in both) for both in there]
+        case = f"base, {_SIZE.layers}+{_SIZE.layers} layers"
+        return transformer_case(case, [there, back], _SIZE, dtype, device, models_on, peers)
+
+    yield from (partial(of_op, *case) for case in CASES if case[0] in names)
+    yield from (make for make in (encoder_layer, transformer) if make.__name__ in names)

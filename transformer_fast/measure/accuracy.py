@@ -101,19 +101,24 @@ def truth(op: str, arguments: Arguments, gradients: bool) -> tuple[Results, Resu
 
 
 class _Checker:
-    """Caches the reference's and the oracle's results by arguments."""
+    """Caches the results of the oracle and the reference, whose error is the unit, by arguments.
+
+    ``oracle`` takes arguments whose floating-point tensors are fp64.
+    """
 
     names: Sequence[str]
     factor = OUTPUT_FACTOR
 
-    def __init__(self) -> None:
+    def __init__(self, oracle: Callable[..., Any], reference: Callable[..., Any]) -> None:
+        self.oracle, self.reference = oracle, reference
         # The arguments are kept alive so that their ids stay unique.
-        self._known: dict[int, tuple[Arguments, Results, Results]] = {}
+        self._known: dict[int, tuple[Arguments, tuple[Results, Results]]] = {}
         self._known_units: dict[int, Sequence[float] | None] = {}
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
         """(the reference's results in the arguments' dtype, the oracle's)."""
-        raise NotImplementedError
+        expected = self._results(self.reference(*arguments), arguments)
+        return expected, self._results(self.oracle(*promote(arguments)), arguments)
 
     def _results(self, result: Any, arguments: Arguments) -> Results:
         return as_results(result)
@@ -124,28 +129,27 @@ class _Checker:
 
     @torch.no_grad()
     def __call__(self, result: Any, arguments: Arguments) -> Parity:
-        if id(arguments) not in self._known:
-            self._known[id(arguments)] = (arguments, *self._truth(arguments))
-        _, expected, true = self._known[id(arguments)]
+        key = id(arguments)
+        if key not in self._known:
+            self._known[key] = arguments, self._truth(arguments)
+        expected, true = self._known[key][1]
         got = self._results(result, arguments)
         if len(got) != len(expected):
             message = f"{len(got)} results instead of {len(expected)}"
             return Parity(float("inf"), 0.0, float("inf"), 0.0, False, message)
 
         def checked(units: Sequence[float]) -> Parity:
-            rows = zip(self.names, got, expected, true, units, strict=True)
-            return worst_of(
-                [compare(name, a, b, c, self.factor, unit) for name, a, b, c, unit in rows]
-            )
+            factors = [self.factor] * len(got)
+            rows = zip(self.names, got, expected, true, factors, units, strict=True)
+            return worst_of([compare(*row) for row in rows])
 
         parity = checked([0.0] * len(got))
         if not parity.ok and math.isfinite(parity.error):
             # Of half a million elements one may err more than all of the reference's by chance.
-            if id(arguments) not in self._known_units:
-                self._known_units[id(arguments)] = self._units(arguments)
-            units = self._known_units[id(arguments)]
-            if units is not None:
-                parity = checked(units)
+            if key not in self._known_units:
+                self._known_units[key] = self._units(arguments)
+            units = self._known_units[key]
+            parity = parity if units is None else checked(units)
         return parity
 
 
@@ -156,7 +160,7 @@ class OpChecker(_Checker):
     """
 
     def __init__(self, op: str, gradients_of: Sequence[str] = ()) -> None:
-        super().__init__()
+        super().__init__(OPS[op].reference, OPS[op].reference)
         self.op, self.gradients = op, bool(gradients_of)
         self.names = gradients_of or OPS[op].results
         self.factor = GRADIENT_FACTOR if gradients_of else OUTPUT_FACTOR
@@ -181,7 +185,8 @@ class SampledAttentionChecker(_Checker):
     """
 
     def __init__(self, queries: int = 64) -> None:
-        super().__init__()
+        reference = OPS["attention"].reference
+        super().__init__(reference, reference)
         self.names, self.queries = OPS["attention"].results, queries
 
     def _rows(self, arguments: Arguments) -> Tensor:
@@ -212,8 +217,7 @@ class SampledAttentionChecker(_Checker):
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
         sampled = self._sampled(arguments)
-        expected = as_results(OPS["attention"].reference(*sampled))
-        return expected, oracle("attention", sampled)
+        return as_results(self.reference(*sampled)), oracle("attention", sampled)
 
 
 def checker_of(op: str, arguments: Arguments) -> _Checker:
@@ -226,10 +230,7 @@ def checker_of(op: str, arguments: Arguments) -> _Checker:
 class ModuleChecker(_Checker):
     """For modules that give one (B, T, ...) tensor, of which only real places count.
 
-    Args:
-        oracle: gives the truth from arguments whose floating-point tensors are fp64.
-        reference: gives the result whose error is the unit.
-        real: gives the bool (B, T) tensor of the places that count.
+    ``real``: gives the bool (B, T) tensor of the places that count.
     """
 
     names = ("output",)
@@ -240,20 +241,11 @@ class ModuleChecker(_Checker):
         reference: Callable[..., Tensor],
         real: Callable[..., Tensor],
     ) -> None:
-        super().__init__()
-        self.oracle, self.reference, self.real = oracle, reference, real
+        super().__init__(oracle, reference)
+        self.real = real
 
     def _results(self, result: Any, arguments: Arguments) -> Results:
         return (result[self.real(*arguments)],)
-
-    def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
-        promoted = tuple(
-            x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments
-        )
-        return tuple(
-            self._results(run(*these), arguments)
-            for run, these in ((self.reference, arguments), (self.oracle, promoted))
-        )  # type: ignore[return-value]
 
 
 class StepChecker(_Checker):
@@ -267,8 +259,5 @@ class StepChecker(_Checker):
         reference: Callable[..., Results],
         names: Sequence[str],
     ) -> None:
-        super().__init__()
-        self.oracle, self.reference, self.names = oracle, reference, names
-
-    def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
-        return self.reference(*arguments), self.oracle(*arguments)
+        super().__init__(oracle, reference)
+        self.names = names

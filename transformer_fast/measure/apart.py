@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import queue
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,45 +23,41 @@ def lines_of(
     The command is killed after ``patience`` seconds without output, and at ``until``
     (`time.monotonic`).
     """
-    lines: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
-    problem = None
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    problem: str | None = None
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
 
-        def read() -> None:
-            for line in process.stdout or ():
-                lines.put(line)
-            lines.put(None)
+        def give_up(why: str) -> None:
+            nonlocal problem
+            problem = why
+            process.kill()
 
-        readers = [
-            threading.Thread(target=read, daemon=True),
-            threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
-        done = False
-        try:
-            while True:
-                left = max(0.0, until - time.monotonic())
-                line = lines.get(timeout=min(patience, left))
-                if line is None:
-                    break
-                take(json.loads(line))
-            done = True
-        except queue.Empty:
+        def timer() -> threading.Timer:
+            left = max(0.0, until - time.monotonic())
             silent = f"it said nothing for {patience:.0f} seconds"
-            problem = OUT_OF_TIME if time.monotonic() >= until else silent
+            why = silent if patience < left else OUT_OF_TIME
+            started = threading.Timer(min(patience, left), give_up, [why])
+            started.start()
+            return started
+
+        waiting = timer()
+        try:
+            for line in process.stdout or ():
+                waiting.cancel()
+                take(json.loads(line))
+                waiting = timer()
         except json.JSONDecodeError:
-            problem = "it printed something else"
+            give_up("it printed something else")
+        except BaseException:
+            process.kill()
+            raise
         finally:
-            if not done:
-                process.kill()
-            status = process.wait()
-            for reader in readers:
-                reader.join()
+            waiting.cancel()
+        status = process.wait()
+        errors.seek(0)
+        last = errors.read().strip().rpartition("\n")[2] or "without a word"
     if problem is None and status != 0:
-        last = errors[-1].strip() if errors else "without a word"
         problem = f"signal {-status}" if status < 0 else f"status {status}: {last}"
     return problem

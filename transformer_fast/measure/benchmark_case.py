@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,25 +114,23 @@ def problem_of(error: Exception) -> str:
     return f"{type(error).__name__} in {where}: {lines[0] if lines else 'no message'}"
 
 
-def _check(benchmark_case: BenchmarkCase, candidate: Candidate, row: Row) -> float | None:
+def _check(case: BenchmarkCase, run: Callable[..., Any], row: Row) -> float | None:
     """Fill in the row's parity; the bytes of its results, or None if it may not be timed."""
-    assert candidate.run is not None
-    calls = benchmark_case.inputs[0]
     written = 0.0
-    for arguments in calls:
+    for arguments in case.inputs[0]:
         before = [x.detach().clone() for x in _tensors(arguments)]
         try:
-            result = candidate.run(*arguments)
-            parity = benchmark_case.checker(result, arguments)
+            result = run(*arguments)
+            parity = case.checker(result, arguments)
         except Exception as error:
             # A peer that raises is reported; a kernel of ours that raises fails the run.
-            row.ok, row.reason = (False if candidate.ours else None), problem_of(error)
+            row.ok, row.reason = (False if row.ours else None), problem_of(error)
             return None
         for tensor, copy in zip(_tensors(arguments), before, strict=True):
             if not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
                 row.ok, row.reason = False, "it changed its input"
                 return None
-        row.ok = _passes(candidate, parity) and row.ok is not False
+        row.ok = _passes(row, parity) and row.ok is not False
         row.error = worse(row.error, parity.error)
         row.error_ratio = worse(row.error_ratio, parity.ratio)
         written += sum(x.numel() * x.element_size() for x in _tensors(result))
@@ -142,8 +140,8 @@ def _check(benchmark_case: BenchmarkCase, candidate: Candidate, row: Row) -> flo
     return written
 
 
-def _passes(candidate: Candidate, parity: Parity) -> bool:
-    return parity.ok or (not candidate.ours and parity.ratio <= PEER_FACTOR)
+def _passes(row: Row, parity: Parity) -> bool:
+    return parity.ok or (not row.ours and parity.ratio <= PEER_FACTOR)
 
 
 def worse(one: float | None, other: float) -> float:
@@ -152,35 +150,22 @@ def worse(one: float | None, other: float) -> float:
     return one if one != one else max(one, other)
 
 
-def _caller(benchmark_case: BenchmarkCase, run: Callable[..., Any]) -> Callable[[int], None]:
-    def call(index: int) -> None:
-        for arguments in benchmark_case.inputs[index]:
-            run(*arguments)
-
-    return call
-
-
-def _recheck(
-    benchmark_case: BenchmarkCase, candidates: Mapping[str, Candidate], rows: dict[str, Row]
-) -> None:
+def _recheck(case: BenchmarkCase, run: Callable[..., Any], row: Row) -> None:
     """After the timing, on data that parity has not seen yet."""
-    for name, candidate in candidates.items():
-        assert candidate.run is not None
-        arguments = benchmark_case.inputs[-1][-1]
-        try:
-            good = _passes(candidate, benchmark_case.checker(candidate.run(*arguments), arguments))
-        except Exception:
-            good = False
-        if not good:
-            row = rows[name]
-            row.ok, row.time, row.samples = False, None, []
-            row.reason = "its result was right before the timing and is wrong after it"
+    arguments = case.inputs[-1][-1]
+    try:
+        good = _passes(row, case.checker(run(*arguments), arguments))
+    except Exception:
+        good = False
+    if not good:
+        row.ok, row.time, row.samples = False, None, []
+        row.reason = "its result was right before the timing and is wrong after it"
 
 
-def _compare(benchmark_case: BenchmarkCase, rows: list[Row]) -> None:
+def _compare(case: BenchmarkCase, rows: Iterable[Row]) -> None:
     timed = {row.candidate: row for row in rows if row.time is not None}
-    reference = timed.get(benchmark_case.reference)
-    peers = [timed[name] for name in benchmark_case.torch if name in timed]
+    reference = timed.get(case.reference)
+    peers = [timed[name] for name in case.torch if name in timed]
     best = min(peers, key=lambda row: row.time.median if row.time else 0.0, default=None)
     for row in timed.values():
         if reference is not None:
@@ -192,68 +177,48 @@ def _compare(benchmark_case: BenchmarkCase, rows: list[Row]) -> None:
 
 @torch.no_grad()
 def run_case(
-    benchmark_case: BenchmarkCase,
-    plan: Plan = ORDINARY,
-    probe_before: bool = True,
-    memory: bool = False,
+    case: BenchmarkCase, plan: Plan = ORDINARY, probe_before: bool = True, memory: bool = False
 ) -> list[Row]:
     """Check, time and compare the candidates of one case; a row for each, in their order.
 
     No gradients are recorded, unless a candidate turns them on. ``probe_before=False`` saves one
     of the two measurements of the roof; ``memory=True`` adds the peak memory.
     """
-    rows = {
-        candidate.name: Row(
-            benchmark_case.op,
-            benchmark_case.case,
-            candidate.name,
-            candidate.ours,
-            candidate.name == benchmark_case.chosen,
-            candidate.reason,
-            flops=benchmark_case.flops,
-            useful_flops=benchmark_case.useful_flops,
-            bytes=benchmark_case.bytes,
-        )
-        for candidate in benchmark_case.candidates
+    cost: dict[str, Any] = {
+        "flops": case.flops,
+        "useful_flops": case.useful_flops,
+        "bytes": case.bytes,
     }
-    able: dict[str, Candidate] = {}
+    rows: dict[str, Row] = {}
+    able: dict[str, Callable[..., Any]] = {}
     written = 0.0
-    for candidate in benchmark_case.candidates:
-        if candidate.run is not None:
-            size = _check(benchmark_case, candidate, rows[candidate.name])
-            if size is not None:
-                able[candidate.name] = candidate
-                written = size
-    work = (
-        benchmark_case.useful_flops,
-        benchmark_case.bytes,
-        written,
-        benchmark_case.dtype,
-        benchmark_case.device,
-    )
-    has_roof = bool(able) and (benchmark_case.flops > 0.0 or benchmark_case.bytes > 0.0)
-    top = roof.probe(*work) if probe_before and has_roof else None
-    samples = alternate(
-        {name: _caller(benchmark_case, c.run) for name, c in able.items() if c.run is not None},
-        len(benchmark_case.inputs),
-        plan,
-        benchmark_case.device,
-    )
+    for one in case.candidates:
+        about = case.op, case.case, one.name, one.ours, one.name == case.chosen, one.reason
+        row = rows[one.name] = Row(*about, **cost)
+        if one.run is not None and (size := _check(case, one.run, row)) is not None:
+            able[one.name], written = one.run, size
+
+    def call(run: Callable[..., Any], index: int) -> None:
+        for arguments in case.inputs[index]:
+            run(*arguments)
+
+    calls = {name: functools.partial(call, run) for name, run in able.items()}
+    has_roof = bool(able) and (case.flops > 0.0 or case.bytes > 0.0)
+    work = case.useful_flops, case.bytes, written, case.dtype, case.device
+    before = roof.probe(*work) if probe_before and has_roof else None
+    samples = alternate(calls, len(case.inputs), plan, case.device)
     after = roof.probe(*work) if has_roof else None
-    for name, taken in samples.items():
-        rows[name].samples, rows[name].time = taken, summarise(taken)
-    _recheck(benchmark_case, able, rows)
-    if memory:
-        for name, candidate in able.items():
-            if rows[name].ok and candidate.run is not None:
-                work_once = functools.partial(_caller(benchmark_case, candidate.run), 0)
-                rows[name].peak_bytes = peak(work_once, benchmark_case.device)
-    top = after.better(top) if after is not None else None
-    for row in rows.values():
+    top = after.better(before) if after is not None else None
+    for name, run in able.items():
+        row = rows[name]
+        row.samples, row.time = samples[name], summarise(samples[name])
+        _recheck(case, run, row)
+        if memory and row.ok:
+            row.peak_bytes = peak(functools.partial(calls[name], 0), case.device)
         if row.time is not None and top is not None:
             row.roof_share, row.bound = top.seconds / row.time.median, top.bound
             split = top.split_seconds
             if split is not None and split < top.seconds:
                 row.split_share = split / row.time.median
-    _compare(benchmark_case, list(rows.values()))
+    _compare(case, rows.values())
     return list(rows.values())

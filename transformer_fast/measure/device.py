@@ -92,10 +92,6 @@ class Trial:
             return None, problem_of(error)
         return parity, None if parity.ok else str(parity)
 
-    def wrong(self, work: Call) -> str | None:
-        """What is wrong with the results of `work` on the first input, or None."""
-        return self.check(work)[1]
-
     def torchs(self) -> dict[str, Callable[..., Any]]:
         """PyTorch's ways to do the work: the backend of that name, and what a user would write."""
         found = {

@@ -91,20 +91,17 @@ def forced_isa(machine: dict[str, Any]) -> str | None:
     return machine["isa"] if highest is not None and machine["isa"] != highest else None
 
 
-def _isa(machine: dict[str, Any]) -> str:
-    if forced_isa(machine) is None:
-        return machine["isa"] or "no native module"
-    theirs = f"PyTorch to {machine['torch_isa']}"
-    return f"held to {machine['isa']}, {theirs} (the CPU has {machine['cpu_isa']})"
-
-
 def line(machine: dict[str, Any]) -> str:
     """One line for people."""
+    isa = machine["isa"] or "no native module"
+    if forced_isa(machine) is not None:
+        theirs = f"PyTorch to {machine['torch_isa']}"
+        isa = f"held to {isa}, {theirs} (the CPU has {machine['cpu_isa']})"
     parts = [
         machine["gpu"],
         machine["cpu"],
         f"{machine['threads']} threads" if machine["threads"] != 1 else "1 thread",
-        _isa(machine),
+        isa,
         f"governor {machine['governor']}" if machine["governor"] else None,
         f"torch {machine['torch']}",
         f"transformer_fast {machine['transformer_fast']}"

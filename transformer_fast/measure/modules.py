@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import nn as our_nn
 from .accuracy import ModuleChecker
 from .benchmark_case import Arguments, BenchmarkCase, Candidate
-from .calls import Record, forced, record
+from .calls import forced, record
 
 #: Runs a module on one call's arguments.
 Forward = Callable[..., Tensor]
@@ -76,13 +76,6 @@ def parameter_bytes(module: nn.Module) -> float:
     return float(sum(p.numel() * p.element_size() for p in module.parameters()))
 
 
-def _automatic(ours: nn.Module, arguments: Arguments) -> tuple[Candidate, Record]:
-    """The dispatcher's choice, named after the backends it selects, as 'cpu+torch'."""
-    with record() as found:
-        ours(*arguments)
-    return Candidate(found.backends, ours), found
-
-
 def _of_backend(ours: nn.Module, backend: str, arguments: Arguments) -> Candidate:
     run = forced(ours, backend)
     try:
@@ -116,7 +109,9 @@ def module_case(
     """
     first = inputs[0][0]
     parameters = next(theirs.parameters())
-    automatic, found = _automatic(ours, first)
+    with record() as found:
+        ours(*first)
+    automatic = Candidate(found.backends, ours)  # named as 'cpu+torch'
     candidates = [
         automatic if backend is None else _of_backend(ours, backend, first)
         for backend in backends

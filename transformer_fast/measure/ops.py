@@ -15,39 +15,22 @@ from .accuracy import BothWays, OpChecker, checker_of, leaves, scores_of, unchec
 from .benchmark_case import Arguments, BenchmarkCase, Candidate
 from .calls import chosen
 
-
-def _of_backends(op: str, arguments: Arguments, wanted: Collection[str]) -> list[Candidate]:
-    call = call_of(op, arguments)
-    kernels = {kernel.backend: kernel for kernel in dispatch.kernels(op)}
-    found = []
-    for backend in BACKENDS:
-        if backend not in wanted:
-            continue
-        kernel = kernels.get(backend)
-        if kernel is None:
-            found.append(Candidate(backend, None, "it has no kernel for this op"))
-        elif too_large := _too_large(op, backend, arguments):
-            found.append(Candidate(backend, None, too_large))
-        elif reasons := dispatch.why_not(kernel, call):
-            found.append(Candidate(backend, None, "; ".join(reasons)))
-        elif backend == "triton" and arguments[0].device.type == "cpu":
-            reason = "it would run in Triton's interpreter, whose speed says nothing"
-            found.append(Candidate(backend, None, reason))
-        else:
-            found.append(Candidate(backend, kernel.run))
-    return found
-
-
 #: The reference is left out where attention's scores take more bytes; it holds several copies.
 _MOST_SCORE_BYTES = 3 << 30
 
 
-def _too_large(op: str, backend: str, arguments: Arguments) -> str | None:
+def _of_backend(op: str, backend: str, arguments: Arguments) -> Candidate:
+    kernel = next((one for one in dispatch.kernels(op) if one.backend == backend), None)
+    if kernel is None:
+        return Candidate(backend, None, "it has no kernel for this op")
+    reason = "; ".join(dispatch.why_not(kernel, call_of(op, arguments)))
     if op == "attention" and backend == "reference":
         size = scores_of(arguments) * max(4, arguments[0].element_size())
         if size > _MOST_SCORE_BYTES:
-            return f"its scores alone would take {size / 2**30:.0f} GiB"
-    return None
+            reason = f"its scores alone would take {size / 2**30:.0f} GiB"
+    if not reason and backend == "triton" and arguments[0].device.type == "cpu":
+        reason = "it would run in Triton's interpreter, whose speed says nothing"
+    return Candidate(backend, None if reason else kernel.run, reason or None)
 
 
 def _of_torch(op: str, arguments: Arguments) -> Candidate:
@@ -79,15 +62,13 @@ def op_case(
     first = inputs[0][0]
     spec = OPS[op]
     wanted = {*backends, "reference"} - {"torch"}
-    candidates = _of_backends(op, first, wanted)
+    candidates = [_of_backend(op, name, first) for name in BACKENDS if name in wanted]
     choice = chosen(op, first)
     # The same op in both cases; as the dispatcher's choice it is held to our error budget.
     as_choice = choice == "torch"
-    candidates.append(_of_backends(op, first, ("torch",))[0] if as_choice else _of_torch(op, first))
+    candidates.append(_of_backend(op, "torch", first) if as_choice else _of_torch(op, first))
     if gradients:
-        candidates = [
-            c if c.run is None else replace(c, run=BothWays(op, c.run)) for c in candidates
-        ]
+        candidates = [replace(c, run=c.run and BothWays(op, c.run)) for c in candidates]
     leading = next(x for x in first if isinstance(x, torch.Tensor))
     times = TIMES_FORWARD if gradients else 1.0
     return BenchmarkCase(

@@ -91,38 +91,27 @@ def why_no_roof(device: torch.device) -> str | None:
     return _native.why_not
 
 
-def _cpu_peak(dtype: torch.dtype, threads: int) -> float:
-    module = _native.module
-    assert module is not None
-    if dtype == torch.bfloat16 and module.isa() in _BF16_ISAS:
-        return module.probe_bf16_dot(threads) * 1e9
-    # fp16 is computed in fp32; fp64 has half as many lanes.
-    return module.probe_fma(threads) * (0.5e9 if dtype == torch.float64 else 1e9)
-
-
-def _split_peak(dtype: torch.dtype, threads: int) -> float | None:
-    module = _native.module
-    assert module is not None
-    if dtype != torch.float32 or module.isa() != "amx":
-        return None
-    return module.probe_bf16_dot(threads) * 1e9 / _PRODUCTS_OF_PIECES
-
-
-def peaks() -> dict[str, float]:
+def peaks(*names: str) -> dict[str, float]:
     """Arithmetic rates of the instruction set in use, in Gflop/s, with torch's number of threads.
 
     "fp32" and, where there are such instructions, "bf16"; with tiles also "fp32 of bf16 pieces".
+    ``names``: which to measure, of those that there are; none: all.
     """
     module = _native.module
     if module is None:
         return {}
-    threads = torch.get_num_threads()
-    found = {"fp32": module.probe_fma(threads)}
-    if module.isa() in _BF16_ISAS:
-        found["bf16"] = module.probe_bf16_dot(threads)
-    if module.isa() == "amx":
-        found["fp32 of bf16 pieces"] = found["bf16"] / _PRODUCTS_OF_PIECES
-    return found
+    threads, isa = torch.get_num_threads(), module.isa()
+    bf16, pieces = isa in _BF16_ISAS, isa == "amx"
+    probes: dict[str, tuple[bool, Callable[[int], float], float]] = {
+        "fp32": (True, module.probe_fma, 1.0),
+        "bf16": (bf16, module.probe_bf16_dot, 1.0),
+        "fp32 of bf16 pieces": (pieces, module.probe_bf16_dot, _PRODUCTS_OF_PIECES),
+    }
+    return {
+        name: run(threads) / products
+        for name, (there, run, products) in probes.items()
+        if there and name in (names or probes)
+    }
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
@@ -168,5 +157,9 @@ def probe(
     copy = module.probe_copy_bandwidth(size // 2, threads) * 1e9
     # Copying reads too, so reading is at least as fast, whatever the noise.
     read = max(copy, module.probe_read_bandwidth(size, threads) * 1e9)
-    peak, split = _cpu_peak(dtype, threads), _split_peak(dtype, threads)
-    return Roof(peak, copy, read, flops, bytes, written, split)
+    kind = "bf16" if dtype == torch.bfloat16 and module.isa() in _BF16_ISAS else "fp32"
+    split = "fp32 of bf16 pieces" if dtype == torch.float32 else kind
+    found = {name: 1e9 * rate for name, rate in peaks(kind, split).items()}
+    # fp16 is computed in fp32; fp64 has half as many lanes.
+    peak = found.pop(kind) / (2.0 if dtype == torch.float64 else 1.0)
+    return Roof(peak, copy, read, flops, bytes, written, found.get(split))
