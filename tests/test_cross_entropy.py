@@ -22,13 +22,13 @@ from transformer_fast import nn, reference, strict, use_backend
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
+    Truth,
     check,
     check_gradients,
     gradients,
     nan_memory,
     promote,
 )
-from transformer_fast.testing.gradients import GradientTruth
 
 chunked_loss = importlib.import_module("transformer_fast.reference.chunked_loss")
 SHAPES = [(7,), (5, 7), (3, 7, 4), (2, 7, 3, 2), (0, 7)]
@@ -428,7 +428,7 @@ def test_gradients_of_losses_that_are_added_up(in_parts, kernel, dtype, isa):
         gradients(OP, total(reference.linear_cross_entropy), given)
         for given in (arguments, promote(arguments))
     )
-    truth = GradientTruth(expected, true, dict.fromkeys(true, 0.0))
+    truth = Truth(expected, true, dict.fromkeys(true, 0.0))
     check_gradients(OP, total(run), arguments, truth=truth)
     check_gradients(OP, run, arguments)
     found = gradients(OP, total(run), arguments)

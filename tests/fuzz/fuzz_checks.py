@@ -22,7 +22,6 @@ from transformer_fast import _native, dispatch
 from transformer_fast.dispatch import Kernel, why_not
 from transformer_fast.specs import OPS
 from transformer_fast.testing import (
-    GradientTruth,
     Parity,
     Truth,
     all_among_nan,
@@ -37,7 +36,7 @@ from transformer_fast.testing import (
     upstream,
 )
 from transformer_fast.testing.oracle import as_results
-from transformer_fast.testing.parity import relative_error
+from transformer_fast.testing.parity import named, relative_error
 
 ISAS: tuple[str | None, ...] = harness.ISAS or (None,)
 
@@ -203,17 +202,18 @@ ORDERS = 63
 
 def result_truth(op: str, arguments: tuple[Any, ...], orders: int) -> Truth:
     truth = truth_of(op, arguments, oracle=oracle)
-    units = truth.units
+    units = dict(truth.units)
     for seed in range(orders):
         with torch.no_grad():
-            results = as_results(Orders(op, seed)(*arguments))
-        units = tuple(map(max, units, map(relative_error, results, truth.true)))
+            found = named(op, Orders(op, seed)(*arguments))
+        for name, result in found.items():
+            units[name] = max(units[name], relative_error(result, truth.true[name]))
     return dataclasses.replace(truth, units=units)
 
 
 def gradient_truth(
     op: str, arguments: tuple[Any, ...], names: tuple[str, ...], orders: int
-) -> GradientTruth:
+) -> Truth:
     """What is known about the gradients; those of attention and of losses may be differences.
 
     The mean of the slopes over a row's weights W is dO O + dW W. Where one key has almost all of a
@@ -227,7 +227,7 @@ def gradient_truth(
     """
     truth = truth_of_gradients(op, arguments, names, oracle=gradient_oracle)
     # It may be given again.
-    truth = GradientTruth({**truth.expected}, truth.true, {**truth.units})
+    truth = Truth({**truth.expected}, truth.true, {**truth.units})
     loss = "cross_entropy" in op
     for seed in range(1 + orders if op == "attention" else int(loss)):
         rounded = gradient_oracle(op, arguments, names, from_rounded=seed)
@@ -325,7 +325,7 @@ def check_kernels(
         return result_truth(op, arguments, orders)
 
     @functools.cache
-    def of_gradients(orders: int) -> GradientTruth:
+    def of_gradients(orders: int) -> Truth:
         return gradient_truth(op, arguments, names, orders)
 
     def checked(checker: Callable[[int], Parity]) -> Parity:

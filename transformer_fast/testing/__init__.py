@@ -1,7 +1,6 @@
 """The ruler: fp64 oracle, error budget and hostile memory, for tests, benchmarks and `compare`."""
 
 from .gradients import (
-    GradientTruth,
     check_gradients,
     gradients,
     measure_gradients,
@@ -15,7 +14,6 @@ from .parity import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, Truth, check, measur
 __all__ = [
     "GRADIENT_FACTOR",
     "OUTPUT_FACTOR",
-    "GradientTruth",
     "Parity",
     "Truth",
     "all_among_nan",

@@ -12,7 +12,7 @@ worst of several equivalent ones (`scaled`), relative to max|oracle|. There are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,15 +135,58 @@ def worst_of(found: list[Parity]) -> Parity:
     return max(found, key=lambda p: (not p.ok, p.error / p.limit if p.limit else 0.0))
 
 
+#: Results, or gradients, by name.
+Named = Mapping[str, "Tensor | None"]
+
+
+def named(op: str, result: Any) -> Named:
+    """What an op returned, by the names of its results."""
+    return dict(zip(OPS[op].results, as_results(result), strict=True))
+
+
 @dataclass(frozen=True)
 class Truth:
-    """What is known about a call before any kernel ran it."""
+    """What is known about a call's results, or gradients, before any kernel ran it, by name."""
 
-    #: The reference's results in the call's dtype, and the oracle's.
-    expected: tuple[Tensor | None, ...]
-    true: tuple[Tensor | None, ...]
-    #: The reference's `relative_error`, result by result, in the worst of several such calls.
-    units: tuple[float, ...]
+    #: The reference's in the call's dtype, and the oracle's.
+    expected: Named
+    true: Named
+    #: The reference's `relative_error` in the worst of several such calls.
+    units: Mapping[str, float]
+
+    def parity(
+        self, got: Named, factor: float, what: str = "", least: Mapping[str, float] | None = None
+    ) -> Parity:
+        """`compare` of the one nearest its limit; ``least``: of some, their ``least_size``."""
+        return worst_of([
+            compare(
+                what + name, found, self.expected[name], self.true[name], factor, self.units[name],
+                (least or {}).get(name, 0.0),
+            )
+            for name, found in got.items()
+        ])  # fmt: skip
+
+
+def find_truth(
+    op: str,
+    arguments: tuple[Any, ...],
+    both: Callable[[tuple[Any, ...]], tuple[Named, Named]],
+    which: Callable[[Iterable[int]], int],
+    tries: int | None = None,
+) -> Truth:
+    """From what is expected and what is true of a call.
+
+    ``tries``: see `tries_for`, which chooses if None by ``which`` of the numbers of elements.
+    """
+    expected, true = both(arguments)
+    units = {name: relative_error(expected[name], true[name]) for name in true}
+    if tries is None:
+        tries = tries_for(which(0 if x is None else x.numel() for x in true.values()))
+    for factor in FACTORS[: tries - 1]:
+        again, exact = both(scaled(op, arguments, factor))
+        for name in units:
+            units[name] = max(units[name], relative_error(again[name], exact[name]))
+    return Truth(expected, true, units)
 
 
 @remembered
@@ -154,20 +197,15 @@ def truth_of(
     tries: int | None = None,
     oracle: Callable[[str, tuple[Any, ...]], tuple[Tensor | None, ...]] = reference_in_fp64,
 ) -> Truth:
-    """The truth about a call, for `measure`.
+    """The truth about a call's results, for `measure`.
 
     ``tries``: see `tries_for`, which chooses if None. ``oracle``: gives the results in fp64.
     """
-    reference = OPS[op].reference
-    expected, true = as_results(reference(*arguments)), oracle(op, arguments)
-    units = list(map(relative_error, expected, true))
-    if tries is None:
-        tries = tries_for(max(0 if x is None else x.numel() for x in true))
-    for factor in FACTORS[: tries - 1]:
-        other = scaled(op, arguments, factor)
-        found = map(relative_error, as_results(reference(*other)), oracle(op, other))
-        units = list(map(max, units, found))
-    return Truth(expected, true, tuple(units))
+
+    def both(called: tuple[Any, ...]) -> tuple[Named, Named]:
+        return named(op, OPS[op].reference(*called)), named(op, oracle(op, called))
+
+    return find_truth(op, arguments, both, max, tries)
 
 
 @torch.no_grad()
@@ -184,15 +222,16 @@ def measure(
     ``truth``: `truth_of` the same arguments, where the caller has it already.
     """
     truth = truth_of(op, arguments) if truth is None else truth
-    rows = zip(
-        OPS[op].results, as_results(result), truth.expected, truth.true, truth.units, strict=True
-    )
-    return worst_of([compare(name, a, b, true, factor, unit) for name, a, b, true, unit in rows])
+    return truth.parity(named(op, result), factor)
+
+
+def passed(op: str, parity: Parity) -> Parity:
+    """The parity; raises AssertionError with the place that is beyond its limit."""
+    if not parity.ok:
+        raise AssertionError(f"{op}: {parity}")
+    return parity
 
 
 def check(op: str, result: Any, arguments: tuple[Any, ...], **options: Any) -> Parity:
     """`measure`, raising AssertionError with the place where the result is beyond its limit."""
-    parity = measure(op, result, arguments, **options)
-    if not parity.ok:
-        raise AssertionError(f"{op}: {parity}")
-    return parity
+    return passed(op, measure(op, result, arguments, **options))
