@@ -17,12 +17,11 @@ The parts work by themselves too, in a loop of your own. ``torchrun`` needs two 
 from .activation_checkpointing import checkpoint_activations
 from .batches import PairBatch, PairCollator, TokenBatches, pad_sequences
 from .checkpoint import CheckpointError, read_checkpoint, write_checkpoint
-from .evaluate import evaluate
 from .loss import NextTokenLoss, label_smoothing_loss
 from .optimizer import adamw, clip_gradients, linear_schedule, paper_schedule, parameter_groups
 from .position import random_state, set_random_state
 from .processes import parallelise, process_group
-from .trainer import History, Trainer
+from .trainer import History, Trainer, evaluate
 
 __all__ = [
     "CheckpointError",
