@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Bbox
 
 from ..models import SinusoidalPositions, TokenEmbedding
 from ..models.embedding import OutputProjection
-from .canvas import LINE_HEIGHT, SUM_RADIUS, Canvas, text_height, text_width
 from .model_facts import LayerFacts, ModelFacts, StackFacts, read_model
 
+_FONT_SIZE = 9.0
+_LINE_HEIGHT = _FONT_SIZE * 1.35 / 72
+_SUM_RADIUS = 0.12
+_INK = "#222222"
 _COLOURS = {
     "embedding": "#F6D5E5",
     "positions": "#FFFFFF",
@@ -45,10 +55,10 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
     Source: "Attention Is All You Need", figure 1.
     """
     facts = read_model(model)
-    canvas = Canvas()
+    canvas = _Canvas()
     texts = [text for stack in facts.stacks for text in _column_texts(stack)]
     texts += [text for _, text in _output_boxes(facts.output)]
-    width = max(2.0, max(map(text_width, texts)) + 0.24)
+    width = max(2.0, max(map(_text_width, texts)) + 0.24)
     paired = len(facts.stacks) == 2
     columns = [
         # Residuals run on the outer side, so that the memory's way in is free.
@@ -81,7 +91,7 @@ def model_diagram(model: torch.nn.Module, *, title: str | None = None) -> Figure
     return canvas.figure()
 
 
-def _memory(canvas: Canvas, encoder: _Column | None, decoder: _Column) -> None:
+def _memory(canvas: _Canvas, encoder: _Column | None, decoder: _Column) -> None:
     """The encoder's output, to every cross-attention."""
     edge = decoder.x - decoder.width / 2
     way = edge - _PAD - _BETWEEN / 2
@@ -101,7 +111,7 @@ def _memory(canvas: Canvas, encoder: _Column | None, decoder: _Column) -> None:
         start = []
 
 
-def _words(canvas: Canvas, facts: ModelFacts, title: str | None) -> None:
+def _words(canvas: _Canvas, facts: ModelFacts, title: str | None) -> None:
     """Title, what all layers have in common, and what dashes mean."""
     layers = [layer for stack in facts.stacks for _, layer in stack.layers]
     drawn = canvas.extent()
@@ -173,7 +183,7 @@ class _Column:
     """
 
     def __init__(
-        self, canvas: Canvas, stack: StackFacts, x: float, width: float, outer: int
+        self, canvas: _Canvas, stack: StackFacts, x: float, width: float, outer: int
     ) -> None:
         self.canvas, self.stack, self.x, self.width, self.outer = canvas, stack, x, width, outer
         self.d_model = stack.layers[-1][1].d_model if stack.layers else "M"
@@ -205,7 +215,7 @@ class _Column:
     def box(self, name: str, text: str, colour: str, gap: float = _GAP) -> None:
         """On top of what is there."""
         self.arrow_to(self.end + gap)
-        height = text_height(text) + 0.16
+        height = _text_height(text) + 0.16
         place = (self.x - self.width / 2, self.end, self.width, height)
         self.canvas.box(f"{self.stack.side}.{name}", *place, text, _COLOURS[colour])
         self.middles[name] = self.end + height / 2
@@ -214,9 +224,9 @@ class _Column:
     def _sum(self, name: str) -> float:
         """Gives the height of its middle."""
         self.arrow_to(self.end + _GAP)
-        y = self.end + SUM_RADIUS
+        y = self.end + _SUM_RADIUS
         self.canvas.sum(f"{self.stack.side}.{name}", self.x, y)
-        self.end = y + SUM_RADIUS
+        self.end = y + _SUM_RADIUS
         return y
 
     def _embedding(self, embedding: TokenEmbedding) -> None:
@@ -228,13 +238,13 @@ class _Column:
         y = self._sum("positions.sum")
         kind = "Sinusoidal" if isinstance(embedding.positions, SinusoidalPositions) else "Learned"
         text = f"{kind} positions\nup to {self.stack.max_len:,}"
-        width, height = text_width(text) + 0.24, 2 * LINE_HEIGHT + 0.16
+        width, height = _text_width(text) + 0.24, 2 * _LINE_HEIGHT + 0.16
         near = self._out(-0.35)
         left = near if self.outer > 0 else near - width
         name = f"{self.stack.side}.positions"
         place = (left, y - height / 2, width, height)
         self.canvas.box(name, *place, text, _COLOURS["positions"])
-        self.canvas.line("flow", (near, y), (self.x + self.outer * SUM_RADIUS, y))
+        self.canvas.line("flow", (near, y), (self.x + self.outer * _SUM_RADIUS, y))
         self.end = max(self.end, y + height / 2 - 0.12)
 
     def _layers(self, first: int, count: int, layer: LayerFacts) -> None:
@@ -265,8 +275,88 @@ class _Column:
         colour = "ffn" if name.endswith("ffn") else "attention"
         self.box(name, text, colour, _GAP if layer.norm_first else 0.48)
         y = self._sum(f"{name}.sum")
-        detour, into = self._out(_DETOUR), self.x + self.outer * SUM_RADIUS
+        detour, into = self._out(_DETOUR), self.x + self.outer * _SUM_RADIUS
         corners = (self.x, branch), (detour, branch), (detour, y), (into, y)
         self.canvas.line(f"{self.stack.side}.{name}.residual", *corners)
         if not layer.norm_first:
             self.box(f"{name}.norm", layer.norm, "norm")
+
+
+def _text_width(text: str) -> float:
+    """Inches of the widest line."""
+    font = FontProperties(size=_FONT_SIZE)
+    lines = filter(str.strip, text.split("\n"))
+    return max((TextPath((0, 0), s, prop=font).get_extents().width for s in lines), default=0) / 72
+
+
+def _text_height(text: str) -> float:
+    return (text.count("\n") + 1) * _LINE_HEIGHT
+
+
+class _Canvas:
+    """A drawing of which a unit is an inch; names become the gid of the artists."""
+
+    def __init__(self) -> None:
+        self._figure = Figure(figsize=(1.0, 1.0))
+        self._axes = self._figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        self._axes.set_axis_off()
+
+    def box(
+        self, name: str, left: float, bottom: float, width: float, height: float, text: str,
+        colour: str,
+    ) -> None:  # fmt: skip
+        """A box with its text in the middle."""
+        self._round(name, left, bottom, width, height, 0.07, facecolor=colour, edgecolor=_INK)
+        self.text(name, left + width / 2, bottom + height / 2, text)
+
+    def frame(self, name: str, left: float, bottom: float, width: float, height: float) -> None:
+        colours = {"facecolor": "#F5F5F5", "edgecolor": "#888888"}
+        self._round(name, left, bottom, width, height, 0.12, zorder=1, **colours)
+
+    def _round(
+        self, name: str, left: float, bottom: float, width: float, height: float, radius: float,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        style = f"round,pad=0,rounding_size={radius}"
+        self._add(FancyBboxPatch((left, bottom), width, height, style), name, **options)
+
+    def _add(self, patch: Patch, name: str, **options: Any) -> None:
+        patch.set(**{"gid": name, "zorder": 3, "linewidth": 0.9, "clip_on": False} | options)
+        self._axes.add_artist(patch)
+
+    def sum(self, name: str, x: float, y: float) -> None:
+        """A circle with a plus: what comes in is added."""
+        self._add(Circle((x, y), _SUM_RADIUS), name, facecolor="white", edgecolor=_INK)
+        self.text(name, x, y, "+", fontsize=11)
+
+    def line(
+        self, name: str, *points: tuple[float, float], arrow: bool = True, dashed: bool = False
+    ) -> None:
+        """Straight pieces through the points, with a head at the last one."""
+        patch = FancyArrowPatch(
+            path=Path(points), arrowstyle="-|>" if arrow else "-", mutation_scale=9
+        )
+        colour, width, style = ("#0072B2", 1.1, (0, (4, 2))) if dashed else (_INK, 0.9, "-")
+        self._add(patch, name, color=colour, linewidth=width, linestyle=style, zorder=2)
+
+    def text(self, name: str, x: float, y: float, text: str, **options: Any) -> None:
+        usual: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": _FONT_SIZE,
+            "zorder": 4,
+        }
+        self._axes.text(x, y, text, gid=name, parse_math=False, **usual | options)
+
+    def extent(self) -> Bbox:
+        """Of all that is on it."""
+        drawn: Sequence[Any] = (*self._axes.patches, *self._axes.texts)
+        boxes = [artist.get_window_extent() for artist in drawn]
+        return Bbox.union(boxes).transformed(self._axes.transData.inverted())
+
+    def figure(self) -> Figure:
+        """The drawing with a margin; one inch of it is one inch of the figure."""
+        found = self.extent().padded(0.2)
+        self._figure.set_size_inches(found.width, found.height)
+        self._axes.set(xlim=found.intervalx, ylim=found.intervaly)
+        return self._figure
