@@ -124,7 +124,7 @@ CELLS: dict[str, Callable[[Finding], str]] = {
     "fastest other": _rival,
     "vs it (95 %)": lambda found: interval(found.against),
     "vs the fastest other (95 %)": lambda found: (
-        (found.rival and f"{found.rival.candidate}: {interval(found.against)}") or ""
+        _rival(found) and f"{_rival(found)}: {interval(found.against)}"
     ),
     "Gflop/s (dense)": lambda found: rates(found.chosen),
     "roof": lambda found: roof(found.chosen),
@@ -135,7 +135,7 @@ SUMMARY = (
     *("op", "case", "on", "time", "vs reference", "vs torch's best (95 %)"),
     *("fastest other", "vs it (95 %)", "Gflop/s (dense)", "roof", "MiB", "error in refs"),
 )
-README = ("work", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
+FIGURES = ("work", "time", "vs torch's best (95 %)", "roof", "vs the fastest other (95 %)")
 LOST = ("suite", "op", "case", "on", "faster", "our time", "its time", "vs it (95 %)")
 
 

@@ -21,8 +21,7 @@ from transformer_fast.measure import machine
 from transformer_fast.specs import OPS
 
 from . import store
-from .findings import README as COLUMNS
-from .findings import markdown, table, work
+from .findings import FIGURES, markdown, table, work
 from .report import Machine, all_findings, headline, hurried, is_scaling, machines
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -90,7 +89,7 @@ def _figures_of(one: Machine) -> str:
     shown = [found[name] for name in _SHOWN if name in found] or list(found.values())[: len(_SHOWN)]
     split = any(finding.chosen.split_share is not None for finding in shown)
     tail = f"{headline(one)} All cases, losses first: [report](benchmarks/results/report.md)."
-    parts = [f"**{one.line}**", table(shown, COLUMNS), _SPLIT if split else "", hurried(one), tail]
+    parts = [f"**{one.line}**", table(shown, FIGURES), _SPLIT if split else "", hurried(one), tail]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -8,14 +8,13 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import types
 from typing import Any
 
 import pytest
 import torch
-from harness import ISAS
+from harness import ISAS, python
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -248,20 +247,16 @@ def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypat
 
 @pytest.mark.skipif("avx2" not in ISAS, reason="there is no avx2 here")
 @pytest.mark.parametrize("name", ["avx2", None])
-def test_others_are_held_to_the_same_instruction_set(name):
+def test_others_are_held_to_the_same_instruction_set(name, monkeypatch):
     """In a process of its own: they read their variables when they are loaded."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ATEN_CPU")}
-    environment.pop("TRANSFORMER_FAST_CPU_ISA", None)
-    if name is not None:
-        environment["TRANSFORMER_FAST_CPU_ISA"] = name
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     program = (
         "import benchmarks, os, torch\n"
         "from benchmarks.peers import onnx_runtime\n"
         "print(torch.backends.cpu.get_cpu_capability(), os.environ.get('ONEDNN_MAX_CPU_ISA'),\n"
         "      'cannot be held' in str(onnx_runtime.available()))\n"
     )
-    command = [sys.executable, "-c", program]
-    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    shown = python("-c", program, TRANSFORMER_FAST_CPU_ISA=name or "")
     capability, onednn, refused = shown.stdout.split()
     if name is None:
         assert (onednn, refused) == ("None", "False")

@@ -61,11 +61,22 @@ def run(command, cwd, **environment):
     )
 
 
-def pip_install(source, target, **environment):
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
-    command = [sys.executable, "-m", "pip", "install", "-q", *options, str(source)]
+def pip(command, option, target, source, **environment):
+    """``pip install --target`` or ``pip wheel --wheel-dir``."""
+    options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", option, str(target)]
+    command = [sys.executable, "-m", "pip", command, *options, str(source)]
     done = run(command, target.parent, **environment)
     assert done.returncode == 0, done.stdout
+
+
+def pip_install(source, target, **environment):
+    pip("install", "--target", target, source, **environment)
+
+
+def write_script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def use_installed(target, cwd):
@@ -105,17 +116,7 @@ def test_pure_wheel_from_the_source_archive(checkout, tmp_path):
     unwanted = ("tests", "transformer_fast/_build_info.py", "transformer_fast/_C")
     assert not [name for name in names if name.startswith(unwanted)]
 
-    options = [
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        str(tmp_path / "wheels"),
-    ]
-    command = [sys.executable, "-m", "pip", "wheel", *options, str(archive)]
-    done = run(command, tmp_path, TRANSFORMER_FAST_BUILD="0")
-    assert done.returncode == 0, done.stdout
+    pip("wheel", "--wheel-dir", tmp_path / "wheels", archive, TRANSFORMER_FAST_BUILD="0")
     (wheel,) = (tmp_path / "wheels").iterdir()
     assert wheel.name == f"transformer_fast-{transformer_fast.__version__}-py3-none-any.whl"
     pip_install(wheel, target)
@@ -346,10 +347,8 @@ def test_a_gpu_that_nothing_was_built_for_is_told(cuda_build, monkeypatch):
 
 
 def test_what_the_cuda_kernels_were_built_for_is_recorded(checkout, tmp_path):
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.41'\n")
-    nvcc.chmod(0o755)
+    told = "echo 'Cuda compilation tools, release 12.9, V12.9.41'"
+    write_script(tmp_path / "bin" / "nvcc", told)
     code = (
         "import runpy, sys, setuptools; sys.argv = ['setup.py', '--name']\n"
         "module = runpy.run_path('setup.py', run_name='setup')\n"
@@ -385,20 +384,15 @@ def stand_in_build(checkout, tmp_path):
     without."""
     nvcc, cmake, device = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "cmake", tmp_path / "gpu"
 
-    def write(script, text):
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(f"#!/bin/sh\n{text}")
-        script.chmod(0o755)
-
     def run_build(fails="nothing", gpu=True, known="sm_80 sm_90 sm_100 sm_120", **environment):
-        write(nvcc, f'[ "$*" = --list-gpu-code ] && echo {known}\n')
-        write(
+        write_script(nvcc, f'[ "$*" = --list-gpu-code ] && echo {known}')
+        write_script(
             cmake,
             f'case "$*" in {fails}) exit 1;; esac\n'
             'for word in "$@"; do last="$folder"; case "$previous" in -B|--build) folder="$word";; '
             'esac; previous="$word"; done\n'
             f'echo "$*" >> {tmp_path / "log"}\n'
-            'mkdir -p "$folder"; touch "$folder/_C$SUFFIX" "$folder/_C_cuda.so"\n',
+            'mkdir -p "$folder"; touch "$folder/_C$SUFFIX" "$folder/_C_cuda.so"',
         )
         if gpu:
             device.touch()
@@ -473,12 +467,11 @@ def test_make_builds_cuda_kernels_without_a_gpu_only_for_tests(checkout, tmp_pat
     shutil.copy(ROOT / "requirements.txt", checkout)
     stamps, log = tmp_path / "venv" / "stamps", tmp_path / "log"
     python = tmp_path / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        f'#!/bin/sh\necho "${{TRANSFORMER_FAST_CUDA_BUILD-auto}} $1 $2 $3" >> {log}\n'
-        "touch transformer_fast/_C.stand-in.so\n"
+    write_script(
+        python,
+        f'echo "${{TRANSFORMER_FAST_CUDA_BUILD-auto}} $1 $2 $3" >> {log}\n'
+        "touch transformer_fast/_C.stand-in.so",
     )
-    python.chmod(0o755)
     stamps.mkdir()
     (stamps / "env").touch()
 

@@ -111,9 +111,7 @@ def run(small: Path, output: Path, *arguments: str) -> None:
     page.main(["--quick", "--dictionary", str(small), "--output", str(output), *arguments])
 
 
-def test_it_runs_and_learns(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_runs_and_learns(small, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     output = tmp_path / "run"
     run(small, output, "--steps", "60", "--race-steps", "10", "--beams", "2", "--say", "magi")
@@ -135,9 +133,7 @@ def test_it_runs_and_learns(
     ]
 
 
-def test_interrupted_and_resumed(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_interrupted_and_resumed(small, tmp_path, capsys, monkeypatch):
     options = ("--steps", "8", "--race-steps", "0", "--beams", "1", "--seed", "3")
     run(small, tmp_path / "whole", *options)
     make = page.make_trainer
@@ -185,9 +181,7 @@ def test_a_number_of_minutes(small: Path, tmp_path: Path) -> None:
         (["--resume", "--seed", "3"], "--resume keeps --steps and --seed"),
     ],
 )
-def test_options_that_are_wrong(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_are_wrong(arguments, words, capsys):
     with pytest.raises(SystemExit):
         page.parse(arguments)
     assert words in capsys.readouterr().err

@@ -107,9 +107,7 @@ def test_fit_again_is_the_same_as_fitting_on() -> None:
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_signal_saves_and_stops(
-    number: signal.Signals, error: type[BaseException], tmp_path: Path
-) -> None:
+def test_signal_saves_and_stops(number, error, tmp_path):
     path = tmp_path / "run.pt"
     expected = start(None)
     expected.fit(make_loader(make_pairs()), steps=8)
@@ -148,9 +146,7 @@ def test_signal_during_the_last_validation(tmp_path: Path) -> None:
     assert len(trainer.history.validation) == 1
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
     training.write_checkpoint(path, {"value": torch.ones(3)})
 

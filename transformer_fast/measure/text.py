@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 #: Tokens are bytes; these two come after them.
 PADDING = 256
@@ -62,13 +63,9 @@ class Batch:
 
 def batch(texts: list[bytes], longest: int, begin: bool = False) -> Batch:
     """One batch of ``texts``, each cut after ``longest`` tokens, with BEGIN in front if asked."""
-    rows = [([BEGIN] if begin else []) + list(text) for text in texts]
-    rows = [row[:longest] for row in rows]
+    rows = [torch.tensor([BEGIN] * begin + list(text))[:longest] for text in texts]
     lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), PADDING)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.tensor(row)
-    return Batch(tokens, lengths)
+    return Batch(pad_sequence(rows, batch_first=True, padding_value=PADDING), lengths)
 
 
 def _take(count: int, size: int, after: int = 0) -> list[list[bytes]]:
