@@ -131,6 +131,9 @@ def test_the_memory_goes_to_every_cross_attention() -> None:
     start = lines(figure, "memory")[0][0]
     assert start[0] == pytest.approx(middle(boxes(figure)["encoder.0.ffn"])[0])
     assert texts(figure)["memory"] == "memory (B, S, 16)"
+    # The encoder's residuals leave its way free.
+    (residual,) = lines(figure, "encoder.0.ffn.residual")
+    assert residual[1][0] < boxes(figure)["encoder.0.ffn"].get_x()
     assert_clear(figure)
 
 
