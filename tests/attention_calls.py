@@ -22,10 +22,12 @@ def tensors(
     value_size: int | None = None,
     heads: int = 2,
     dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    key_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d = draw(dtype)
-    query, key = d.normal(2, heads, queries, size), d.normal(2, heads, keys, size)
-    return query, key, d.normal(2, heads, keys, size if value_size is None else value_size)
+    d, h = draw(dtype), heads if key_heads is None else key_heads
+    query, key = d.normal(batch, heads, queries, size), d.normal(batch, h, keys, size)
+    return query, key, d.normal(batch, h, keys, size if value_size is None else value_size)
 
 
 def options(

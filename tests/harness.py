@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,6 +214,32 @@ def check_target(
     check(target.op, tuple(x if x is None else x.cpu() for x in results), arguments, truth=truth)
 
 
+#: Gives calls of an op in a dtype, by name.
+Build = Callable[[torch.dtype], Iterable[tuple[str, tuple[Any, ...]]]]
+
+
+def check_calls(
+    target: Target, build: Build, offsets: Sequence[int] = (1,), *, gradients: bool = False
+) -> None:
+    """Holds the results (or the gradients) of each call to the budget; skips if all are refused."""
+    refused, accepted = None, 0
+    for name, arguments in build(target.dtype):
+        wanted = require_grad(target.op, arguments) if gradients else arguments
+        refused = target.refusal(wanted)
+        for offset in () if refused else offsets:
+            accepted += 1
+            try:
+                if not gradients:
+                    check_target(target, arguments, offset)
+                    continue
+                with in_use(target.isa), nan_memory():
+                    check_gradients(target.op, target.kernel.run, on(target, arguments))
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {offset} off alignment: {error}") from None
+    if not accepted:
+        pytest.skip(str(refused))
+
+
 def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = True) -> None:
     """Holds results on the way to gradients, and those (if wanted), to the budget."""
     called = require_grad(kernel.op, arguments)
@@ -231,6 +257,26 @@ def check_trained(kernel: Kernel, arguments: tuple[Any, ...], gradients: bool = 
         else:
             run(*called)
     check(kernel.op, seen[0], arguments)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """NaN equals NaN."""
+
+    def bits(tree: Any) -> list[Any]:
+        leaves = [x.detach() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+        return [x.contiguous().view(-1).view(torch.uint8) for x in leaves]
+
+    found, expected = bits(one), bits(other)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def check_threads(call: Callable[[], Any], counts: Sequence[int] = (1, 2, 3)) -> None:
+    """The same bits with any number of threads, which the fixture `threads` puts back."""
+    found = []
+    for count in counts:
+        torch.set_num_threads(count)
+        found.append(call())
+    assert all(same_bits(one, found[0]) for one in found)
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:

@@ -1,21 +1,29 @@
-"""Attention by masks, few queries, large scores and gradients, and its memory."""
+"""Attention by masks, few queries, large scores and gradients, and its memory.
+
+Each instruction set has every call: large enough, too, for the ways that some have.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_calls import draw, options, tensors
 from harness import (
     CUDA,
     DTYPES,
     Target,
+    check_calls,
     check_target,
     check_trained,
+    in_use,
     on,
     run,
     targets,
@@ -31,6 +39,7 @@ from transformer_fast.specs import OPS
 from transformer_fast.specs.attention_cases import arrange
 from transformer_fast.testing import (
     GRADIENT_FACTOR,
+    OUTPUT_FACTOR,
     check,
     check_gradients,
     gradients,
@@ -38,7 +47,7 @@ from transformer_fast.testing import (
     truth_of,
     truth_of_gradients,
 )
-from transformer_fast.testing.oracle import promote
+from transformer_fast.testing.oracle import oracle, promote
 from transformer_fast.testing.parity import compare
 
 pytestmark = [
@@ -49,40 +58,25 @@ needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why
 
 #: The kernels that have masks.
 TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend != "torch"]
-SHAPES = list(itertools.product((1, 2), (1, 3), (1, 19), (1, 37)))  # all of (B, H, T, S)
+CPU_TARGETS = [p for p in TARGETS if p.values[0].kernel.backend == "cpu"]
+FLOAT32 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float32]
+FLOAT16 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float16]
+HALF = [p for p in CPU_TARGETS if p.values[0].dtype != torch.float32]
 
 
-def draw(dtype, *, batch=2, heads=3, queries=19, keys=37, size=8):
-    generator = torch.Generator().manual_seed(0)
+def on_units(target: Target) -> bool:
+    """Whether it multiplies on units of bfloat16: on AMX fp32 does, too, as bf16x3."""
+    bf16 = target.dtype == torch.bfloat16 and target.isa in ("avx512_bf16", "amx")
+    return bf16 or (target.dtype == torch.float32 and target.isa == "amx")
 
-    def normal(length):
-        return torch.randn(batch, heads, length, size, generator=generator).to(dtype)
 
-    return normal(queries), normal(keys), normal(keys)
-
+UNITS = [p for p in CPU_TARGETS if on_units(p.values[0])]
+BF16X3 = [p for p in UNITS if p.values[0].dtype == torch.float32]
+#: More than the 35 up to which AMX leaves fp32 to multiply-adds.
+QUERIES = 43
+SHAPES = list(itertools.product((1, 2), (1, 3), (1, QUERIES), (1, 37)))  # all of (B, H, T, S)
 
 Call = tuple[str, tuple[Any, ...]]
-
-
-@functools.cache
-def known(build: Callable[[torch.dtype], list[Call]], dtype: torch.dtype) -> list[Any]:
-    """(name, arguments, truth) of every call, computed once for all instruction sets."""
-    return [(name, arguments, truth_of("attention", arguments)) for name, arguments in build(dtype)]
-
-
-def check_all(
-    target: Target, build: Callable[[torch.dtype], list[Call]], offsets: tuple[int, ...] = (1,)
-) -> None:
-    """Holds each call to the budget; skips if the kernel refuses all of them."""
-    refusals = [target.refusal(arguments) for _, arguments in build(target.dtype)]
-    if all(refusals):
-        pytest.skip(refusals[0])
-    for (name, arguments, truth), refused in zip(known(build, target.dtype), refusals, strict=True):
-        for offset in () if refused else offsets:
-            try:
-                check_target(target, arguments, offset, truth)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, {offset} off alignment: {error}") from None
 
 
 def bool_masks(dtype: torch.dtype) -> list[Call]:
@@ -100,20 +94,20 @@ def masks_of_the_dtype(dtype: torch.dtype) -> list[Call]:
 def of_every_shape(
     dtype: torch.dtype, to_mask: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Call]:
-    qkv, calls = draw(dtype), []
+    qkv, calls = tensors(QUERIES, 37, 8, heads=3, dtype=dtype), []
     for shape in SHAPES:
         mask = to_mask(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
         calls.append((f"mask {shape}", arrange(*qkv, mask=mask)))
-        if shape in ((1, 1, 1, 1), (2, 1, 1, 37), (1, 1, 19, 37)):
-            expanded = mask.expand(2, 3, 19, 37)
+        if shape in ((1, 1, 1, 1), (2, 1, 1, 37), (1, 1, QUERIES, 37)):
+            expanded = mask.expand(2, 3, QUERIES, 37)
             calls.append((f"mask {shape}, expanded", arrange(*qkv, mask=expanded)))
     return calls
 
 
 def strided_masks(dtype: torch.dtype) -> list[Call]:
-    qkv = draw(dtype)
-    full = torch.rand(2, 3, 19, 37, generator=torch.Generator().manual_seed(2)) < 0.6
-    gaps = torch.zeros(4, 3, 40, 112, dtype=torch.bool)[::2, :, 1:39:2, ::3][..., :37]
+    qkv = tensors(QUERIES, 37, 8, heads=3, dtype=dtype)
+    full = draw().bools(2, 3, QUERIES, 37, true=0.6)
+    gaps = torch.zeros(4, 3, 88, 112, dtype=torch.bool)[::2, :, 1:87:2, ::3][..., :37]
     gaps.copy_(full)
     calls = [("gaps", arrange(*qkv, mask=gaps))]
     for order in itertools.permutations(range(4)):
@@ -131,7 +125,7 @@ def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tenso
 
 def everything_together(dtype: torch.dtype) -> list[Call]:
     """Mask, causality and lengths at once, over several tiles of keys."""
-    qkv = draw(dtype, heads=2, queries=70, keys=600)
+    qkv = tensors(70, 600, 8, dtype=dtype)
     generator, calls = torch.Generator().manual_seed(3), []
     for shape in ((1, 1, 1, 600), (2, 1, 70, 1), (1, 2, 70, 600)):
         mask = torch.rand(shape, generator=generator) < 0.5
@@ -142,10 +136,15 @@ def everything_together(dtype: torch.dtype) -> list[Call]:
     return calls
 
 
+#: Probabilities of 128 keys are kept; of those, 32 at a time are skipped where they are hidden.
+HIDDEN = [(0, 300), (256, 512), (200, 900), (512, 1030), (0, 1030)]
+HIDDEN += [(0, 32), (32, 64), (33, 95), (96, 160), (128, 256), (64, 300)]
+
+
 def hidden_tiles(dtype: torch.dtype) -> list[Call]:
     """First, middle and last tiles of keys that nobody, or only one query, may see."""
-    qkv, calls = draw(dtype, batch=1, heads=1, queries=60, keys=1030), []
-    for hidden in ((0, 300), (256, 512), (200, 900), (512, 1030), (0, 1030)):
+    qkv, calls = tensors(60, 1030, 8, heads=1, dtype=dtype, batch=1), []
+    for hidden in HIDDEN:
         mask = torch.ones(1, 1, 60, 1030, dtype=torch.bool)
         mask[..., slice(*hidden)] = False
         calls.append((f"hidden {hidden}", arrange(*qkv, mask=mask)))
@@ -165,11 +164,11 @@ def garbage_seen_by_some(dtype: torch.dtype) -> list[Call]:
     """The oracle keeps it from every query that does not see it."""
     calls, generator = [], torch.Generator().manual_seed(4)
     for queries, keys, garbage, wild in itertools.product(
-        (1, 19), (37, 530), GARBAGE, ("key", "value", "both")
+        (1, 19, QUERIES), (37, 530), GARBAGE, ("key", "value", "both")
     ):
         mask = torch.rand(1, 1, queries, keys, generator=generator) < 0.5
         for place in (3, keys - 1):
-            query, key, value = draw(dtype, queries=queries, keys=keys, batch=1, heads=2)
+            query, key, value = tensors(queries, keys, 8, dtype=dtype, batch=1)
             if wild != "value":
                 key[:, :, place] = garbage
             if wild != "key":
@@ -198,67 +197,197 @@ def few_queries(dtype: torch.dtype) -> list[Call]:
             seen[1] &= queries > 1
             added = torch.where(seen, noise - 0.5, -math.inf)
             lengths = torch.tensor([keys, keys // 2])
-            for name, options in {
+            for name, given in {
                 "plain": {"scale": 0.3},
                 "bool": {"scale": 0.3, "mask": seen},
                 "added": {"scale": 0.3, "mask": added, "causal": True},
                 "lengths": {"scale": -0.3, "mask": seen[:, :, :1], "lengths": lengths},
             }.items():
-                arguments = arrange(q, k, v, weights=queries % 2 == 0, **options)
+                arguments = arrange(q, k, v, weights=queries % 2 == 0, **given)
                 calls.append((f"{queries} of {keys}, {size}, {value_size}, {name}", arguments))
     grouped = normal(2, 4, 2, 24), normal(2, 2, 50, 24), normal(2, 2, 50, 24)
     calls.append(("grouped", arrange(*grouped, causal=True, scale=0.3, gqa=True, weights=True)))
     return calls
 
 
-MASKS = (
-    bool_masks,
-    float_masks,
-    masks_of_the_dtype,
-    strided_masks,
-    everything_together,
-    hidden_tiles,
-    garbage_seen_by_some,
-    few_queries,
+def with_options(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Call]:
+    queries, keys, *_ = sizes
+    qkv = tensors(*sizes, dtype=dtype)
+    return [(name, arrange(*qkv, **o)) for name, o in options(queries, keys, dtype).items()]
+
+
+def grouped_heads(dtype: torch.dtype) -> list[Call]:
+    calls = []
+    for heads, causal, weights in itertools.product((1, 2, 3), (False, True), (False, True)):
+        qkv = tensors(50, 140, 24, heads=6, key_heads=heads, dtype=dtype)
+        arguments = arrange(*qkv, gqa=True, causal=causal, weights=weights)
+        calls.append((f"{heads}, causal {causal}, weights {weights}", arguments))
+    return calls
+
+
+def strides(dtype: torch.dtype) -> list[Call]:
+    q, k, v = draw(dtype).normal(2, 70, 3, 4, 24).permute(2, 0, 3, 1, 4)
+    return [
+        ("packed", arrange(q, k, v, scale=-0.3)),
+        ("channels", arrange(q[..., 3:-4], k[..., 1:18], v)),
+        ("every third key", arrange(q, k[:, :, :69:3], v[:, :, 1::3], causal=True)),
+    ]
+
+
+# A block is 96 queries, a panel 32 keys, a tile 512, 256 or 128 of them.
+SIZES = [
+    (36, 36, 16, 16), (37, 130, 40, 40), (64, 64, 64, 64), (100, 515, 128, 128), (40, 1, 16, 5),
+    (200, 77, 256, 256), (97, 1030, 33, 70), (193, 300, 128, 128), (100, 270, 136, 160),
+    (192, 300, 1, 1), (36, 70, 0, 16),
+]  # fmt: skip
+CALLS = (
+    *(bool_masks, float_masks, masks_of_the_dtype, strided_masks, everything_together),
+    *(hidden_tiles, garbage_seen_by_some, few_queries, grouped_heads, strides),
+    *(functools.partial(with_options, sizes) for sizes in SIZES),
 )
 
 
+def of_call(build: Any) -> str:
+    return str(getattr(build, "__name__", "") or (build.args[0] if build.args else ""))
+
+
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("calls", MASKS)
-def test_masks(target, calls):
-    check_all(target, calls, offsets=(0, 3) if calls is strided_masks else (1,))
+@pytest.mark.parametrize("calls", CALLS, ids=of_call)
+def test_calls(target, calls):
+    check_calls(target, calls, offsets=(0, 3) if calls is strided_masks else (1,))
+
+
+def hidden_by_bools(dtype: torch.dtype) -> list[Call]:
+    return [call for call in hidden_tiles(dtype) if "float" not in call[0]]
+
+
+@pytest.mark.parametrize("target", UNITS)
+@pytest.mark.parametrize("calls", [hidden_by_bools, grouped_heads, *CALLS[-11:-1]], ids=of_call)
+def test_gradients_of_calls(target, calls):
+    """By the backward of bfloat16's units. The op table has others."""
+    check_calls(target, calls, gradients=True)
+
+
+def saturated(dtype: torch.dtype) -> list[Call]:
+    d, calls = draw(), []
+    query, key = d.normal(1, 2, 70, 4).abs(), d.normal(1, 2, 140, 4).abs()
+    value = d.normal(1, 2, 140, 20)
+    masks = d.bools(1, 1, 70, 140), torch.zeros(1, 1, 1, 140)
+    for size in (1e2, 1e4, -1e4, 1e7, 1e10, -1e13, 1e20):
+        for given in ({}, {"causal": True}, *({"mask": m} for m in masks), {"weights": True}):
+            calls.append(
+                (f"{size} {[*given]}", arrange(query * size, key, value, scale=1.0, **given))
+            )
+    return calls
+
+
+def growing(dtype: torch.dtype) -> list[Call]:
+    """The first keys' scores are what probabilities refer to at first."""
+    query, key, value = tensors(100, 300)
+    calls = []
+    for far, low in itertools.product((5.0, 14.0, 30.0, 100.0, 2000.0), (0.0, -1e31)):
+        mask = (torch.arange(300) / 300 * far).expand(1, 1, 100, 300).clone()
+        mask[..., 40::2, :40] += low
+        calls.append((f"{far}, {low}", arrange(query, key, value, mask=mask, weights=True)))
+    query[:, :, ::3] += 1.0
+    key = key + torch.arange(300)[:, None] / 50
+    for causal in (False, True):
+        calls.append((f"keys, {causal}", arrange(query, key, value, causal=causal, weights=True)))
+    return calls
+
+
+def lowest(dtype: torch.dtype) -> list[Call]:
+    """Masks that add the lowest finite number hide nothing where all keys have it."""
+    qkv = tensors(50, 140)
+    masks = [torch.full((1, 1, 50, 140), torch.finfo(torch.float32).min)]
+    masks.append(masks[0].clone())
+    masks[1][..., ::2, 100:] = 0.0
+    masks.append(masks[1].clone())
+    masks[2][..., 5, :] = -math.inf
+    return [(str(i), arrange(*qkv, mask=mask, weights=True)) for i, mask in enumerate(masks)]
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "mask": {"mask": draw().bools(1, 1, 40, 150)},
+    "weights": {"weights": True},
+}
+
+
+def not_finite(dtype: torch.dtype) -> list[Call]:
+    """One such number, or a row, or a channel."""
+    calls = []
+    for (name, given), value, tensor in itertools.product(GIVEN.items(), GARBAGE, range(3)):
+        for place in ((0, 0, 5, 3), (0, 1, 5), (0, 1, slice(None), 5)):
+            qkv = tensors(40, 150, 16)
+            qkv[tensor][place] = value
+            calls.append((f"{name}, {value} in {tensor} at {place}", arrange(*qkv, **given)))
+    return calls
+
+
+@pytest.mark.parametrize("target", FLOAT32)
+@pytest.mark.parametrize("calls", [saturated, growing, lowest, not_finite], ids=of_call)
+def test_calls_of_float32(target, calls):
+    if calls is saturated and target.isa == "baseline":
+        pytest.skip("one row is just outside the budget: its probabilities are 0 and 1")
+    check_calls(target, calls)
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e36])
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("target", FLOAT32)
+def test_large_values(target, name, value):
+    """A value near the largest number; scores too large for fp32 are as in fp32."""
+    qkv = tensors(40, 150, 16)
+    qkv[2][0, 0, 5, 3] = value
+    check_target(target, arrange(*qkv, **GIVEN[name]))
+    qkv = tensors(40, 150, 16)
+    qkv[0][0, 1, 5, 3] = value
+    arguments = arrange(*qkv, scale=0.01, **GIVEN[name])
+    truth = truth_of("attention", arguments)
+    true = tuple(
+        None if t is None else torch.where(e.isfinite(), t, math.nan)
+        for e, t in zip(truth.expected, truth.true, strict=True)
+    )
+    check_target(target, arguments, truth=replace(truth, true=true))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_garbage_hidden_from_all_changes_no_bit(target):
     """Beyond a length, under a mask, in the future: the same result as with zeros there."""
     refused = None
-    for queries, keys in ((19, 37), (19, 300), (1, 300), (19, 530)):
-        hidden = torch.zeros(keys, dtype=torch.bool)
-        hidden[19:] = True
-        for options in (
-            {"lengths": torch.tensor([19, 19])},
-            {"mask": ~hidden[None, None, None]},
-            {"mask": torch.where(hidden, -math.inf, 0.0)[None, None, None]},
-            {"causal": True},
+    more = (3e38, 1e-36) if target.dtype == torch.float32 else ()
+    for queries, keys in ((19, 37), (19, 300), (1, 300), (19, 530), (QUERIES, 300)):
+        place = torch.arange(keys)
+        late = gaps = place >= queries
+        if target.isa == "amx" and more and queries == QUERIES:  # others take NaN another way
+            gaps = late & (place < 130) | (place >= 290)
+        lengths = torch.tensor([queries, min(queries, 7)])
+        for hidden, given in (
+            (late, {"lengths": lengths}),
+            (gaps, {"mask": ~gaps[None, None, None]}),
+            (gaps, {"mask": torch.where(gaps, -math.inf, 0.25)[None, None, None]}),
+            (late, {"causal": True}),
         ):
             results = []
-            for garbage in (0.0, *GARBAGE, 3e4):
-                query, key, value = draw(target.dtype, queries=queries, keys=keys)
+            for garbage in (0.0, *GARBAGE, 3e4, *more):
+                query, key, value = tensors(queries, keys, 8, heads=3, dtype=target.dtype)
                 key, value = (x.masked_fill(hidden[:, None], garbage) for x in (key, value))
-                arguments = arrange(query, key, value, **options)
+                arguments = arrange(query, key, value, **given, weights=queries == QUERIES)
                 refused = target.refusal(arguments)
                 if not refused:
-                    results.append(run(target, on(target, arguments))[0])
+                    results.append(run(target, on(target, arguments)))
             for result in results[1:]:
-                assert torch.equal(result, results[0]), (queries, keys, options)
+                for one, other in zip(result, results[0], strict=True):
+                    assert one is other is None or torch.equal(one, other), (queries, keys, given)
     if refused:
         pytest.skip(refused)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_garbage_queries_stay_in_their_rows(target):
-    query, key, value = draw(target.dtype, queries=130)
+    query, key, value = tensors(130, 37, 8, heads=3, dtype=target.dtype)
     query[:, :, ::7] = math.nan
     query[0, 1, 5] = math.inf
     arguments = arrange(query, key, value)
@@ -272,8 +401,8 @@ def test_garbage_queries_stay_in_their_rows(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_rows_that_see_nothing_are_exactly_zero(target):
-    query, key, value = draw(target.dtype)
-    visible = torch.rand(2, 3, 19, 37, generator=torch.Generator().manual_seed(5)) < 0.5
+    query, key, value = tensors(QUERIES, 37, 8, heads=3, dtype=target.dtype)
+    visible = draw().bools(2, 3, QUERIES, 37)
     visible[:, :, ::3] = False
     query[:, :, 6] = math.nan  # even then
     for mask in (visible, torch.where(visible, 0.0, -math.inf)):
@@ -285,12 +414,6 @@ def test_rows_that_see_nothing_are_exactly_zero(target):
         check("attention", (output, weights), on(target, arguments))
         assert torch.equal(output[:, :, ::3], torch.zeros_like(output[:, :, ::3]))
         assert torch.equal(weights[:, :, ::3], torch.zeros_like(weights[:, :, ::3]))
-
-
-CPU_TARGETS = [p for p in targets("attention") if p.values[0].kernel.backend == "cpu"]
-FLOAT32 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float32]
-FLOAT16 = [p for p in CPU_TARGETS if p.values[0].dtype == torch.float16]
-HALF = [p for p in CPU_TARGETS if p.values[0].dtype != torch.float32]
 
 
 def accepted(target, arguments):
@@ -431,14 +554,6 @@ def test_gradients_of_returned_weights_where_one_key_has_almost_all(float_isa, g
         check_gradients_of(query, key, value, weights=True)
 
 
-def inputs(*sizes: int, key_heads: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
-    batch, heads, length, keys, size = sizes
-    generator = torch.Generator().manual_seed(seed)
-    h = heads if key_heads is None else key_heads
-    shapes = (heads, length), (h, keys), (h, keys)
-    return tuple(torch.randn(batch, n, m, size, generator=generator) for n, m in shapes)
-
-
 def check_gradients_of(*qkv: Tensor, **options: Any) -> None:
     with nan_memory():
         check_gradients("attention", cpu.attention, arrange(*qkv, **options))
@@ -453,24 +568,27 @@ def broadcast_name(full: tuple[bool, ...]) -> str:
 
 
 @pytest.mark.parametrize("full", every_broadcast(), ids=broadcast_name)
-def test_mask_gradient_of_every_broadcast(full, backend):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mask_gradient_of_every_broadcast(full, dtype, backend):
     """Tiles of keys and blocks of queries on every side of the sums."""
-    sizes = (2, 2, 131, 270) if backend.name == "cpu" else (2, 2, 20, 35)
+    target = backend.of("attention", dtype)
+    if dtype == torch.bfloat16 and not on_units(target):
+        pytest.skip("for the CPU's units of bfloat16")
+    sizes = (2, 2, 131, 530) if backend.name == "cpu" else (2, 2, 20, 35)
     shape = tuple(n if f else 1 for n, f in zip(sizes, full, strict=True))
     if backend.name != "cpu":  # which takes masks of four dimensions
         shape = shape[full.index(True) if any(full) else 3 :]
-    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    mask = draw(dtype).normal(*shape)
     lengths = torch.tensor([sizes[3], sizes[3] // 2])
     given = {"mask": mask, "lengths": lengths, "dropout_p": 0.1, "seed": torch.tensor(5)}
-    target = backend.of("attention")
-    arguments = arrange(*inputs(*sizes, 8, key_heads=1), gqa=True, **given)
+    arguments = arrange(*tensors(*sizes[2:], 8, key_heads=1, dtype=dtype), gqa=True, **given)
     with nan_memory():
         check_gradients("attention", target.kernel.run, on(target, arguments))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_mask_gradient_with_everything(causal, isa):
-    q, k, v = inputs(3, 4, 70, 90, 16, key_heads=2)
+    q, k, v = tensors(70, 90, 16, batch=3, heads=4, key_heads=2)
     generator = torch.Generator().manual_seed(2)
     mask = torch.randn(1, 4, 70, 90, generator=generator)
     mask[torch.rand(mask.shape, generator=generator) < 0.3] = -math.inf
@@ -485,13 +603,13 @@ def test_mask_gradient_with_everything(causal, isa):
 def test_head_sizes_and_lengths(size, length, isa):
     # Few values would make the reference's own error, the unit, a matter of luck.
     batch = 4 if length == 1 else 1
-    q, k, v = inputs(batch, 2, length, 300 if length > 100 else 47, size)
+    q, k, v = tensors(length, 300 if length > 100 else 47, size, batch=batch)
     check_gradients_of(q, k, v, causal=length > 100)
 
 
 def test_keys_shared_out_in_parts(isa):
     """Few heads and many keys: each part of the keys has its own sum for the queries."""
-    q, k, v = inputs(1, 2, 40, 1100, 16, key_heads=1)
+    q, k, v = tensors(40, 1100, 16, batch=1, key_heads=1)
     check_gradients_of(q, k, v, lengths=torch.tensor([900]), gqa=True)
 
 
@@ -500,11 +618,13 @@ def finite(*tensors: Tensor) -> bool:
 
 
 def trained(target: Target, qkv: tuple[Tensor, ...], up: Tensor, **options: Any) -> list[Tensor]:
-    """The output, and the gradients of query, key and value."""
+    """The output, and the gradients of query, key and value, and of a mask that has one."""
     leaves = [x.clone().to(target.device).requires_grad_() for x in qkv]
-    arguments = on(target, arrange(*qkv, **options))
-    output, _ = target.kernel.run(*leaves, *arguments[3:])
-    return [output.detach(), *torch.autograd.grad(output, leaves, up.to(target.device))]
+    _, _, _, mask, *rest = on(target, arrange(*qkv, **options))
+    with in_use(target.isa):
+        output, _ = target.kernel.run(*leaves, mask, *rest)
+        leaves += [mask] if mask is not None and mask.requires_grad else []
+        return [output.detach(), *torch.autograd.grad(output, leaves, up.to(target.device))]
 
 
 def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> None:
@@ -514,12 +634,15 @@ def assert_same(found: list[Tensor], clean: list[Tensor], *, exact: bool) -> Non
     torch.testing.assert_close(found, clean, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("garbage", [*GARBAGE, 3e38, 1e-36])
 @pytest.mark.parametrize("how", ["mask", "float mask", "lengths", "causal"])
-def test_garbage_at_hidden_places_and_gradients(garbage, how, backend):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_garbage_at_hidden_places_and_gradients(dtype, garbage, how, backend):
     """Keys and values hidden from a query reach neither its gradient nor, through it, others'."""
-    q, k, v = inputs(2, 2, 30, 60, 16)
-    visible = torch.ones(1, 1, 30, 60, dtype=torch.bool)
+    if backend.name != "cpu" and (dtype != torch.float32 or garbage not in GARBAGE):
+        pytest.skip("for the CPU's units of bfloat16")
+    q, k, v = tensors(40, 60, 16, dtype=dtype)
+    visible = torch.ones(1, 1, 40, 60, dtype=torch.bool)
     options: dict[str, Any] = {}
     if how == "lengths":
         visible[..., 41:] = False
@@ -532,10 +655,10 @@ def test_garbage_at_hidden_places_and_gradients(garbage, how, backend):
         options = {"mask": visible if how == "mask" else torch.where(visible, 0.0, -math.inf)}
     hidden = ~visible.any(dim=-2)[0, 0]
     dirty = (x.masked_fill(hidden[:, None], garbage) for x in (k, v))
-    target = backend.of("attention")
+    target = backend.of("attention", dtype)
     clean, found = (trained(target, (q, *kv), q.sin(), **options) for kv in ((k, v), dirty))
     assert finite(*found)
-    assert_same(found, clean, exact=backend.name == "cpu")
+    assert_same(found, clean, exact=backend.name == "cpu" and not on_units(target))
     assert not any(x[:, :, hidden].any() for x in found[2:])
 
 
@@ -544,7 +667,7 @@ def test_garbage_at_hidden_places_and_gradients(garbage, how, backend):
 def test_garbage_that_some_queries_see(dtype, added, backend):
     """NaN in a key or a value spoils those, and nothing of the others."""
     target = backend.of("attention", dtype)
-    q, k, v = (x.to(dtype) for x in inputs(1, 2, 20, 150, 16))
+    q, k, v = tensors(20, 150, 16, batch=1, dtype=dtype)
     mask = torch.randn(20, 150, generator=torch.Generator().manual_seed(4)) > 0
     given = torch.where(mask, 0.5, -math.inf) if added else mask
     truth = truth_of_gradients("attention", arrange(q, k, v, mask=given[None, None]))
@@ -565,7 +688,7 @@ def test_garbage_that_some_queries_see(dtype, added, backend):
 def test_garbage_in_queries_that_see_nothing(dtype, backend):
     """Neither they nor the gradients that come to them reach anything else."""
     target = backend.of("attention", dtype)
-    q, k, v = (x.to(dtype) for x in inputs(1, 2, 40, 53, 16))
+    q, k, v = tensors(40, 53, 16, batch=1, dtype=dtype)
     mask = torch.rand(1, 1, 40, 53, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[:, :, [7, 8]], mask[..., 16:32, :16] = False, False
     results = []
@@ -587,7 +710,7 @@ def test_one_query(sizes, keys, dtype, backend, monkeypatch):
     if backend.name == "triton":
         tile = config.DecodeTile(16, 16 if keys == 700 else 1024, 4, 1)
         monkeypatch.setattr(config, "attention_decode", lambda *sizes: tile)
-    q, k, v = (x.to(dtype) for x in inputs(3, 4, 1, keys, sizes[0], key_heads=2))
+    q, k, v = tensors(1, keys, sizes[0], batch=3, heads=4, key_heads=2, dtype=dtype)
     v = v.repeat(1, 1, 1, 2)[..., : sizes[1]]
     k[-1, :, -1], v[-1, :, -1] = math.nan, math.inf  # beyond the length
     lengths = torch.tensor([keys, 0, min(keys - 1, keys // 2 + 1)])
@@ -610,7 +733,7 @@ def test_lengths_of_every_type_and_stride(stride, kind, backend, monkeypatch):
     """Every kernel that reads lengths, of keys or of queries."""
     if backend.name == "triton":
         monkeypatch.setattr(config, "lists_pay", lambda *sizes: stride > 0)
-    q, k, v = inputs(3, 2, 9, 20, 16)
+    q, k, v = tensors(9, 20, 16, batch=3)
     mask = torch.randn(1, 1, 9, 20, generator=torch.Generator().manual_seed(8))
     lengths = torch.tensor([11, 20, 3] if stride else [11] * 3, dtype=kind)
     lengths = lengths.repeat_interleave(stride)[::stride] if stride else lengths[:1].expand(3)
@@ -625,9 +748,185 @@ def test_lengths_of_every_type_and_stride(stride, kind, backend, monkeypatch):
         check_trained(target.kernel, on(target, arguments))
 
 
+@pytest.mark.parametrize("value", [*GARBAGE, 3e38, 1e-36, 1e-42])
+@pytest.mark.parametrize("tensor", ["query", "key", "value", "upstream"])
+@pytest.mark.parametrize("target", UNITS)
+def test_gradients_of_numbers_that_units_cannot_multiply(target, tensor, value):
+    """One of them sends the call to the multiply-adds: what is finite there is finite here."""
+    if value == 3e38 and tensor in ("query", "key"):
+        pytest.skip("whether scores overflow depends on the order of sums")
+    dtype, eps = target.dtype, torch.finfo(target.dtype).eps
+    # Of the second batch element, so that the mask's gradient begins anew.
+    masked = {"mask": draw(dtype).normal(1, 2, 200, 600).requires_grad_()}
+    calls = [(60, 150, (0, 1, 7, 5), {"causal": True}), (200, 600, (1, 1, 150, 5), masked)]
+    for queries, keys, place, given in calls[:1] if tensor == "upstream" else calls:
+        parts = [*tensors(queries, keys, 16, dtype=dtype), draw(dtype).normal(2, 2, queries, 16)]
+        parts[("query", "key", "value", "upstream").index(tensor)][place] = value
+        *qkv, up = parts
+        ways = (target, target._replace(isa="avx512"))
+        found = (trained(way, tuple(qkv), up, **given)[1:] for way in ways)
+        for one, two in zip(*found, strict=True):
+            assert torch.equal(one.isfinite(), two.isfinite())
+            size = two[two.isfinite()].abs().max().item()
+            if size < 1e30:
+                close = {"rtol": 1000 * eps, "atol": size * 100 * eps}
+                torch.testing.assert_close(one, two, equal_nan=True, **close)
+
+
+@pytest.mark.parametrize("target", [p for p in UNITS if p not in BF16X3])
+def test_an_fp32_mask_of_bfloat16_calls(target):
+    """Its gradient is of its own type and not rounded to bfloat16."""
+    up, mask = draw(target.dtype).normal(2, 2, 50, 16), draw().normal(1, 2, 50, 70)
+    qkv = tensors(50, 70, 16, dtype=target.dtype)
+    *_, found = trained(target, qkv, up, mask=mask.requires_grad_())
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+# fp32 by bf16x3 ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [35, 36])
+@pytest.mark.parametrize("target", BF16X3)
+def test_the_number_of_queries_decides_the_way(target, queries):
+    """Nothing of it would be tested if products were never taken as bf16x3."""
+    qkv, up = tensors(queries, 70), draw().normal(2, 2, queries, 40)
+    for call in (
+        lambda way: [run(way, arrange(*qkv))[0]],
+        lambda way: trained(way, qkv, up),
+    ):
+        for one, two in zip(call(target), call(target._replace(isa="avx512")), strict=True):
+            assert torch.equal(one, two) is (queries < 36)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("target", BF16X3)
+def test_channels_that_are_not_adjacent(target, which):
+    """The backward works out the scores of the forward, whatever the strides."""
+    query, key, value = tensors(49, 45)
+    near = [30.0 * query, key[:, :, :1].expand(key.shape).contiguous(), value]
+    far = list(near)
+    far[which] = near[which].transpose(-1, -2).contiguous().transpose(-1, -2)
+    with in_use(target.isa):
+        found = [gradients("attention", target.kernel.run, arrange(*x)) for x in (near, far)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("target", BF16X3)
+def test_one_visible_key(target):
+    """Its value comes out to the last bit."""
+    query, key, value = tensors(80, 200)
+    places = torch.randint(0, 200, (80,), generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(80, 200, dtype=torch.bool)
+    mask[torch.arange(80), places] = True
+    for given in (mask, torch.where(mask, 1.5, -math.inf)):
+        output, _ = run(target, arrange(query * 50, key, value, mask=given[None, None]))
+        assert torch.equal(output, value[:, :, places])
+    check_target(target, arrange(query, key, value, lengths=torch.tensor([1, 1])))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-36, 1e-42])
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("target", BF16X3)
+def test_tiny_values(target, name, size):
+    """Where fp32 runs out of bits, errors are no larger than the smallest normal number."""
+    least = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+    for tensor in range(3):
+        qkv = list(tensors(40, 150, 16))
+        qkv[tensor] = qkv[tensor] * size
+        arguments = arrange(*qkv, **GIVEN[name])
+        got, expected = (run(way, arguments)[0] for way in (target, target._replace(isa="avx512")))
+        true = oracle("attention", arguments)[0]
+        parity = compare("output", got, expected, true, OUTPUT_FACTOR, least_size=least)
+        assert parity.ok, parity
+    # One of them among others.
+    query, key, value = tensors(40, 150, 16)
+    value[:, :, 33] *= size
+    value[:, :, :, 3] *= size
+    check_target(target, arrange(query, key, value, **GIVEN[name]))
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-33, 1e-37])
+@pytest.mark.parametrize("target", BF16X3)
+def test_tiny_gradients(target, size):
+    """They are not lost where components would be."""
+    qkv, up = tensors(60, 150, 16), draw().normal(2, 2, 60, 16)
+    ours, plain = (trained(target, qkv, up * s)[1:] for s in (size, 1.0))
+    for one, two in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.double() / size, two.double(), rtol=1e-3, atol=2e-2)
+        assert one.abs().max() > 0
+
+
+@pytest.mark.parametrize("target", BF16X3)
+def test_gradients_of_large_scores(target):
+    """Those that grow along the keys; and probabilities that add up to 1 where scores saturate."""
+    grown = [(name, (*a[:10], False, *a[11:])) for name, a in growing(torch.float32)]
+    check_calls(target, lambda dtype: [c for c in grown if "-1e" not in c[0]], gradients=True)
+    up = draw().normal(1, 2, 70, 20)
+    for name, arguments in saturated(torch.float32):
+        if arguments[0].abs().max() > 1e8 or arguments[3] is not None:
+            continue
+        (*_, dvalue) = trained(target, arguments[:3], up, scale=1.0, causal=arguments[5])
+        for got, true in zip(dvalue.sum(2), up.sum(2), strict=True):
+            torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def rows_of_others(given: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    whole = "mask" not in given or given["mask"].shape[2] == 1
+    return given if whole else {**given, "mask": given["mask"][:, :, begin:end]}
+
+
+@pytest.mark.parametrize("name", [n for n in options(1, 1) if "dropout" not in n])
+@pytest.mark.parametrize("target", BF16X3)
+def test_a_row_does_not_depend_on_the_others(target, name):
+    """How many they are, what they hold, how large their scores grow and what is hidden from them."""
+    query, key, value = tensors(200, 300)
+    given = options(200, 300)[name]
+    whole = run(target, arrange(query, key, value, **given))
+    for begin, end in ((0, 36), (0, 97), (50, 150)):
+        if not (given.get("causal") and begin):
+            part = rows_of_others(given, begin, end)
+            found = run(target, arrange(query[:, :, begin:end], key, value, **part))
+            for one, two in zip(whole, found, strict=True):
+                assert one is two is None or torch.equal(one[:, :, begin:end], two)
+    for other in (math.nan, math.inf, 1e-40, 1e4, 40 * query):
+        among = query.clone()
+        among[:, :, ::2] = other if isinstance(other, float) else other[:, :, ::2]
+        output, _ = run(target, arrange(among, key, value, **given))
+        assert torch.equal(output[:, :, 1::2], whole[0][:, :, 1::2])
+    mask = torch.zeros(1, 1, 200, 300)
+    plain = run(target, arrange(query, key, value, mask=mask, weights=True))
+    for far in (14.0, 100.0, 2000.0, -math.inf):
+        added = mask.clone()
+        added[:, :, ::2, 32:64] = far
+        found = run(target, arrange(query, key, value, mask=added, weights=True))
+        for one, two in zip(plain, found, strict=True):
+            assert torch.equal(one[:, :, 1::2], two[:, :, 1::2]), far
+
+
+@pytest.mark.parametrize("target", BF16X3)
+def test_as_exact_as_torch(target):
+    """Closer to the truth than torch's attention in fp32."""
+    shares = []
+    for sizes in ((36, 36, 16), (64, 100, 40), (100, 100, 64), (200, 300, 128), (77, 33, 256)):
+        for causal in (False, True):
+            qkv = tensors(*sizes)
+            arguments = arrange(*qkv, causal=causal)
+            got, true = run(target, arguments), oracle("attention", arguments)[0]
+            check("attention", got, arguments)
+            theirs = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
+            errors = [(x.double() - true).square().mean().sqrt().item() for x in (got[0], theirs)]
+            shares.append(errors[0] / errors[1])
+    assert max(shares) < 1.0, shares
+    assert statistics.median(shares) < 0.75, shares
+
+
+# Memory, layouts and autograd --------------------------------------------------------------------
+
+
 def test_saturated_rows_are_exact(isa):
     """Rows where one weight is 1 and the others underflow: no NaN, no denormal results."""
-    q, k, v = inputs(1, 1, 20, 50, 16)
+    q, k, v = tensors(20, 50, 16, batch=1, heads=1)
     check_gradients_of(q * 40, k * 10, v)
 
 
@@ -638,7 +937,7 @@ def test_gradients_lie_as_their_tensors_do():
     output, _ = cpu.attention(*arrange(q, k, v))
     for grad in torch.autograd.grad(output.sum(), (q, k, v)):
         assert grad.transpose(1, 2).is_contiguous()
-    q, k, v = (x.requires_grad_() for x in inputs(2, 4, 9, 9, 8))
+    q, k, v = (x.requires_grad_() for x in tensors(9, 9, 8, heads=4))
     output, _ = cpu.attention(*arrange(q, k, v))
     for grad in torch.autograd.grad(output.sum(), (q, k, v)):
         assert grad.is_contiguous()
@@ -657,7 +956,7 @@ def test_the_output_may_be_changed_in_place(leading, p):
 
 
 def test_a_mask_made_in_inference_mode():
-    q, k, v = (x.requires_grad_() for x in inputs(2, 2, 40, 40, 16))
+    q, k, v = (x.requires_grad_() for x in tensors(40, 40, 16))
     with torch.inference_mode():
         mask = torch.rand(40, 40) < 0.5
     for given in (mask, mask.clone()):
@@ -679,7 +978,7 @@ def grown(call: Callable[[], Any]) -> float:
 @needs_native
 def test_no_memory_for_the_scores() -> None:
     """(1, 8, 4096, 4096) scores take 512 MiB; training may not take a third of that."""
-    q, k, v = (x.requires_grad_() for x in inputs(1, 8, 4096, 4096, 8))
+    q, k, v = (x.requires_grad_() for x in tensors(4096, 4096, 8, batch=1, heads=8))
 
     def train() -> None:
         output, _ = cpu.attention(*arrange(q, k, v, causal=True))
@@ -704,7 +1003,7 @@ NEEDS_NO_SQUARE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", NEEDS_NO_SQUARE)
 def test_attention_needs_no_square(kind: str) -> None:
     """A matrix of scores would be 256 MiB. The output is a quarter of one; huge pages round up."""
-    arguments = arrange(*inputs(1, 1, KEYS, KEYS, 8), **NEEDS_NO_SQUARE[kind])
+    arguments = arrange(*tensors(KEYS, KEYS, 8, batch=1, heads=1), **NEEDS_NO_SQUARE[kind])
 
     def attend() -> None:
         output, _ = cpu.attention(*arguments)

@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from transformer_fast import _native, functional, memory, nn
-from transformer_fast.backends import cpu, cpu_packing
-from transformer_fast.testing import all_among_nan, nan_memory, parity
+from transformer_fast.backends import cpu_packing
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -185,89 +184,6 @@ def test_tied_weights_of_which_one_is_written() -> None:
         embedding.weight.data[-1] = float(step)
         with torch.no_grad():
             torch.testing.assert_close(head(x)[:, -1], step * x.sum(1), rtol=1e-4, atol=1e-2)
-
-
-def test_layers_in_one_call_find_them_too() -> None:
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
-    x = torch.randn(3, 9, 64)
-    with torch.no_grad():
-        for weight in (
-            layer.self_attn.in_proj_weight,
-            layer.self_attn.out_proj.weight,
-            layer.linear1.weight,
-            layer.linear2.weight,
-        ):
-            layer(x)
-            weight.data[7] = 0.0
-            weight.data[:, 5] = 2.0
-            found = layer(x)
-            cpu_packing.forget()
-            assert torch.equal(found, layer(x))
-
-
-#: Where it is not 4: some instruction sets lack the instructions for it.
-DIRECT_ROWS: dict[str, dict[str, int]] = {
-    "float32": {},
-    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 8},
-    "float16": {"baseline": 0},
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
-def test_few_rows_read_the_weight_itself(rows: int, dtype: torch.dtype, isa: str) -> None:
-    assert _native.module is not None
-    name = str(dtype).removeprefix("torch.")
-    assert _native.module.direct_rows(name, 1) == DIRECT_ROWS[name].get(isa, 4)
-    if rows > DIRECT_ROWS[name].get(isa, 4):
-        pytest.skip("so many are packed")
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    for n, k in [(1, 1), (5, 3), (31, 33), (64, 64), (130, 513), (19, 1030), (2, 0), (700, 40)]:
-        w1, w2 = (torch.nn.Parameter(draw(*shape) / max(1, k) ** 0.5) for shape in ((n, k), (k, n)))
-        for activation in ("relu", "gelu"):
-            linear = draw(rows, k), w1.detach(), draw(n), activation, draw(rows, n)
-            network = draw(rows, k), w1.detach(), draw(n), w2.detach(), None, activation, 0.0, None
-            for op, arguments in (("linear", linear), ("feed_forward", network)):
-                among = all_among_nan(arguments, 1)
-                run = {"linear": cpu.linear, "feed_forward": cpu.feed_forward}[op]
-                with torch.no_grad(), nan_memory():
-                    parity.check(op, run(*among), arguments)
-        x = draw(rows, k)
-        if k:
-            call(w1, x)
-            w1.data[-1, -1] = 3.0  # a single element
-            parity.check("linear", call(w1, x), (x, w1.detach(), None, None, None))
-    assert memory.packed() == 0
-
-
-#: Of weights that no cache keeps, where it is more.
-DISTANT_ROWS: dict[str, dict[str, int]] = {
-    "float32": {"amx": 4},
-    "bfloat16": {"baseline": 0, "avx2": 0, "avx512": 0, "avx512_bf16": 12},
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_a_few_more_rows_read_a_distant_weight_itself(dtype: torch.dtype, isa: str) -> None:
-    assert _native.module is not None
-    name = str(dtype).removeprefix("torch.")
-    rows = DISTANT_ROWS[name].get(isa, 8 if dtype == torch.float32 else 4)
-    k = 64
-    n = (16 << 20) // (k * dtype.itemsize) + 1
-    assert _native.module.direct_rows(name, n * k) == rows
-    if rows <= 4:
-        pytest.skip("so many are packed")
-    weight = parameter(n, k, dtype)
-    for count in (5, 7, rows):
-        x = rows_of(weight, count)
-        parity.check("linear", call(weight, x), (x, weight.detach(), None, None, None))
-    weight.data[-1, -1] = 100.0  # a single element
-    parity.check("linear", call(weight, x), (x, weight.detach(), None, None, None))
-    assert memory.packed() == 0
 
 
 @pytest.mark.parametrize("view", ["rows", "transposed", "strided"])

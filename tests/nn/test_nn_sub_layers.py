@@ -194,7 +194,12 @@ def test_weights_that_change(dtype: torch.dtype) -> None:
         lambda: None,
         lambda: first.self_attn.in_proj_weight[3, 7].add_(9.0),
         lambda: setattr(first.linear1.weight, "data", first.linear1.weight.neg()),
-        lambda: second.self_attn.out_proj.weight.data.neg_(),  # behind PyTorch's back
+        # Behind PyTorch's back: all of a weight, rows and columns.
+        lambda: second.self_attn.out_proj.weight.data.neg_(),
+        lambda: first.self_attn.in_proj_weight.data[7].fill_(0.0),
+        lambda: first.self_attn.out_proj.weight.data[:, 5].fill_(0.5),
+        lambda: first.linear1.weight.data[:, 5].fill_(0.5),
+        lambda: second.linear2.weight.data[7].fill_(0.5),
         replace,
         share,
         step,
