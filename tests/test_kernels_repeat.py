@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Target, drawn, in_threads, in_use, on, run, targets, targets_and_cases
+from harness import (
+    Target,
+    check_threads,
+    drawn,
+    in_threads,
+    in_use,
+    on,
+    run,
+    same_bits,
+    targets,
+    targets_and_cases,
+)
 from ops import ROWS
 
 from transformer_fast.specs import OPS
@@ -20,14 +31,6 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 NATIVE = [p for p in targets() if p.values[0].kernel.backend == "cpu"]
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Bit for bit; NaN equals NaN."""
-    pairs = zip(as_results(one), as_results(other), strict=True)
-    return all(
-        a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
-    )
-
-
 def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
     """Calls with work for several threads; ``filling``: those that leave NaN in all scratch memory."""
     row = ROWS[target.op]
@@ -38,18 +41,14 @@ def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("target", NATIVE)
 def test_thread_counts_agree(target, threads):
     for arguments in large(target):
-        results = []
-        for count in (1, 2, 3, 4, 1):
-            torch.set_num_threads(count)
-            results.append(run(target, arguments))
-        assert all(equal(results[0], result) for result in results[1:])
+        check_threads(lambda: run(target, arguments), (1, 2, 3, 4, 1))  # noqa: B023
 
 
 @pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
 def test_two_runs_agree(target, case):
     arguments = on(target, drawn(target.op, case, target.dtype))
     first, second = (run(target, arguments) for _ in range(2))
-    assert equal(first, second)
+    assert same_bits(first, second)
 
 
 @pytest.mark.parametrize("target", NATIVE)
@@ -63,7 +62,7 @@ def test_garbage_of_an_earlier_call_is_not_read(target):
     for arguments, before in zip((*small, *calls), clean, strict=True):
         for call in filling:
             run(target, tuple(_all_nan(x) for x in call))
-        assert equal(run(target, arguments), before)
+        assert same_bits(run(target, arguments), before)
 
 
 def _all_nan(value: Any) -> Any:
@@ -78,7 +77,7 @@ def test_a_result_is_not_overwritten_by_the_next_call(target):
         first = run(target, arguments)
         kept = [None if x is None else x.clone() for x in as_results(first)]
         run(target, tuple(_all_nan(x) for x in arguments))
-        assert equal(first, tuple(kept))
+        assert same_bits(first, tuple(kept))
 
 
 @pytest.mark.parametrize("target", [p for p in NATIVE if p.values[0].isa in (None, "avx2")])
@@ -92,7 +91,7 @@ def test_python_threads_do_not_disturb_each_other(target):
             for turn in range(12):
                 place = (turn + offset) % len(calls)
                 with torch.no_grad():
-                    if not equal(target.kernel.run(*calls[place]), expected[place]):
+                    if not same_bits(target.kernel.run(*calls[place]), expected[place]):
                         wrong.append(place)
 
         in_threads(work, 3)
@@ -113,7 +112,7 @@ def test_lazily_negated_views(target):
         called = list(arguments)
         called[place] = lazily_negative(arguments[place])
         assert called[place].is_neg()
-        assert equal(run(target, on(target, tuple(called))), expected)
+        assert same_bits(run(target, on(target, tuple(called))), expected)
 
 
 @pytest.mark.parametrize("target", targets(all_isas=False))
@@ -131,10 +130,10 @@ def test_inference_mode_and_parameters(target):
     parameters = wrapped()
     first = run(target, parameters)
     with torch.inference_mode():
-        assert equal(run(target, parameters), first)
+        assert same_bits(run(target, parameters), first)
         # Those have no version counter.
-        assert equal(run(target, wrapped()), run(target, arguments))
-    assert equal(run(target, parameters), first)
+        assert same_bits(run(target, wrapped()), run(target, arguments))
+    assert same_bits(run(target, parameters), first)
     check(target.op, first, arguments)
 
 
@@ -169,5 +168,5 @@ def test_a_changed_weight_is_seen(target, change):
             CHANGES[change](parameter)
         second = run(target, tuple(called))
         called[place] = torch.nn.Parameter(parameter.detach().clone())
-        assert equal(second, run(target, tuple(called)))
-        assert not equal(second, first)
+        assert same_bits(second, run(target, tuple(called)))
+        assert not same_bits(second, first)

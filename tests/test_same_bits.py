@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from harness import DTYPES
+from attention_calls import options, tensors
+from harness import DTYPES, check_threads, same_bits
 from torch import Tensor
 
 import transformer_fast
 from transformer_fast import _native, nn
 from transformer_fast import functional as F
-from transformer_fast.backends import cpu_packing
+from transformer_fast.backends import cpu, cpu_packing
+from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.testing import gradients
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
@@ -60,65 +64,56 @@ def calls(request: pytest.FixtureRequest) -> Calls:
     return Calls(request.param)
 
 
+def called(call: Callable[[Tensor], Tensor], x: Tensor, training: bool) -> list[Tensor]:
+    """The result, and the gradient in training."""
+    with torch.set_grad_enabled(training):
+        y = call(x)
+        return [y, *torch.autograd.grad(y.float().square().sum(), x)] if training else [y]
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_threads(isa: str, calls: Calls, training: bool, threads: None) -> None:
     for rows in ROWS:
         x = calls.rows(rows).requires_grad_(training)
-        for name, call in {**calls.of_rows, "dropout": calls.dropped}.items():
-            found = []
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                with torch.set_grad_enabled(training):
-                    found.append([y := call(x)])
-                if training:
-                    found[-1] += torch.autograd.grad(y.float().square().sum(), x)
-            for one in found:
-                assert all(map(torch.equal, one, found[0])), (name, rows)
+        for call in (*calls.of_rows.values(), calls.dropped):
+            check_threads(lambda: called(call, x, training))  # noqa: B023
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_threads_attention(isa: str, calls: Calls, training: bool, threads: None) -> None:
-    key, value = torch.randn(2, 2, 4, 300, 32).to(calls.dtype)
-    for queries in (1, 3, 5, 40, 113, 300):
-        query = torch.randn(2, 4, queries, 32).to(calls.dtype).requires_grad_(training)
-        for causal in (False, True):
-            found = []
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                found.append(F.scaled_dot_product_attention(query, key, value, is_causal=causal))
-            assert all(torch.equal(one, found[0]) for one in found), (queries, causal)
+    sizes = [(n, 300, {"causal": causal}) for n in (1, 3, 5, 40, 113) for causal in (False, True)]
+    every = [(200, 600, given) for given in options(200, 600, calls.dtype).values()]
+    for queries, keys, given in (*sizes, *every):
+        arguments = arrange(*tensors(queries, keys, 32, dtype=calls.dtype), **given)
+        if training:
+            check_threads(lambda: gradients("attention", cpu.attention, arguments))  # noqa: B023
+        else:
+            check_threads(lambda: cpu.attention(*arguments))  # noqa: B023
 
 
 def test_threads_and_norms_of_small_calls(threads: None, small_calls: None) -> None:
     """Where PyTorch's op hands over to ours, in training, does not depend on the threads."""
     module = nn.LayerNorm(64)
     for rows in (100, 128, 129, 200, 256, 257, 400):
-        x = torch.randn(rows, 64, requires_grad=True)
-        found = []
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
+        x, names = torch.randn(rows, 64, requires_grad=True), set()
+
+        def call(x: Tensor = x, names: set[Any] = names) -> Any:
             y = module(x)
             z, _ = F.add_layer_norm(x, x, (64,), module.weight, module.bias)
-            found.append((y.grad_fn.name(), z.grad_fn.name(), y.detach(), z.detach()))  # type: ignore[union-attr]
-        for one in found:
-            assert one[:2] == found[0][:2], rows
-            assert torch.equal(one[2], found[0][2]), rows
-            assert torch.equal(one[3], found[0][3]), rows
+            names.add((y.grad_fn.name(), z.grad_fn.name()))
+            return y, z
+
+        check_threads(call, (1, 2, 4))
+        assert len(names) == 1
 
 
 def test_runs(isa: str, calls: Calls, two_threads: None) -> None:
     """Results and gradients, call after call."""
     for rows in (3, 57, 260):
         for name, call in calls.of_rows.items():
-            found = []
-            for _ in range(3):
-                x = torch.linspace(-1, 1, rows * calls.columns).view(rows, -1)
-                x = x.to(calls.dtype).requires_grad_()
-                y = call(x)
-                found.append((y.detach(), torch.autograd.grad(y.float().square().sum(), x)[0]))
-            for one in found:
-                assert torch.equal(one[0], found[0][0]), (name, rows)
-                assert torch.equal(one[1], found[0][1]), (name, rows)
+            x = torch.linspace(-1, 1, rows * calls.columns).view(rows, -1).to(calls.dtype)
+            found = [called(call, x.clone().requires_grad_(), True) for _ in range(3)]
+            assert all(same_bits(one, found[0]) for one in found), (name, rows)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import check_threads
 from torch import Tensor
 
 from transformer_fast import _native, nn, use_backend
@@ -47,25 +48,18 @@ def test_gradient_is_torchs(padding: int | None, shape: tuple[int, ...], size: t
 
 
 @needs_native
-def test_gradient_of_any_layout_and_threads() -> None:
+def test_gradient_of_any_layout_and_threads(threads: None) -> None:
     ours, theirs = _pair(2000, 600)
     tokens = torch.randint(0, 2000, (64, 9)).t()
     wide = torch.randn(9, 64, 1200)
-    found = []
-    for threads in (1, 2, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            for grad in (wide[..., ::2], wide[..., :600], wide[:, :, :1].expand(9, 64, 600)):
-                (a,) = torch.autograd.grad(ours(tokens), ours.weight, grad)
-                (b,) = torch.autograd.grad(theirs(tokens), theirs.weight, grad)
-                assert torch.equal(a, b)
-                found.append(a)
-        finally:
-            torch.set_num_threads(before)
-    for i in range(3):
-        assert torch.equal(found[i], found[i + 3])
-        assert torch.equal(found[i], found[i + 6])
+    for grad in (wide[..., ::2], wide[..., :600], wide[:, :, :1].expand(9, 64, 600)):
+
+        def both(grad: Tensor = grad) -> list[Tensor]:
+            found = [torch.autograd.grad(m(tokens), m.weight, grad)[0] for m in (ours, theirs)]
+            assert torch.equal(*found)
+            return found
+
+        check_threads(both)
 
 
 @needs_native
