@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,6 +206,13 @@ def assert_same_numbers(ours: Any, theirs: Any, args: Any, kwargs: Any, grad: bo
     oracle = run(in_double, *exact, grad)
     expected, got = run(theirs, args, kwargs, grad), run(ours, args, kwargs, grad)
     check_budget(got, expected, oracle, GRADIENT_FACTOR)
+
+
+def told(call: Callable[[], Any]) -> tuple[type, str]:
+    """The type and the words of the exception that the call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the other side says which
+        call()
+    return caught.type, str(caught.value)
 
 
 def attention_pair(

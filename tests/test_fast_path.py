@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import Operators
+from module_cases import CASES
+from module_checks import run, to_ours
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,49 +32,28 @@ def _ours(run: Callable[[], Any]) -> list[str]:
     return found.ours
 
 
-def _calls(grad: bool) -> dict[str, Callable[[int], tuple[Callable[[], Any], tuple[Any, ...]]]]:
-    """Per op: from a number of rows, the public call, and what `explain` is asked."""
+def _calls(grad: bool) -> dict[str, Callable[[int], tuple[Any, ...]]]:
+    """Per op: the arguments of the public function with a number of rows."""
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, requires_grad=grad)
 
-    def linear(rows: int) -> Any:
-        arguments = leaf(rows, 64), leaf(64, 64), leaf(64)
-        return lambda: functional.linear(*arguments), arguments
-
-    def layer_norm(rows: int) -> Any:
-        arguments = leaf(rows, 64), (64,), leaf(64), leaf(64)
-        return lambda: functional.layer_norm(*arguments), arguments
-
-    def add_layer_norm(rows: int) -> Any:
-        arguments = leaf(rows, 64), leaf(rows, 64), (64,), leaf(64), leaf(64)
-        return lambda: functional.add_layer_norm(*arguments), arguments
-
-    def feed_forward(rows: int) -> Any:
-        arguments = leaf(rows, 64), leaf(128, 64), leaf(128), leaf(64, 128), leaf(64)
-        return lambda: functional.feed_forward(*arguments), arguments
-
-    def attention(rows: int) -> Any:
-        arguments = tuple(leaf(1, 4, rows, 16) for _ in range(3))
-        return lambda: functional.scaled_dot_product_attention(*arguments), arguments
-
-    def cross_entropy(rows: int) -> Any:
-        arguments = leaf(rows, 64), torch.randint(64, (rows,))
-        return lambda: functional.cross_entropy(*arguments), arguments
-
-    def linear_cross_entropy(rows: int) -> Any:
-        arguments = leaf(rows, 64), leaf(64, 64), torch.randint(64, (rows,))
-        return lambda: functional.linear_cross_entropy(*arguments), arguments
-
     return {
-        "linear_cross_entropy": linear_cross_entropy,
-        "linear": linear,
-        "layer_norm": layer_norm,
-        "add_layer_norm": add_layer_norm,
-        "feed_forward": feed_forward,
-        "attention": attention,
-        "cross_entropy": cross_entropy,
-    }
+        "linear_cross_entropy": lambda n: (leaf(n, 64), leaf(64, 64), torch.randint(64, (n,))),
+        "linear": lambda n: (leaf(n, 64), leaf(64, 64), leaf(64)),
+        "layer_norm": lambda n: (leaf(n, 64), (64,), leaf(64), leaf(64)),
+        "add_layer_norm": lambda n: (leaf(n, 64), leaf(n, 64), (64,), leaf(64), leaf(64)),
+        "feed_forward": lambda n: (
+            leaf(n, 64), leaf(128, 64), leaf(128), leaf(64, 128), leaf(64)
+        ),
+        "attention": lambda n: (leaf(1, 4, n, 16), leaf(1, 4, n, 16), leaf(1, 4, n, 16)),
+        "cross_entropy": lambda n: (leaf(n, 64), torch.randint(64, (n,))),
+    }  # fmt: skip
+
+
+def _call(op: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    public = "scaled_dot_product_attention" if op == "attention" else op
+    return lambda: getattr(functional, public)(*arguments)
 
 
 _LARGE = {"attention": 512}
@@ -82,9 +63,9 @@ _LARGE = {"attention": 512}
 @pytest.mark.parametrize("op", _calls(False))
 def test_the_function_runs_what_explain_says(op: str, grad: bool) -> None:
     for rows in (1, 20, _LARGE.get(op, 8192)):
-        call, arguments = _calls(grad)[op](rows)
+        arguments = _calls(grad)[op](rows)
         told = transformer_fast.explain(op, *arguments)
-        kernels = _ours(call)
+        kernels = _ours(_call(op, arguments))
         assert bool(kernels) == (told.backend == "cpu"), (rows, told, kernels)
         if rows == 20 and not (op == "attention" and grad):
             assert told.backend == "torch"
@@ -98,7 +79,7 @@ def test_the_function_runs_what_explain_says(op: str, grad: bool) -> None:
 
 @pytest.mark.parametrize("op", _calls(False))
 def test_a_named_backend_is_obeyed(op: str) -> None:
-    call, _ = _calls(False)[op](20)
+    call = _call(op, _calls(False)[op](20))
     with transformer_fast.use_backend("cpu"):
         assert _ours(call)
     assert not _ours(call)
@@ -106,48 +87,16 @@ def test_a_named_backend_is_obeyed(op: str) -> None:
         assert not _ours(call)
 
 
-_MODULES: dict[str, Callable[[Any], torch.nn.Module]] = {
-    "Linear": lambda nn: nn.Linear(32, 48),
-    "Linear without bias": lambda nn: nn.Linear(32, 48, bias=False),
-    "LayerNorm": lambda nn: nn.LayerNorm(32),
-    "LayerNorm without bias": lambda nn: nn.LayerNorm(32, bias=False),
-    "LayerNorm without parameters": lambda nn: nn.LayerNorm(32, elementwise_affine=False),
-    "MultiheadAttention": lambda nn: nn.MultiheadAttention(32, 4, batch_first=True),
-    "MultiheadAttention, odd heads": lambda nn: nn.MultiheadAttention(32, 1, batch_first=True),
-    "MultiheadAttention, length first": lambda nn: nn.MultiheadAttention(32, 4),
-    "MultiheadAttention without bias": lambda nn: nn.MultiheadAttention(32, 4, bias=False),
-    "MultiheadAttention, keys added": lambda nn: nn.MultiheadAttention(
-        32, 4, add_bias_kv=True, add_zero_attn=True
-    ),
-    "TransformerEncoderLayer": lambda nn: nn.TransformerEncoderLayer(
-        32, 4, 64, 0.0, batch_first=True
-    ),
-    "norm first": lambda nn: nn.TransformerEncoderLayer(
-        32, 4, 64, 0.0, batch_first=True, norm_first=True, activation="gelu"
-    ),
-}
-
-
-def _results(module: torch.nn.Module, x: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_(module.training)
-    y = module(x, x, x) if isinstance(module, torch.nn.MultiheadAttention) else module(x)
-    outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
-    if not module.training:
-        return outputs
-    leaves = [x, *module.parameters()]
-    grads = torch.autograd.grad(outputs[0].square().sum(), leaves, allow_unused=True)
-    return [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]
-
-
+@pytest.mark.filterwarnings("ignore:enable_nested", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-@pytest.mark.parametrize("name", _MODULES)
+@pytest.mark.parametrize("name", CASES)
 def test_small_modules_give_torchs_numbers(name: str, training: bool) -> None:
-    theirs = _MODULES[name](torch.nn).train(training)
-    ours = _MODULES[name](nn).train(training)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 7, 32)
-    with torch.set_grad_enabled(training):
-        torch.testing.assert_close(_results(ours, x), _results(theirs, x))
+    case = CASES[name]
+    theirs = case.make(torch.nn).train(training)
+    inputs = tuple(x.requires_grad_(training) for x in case.inputs())
+    ours = to_ours(theirs)
+    found = (run(module, inputs, case.masks, grad=training) for module in (ours, theirs))
+    torch.testing.assert_close(*found)
 
 
 def _norm(rows: int = 4096) -> list[Any]:
@@ -293,11 +242,11 @@ def test_ignored_rows_of_small_linear_maps_reach_no_gradient(ignored: int) -> No
 def test_small_modules_meet_no_kernel() -> None:
     x = torch.randn(2, 7, 32)
     for name in ("Linear", "LayerNorm"):
-        module = _MODULES[name](nn)
+        module = CASES[name].make(nn)
         assert not _ours(lambda m=module: m(x).sum().backward())
         with transformer_fast.use_backend("cpu"):
             assert _ours(lambda m=module: m(x).sum().backward())
-    attention = _MODULES["MultiheadAttention"](nn).eval()
+    attention = CASES["attention"].make(nn).eval()
     with torch.no_grad():
         assert not _ours(lambda: attention(x, x, x))
         with transformer_fast.use_backend("cpu"):

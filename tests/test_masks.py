@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from module_cases import CASES, B, M, S, T
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -74,7 +76,7 @@ def nothing_seen() -> Iterator[None]:
 #: The function or module, by the name of each mask that it takes.
 NAMED = {
     "sdpa": ("attn_mask",),
-    "mha": ("attn_mask", "key_padding_mask"),
+    "attention": ("attn_mask", "key_padding_mask"),
     "encoder layer": ("src_mask", "src_key_padding_mask"),
     "encoder": ("mask", "src_key_padding_mask"),
     "decoder layer": (
@@ -84,40 +86,25 @@ NAMED = {
 }  # fmt: skip
 
 
-def _called(kind: str, name: str, mask: Tensor, training: bool) -> Callable[[], object]:
-    x = torch.randn(2, 4, 64)
-    if kind == "sdpa":
-        return lambda: functional.scaled_dot_product_attention(x, x, x, **{name: mask})
-    module: torch.nn.Module
-    inputs = (x, x, x) if kind == "mha" else (x, x) if "decoder" in kind else (x,)
-    if kind == "mha":
-        module = nn.MultiheadAttention(64, 2, batch_first=True)
-    elif "encoder" in kind:
-        module = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)
-    else:
-        module = nn.TransformerDecoderLayer(64, 2, 96, batch_first=True)
-    if kind == "encoder":
-        module = nn.TransformerEncoder(module, 2)
-    elif kind == "decoder":
-        module = nn.TransformerDecoder(module, 2)
-    module.train(training).requires_grad_(training)
-
-    def call() -> None:
-        with torch.set_grad_enabled(training):
-            module(*inputs, **{name: mask})
-
-    return call
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k in NAMED for n in NAMED[k]])
 @pytest.mark.usefixtures("nothing_seen")
 def test_a_float_mask_of_zeros_and_ones_is_warned_of_once(
     kind: str, name: str, training: bool
 ) -> None:
-    mask = torch.ones(2, 4) if "padding" in name else torch.ones(4, 4)
+    mask = torch.ones(B if "padding" in name else T, S if "memory" in name else T)
     mask[0, 1:] = 0
-    call = _called(kind, name, mask, training)
+    if kind == "sdpa":
+        run: Any = functional.scaled_dot_product_attention
+        inputs: tuple[Tensor, ...] = (torch.randn(B, T, M),) * 3
+    else:
+        run = CASES[kind].make(nn).train(training).requires_grad_(training)
+        inputs = CASES[kind].inputs()
+
+    def call() -> None:
+        with torch.set_grad_enabled(training):
+            run(*inputs, **{name: mask})
+
     (message,) = _warned(call)
     assert message.startswith(f"{name} is a float mask that holds only 0 and 1")
     assert f"{name} != 0" in message

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_cases import CASES, causal
 from module_checks import assert_same_numbers
 from torch import Tensor
 
@@ -18,18 +19,6 @@ from transformer_fast import compile_backend
 from transformer_fast.accelerate.graph.report import GraphReport
 
 B, T, S, M, H, F = 3, 7, 5, 16, 4, 24
-
-
-def hidden(batch: int, length: int) -> Tensor:
-    """A key padding mask of torch.nn's polarity; every sequence has a first token."""
-    mask = torch.zeros(batch, length, dtype=torch.bool)
-    mask[1, length - 2 :] = True
-    mask[2, 1:] = True
-    return mask
-
-
-def causal(length: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 def encoder_layer(**kwargs: Any) -> torch.nn.TransformerEncoderLayer:
@@ -43,6 +32,11 @@ def decoder_layer(**kwargs: Any) -> torch.nn.TransformerDecoderLayer:
 def encoder(**kwargs: Any) -> torch.nn.TransformerEncoder:
     layer = encoder_layer(**kwargs)
     return torch.nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(M), enable_nested_tensor=False)
+
+
+def form(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
+    """What swapping may change, and restoring has to put back."""
+    return [(type(module), set(module.__dict__)) for module in model.modules()]
 
 
 class TextModel(torch.nn.Module):
@@ -75,42 +69,16 @@ def tokens() -> tuple[Tensor, Tensor]:
     return source, target
 
 
+def _modules() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]]:
+    return {
+        name: lambda case=case: (case.make(torch.nn), case.inputs(), case.masks)  # type: ignore[misc]
+        for name, case in CASES.items()
+        if not name.startswith(("Linear", "RMSNorm")) and "no parameters" not in name
+    }
+
+
 #: Modules as users have them, and inputs for them.
-MODELS: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
-    "LayerNorm": lambda: (torch.nn.LayerNorm((T, M), bias=False), (torch.randn(B, T, M),), {}),
-    "MultiheadAttention": lambda: (
-        torch.nn.MultiheadAttention(M, H, batch_first=True),
-        (torch.randn(B, T, M), torch.randn(B, S, M), torch.randn(B, S, M)),
-        {"key_padding_mask": hidden(B, S)},
-    ),
-    "attention, biases": lambda: (
-        torch.nn.MultiheadAttention(M, H, kdim=6, vdim=8, add_bias_kv=True, add_zero_attn=True),
-        (torch.randn(T, B, M), torch.randn(S, B, 6), torch.randn(S, B, 8)),
-        {"need_weights": False},
-    ),
-    "encoder layer": lambda: (
-        encoder_layer(dropout=0.0),
-        (torch.randn(B, T, M),),
-        {"src_key_padding_mask": hidden(B, T)},
-    ),
-    "encoder layer, norm first": lambda: (
-        encoder_layer(dropout=0.0, norm_first=True, activation="gelu"),
-        (torch.randn(B, T, M),),
-        {"src_mask": causal(T), "is_causal": True},
-    ),
-    "decoder layer": lambda: (
-        decoder_layer(dropout=0.0),
-        (torch.randn(B, T, M), torch.randn(B, S, M)),
-        {"tgt_mask": causal(T), "memory_key_padding_mask": hidden(B, S)},
-    ),
-    "encoder": lambda: (encoder(dropout=0.0), (torch.randn(B, T, M),), {"mask": causal(T)}),
-    "transformer": lambda: (
-        torch.nn.Transformer(M, H, 1, 1, F, dropout=0.0, norm_first=True),
-        (torch.randn(S, B, M), torch.randn(T, B, M)),
-        {"tgt_mask": torch.nn.Transformer.generate_square_subsequent_mask(T)},
-    ),
-    "text model": lambda: (TextModel(dropout=0.0), tokens(), {}),
-}
+MODELS = {**_modules(), "text model": lambda: (TextModel(dropout=0.0), tokens(), {})}
 
 
 def compiled(model: Any) -> tuple[Any, list[GraphReport]]:

@@ -22,6 +22,7 @@ from accelerate_checks import (
     check_without_this_library,
     encoder,
     encoder_layer,
+    form,
     tokens,
 )
 from harness import python
@@ -61,15 +62,13 @@ def test_the_same_numbers(name: str, mode: str) -> None:
 def test_restore_leaves_nothing_behind(name: str) -> None:
     model, args, kwargs = MODELS[name]()
     model.eval()
-    types, names = _types(model), [set(m.__dict__) for m in model.modules()]
-    parameters = list(model.parameters())
+    before_all, parameters = form(model), list(model.parameters())
     with torch.no_grad():
         before = model(*args, **kwargs)
     report = accelerate(model)
-    assert _types(model) != types
+    assert form(model) != before_all
     assert restore(model) == [entry.name for entry in report.swapped]
-    assert _types(model) == types
-    assert [set(m.__dict__) for m in model.modules()] == names
+    assert form(model) == before_all
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     with torch.no_grad():
         after = model(*args, **kwargs)
@@ -370,8 +369,7 @@ class FlippedPadding(torch.nn.TransformerEncoderLayer):
 def test_wrong_conversions_are_taken_back(base: type, wrong: type, told: str) -> None:
     model = torch.nn.Sequential()
     model.layer = encoder_layer(dropout=0.1)
-    types = [type(m) for m in model.modules()]
-    names = [set(m.__dict__) for m in model.modules()]
+    before = form(model)
     register_converter(base, wrong)
     with pytest.warns(UserWarning, match="changed the model's numbers and was taken back"):
         report = accelerate(model, verify=torch.randn(B, T, M))
@@ -379,8 +377,7 @@ def test_wrong_conversions_are_taken_back(base: type, wrong: type, told: str) ->
     assert told in str(report)
     assert not report.swapped
     assert "everything was taken back" in report["layer.norm1"].reason
-    assert [type(m) for m in model.modules()] == types
-    assert [set(m.__dict__) for m in model.modules()] == names
+    assert form(model) == before
 
 
 class Eventful(torch.nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_checks import B, F, H, M, T, decoder_layer, encoder_layer
+from accelerate_checks import B, F, H, M, T, decoder_layer, encoder_layer, form
 from module_checks import assert_same_numbers, fast_path
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -225,8 +225,7 @@ def test_a_converter_goes_before_ours() -> None:
 
 def test_nothing_is_half_swapped() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(M), HandWritten(), encoder_layer())
-    types = [type(m) for m in model.modules()]
-    names = [set(m.__dict__) for m in model.modules()]
+    before = form(model)
 
     def fails(module: torch.nn.Module) -> str:
         raise ZeroDivisionError
@@ -246,8 +245,7 @@ def test_nothing_is_half_swapped() -> None:
         register_converter(HandWritten, converter)  # type: ignore[arg-type]
         with pytest.raises(error):
             accelerate(model)
-        assert [type(m) for m in model.modules()] == types
-        assert [set(m.__dict__) for m in model.modules()] == names
+        assert form(model) == before
 
 
 def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +254,11 @@ def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(plan, "explain_parts", fails)
     model = encoder_layer()
-    types, names = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    before = form(model)
     for verify in (None, _x()):
         with pytest.raises(ZeroDivisionError):
             accelerate(model, verify=verify)
-        assert [type(m) for m in model.modules()] == types
-        assert [set(m.__dict__) for m in model.modules()] == names
+        assert form(model) == before
 
 
 def test_wrong_registrations() -> None:

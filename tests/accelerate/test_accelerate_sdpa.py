@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import CPU, TRITON, Backend
-from module_checks import cast, check_budget
+from module_checks import cast, check_budget, run
 from torch import Tensor
 from torch.nn import attention as registry
 from torch.utils._pytree import tree_map_only
@@ -242,14 +242,9 @@ def test_modules_and_compiled_code(calls: list[Any]) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    results = []
-    for call in (attend, compiled):
-        attention.zero_grad()
-        output = call(x)
-        output.square().sum().backward()
-        results.append([output.detach(), *(p.grad for p in attention.parameters())])
+    results = [run(call, (x.requires_grad_(),), {}, grad=True) for call in (attend, compiled)]
     assert len(calls) == 2
-    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(*results)
 
 
 def test_never_on_import() -> None:

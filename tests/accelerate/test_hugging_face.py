@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_checks import check_without_this_library
+from accelerate_checks import check_without_this_library, form
 from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
@@ -215,7 +215,7 @@ def test_hidden_states_and_attentions(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     model = MODELS[name](0.0).eval()
-    types, names = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    as_it_was = form(model)
     before = [m.config._attn_implementation for m in _models(model)]
     inputs = _inputs(name)
     with torch.no_grad():
@@ -228,8 +228,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(**inputs).logits, expected)
         assert len(restore(model)) == len(report.swapped)
         assert torch.equal(model(**inputs).logits, expected)
-    assert [type(m) for m in model.modules()] == types
-    assert [set(m.__dict__) for m in model.modules()] == names
+    assert form(model) == as_it_was
     assert [m.config._attn_implementation for m in _models(model)] == before
 
 

@@ -9,53 +9,13 @@ from typing import Any
 import pytest
 import torch
 from harness import Operators
+from module_cases import CASES, PLAIN
 from module_checks import cast, check_budget, fast_path, tensors, to_ours
 from torch import Tensor
 
 from transformer_fast import dispatch, functional
 
 HALVES = [torch.bfloat16, torch.float16]
-
-
-def encoder_layer(**options: Any) -> torch.nn.TransformerEncoderLayer:
-    return torch.nn.TransformerEncoderLayer(32, 2, 64, 0.0, **{"batch_first": True, **options})
-
-
-def decoder_layer(**options: Any) -> torch.nn.TransformerDecoderLayer:
-    return torch.nn.TransformerDecoderLayer(32, 2, 64, 0.0, batch_first=True, **options)
-
-
-def encoder(layers: int, norm: bool = False, **options: Any) -> torch.nn.TransformerEncoder:
-    return torch.nn.TransformerEncoder(
-        encoder_layer(**options), layers, torch.nn.LayerNorm(32) if norm else None
-    )
-
-
-#: How PyTorch makes a module, and how many inputs it has.
-MODULES: dict[str, tuple[Any, int]] = {
-    "Linear": (lambda: torch.nn.Linear(32, 64), 1),
-    "LayerNorm": (lambda: torch.nn.LayerNorm(32), 1),
-    "MultiheadAttention": (lambda: torch.nn.MultiheadAttention(32, 2, batch_first=True), 3),
-    "MultiheadAttention, keys added": (
-        lambda: torch.nn.MultiheadAttention(32, 2, add_bias_kv=True, batch_first=True),
-        3,
-    ),
-    "encoder layer": (encoder_layer, 1),
-    "encoder layer, pre-norm": (lambda: encoder_layer(norm_first=True), 1),
-    "encoder layer, sequence first": (lambda: encoder_layer(batch_first=False), 1),
-    "encoder layer, SiLU": (lambda: encoder_layer(activation=torch.nn.functional.silu), 1),
-    "encoder layer, no bias": (lambda: encoder_layer(bias=False), 1),
-    "encoder": (lambda: encoder(2), 1),
-    "encoder, pre-norm": (lambda: encoder(2, norm_first=True), 1),
-    "encoder, norm": (lambda: encoder(1, True), 1),
-    "decoder layer": (decoder_layer, 2),
-    "decoder layer, pre-norm": (lambda: decoder_layer(norm_first=True), 2),
-    "decoder": (lambda: torch.nn.TransformerDecoder(decoder_layer(), 2), 2),
-    "Transformer": (
-        lambda: torch.nn.Transformer(32, 2, 1, 1, 64, 0.0, batch_first=True),
-        2,
-    ),
-}
 
 
 def run(
@@ -67,17 +27,15 @@ def run(
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_dtypes_and_numbers(name: str, half: torch.dtype) -> None:
     torch.manual_seed(0)
-    make, inputs = MODULES[name]
-    theirs = make()
+    theirs, inputs = CASES[name].make(torch.nn), CASES[name].inputs()
     ours, exact = to_ours(theirs), copy.deepcopy(theirs).double()
-    x = torch.randn(5, 7, 32)
     for dtype, training, grad in itertools.product(
         [torch.float32, *HALVES], [True, False], [True, False]
     ):
-        given = (x.to(dtype),) * inputs
+        given = tuple(x.to(dtype) for x in inputs)
         oracle = [t.detach() for t in tensors(exact(*cast(given, torch.float64)))]
         expected = run(theirs.train(training), given, half, grad)
         got = run(ours.train(training), given, half, grad)
@@ -90,7 +48,7 @@ def test_dtypes_and_numbers(name: str, half: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_weights_that_are_half_types_already(dtype: torch.dtype) -> None:
     """Torch's operator takes inputs of other dtypes, since autocast makes them the weights'."""
-    theirs = encoder_layer().bfloat16().eval()
+    theirs = CASES["encoder layer"].make(torch.nn).bfloat16().eval()
     ours, x = to_ours(theirs), torch.randn(3, 4, 32, dtype=dtype)
     got, expected = (run(m, (x,), torch.bfloat16, False)[0] for m in (ours, theirs))
     assert got.dtype == expected.dtype == torch.bfloat16
@@ -99,7 +57,7 @@ def test_weights_that_are_half_types_already(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("why", ["hook", "switched off", "needs gradients", "CUDA's autocast"])
 def test_where_torch_composes_the_layer(why: str) -> None:
-    theirs = encoder_layer().eval()
+    theirs = CASES["encoder layer"].make(torch.nn).eval()
     if why == "hook":
         theirs.linear1.register_forward_hook(lambda *_: None)
     with fast_path(why != "switched off"):
@@ -114,10 +72,10 @@ def test_where_torch_composes_the_layer(why: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_padding(norm_first: bool) -> None:
+@pytest.mark.parametrize("name", ["encoder", "encoder, pre-norm"])
+def test_padding(name: str) -> None:
     """Torch's stack makes a nested tensor of it where it can, which raises under autocast."""
-    theirs = encoder(2, norm_first=norm_first).eval()
+    theirs = CASES[name].make(torch.nn).eval()
     ours, x = to_ours(theirs), torch.randn(3, 4, 32)
     padding = torch.arange(4) >= torch.tensor([[4], [2], [3]])
     (got,) = run(ours, (x,), torch.bfloat16, False, src_key_padding_mask=padding)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from module_checks import fast_path
+from module_cases import CASES
+from module_checks import fast_path, run
 
 from transformer_fast import nn
 
 B, T, S, M, H, HIDDEN = 2, 5, 4, 8, 2, 12
-CAUSAL = nn.Transformer.generate_square_subsequent_mask
 
 
 def _padding(length: int) -> torch.Tensor:
@@ -25,51 +24,21 @@ def _x(length: int = T) -> torch.Tensor:
     return torch.randn(B, length, M)
 
 
-CASES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
-    "LayerNorm": lambda: (nn.LayerNorm(M), (_x(),), {}),
-    "RMSNorm": lambda: (nn.RMSNorm(M), (_x(),), {}),
-    "Linear": lambda: (nn.Linear(M, HIDDEN), (_x(),), {}),
-    "attention": lambda: (nn.MultiheadAttention(M, H, batch_first=True), 3 * (_x(),), {}),
-    "attention, masks": lambda: (
-        nn.MultiheadAttention(M, H, add_zero_attn=True, batch_first=True),
-        (_x(), _x(S), _x(S)),
-        {"key_padding_mask": _padding(S), "need_weights": False},
-    ),
-    "encoder layer": lambda: (
-        nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True),
-        (_x(),),
-        {"src_mask": CAUSAL(T), "is_causal": True},
-    ),
-    "encoder layer, hooked": lambda: (
-        _hooked(nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, norm_first=True, batch_first=True)),
-        (_x(),),
-        {"src_key_padding_mask": _padding(T)},
-    ),
-    "decoder layer": lambda: (
-        nn.TransformerDecoderLayer(M, H, HIDDEN, 0.0, "gelu", norm_first=True, batch_first=True),
-        (_x(), _x(S)),
-        {"tgt_mask": CAUSAL(T).isinf(), "memory_key_padding_mask": _padding(S)},
-    ),
-    "encoder": lambda: (
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, batch_first=True), 2),
-        (_x(), CAUSAL(T).isinf(), _padding(T)),
-        {},
-    ),
-    "transformer": lambda: (
-        nn.Transformer(M, H, 1, 1, HIDDEN, 0.0, batch_first=True),
-        (_x(S), _x()),
-        {"tgt_mask": CAUSAL(T), "src_key_padding_mask": _padding(S)},
-    ),
-}
+#: A hook is added to one of them.
+HOOKED = "encoder layer, causal"
+COMPILED = (
+    *("LayerNorm", "RMSNorm", "Linear", "attention", "attention, other sizes", HOOKED),
+    *("encoder layer, padding", "decoder layer, masks", "encoder, norm, causal"),
+    "Transformer, masks",
+)
 
 
-def _hooked(layer: torch.nn.Module) -> torch.nn.Module:
-    layer.linear1.register_forward_hook(lambda module, args, output: output + 1)
-    return layer
-
-
-def _first(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
+def _made(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    case = CASES[name]
+    module = case.make(nn)
+    if name == HOOKED:
+        module.linear1.register_forward_hook(lambda module, args, output: output + 1)
+    return module, case.inputs(), case.masks
 
 
 @pytest.fixture(autouse=True)
@@ -77,17 +46,11 @@ def fresh() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_forward_and_backward(name: str) -> None:
-    module, args, kwargs = CASES[name]()
+    module, args, kwargs = _made(name)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    grads = []
-    for call in (module, compiled):
-        module.zero_grad()
-        output = _first(call(*args, **kwargs))
-        output.square().sum().backward()
-        grads.append([output.detach(), *(p.grad for p in module.parameters())])
-    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*(run(m, args, kwargs, grad=True) for m in (module, compiled)))
     module.eval()
     # Without torch's fast path, whose zeros at padded places compiled encoders have not, torch's
     # neither.
@@ -147,55 +110,38 @@ class WithMask(torch.nn.Module):
 def test_masks_of_fixed_size_and_one_tensor_in_several_places(learned: bool) -> None:
     module, x = WithMask(), torch.randn(2, 4, 24, 16, requires_grad=True)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
-    found, expected = compiled(x, learned), module(x, learned)
-    torch.testing.assert_close(found, expected)
-    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
-    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*(run(m, (x, learned), {}, grad=True) for m in (compiled, module)))
 
 
 class Inside(torch.nn.Module):
-    """A user's module with one of ours in it."""
+    """A user's module with one of ours in it, which takes so many inputs."""
 
-    def __init__(self, inner: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    def __init__(self, inner: torch.nn.Module, count: int, kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.inner, self.kwargs = inner, kwargs
+        self.inner, self.count, self.kwargs = inner, count, kwargs
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, **self.kwargs) * 2
-
-
-class InsideTwo(Inside):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.inner(x, y, **self.kwargs) * 2
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        output = self.inner(*(x, y, z)[: self.count], **self.kwargs)
+        return (output[0] if self.count == 3 else output) * 2
 
 
-class Attending(Inside):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output, _weights = self.inner(x, x, x, **self.kwargs)
-        return output * 2
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("encoder",)])
+@pytest.mark.parametrize("name", [name for name in COMPILED if not name.startswith("encoder, ")])
 def test_fx_makes_one_node(name: str) -> None:
     """As it does of modules of torch.nn, which it never looks into."""
-    inner, args, kwargs = CASES[name]()
-    if name == "attention":
-        args = args[:1]
-    if name == "attention, masks":
-        args, kwargs = args[:1], {"key_padding_mask": _padding(T)}
-    wrapper = (Attending if "attention" in name else Inside) if len(args) == 1 else InsideTwo
-    module = wrapper(inner, kwargs).eval()
+    inner, args, kwargs = _made(name)
+    module = Inside(inner, len(args), dict(kwargs)).eval()
     traced = torch.fx.symbolic_trace(module)
     calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
     assert calls == ["inner"]
-    torch.testing.assert_close(traced(*args), module(*args))
+    given = (args * 3)[:3]
+    torch.testing.assert_close(traced(*given), module(*given))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["LayerNorm", "encoder layer", "decoder layer"])
 def test_jit_trace_records_torchs_ops(name: str, training: bool) -> None:
-    inner, args, _ = CASES[name]()
+    inner, args, _ = _made(name)
     inner.train(training)
     with torch.set_grad_enabled(training):
         traced = torch.jit.trace(inner, args)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from module_checks import to_ours
+from module_cases import CASES
+from module_checks import to_ours, told
 
 from transformer_fast import nn
 
@@ -68,23 +69,6 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "missing argument": ({}, (Q, K), {}),
     "unknown argument": ({}, (Q, K, K), {"mask": None}),
 }
-
-
-def told(call: Callable[[], Any]) -> tuple[type, str]:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the other side says which
-        call()
-    return caught.type, str(caught.value)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_attention(name: str) -> None:
-    options, args, kwargs = CALLS[name]
-    theirs = torch.nn.MultiheadAttention(M, H, **options)
-    ours = to_ours(theirs)
-    kwargs = {"need_weights": False, **kwargs}
-    expected = told(lambda: theirs(*args, **kwargs))
-    found = told(lambda: ours(*args, **kwargs))
-    assert found == expected
 
 
 def test_attention_dtypes() -> None:
@@ -158,26 +142,19 @@ def test_attention_of_what_is_no_real_number(
             assert told(lambda: call(ours)) == told(lambda: call(theirs))  # noqa: B023
 
 
-ON_META: dict[str, tuple[torch.nn.Module, int]] = {
-    "attention": (torch.nn.MultiheadAttention(M, H), 3),
-    "attention, batch first": (torch.nn.MultiheadAttention(M, H, batch_first=True), 3),
-    "attention without biases": (torch.nn.MultiheadAttention(M, H, bias=False), 3),
-    "linear": (torch.nn.Linear(M, 4), 1),
-    "linear without bias": (torch.nn.Linear(M, 4, bias=False), 1),
-    "layer norm": (torch.nn.LayerNorm(M), 1),
-    "layer norm without bias": (torch.nn.LayerNorm(M, bias=False), 1),
-    "encoder layer": (torch.nn.TransformerEncoderLayer(M, H, 16), 1),
-    "encoder layer, norm first": (torch.nn.TransformerEncoderLayer(M, H, 16, norm_first=True), 1),
-    "decoder layer": (torch.nn.TransformerDecoderLayer(M, H, 16), 2),
-}
+ON_META = (
+    *("Linear", "Linear, no bias", "LayerNorm", "LayerNorm, two dimensions", "attention"),
+    *("attention, length first", "attention, no bias", "encoder layer, length first"),
+    *("decoder layer", "decoder layer, pre-norm"),
+)
 
 
 @pytest.mark.parametrize("name", ON_META)
 @pytest.mark.parametrize("training", [True, False])
 def test_an_input_on_meta_and_weights_elsewhere(name: str, training: bool) -> None:
-    theirs, inputs = ON_META[name]
-    ours = to_ours(theirs.train(training))
-    given = [torch.empty(T, B, M, device="meta")] * inputs
+    theirs = CASES[name].make(torch.nn).train(training)
+    ours = to_ours(theirs)
+    given = [x.to("meta") for x in CASES[name].inputs()]
     with torch.set_grad_enabled(training):
         assert_same_outcome(lambda: theirs(*given), lambda: ours(*given))
 
@@ -217,64 +194,61 @@ def test_constructors(name: str) -> None:
         assert found == expected
 
 
-LAYER_NORM = {
-    "width": ((8,), x(2, 7)),
-    "rank": (((2, 8),), x(8)),
-    "shape": (((2, 8),), x(3, 8)),
-    "list": ((8,), [1.0]),
-}
-
-
-@pytest.mark.parametrize("name", LAYER_NORM)
-def test_layer_norm(name: str) -> None:
-    args, given = LAYER_NORM[name]
-    theirs = torch.nn.LayerNorm(*args)
-    assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))
-
-
-@pytest.mark.parametrize(
-    "given", [x(2, 7), torch.randn(()), [1.0], x(2, 8).double(), x(2, 8).long()]
-)
-def test_linear(given: object) -> None:
-    theirs = torch.nn.Linear(8, 4)
-    assert told(lambda: to_ours(theirs)(given)) == told(lambda: theirs(given))
-
-
 SOURCE, TARGET = x(S, B, M), x(T, B, M)
+#: Of torch.nn.Transformer: the part that is called, and with what.
 MODELS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
-    "batches": ("model", (SOURCE, x(T, B + 1, M)), {}),
-    "features": ("model", (SOURCE, x(T, B, M + 1)), {}),
-    "integer source mask": ("model", (SOURCE, TARGET), {"src_mask": no(S, S).int()}),
+    "batches": ("", (SOURCE, x(T, B + 1, M)), {}),
+    "features": ("", (SOURCE, x(T, B, M + 1)), {}),
+    "integer source mask": ("", (SOURCE, TARGET), {"src_mask": no(S, S).int()}),
+    # Left to find out by itself, torch stumbles over the integers before it can name them.
     "integer target mask": (
-        "model",
-        (SOURCE, TARGET),
-        # Left to find out by itself, torch stumbles over the integers before it can name them.
-        {"tgt_mask": no(T, T).int(), "tgt_is_causal": False},
+        "", (SOURCE, TARGET), {"tgt_mask": no(T, T).int(), "tgt_is_causal": False},
     ),
-    "integer padding": ("model", (SOURCE, TARGET), {"src_key_padding_mask": no(B, S).int()}),
-    "source mask": ("model", (SOURCE, TARGET), {"src_mask": no(S, T)}),
-    "memory mask": ("model", (SOURCE, TARGET), {"memory_mask": no(S, T)}),
-    "hint": ("model", (SOURCE, TARGET), {"tgt_is_causal": True}),
+    "integer padding": ("", (SOURCE, TARGET), {"src_key_padding_mask": no(B, S).int()}),
+    "source mask": ("", (SOURCE, TARGET), {"src_mask": no(S, T)}),
+    "memory mask": ("", (SOURCE, TARGET), {"memory_mask": no(S, T)}),
+    "hint": ("", (SOURCE, TARGET), {"tgt_is_causal": True}),
     "encoder: integer mask": ("encoder", (SOURCE,), {"mask": no(S, S).int()}),
     "encoder: hint": ("encoder", (SOURCE,), {"is_causal": True}),
     "layer: integer mask": ("encoder.layers.0", (SOURCE,), {"src_mask": no(S, S).int()}),
     "layer: integer padding": (
-        "encoder.layers.0",
-        (SOURCE,),
-        {"src_key_padding_mask": no(B, S).int()},
+        "encoder.layers.0", (SOURCE,), {"src_key_padding_mask": no(B, S).int()},
     ),
     "layer: 4-D": ("encoder.layers.0", (x(S, B, M, 1),), {}),
     "decoder layer: memory": ("decoder.layers.0", (TARGET, x(S, B, M + 1)), {}),
     "decoder layer: no memory": ("decoder.layers.0", (TARGET,), {}),
-}
+}  # fmt: skip
+WRONG: dict[str, tuple[Callable[[], torch.nn.Module], str, tuple[Any, ...], dict[str, Any]]] = {
+    **{
+        f"attention: {name}": (
+            lambda options=options: torch.nn.MultiheadAttention(M, H, **options),  # type: ignore[misc]
+            "", args, {"need_weights": False, **kwargs},
+        )
+        for name, (options, args, kwargs) in CALLS.items()
+    },
+    **{
+        f"norm: {name}": (lambda shape=shape: torch.nn.LayerNorm(shape), "", (given,), {})  # type: ignore[misc]
+        for name, (shape, given) in {
+            "width": ((8,), x(2, 7)), "rank": ((2, 8), x(8)), "shape": ((2, 8), x(3, 8)),
+            "list": ((8,), [1.0]),
+        }.items()
+    },
+    **{
+        f"linear: {i}": (lambda: torch.nn.Linear(8, 4), "", (given,), {})
+        for i, given in enumerate(
+            (x(2, 7), torch.randn(()), [1.0], x(2, 8).double(), x(2, 8).long())
+        )
+    },
+    **{
+        name: (lambda: torch.nn.Transformer(M, H, 1, 1, 16), *call) for name, call in MODELS.items()
+    },
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str) -> None:
-    path, args, kwargs = MODELS[name]
-    model = torch.nn.Transformer(M, H, 1, 1, 16)
-    theirs, ours = (
-        m.get_submodule(path if path != "model" else "") for m in (model, to_ours(model))
-    )
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name: str) -> None:
+    make, path, args, kwargs = WRONG[name]
+    model = make()
+    theirs, ours = (m.get_submodule(path) for m in (model, to_ours(model)))
     assert told(lambda: ours(*args, **kwargs)) == told(lambda: theirs(*args, **kwargs))

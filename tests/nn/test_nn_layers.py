@@ -112,28 +112,6 @@ def test_an_activation_set_later_is_used() -> None:
     assert_close(ours, theirs, *inputs(LAYERS[0]))
 
 
-@pytest.mark.parametrize("options", [{"bias": False}, {"batch_first": False}, {"norm_first": True}])
-@pytest.mark.parametrize("name", LAYERS)
-def test_masks_and_gradients(name: str, options: dict[str, Any]) -> None:
-    theirs, ours = pair(name, **options)
-    given = inputs(name)
-    if not options.get("batch_first", True):
-        given = tuple(x.transpose(0, 1) for x in given)
-    attn, padding = mask_names(name)
-    hidden = torch.zeros(B, T, dtype=torch.bool)
-    hidden[1, 3:] = True
-    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
-    for kwargs in (
-        {},
-        {padding: hidden},
-        {attn: causal},
-        {attn: causal, padding: hidden},
-        {attn: torch.randn(T, T)},
-    ):
-        assert_close(ours, theirs, *given, **kwargs)
-        assert_same_numbers(ours, theirs, given, kwargs, grad=True)
-
-
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 def test_hooks_on_inner_modules_fire(name: str, norm_first: bool) -> None:
@@ -313,28 +291,37 @@ def padding(length: int) -> Tensor:
     return hidden
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_transformer(norm_first: bool, batch_first: bool, training: bool) -> None:
-    theirs, ours = models(norm_first=norm_first, batch_first=batch_first)
-    theirs.train(training)
-    ours.train(training)
-    source, target = torch.randn(B, S, M), torch.randn(B, T, M)
-    if not batch_first:
-        source, target = source.transpose(0, 1), target.transpose(0, 1)
-    for kwargs in (
-        {},
-        {"tgt_mask": CAUSAL(T)},
-        {"tgt_mask": CAUSAL(T), "tgt_is_causal": True, "tgt_key_padding_mask": padding(T).float()},
-        {"tgt_mask": CAUSAL(T).isinf(), "tgt_key_padding_mask": padding(T)},
-        {"src_key_padding_mask": padding(S), "memory_key_padding_mask": padding(S)},
+#: Added masks, which torch's inference path takes for bool ones: module, inputs, masks.
+ADDED: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...], dict[str, Tensor]]] = {
+    "encoder layer": (
+        lambda: pair(LAYERS[0]), inputs(LAYERS[0]), {"src_mask": torch.randn(T, T)}
+    ),
+    "decoder layer": (
+        lambda: pair(LAYERS[1]), inputs(LAYERS[1]), {"tgt_mask": torch.randn(T, T)}
+    ),
+    "Transformer": (
+        models, (torch.randn(B, S, M), torch.randn(B, T, M)),
         {"src_mask": torch.randn(S, S), "memory_mask": torch.randn(T, S)},
-    ):
-        # Torch's inference path takes every float mask for a bool one, and so gives NaN here.
-        with fast_path("src_mask" not in kwargs):
-            assert_close(ours, theirs, source, target, **kwargs)
+    ),
+    "Transformer, padding": (
+        lambda: models(norm_first=True), (torch.randn(B, S, M), torch.randn(B, T, M)),
+        {
+            "tgt_mask": CAUSAL(T), "tgt_key_padding_mask": padding(T).float(),
+            "src_key_padding_mask": padding(S), "memory_key_padding_mask": padding(S),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ADDED)
+def test_added_masks(name: str, training: bool) -> None:
+    """PyTorch's own samples have bool masks only (test_nn_module_info.py)."""
+    make, given, masks_of = ADDED[name]
+    theirs, ours = (module.train(training) for module in make())
+    with fast_path(False):
+        assert_close(ours, theirs, *given, **masks_of)
+        assert_same_numbers(ours, theirs, given, masks_of, grad=True)
 
 
 def test_no_warning_about_nested_tensors() -> None:

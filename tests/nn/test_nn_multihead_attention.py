@@ -54,56 +54,35 @@ def inputs(batched: bool, batch_first: bool, kind: str, kdim: int = M, vdim: int
     return query, key, key if kind == "shared" else make(S, vdim)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+#: Options of the module, and the kind of call.
+CALLS: list[tuple[dict[str, Any], str]] = [
+    *(({"batch_first": first}, kind) for first in (True, False) for kind in ("self", "shared")),
+    ({"batch_first": True}, "distinct"),
+    ({}, "distinct"),
+    ({"add_bias_kv": True}, "distinct"),
+    ({"add_zero_attn": True}, "distinct"),
+    ({"add_bias_kv": True, "add_zero_attn": True}, "distinct"),
+    ({"kdim": 7, "vdim": 4}, "distinct"),
+    ({"kdim": 7, "vdim": 4, "bias": False, "add_bias_kv": True}, "distinct"),
+    ({"bias": False}, "distinct"),
+    ({"vdim": 4, "batch_first": True, "add_zero_attn": True}, "distinct"),
+]
+
+
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("kind", ["self", "shared", "distinct"])
-def test_masks_and_layouts(batched: bool, batch_first: bool, kind: str) -> None:
-    theirs, ours = pair(batch_first=batch_first)
+@pytest.mark.parametrize(("options", "kind"), CALLS, ids=str)
+def test_masks_layouts_and_options(options: dict[str, Any], kind: str, batched: bool) -> None:
+    theirs, ours = pair(**options)
+    plain, sizes = set(options) <= {"batch_first"}, (options.get("kdim", M), options.get("vdim", M))
     for training, weights, average in itertools.product((True, False), repeat=3):
+        if not plain and training is average:
+            continue
         theirs.train(training)
         ours.train(training)
         for mask in masks(batched, T if kind == "self" else S):
-            assert_close(
-                ours,
-                theirs,
-                *inputs(batched, batch_first, kind),
-                need_weights=weights,
-                average_attn_weights=average,
-                **mask,
-            )
-
-
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"add_bias_kv": True},
-        {"add_zero_attn": True},
-        {"add_bias_kv": True, "add_zero_attn": True},
-        {"kdim": 7, "vdim": 4},
-        {"kdim": 7, "vdim": 4, "bias": False, "add_bias_kv": True},
-        {"bias": False},
-        {"dtype": torch.float64},
-        {"vdim": 4, "batch_first": True, "add_zero_attn": True},
-    ],
-    ids=str,
-)
-def test_options(options: dict[str, Any], batched: bool) -> None:
-    theirs, ours = pair(**options)
-    kdim, vdim = options.get("kdim", M), options.get("vdim", M)
-    given = inputs(batched, options.get("batch_first", False), "distinct", kdim, vdim)
-    given = tuple(x.to(options.get("dtype", torch.float32)) for x in given)
-    for weights in (True, False):
-        for mask in masks(batched):
-            if given[0].dtype == torch.float64:
-                mask = {k: v.double() if v is not None and v.is_floating_point() else v
-                        for k, v in mask.items()}  # fmt: skip
-                with torch.no_grad():
-                    found = ours(*given, need_weights=weights, **mask)[0]
-                    expected = theirs(*given, need_weights=weights, **mask)[0]
-                torch.testing.assert_close(found, expected)
-            else:
-                assert_close(ours, theirs, *given, need_weights=weights, **mask)
+            given = inputs(batched, options.get("batch_first", False), kind, *sizes)
+            how = {"need_weights": weights, "average_attn_weights": average}
+            assert_close(ours, theirs, *given, **how, **mask)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -7,47 +7,23 @@ import importlib
 import io
 import pickle
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
+from module_cases import CASES
 from module_checks import OURS
 
 from transformer_fast import functional, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
-BUILD: dict[str, Callable[[object], torch.nn.Module]] = {
-    "Linear": lambda n: n.Linear(8, 3),  # type: ignore[attr-defined]
-    "Linear without bias": lambda n: n.Linear(8, 3, False),  # type: ignore[attr-defined]
-    "LayerNorm": lambda n: n.LayerNorm((3, 8)),  # type: ignore[attr-defined]
-    "LayerNorm without bias": lambda n: n.LayerNorm(8, bias=False),  # type: ignore[attr-defined]
-    "LayerNorm without affine": lambda n: n.LayerNorm(8, elementwise_affine=False),  # type: ignore[attr-defined]
-    "RMSNorm": lambda n: n.RMSNorm((3, 8), 1e-4),  # type: ignore[attr-defined]
-    "RMSNorm without affine": lambda n: n.RMSNorm(8, elementwise_affine=False),  # type: ignore[attr-defined]
-    "MultiheadAttention": lambda n: n.MultiheadAttention(8, 2, add_bias_kv=True),  # type: ignore[attr-defined]
-    "MultiheadAttention kdim": lambda n: n.MultiheadAttention(8, 2, kdim=4, vdim=5),  # type: ignore[attr-defined]
-    "TransformerEncoderLayer": lambda n: n.TransformerEncoderLayer(8, 2, 16),  # type: ignore[attr-defined]
-    "TransformerDecoderLayer": lambda n: n.TransformerDecoderLayer(8, 2, 16),  # type: ignore[attr-defined]
-    "TransformerEncoder": lambda n: n.TransformerEncoder(  # type: ignore[attr-defined]
-        n.TransformerEncoderLayer(8, 2, 16, batch_first=True),  # type: ignore[attr-defined]
-        2,
-        n.LayerNorm(8),  # type: ignore[attr-defined]
-    ),
-    "TransformerDecoder": lambda n: n.TransformerDecoder(  # type: ignore[attr-defined]
-        n.TransformerDecoderLayer(8, 2, 16),  # type: ignore[attr-defined]
-        2,
-    ),
-    "Transformer": lambda n: n.Transformer(8, 2, 1, 1, 16),  # type: ignore[attr-defined]
-}
 
-
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_seed_gives_the_same_module(name: str) -> None:
     torch.manual_seed(0)
-    theirs = BUILD[name](torch.nn)
+    theirs = CASES[name].make(torch.nn)
     torch.manual_seed(0)
-    ours = BUILD[name](nn)
+    ours = CASES[name].make(nn)
     assert type(ours) is OURS[type(theirs)]
     expected, found = theirs.state_dict(), ours.state_dict()
     assert list(found) == list(expected)
@@ -61,9 +37,9 @@ def test_the_same_seed_gives_the_same_module(name: str) -> None:
             assert ours.__dict__[key] == value, key
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", CASES)
 def test_state_moves_both_ways(name: str) -> None:
-    theirs, ours = BUILD[name](torch.nn), BUILD[name](nn)
+    theirs, ours = CASES[name].make(torch.nn), CASES[name].make(nn)
     for source, target in ((theirs, ours), (ours, theirs)):
         with torch.no_grad():
             for parameter in source.parameters():
@@ -79,10 +55,10 @@ def test_state_moves_both_ways(name: str) -> None:
             ours.load_state_dict({}, strict=True)
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies(name: str, how: str) -> None:
-    ours = BUILD[name](nn).eval()
+    ours = CASES[name].make(nn).eval()
     ours.note = "kept"  # type: ignore[assignment]
     if how == "deepcopy":
         again = copy.deepcopy(ours)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_cases import CASES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -59,25 +60,17 @@ def doubling(weight: Tensor) -> Tensor:
     return weight.detach().clone().as_subclass(Doubling)
 
 
-MODULES = {
-    "Linear": lambda n: n.Linear(8, 8),
-    "LayerNorm": lambda n: n.LayerNorm(8),
-    "MultiheadAttention": lambda n: n.MultiheadAttention(8, 2, batch_first=True),
-    "TransformerEncoderLayer": lambda n: n.TransformerEncoderLayer(8, 2, 16, 0.0),
-    "TransformerDecoderLayer": lambda n: n.TransformerDecoderLayer(8, 2, 16, 0.0),
-    "TransformerEncoder": lambda n: n.TransformerEncoder(
-        n.TransformerEncoderLayer(8, 2, 16, 0.0), 2, enable_nested_tensor=False
-    ),
-}
-INPUTS = {"MultiheadAttention": 3, "TransformerDecoderLayer": 2}
+#: Their inference is no single call of PyTorch's.
+MODULES = ("Linear", "LayerNorm", "attention", "encoder layer, length first", "decoder layer")
 
 
 @pytest.mark.parametrize("kind", [doubling, wrapped])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", [*MODULES, "encoder, length first"])
 def test_weights(name: str, training: bool, kind: Any) -> None:
     torch.manual_seed(0)
-    ours, theirs = MODULES[name](nn), MODULES[name](torch.nn)
+    ours, theirs = CASES[name].make(nn), CASES[name].make(torch.nn)
     theirs.load_state_dict(ours.state_dict())
     for key, parameter in list(ours.named_parameters()):
         if parameter.dim() == 2 or (name == "LayerNorm" and "bias" in key):
@@ -85,12 +78,11 @@ def test_weights(name: str, training: bool, kind: Any) -> None:
             for module in (ours, theirs):
                 path, _, leaf = key.rpartition(".")
                 setattr(module.get_submodule(path), leaf, other)
-    x = torch.randn(2, 3, 8)
-    results = []
+    inputs, results = CASES[name].inputs(), []
     for module in (ours, theirs):
         module.train(training)
         with torch.set_grad_enabled(training):
-            result = module(*(x,) * INPUTS.get(name, 1))
+            result = module(*inputs)
         results.append(result[0] if isinstance(result, tuple) else result)
     assert type(results[0]) is type(results[1])
     torch.testing.assert_close(*(r.as_subclass(Tensor) for r in results))
@@ -118,7 +110,7 @@ def test_sparse_weights_of_networks_in_inference(make: str, layout: str, stacked
                 part.linear1.weight = torch.nn.Parameter(weight, requires_grad=False)
         x = torch.linspace(-2, 2, 3 * 4 * 32).cos().reshape(3, 4, 32)
         with torch.no_grad():
-            results.append(layer(*(x,) * INPUTS.get(make, 1)))
+            results.append(layer(*(x,) * (1 + ("Decoder" in make))))
     torch.testing.assert_close(*results)
 
 
