@@ -54,7 +54,9 @@ def test_it_is_the_plain_one(rows, columns, dtype, isa):
 def test_rows_of_equal_values(isa):
     norm, _ = drawn(1, 24, torch.float32)
     x = torch.full((3, 24), 2.5, requires_grad=True)
-    norm(x).sum().backward()
+    y = norm(x)
+    assert torch.equal(y, norm.bias.expand(3, 24))
+    y.sum().backward()
     with use_backend("reference"):
         plain = x.detach().clone().requires_grad_()
         norm(plain).sum().backward()

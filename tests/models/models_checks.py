@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,28 @@ from torch import Tensor
 from transformer_fast import models
 
 PAD, START, END = 0, 1, 2
+
+
+#: Of `small`, one or some.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "pre-norm": {"norm_first": True},
+    "gelu": {"activation": "gelu"},
+    "final norm": {"final_norm": True},
+    "pre-norm without final norm": {"norm_first": True, "final_norm": False},
+    "shared": {"target_vocab_size": None},
+    "tied": {"tie_output": True},
+    "shared and tied": {"target_vocab_size": None, "tie_output": True, "output_bias": False},
+    "projected": {"embedding_size": 10},
+    "projected and tied": {"embedding_size": 10, "tie_output": True},
+    "annotated": {"norm": "annotated", "norm_first": True, "layer_norm_eps": 1e-6},
+    "annotated post-norm": {"norm": "annotated", "layer_norm_eps": 0.5},
+    "no biases": {"bias": False},
+    "odd width": {"d_model": 15, "nhead": 3},
+    "any activation": {"activation": torch.nn.functional.softplus},
+    "learned positions": {"positions": "learned"},
+    "one head, four layers": {"nhead": 1, "num_decoder_layers": 4},
+}
 
 
 def small(**options: Any) -> models.Transformer:
@@ -74,6 +97,14 @@ def lively(model: Any, towards_end: float = 0.0) -> Any:
         model.output.bias -= mean
         model.output.bias[END] += towards_end * (logits - mean).std()
     return model
+
+
+@torch.no_grad()
+def recomputed(next_logits: Callable[[Tensor], Tensor], target: Tensor, steps: int) -> Tensor:
+    """Greedy decoding that computes everything anew at each step."""
+    for _ in range(steps):
+        target = torch.cat((target, next_logits(target).argmax(-1, keepdim=True)), 1)
+    return target
 
 
 def tokens(vocab_size: int, lengths: list[int], width: int | None = None) -> Tensor:
@@ -147,7 +178,9 @@ def plain_embedding(embedding: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
     x = weight[ids] * math.sqrt(weight.shape[1])
     if embedding.projection is not None:
         x = x @ embedding.projection.weight.to(dtype).T
-    return x + plain_positions(ids.shape[1], x.shape[-1]).to(dtype)
+    if isinstance(embedding.positions, models.SinusoidalPositions):
+        return x + plain_positions(ids.shape[1], x.shape[-1]).to(dtype)
+    return x + embedding.positions.table[: ids.shape[1]].to(dtype)
 
 
 def plain_output(output: Any, x: Tensor) -> Tensor:

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from models_checks import END, PAD, START, in_double, lively, small, small_language_model, tokens
+from models_checks import (
+    END,
+    OPTIONS,
+    PAD,
+    START,
+    in_double,
+    lively,
+    recomputed,
+    small,
+    small_language_model,
+    tokens,
+)
 from module_checks import check_budget
 from torch import Tensor
 
@@ -48,25 +59,10 @@ def rows(found: models.Generated) -> list[list[int]]:
     return [row[:length].tolist() for row, length in pairs]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "pre-norm": {"norm_first": True},
-    "pre-norm without final norm": {"norm_first": True, "final_norm": False},
-    "final norm": {"final_norm": True},
-    "gelu": {"activation": "gelu"},
-    "any activation": {"activation": torch.nn.functional.softplus},
-    "annotated": {"norm": "annotated", "norm_first": True},
-    "annotated post-norm": {"norm": "annotated", "final_norm": True},
-    "projected and tied": {"embedding_size": 10, "tie_output": True},
-    "no biases": {"bias": False},
-    "learned positions": {"positions": "learned"},
-    "one head, four layers": {"nhead": 1, "num_decoder_layers": 4},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_greedy_is_recomputing_everything(options: dict[str, Any]) -> None:
-    model = lively(small(**options))
+# With one vocabulary a pad may be generated, which is hidden where all is computed again.
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "shared" not in name])
+def test_greedy_is_recomputing_everything(name: str) -> None:
+    model = lively(small(**OPTIONS[name]))
     source = tokens(23, [7, 3, 1])
     expected = plain_greedy(model, source, 12)
     assert len({token for row in expected for token in row}) > 1
@@ -315,11 +311,12 @@ def test_recomputing_needs_no_layer_of_ours() -> None:
     }
     found = models.generate(decoder, memory, **arguments)
     decoder.eval()
-    expected = torch.full((3, 1), START)
-    for _ in range(6):
-        mask = torch.ones(expected.shape[1], expected.shape[1], dtype=torch.bool).triu(1)
-        hidden = decoder(table(expected), memory, tgt_mask=mask)
-        expected = torch.cat((expected, project(hidden[:, -1:]).argmax(-1)), 1)
+
+    def next_logits(target: Tensor) -> Tensor:
+        mask = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        return project(decoder(table(target), memory, tgt_mask=mask)[:, -1])
+
+    expected = recomputed(next_logits, torch.full((3, 1), START), 6)
     for row, length, right in zip(found.tokens, found.lengths, expected[:, 1:], strict=True):
         assert torch.equal(row[:length], right[:length])
     with pytest.raises(ValueError, match=r"no cache: layers\.0 is hooked or has a forward of its"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models_checks import recomputed
 from torch import Tensor
 
 from transformer_fast import models, nn
@@ -81,10 +82,8 @@ def test_greedy(transformer: Any, options: dict[str, Any]) -> None:
     padding = torch.arange(6) >= torch.tensor([6, 2, 5, 1])[:, None]
     with torch.no_grad():
         memory = user.encode(source, padding)
-        target = torch.full((4, 1), START)
-        for _ in range(12):
-            best = user.next_logits(memory, padding, target).argmax(-1, keepdim=True)
-            target = torch.cat((target, best), 1)
+    start = torch.full((4, 1), START)
+    target = recomputed(lambda target: user.next_logits(memory, padding, target), start, 12)
     user.train()  # dropout has no part in it
     found = models.generate(
         user.transformer,
@@ -177,11 +176,8 @@ def test_what_cannot_have_a_cache_is_recomputed(change: Any, reason: str) -> Non
     with pytest.raises(ValueError, match=f"there can be no cache: {reason}"):
         models.generate(user.transformer, memory, use_cache=True, **arguments)
     found = models.generate(user.transformer, memory, **arguments)
-    target = torch.full((2, 1), START)
-    for _ in range(5):
-        with torch.no_grad():
-            best = user.next_logits(memory, None, target).argmax(-1, keepdim=True)
-        target = torch.cat((target, best), 1)
+    start = torch.full((2, 1), START)
+    target = recomputed(lambda target: user.next_logits(memory, None, target), start, 5)
     assert torch.equal(found.tokens, target[:, 1:])
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models_checks import (
+    OPTIONS,
     PAD,
-    PlainAnnotatedNorm,
     plain_embedding,
     plain_forward,
     plain_output,
@@ -22,23 +23,6 @@ from models_checks import (
 from module_checks import check_budget
 
 from transformer_fast import models, nn
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "pre-norm": {"norm_first": True},
-    "gelu": {"activation": "gelu"},
-    "final norm": {"final_norm": True},
-    "pre-norm without final norm": {"norm_first": True, "final_norm": False},
-    "shared": {"target_vocab_size": None},
-    "tied": {"tie_output": True},
-    "shared and tied": {"target_vocab_size": None, "tie_output": True, "output_bias": False},
-    "projected": {"embedding_size": 10},
-    "projected and tied": {"embedding_size": 10, "tie_output": True},
-    "annotated": {"norm": "annotated", "norm_first": True, "layer_norm_eps": 1e-6},
-    "annotated post-norm": {"norm": "annotated", "layer_norm_eps": 0.5},
-    "no biases": {"bias": False, "output_bias": False},
-    "odd width": {"d_model": 15, "nhead": 3},
-}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -239,27 +223,6 @@ def test_compiles_without_a_break() -> None:
     assert model.output.weight.grad is not None
 
 
-def test_training_learns_to_copy() -> None:
-    model = small(
-        target_vocab_size=None,
-        tie_output=True,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        dropout=0.0,
-    ).train()
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    source = tokens(8, [4] * 4)
-    target = torch.cat((torch.full((4, 1), 1), source, torch.full((4, 1), 2)), 1)
-    for _ in range(70):
-        logits = model(source, target[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    assert loss.item() < 0.1
-    assert torch.equal(model.generate(source).tokens, target[:, 1:])
-
-
 @pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 8), (50, 5), (300, 64)])
 def test_sinusoidal_positions(length: int, width: int) -> None:
     positions = models.SinusoidalPositions(length, width)
@@ -276,35 +239,6 @@ def test_learned_positions_are_trained() -> None:
     table = model.encoder.embedding.positions.table
     assert table.grad[:7].abs().sum() > 0
     assert table.grad[7:].abs().sum() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_annotated_layer_norm(dtype: torch.dtype) -> None:
-    norm = models.AnnotatedLayerNorm(11, 0.1, dtype=dtype)
-    with torch.no_grad():
-        norm.weight.normal_()
-        norm.bias.normal_()
-    plain = PlainAnnotatedNorm(11, 0.1).to(dtype)
-    plain.load_state_dict(norm.state_dict())
-    exact = PlainAnnotatedNorm(11, 0.1)
-    exact.load_state_dict(norm.state_dict())
-    exact = exact.double()
-    x = torch.randn(50, 11, dtype=dtype) * 3 + 1
-    check_budget(norm(x), plain(x), exact(x.double()))
-    constant = torch.ones(2, 11, dtype=dtype, requires_grad=True)
-    result = norm(constant)
-    assert torch.equal(result, norm.bias.expand(2, 11))
-    result.sum().backward()
-    assert constant.grad is not None
-    assert torch.isfinite(constant.grad).all()
-
-
-def test_annotated_layer_norm_is_not_the_usual_one() -> None:
-    x = torch.randn(5, 6)
-    usual, annotated = nn.LayerNorm(6), models.AnnotatedLayerNorm(6)
-    assert (usual(x) - annotated(x)).abs().max() > 0.05
-    with pytest.raises(ValueError, match="d_model must be at least 2"):
-        models.AnnotatedLayerNorm(1)
 
 
 def test_encoder_alone() -> None:
@@ -419,125 +353,109 @@ def test_attention_weights_of_no_such_layer() -> None:
 SOURCE, TARGET = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 6]])
 
 
+def called(**options: Any) -> Any:
+    """Calls a small model with these arguments in place of good ones."""
+    return small()(**{"source": SOURCE, "target": TARGET, **options})
+
+
+def generated(source: Any = SOURCE, **arguments: Any) -> Any:
+    return small().generate(source, **arguments)
+
+
+def prompted(**arguments: Any) -> Any:
+    return small_language_model().generate(SOURCE, **({"max_new_tokens": 4} | arguments))
+
+
+NONE = torch.zeros(1, 2, dtype=torch.bool)
+WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # Tokens
+    (lambda: called(source=[[3]]), TypeError, "source must be a Tensor of token ids, not list"),
+    (lambda: called(source=SOURCE.float()), TypeError, r"source .* int32, not torch\.float32"),
+    (lambda: called(source=SOURCE.bool()), TypeError, r"source .* int32, not torch\.bool"),
+    (lambda: called(source=SOURCE[0]), ValueError,
+     r"source must have shape \(batch, length\), not \[3\]"),
+    (lambda: called(source=SOURCE[:, :0]), ValueError, "source is empty"),
+    (lambda: called(target=TARGET[:, :0]), ValueError, "target is empty"),
+    (lambda: called(source=SOURCE + 18), IndexError, r"source must .* in \[0, 23\), .* holds 23"),
+    (lambda: called(source=-SOURCE), IndexError, r"source must .* in \[0, 23\), but holds -5"),
+    (lambda: called(target=TARGET + 13), IndexError, r"target must .* in \[0, 19\), .* holds 19"),
+    (lambda: called(source=SOURCE.repeat(1, 22)), ValueError,
+     "source has 66 tokens, more than max_len=64"),
+    (lambda: called(target=TARGET.repeat(1, 33)), ValueError,
+     "target has 66 tokens, more than max_len=64"),
+    (lambda: called(target=TARGET.repeat(2, 1)), ValueError, r"memory must .* batch 2, as target"),
+    # Masks
+    (lambda: called(source_padding=torch.zeros(1, 3)), TypeError,
+     r"padding must be a bool Tensor, .* not torch\.float32"),
+    (lambda: called(source_padding=NONE), ValueError,
+     r"padding must have the shape of source, \[1, 3\], not"),
+    (lambda: called(source_mask=torch.zeros(3, 3)), TypeError,
+     r"^mask must be a bool Tensor, True where hidden, not .*float"),
+    (lambda: called(target_mask=NONE), ValueError, r"^mask must have shape \[2, 2\] or \[batch"),
+    (lambda: called(memory_mask=NONE.expand(2, 2)), ValueError,
+     r"^memory_mask must have shape \[2, 3\]"),
+    (lambda: small().decode(TARGET, small().encode(SOURCE), NONE), ValueError,
+     r"memory_padding must have the shape of memory, \[1, 3\]"),
+    # Options of the constructor
+    (lambda: small(norm="batch"), ValueError,
+     "norm must be one of layer_norm, annotated, not 'batch'"),
+    (lambda: small(nhead=3), ValueError,
+     "d_model must be a positive multiple of nhead, not 16 for nhead=3"),
+    (lambda: small(positions="rotary"), ValueError,
+     "positions must be one of sinusoidal, learned, or None"),
+    (lambda: small(max_len=0), ValueError, "max_len must be at least 1, not 0"),
+    (lambda: small(pad_token=19), ValueError, r"pad_token must be a token id in \[0, 19\), not 19"),
+    (lambda: small(end_token=-1), ValueError, r"end_token must be a token id in \[0, 19\), not -1"),
+    (lambda: small(start_token=40), ValueError,
+     r"start_token must be a token id in \[0, 19\), not 40"),
+    (lambda: models.AnnotatedLayerNorm(1), ValueError, "d_model must be at least 2"),
+    # Generation
+    (lambda: small(end_token=None).generate(SOURCE), ValueError, "the end token is missing"),
+    (lambda: small(start_token=None).generate(SOURCE), ValueError, "the start token is missing"),
+    (lambda: generated(end_token=19), ValueError,
+     r"end_token must be a token id in \[0, 19\), or -1"),
+    (lambda: generated(max_new_tokens=0), ValueError, "max_new_tokens must be at least 1, not 0"),
+    (lambda: generated(max_new_tokens=2.5), TypeError, "max_new_tokens must be an int, not float"),
+    (lambda: generated(max_new_tokens=65), ValueError,
+     "65 behind 1 tokens is longer than max_len=64"),
+    (lambda: generated(method=models.BeamSearch(20)), ValueError,
+     "beams must be at most .* 19, not 20"),
+    (lambda: generated(method="beam"), TypeError, r"method must be Greedy\(\).* not str"),
+    (lambda: generated(prefix=TARGET[:, :0]), ValueError, "prefix is empty"),
+    (lambda: generated(prefix=TARGET.repeat(2, 1)), ValueError,
+     "a row for each of the 1 sources, not 2"),
+    (lambda: generated(prefix=TARGET + 13), IndexError, "prefix must hold token ids"),
+    (lambda: generated(tokens(23, [3, 0, 2])), ValueError,
+     "source is empty: row 1 has nothing but padding"),
+    (lambda: generated(SOURCE[:, :0]), ValueError,
+     "source is empty: each sequence must have at least one"),
+    (lambda: small().stream(SOURCE[:, :0]), ValueError, "source is empty"),
+    # Methods
+    (lambda: models.Sampling(0.0), ValueError, "temperature must be above 0, not 0.0"),
+    (lambda: models.Sampling(float("nan")), ValueError, "temperature must be above 0"),
+    (lambda: models.Sampling(top_k=0), ValueError, "top_k must be at least 1, or None, not 0"),
+    (lambda: models.Sampling(top_p=0.0), ValueError, r"top_p must lie in \(0, 1\]"),
+    (lambda: models.Sampling(top_p=1.5), ValueError, r"top_p must lie in \(0, 1\]"),
+    (lambda: models.BeamSearch(0), ValueError, "beams must be at least 1, not 0"),
+    (lambda: models.BeamSearch(3, n_best=4), ValueError, "n_best must lie between 1 and beams=3"),
+    # Prompts
+    (lambda: prompted(prompt_lengths=torch.tensor([0])), ValueError,
+     r"must lie in \[1, 3\], .* 0 to 0"),
+    (lambda: prompted(prompt_lengths=torch.tensor([4])), ValueError,
+     r"must lie in \[1, 3\], .* 4 to 4"),
+    (lambda: prompted(prompt_lengths=torch.tensor([1, 1])), ValueError, r"must have shape \[1\]"),
+    (lambda: prompted(prompt_lengths=torch.tensor([1.0])), TypeError, "must be an integer Tensor"),
+    (lambda: prompted(max_new_tokens=63), ValueError,
+     "63 behind 3 tokens is longer than max_len=64"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("source", "target", "error", "words"),
-    [
-        ([[3]], TARGET, TypeError, "source must be a Tensor of token ids, not list"),
-        (SOURCE.float(), TARGET, TypeError, r"source .* int64 or int32, not torch\.float32"),
-        (SOURCE.bool(), TARGET, TypeError, r"source .* int64 or int32, not torch\.bool"),
-        (SOURCE[0], TARGET, ValueError, r"source must have shape \(batch, length\), not \[3\]"),
-        (SOURCE[:, :0], TARGET, ValueError, "source is empty"),
-        (SOURCE, TARGET[:, :0], ValueError, "target is empty"),
-        (SOURCE + 18, TARGET, IndexError, r"source must hold token ids in \[0, 23\), .* holds 23"),
-        (-SOURCE, TARGET, IndexError, r"source must hold token ids in \[0, 23\), but holds -5"),
-        (SOURCE, TARGET + 13, IndexError, r"target must hold token ids in \[0, 19\), .* holds 19"),
-        (SOURCE.repeat(1, 22), TARGET, ValueError, "source has 66 tokens, more than max_len=64"),
-        (SOURCE, TARGET.repeat(1, 33), ValueError, "target has 66 tokens, more than max_len=64"),
-        (SOURCE, TARGET.repeat(2, 1), ValueError, r"memory must have shape .* batch 2, as target"),
-    ],
+    ("call", "error", "words"), WRONG, ids=lambda x: x if type(x) is str else ""
 )
-def test_tokens(source: Any, target: Any, error: type[Exception], words: str) -> None:
+def test_what_is_refused(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        small()(source, target)
-
-
-def test_masks() -> None:
-    model = small()
-    with pytest.raises(TypeError, match=r"padding must be a bool Tensor, .* not torch\.float32"):
-        model(SOURCE, TARGET, source_padding=torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"padding must have the shape of source, \[1, 3\], not"):
-        model(SOURCE, TARGET, source_padding=torch.zeros(1, 2, dtype=torch.bool))
-    with pytest.raises(
-        TypeError, match=r"^mask must be a bool Tensor, True where hidden, not .*float"
-    ):
-        model(SOURCE, TARGET, source_mask=torch.zeros(3, 3))
-    with pytest.raises(ValueError, match=r"^mask must have shape \[2, 2\] or \[batch"):
-        model(SOURCE, TARGET, target_mask=torch.zeros(1, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"^memory_mask must have shape \[2, 3\]"):
-        model(SOURCE, TARGET, memory_mask=torch.zeros(2, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"memory_padding must have the shape of memory, \[1, 3\]"):
-        model.decode(TARGET, model.encode(SOURCE), torch.zeros(1, 2, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"norm": "batch"}, "norm must be one of layer_norm, annotated, not 'batch'"),
-        ({"nhead": 3}, "d_model must be a positive multiple of nhead, not 16 for nhead=3"),
-        ({"positions": "rotary"}, "positions must be one of sinusoidal, learned, or None"),
-        ({"max_len": 0}, "max_len must be at least 1, not 0"),
-        ({"pad_token": 19}, r"pad_token must be a token id in \[0, 19\), not 19"),
-        ({"end_token": -1}, r"end_token must be a token id in \[0, 19\), not -1"),
-        ({"start_token": 40}, r"start_token must be a token id in \[0, 19\), not 40"),
-    ],
-)
-def test_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        small(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "error", "words"),
-    [
-        ({"end_token": None}, {}, ValueError, "the end token is missing"),
-        ({"start_token": None}, {}, ValueError, "the start token is missing"),
-        ({}, {"end_token": 19}, ValueError, r"end_token must be a token id in \[0, 19\), or -1"),
-        ({}, {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, not 0"),
-        ({}, {"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an int, not float"),
-        ({}, {"max_new_tokens": 65}, ValueError, "65 behind 1 tokens is longer than max_len=64"),
-        ({}, {"method": models.BeamSearch(20)}, ValueError, "beams must be at most .* 19, not 20"),
-        ({}, {"method": "beam"}, TypeError, r"method must be Greedy\(\).* not str"),
-        ({}, {"prefix": TARGET[:, :0]}, ValueError, "prefix is empty"),
-        ({}, {"prefix": TARGET.repeat(2, 1)}, ValueError, "a row for each of the 1 sources, not 2"),
-        ({}, {"prefix": TARGET + 13}, IndexError, "prefix must hold token ids"),
-    ],
-)
-def test_generate(
-    options: dict[str, Any], arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        small(**options).generate(SOURCE, **arguments)
-
-
-def test_sources_of_padding_only() -> None:
-    source = tokens(23, [3, 0, 2])
-    with pytest.raises(ValueError, match="source is empty: row 1 has nothing but padding"):
-        small().generate(source)
-    with pytest.raises(ValueError, match="source is empty: each sequence must have at least one"):
-        small().generate(source[:, :0])
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: models.Sampling(0.0), "temperature must be above 0, not 0.0"),
-        (lambda: models.Sampling(float("nan")), "temperature must be above 0"),
-        (lambda: models.Sampling(top_k=0), "top_k must be at least 1, or None, not 0"),
-        (lambda: models.Sampling(top_p=0.0), r"top_p must lie in \(0, 1\]"),
-        (lambda: models.Sampling(top_p=1.5), r"top_p must lie in \(0, 1\]"),
-        (lambda: models.BeamSearch(0), "beams must be at least 1, not 0"),
-        (lambda: models.BeamSearch(3, n_best=4), "n_best must lie between 1 and beams=3"),
-    ],
-)
-def test_methods(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"prompt_lengths": torch.tensor([0])}, ValueError, r"must lie in \[1, 3\], .* 0 to 0"),
-        ({"prompt_lengths": torch.tensor([4])}, ValueError, r"must lie in \[1, 3\], .* 4 to 4"),
-        ({"prompt_lengths": torch.tensor([1, 1])}, ValueError, r"must have shape \[1\]"),
-        ({"prompt_lengths": torch.tensor([1.0])}, TypeError, "must be an integer Tensor"),
-        ({"max_new_tokens": 63}, ValueError, "63 behind 3 tokens is longer than max_len=64"),
-    ],
-)
-def test_prompts(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    arguments = {"max_new_tokens": 4} | arguments
-    with pytest.raises(error, match=words):
-        small_language_model().generate(SOURCE, **arguments)
+        call()
 
 
 def test_beam_search_refuses_what_it_cannot_do() -> None:
@@ -549,11 +467,6 @@ def test_beam_search_refuses_what_it_cannot_do() -> None:
         )
     with pytest.raises(ValueError, match="beam search cannot stream"):
         model.stream(prompt, models.BeamSearch(2), max_new_tokens=2)
-
-
-def test_streams_check_at_once() -> None:
-    with pytest.raises(ValueError, match="source is empty"):
-        small().stream(SOURCE[:, :0])
 
 
 def test_nothing_is_changed_by_an_error() -> None:

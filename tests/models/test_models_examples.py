@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models_checks import in_double, lively, small, small_language_model, tokens
+from models_checks import in_double, lively, recomputed, small, small_language_model, tokens
 from module_checks import check_budget
 from torch import Tensor, nn
 
@@ -109,10 +109,8 @@ def test_the_annotated_transformers_greedy_decode() -> None:
     ours = module.make_model(23, 11, N=2, d_model=16, d_ff=24, h=2).eval()
     lively(randomised(ours))
     source = tokens(23, [7])
-    ys = torch.zeros(1, 1, dtype=torch.int64)
-    for _ in range(9):
-        best = ours.log_probabilities(source, ys)[:, -1].argmax(-1, keepdim=True)
-        ys = torch.cat((ys, best), 1)
+    start = torch.zeros(1, 1, dtype=torch.int64)
+    ys = recomputed(lambda ys: ours.log_probabilities(source, ys)[:, -1], start, 9)
     found = ours.generate(source, max_new_tokens=9, end_token=-1, prefix=ys[:, :1])
     assert torch.equal(found.tokens, ys[:, 1:])
 
@@ -167,8 +165,7 @@ def test_a_model_written_by_hand_of_another_form() -> None:
     source, ys = torch.randint(1, 13, (2, 6)), torch.ones(2, 1, dtype=torch.int64)
     with torch.no_grad():
         theirs.fc.weight[0], theirs.fc.bias[0] = 0, -99  # 0 would be padding for the model itself
-        for _ in range(7):
-            ys = torch.cat((ys, theirs(source, ys)[:, -1].argmax(-1, keepdim=True)), 1)
+    ys = recomputed(lambda ys: theirs(source, ys)[:, -1], ys, 7)
     assert torch.equal(adapter.generate(source, max_new_tokens=7).tokens, ys[:, 1:])
     adapter.pad_token, source[1] = 3, 3
     with pytest.raises(ValueError, match="source is empty: row 1 has nothing but padding"):
@@ -550,13 +547,9 @@ def test_translation_with_torch_nn() -> None:
         model.load_state_dict({k: v for k, v in state.items() if k != "positions.pe"})
 
     check(ours, theirs, load, lambda model: model(source, target))
-    with torch.no_grad():
-        ys = torch.full((1, 2), module.START)
-        for _ in range(12):
-            best = theirs(source, ys)[-1].argmax(-1)
-            ys = torch.cat((ys, best[None]), 0)
+    ys = recomputed(lambda ys: theirs(source, ys.T)[-1], torch.full((2, 1), module.START), 12)
     found = module.translate(ours, source)
-    for row, length, right in zip(found.tokens, found.lengths, ys[1:].T, strict=True):
+    for row, length, right in zip(found.tokens, found.lengths, ys[:, 1:], strict=True):
         assert torch.equal(row[:length], right[:length])
         assert int(length) == 12 or row[length - 1] == module.END
 
@@ -622,9 +615,6 @@ def test_decoder_only() -> None:
     ours = module.make_model(19, 16, 2, 2, 40)
     ids = tokens(19, [12, 12])
     check(ours, theirs, models.load_weights, lambda model: model(ids))
-    so_far = ids[:, :3]
-    with torch.no_grad():
-        for _ in range(10):
-            so_far = torch.cat((so_far, theirs(so_far)[:, -1].argmax(-1, keepdim=True)), 1)
+    so_far = recomputed(lambda ids: theirs(ids)[:, -1], ids[:, :3], 10)
     found = ours.generate(ids[:, :3], models.Greedy(), max_new_tokens=10, end_token=-1)
     assert torch.equal(found.tokens, so_far[:, 3:])
