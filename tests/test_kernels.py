@@ -402,6 +402,7 @@ def test_upstream_gradients_of_any_layout(op: str, backend: Backend, dtype: torc
         results = [y for y in as_results(target.kernel.run(*given)) if y is not None]
         for name, change in LAYOUTS.items():
             grads = [change(upstream(y, number)) for number, y in enumerate(results)]
+            before = [x.detach().clone() for x in (*leaves, *grads)]
             found, expected = (
                 torch.autograd.grad(results, leaves, ups, retain_graph=True)
                 for ups in (grads, [grad.contiguous() for grad in grads])
@@ -409,6 +410,7 @@ def test_upstream_gradients_of_any_layout(op: str, backend: Backend, dtype: torc
             # On GPUs some products are PyTorch's, in an order that depends on strides.
             close = 0.0 if backend.name == "cpu" else 1e-2
             torch.testing.assert_close(found, expected, rtol=close, atol=close, msg=name)
+            assert_same([x.detach() for x in (*leaves, *grads)], before)
 
 
 def test_gradients_of_norms_of_rows_far_from_zero(float_isa: str) -> None:
