@@ -129,48 +129,42 @@ def test_project_may_be_any_function() -> None:
     assert torch.equal(found.tokens, expected.tokens)
 
 
-def _appending(user: User) -> None:
-    for layer in user.transformer.decoder.layers:
+def _appending(layers: Any) -> None:
+    for layer in layers:
         layer.self_attn.add_zero_attn = True
 
 
-def _hook(user: User) -> None:
-    user.transformer.decoder.layers[1].linear1.register_forward_hook(lambda *_: None)
-
-
-def _dropout(user: User) -> None:
-    user.transformer.decoder.layers[1].dropout2 = torch.nn.AlphaDropout(0.1)
-
-
-def _differ(user: User) -> None:
-    user.transformer.decoder.layers[1].norm_first = True
-
-
-def _parametrize(user: User) -> None:
-    layer = user.transformer.decoder.layers[0]
-    torch.nn.utils.parametrizations.weight_norm(layer.linear2)
-
-
-def _block(user: User) -> None:
-    layer = user.transformer.decoder.layers[0]
-    block = layer._ff_block
-    layer._ff_block = lambda x: block(x) + 1
+def _block(layers: Any) -> None:
+    block = layers[0]._ff_block
+    layers[0]._ff_block = lambda x: block(x) + 1
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (_appending, r"layers\.0\.self_attn appends keys"),
-        (_hook, r"layers\.1\.linear1 is hooked or replaced"),
-        (_dropout, r"layers\.1\.dropout2 is hooked or replaced"),
-        (_differ, "the layers differ in norm_first"),
-        (_parametrize, r"layers\.0\.linear2 is hooked or replaced"),
+        (
+            lambda layers: layers[1].linear1.register_forward_hook(lambda *_: None),
+            r"layers\.1\.linear1 is hooked or replaced",
+        ),
+        (
+            lambda layers: setattr(layers[1], "dropout2", torch.nn.AlphaDropout(0.1)),
+            r"layers\.1\.dropout2 is hooked or replaced",
+        ),
+        (
+            lambda layers: setattr(layers[1], "norm_first", True),
+            "the layers differ in norm_first",
+        ),
+        (
+            lambda layers: torch.nn.utils.parametrizations.weight_norm(layers[0].linear2),
+            r"layers\.0\.linear2 is hooked or replaced",
+        ),
         (_block, r"layers\.0\._ff_block is replaced"),
     ],
 )
 def test_what_cannot_have_a_cache_is_recomputed(change: Any, reason: str) -> None:
     user = random_user(torch.nn.Transformer, batch_first=True)
-    change(user)
+    change(user.transformer.decoder.layers)
     memory = torch.randn(2, 5, M)
     arguments = user.arguments() | {"end_token": -1, "max_new_tokens": 5}
     with pytest.raises(ValueError, match=f"there can be no cache: {reason}"):
