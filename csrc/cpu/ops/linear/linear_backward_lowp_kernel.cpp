@@ -12,12 +12,12 @@ long panels_bytes(long m, long k) {
 
 template <class T>
 void pack_x(const WeightGradientArgs& args, void* to, long begin, long end, void*) {
-  pack_transposed<T>(args.x, args.x_stride, args.k, args.m, to, begin / kPackRows,
-                     (end + kPackRows - 1) / kPackRows);
+  pack_transposed<T>(args.x, args.x_stride, args.k, args.m, to, begin / kPackRows<T>,
+                     (end + kPackRows<T> - 1) / kPackRows<T>);
 }
 
 template <class T>
-constexpr WeightGradientKernels kKernels{.pack_rows = kPackRows,
+constexpr WeightGradientKernels kKernels{.pack_rows = kPackRows<T>,
                                          .packed_bytes = panels_bytes<T>,
                                          .pack = pack_x<T>,
                                          .rows = WeightGradientBlock<T>::kRows,

@@ -150,5 +150,27 @@ void direct(const LinearArgs& args, long column_begin, long column_end) {
 #endif
 }
 
+// For products of operands in T.
+template <class T>
+constexpr LinearKernels kLinearKernels{
+    .in_fp32 = std::is_same_v<T, float>,
+    .layout = kPanel + (sizeof(typename PackedProduct<T>::Operand) == 2),
+    .panel = kPanel,
+    .row_unit = 1,
+    .pack_transposed_rows = kPackRows<T>,
+    .packed_bytes = packed_bytes<T>,
+    .pack = pack<T>,
+    .pack_transposed = pack_transposed<T>,
+    .row_block = row_block<T>,
+    .scratch = scratch_bytes<T>,
+    .block = block<T>,
+    .max_depth = std::is_same_v<T, float> ? 2048 : 4096,
+    .min_panels = std::is_same_v<T, float> ? 0 : 4,
+    .panels_scratch = panels_scratch<T>,
+    .fill = fill<T>,
+    .panels = panels<T>,
+    .direct_unit = kPanel,
+    .direct = direct<T>};
+
 }  // namespace
 }  // namespace tf::TF_ISA

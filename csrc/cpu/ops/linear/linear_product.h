@@ -38,12 +38,14 @@ void pack(const void* weight, long stride, long n, long k, void* packed, long be
   }
 }
 
-// Rows of W^T packed at a time.
-constexpr long kPackRows = 32;
-template <class T, long kRows = kPackRows>
+// Rows of W^T packed at a time: few in fp32, since they are read far apart.
+template <class T>
+constexpr long kPackRows = std::is_same_v<T, float> ? 8 : 32;
+template <class T>
 void pack_transposed(const void* transposed, long stride, long n, long k, void* packed, long begin,
                      long end) {
   using P = PackedProduct<T>;
+  constexpr long kRows = kPackRows<T>;
   for (long block = begin; block < end; ++block) {
     const long p = block * kRows, depth = min(kRows, k - p);
     const T* rows = static_cast<const T*>(transposed) + p * stride;
