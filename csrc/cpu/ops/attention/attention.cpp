@@ -78,21 +78,14 @@ bool run_decode_attention(const AttentionArgs& args) {
 void run_attention(AttentionArgs args) {
   args.next_head = next_head(args);
   if (run_decode_attention(args)) return;
-  const auto run = [&](int64_t bytes, auto&& kernel) {
-    each_attention_item(args, [&](int64_t b, int64_t key_head, int64_t begin, int64_t end) {
-      kernel(b, key_head, begin, end, bytes_of(kernel_scratch(), bytes));
-    });
-  };
-  if (args.type != Element::float32)
-    return run(TF_DISPATCH(lowp_attention_scratch, args),
-               [&](auto... item) { TF_DISPATCH(lowp_attention_queries, args, item...); });
-#ifdef TF_HAVE_AMX
-  if (uses_bf16x3(kBf16x3RowsPerQuery * args.queries))
-    return run(amx::bf16x3_attention_scratch(args),
-               [&](auto... item) { amx::bf16x3_attention_queries(args, item...); });
-#endif
-  run(TF_DISPATCH(attention_scratch, args),
-      [&](auto... item) { TF_DISPATCH(attention_queries, args, item...); });
+  const bool lowp =
+      args.type != Element::float32 || uses_bf16x3(kBf16x3RowsPerQuery * args.queries);
+  const AttentionKernels& kernels =
+      lowp ? *TF_DISPATCH(lowp_attention_kernels, args.type) : *TF_DISPATCH(attention_kernels, );
+  const int64_t scratch = kernels.scratch(args);
+  each_attention_item(args, [&](auto... item) {
+    kernels.queries(args, item..., bytes_of(kernel_scratch(), scratch));
+  });
 }
 
 namespace {
@@ -120,19 +113,14 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
                   "attention: the shapes of query, key and value do not fit");
   STD_TORCH_CHECK(heads == key_heads || (key_heads > 0 && heads % key_heads == 0),
                   "attention: the number of query heads must be a multiple of that of key heads");
-  AttentionArgs args{};
-  set_mask(args, mask, {batch, heads, queries, keys}, type);
-  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
-  if (key_lengths) args.key_lengths = lengths.data();
-  bool adjacent = is_reduced_float(query);
-#ifdef TF_HAVE_AMX
-  adjacent = adjacent || uses_bf16x3(kBf16x3RowsPerQuery * queries);
-#endif
-  if (adjacent) {
+  if (is_reduced_float(query) || uses_bf16x3(kBf16x3RowsPerQuery * queries)) {
     query = with_unit_stride(query);
     key = with_unit_stride(key);
     value = with_unit_stride(value);
   }
+  AttentionArgs args{};
+  std::vector<int64_t> lengths;
+  set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
   // Memory order (B, T, H, Dv): merging the heads needs no copy.
   Tensor output =
       torch::stable::transpose(empty_tensor(query, {batch, queries, heads, value_size}), 1, 2);
@@ -151,21 +139,7 @@ Attended attend(Tensor query, Tensor key, Tensor value, const std::optional<Tens
   args.shift = mutable_floats(row_max);
   args.norm = mutable_floats(row_sum);
   args.weights = data_if(need_weights, weights);
-  args.batch = batch;
-  args.heads = heads;
-  args.key_heads = key_heads;
-  args.queries = queries;
-  args.keys = keys;
-  args.size = size;
-  args.value_size = value_size;
-  for (int d = 0; d < 4; ++d) {
-    args.query_stride[d] = query.stride(d);
-    args.key_stride[d] = key.stride(d);
-    args.value_stride[d] = value.stride(d);
-    if (d < 3) args.output_stride[d] = output.stride(d);
-  }
-  args.scale = static_cast<float>(scale);
-  args.causal = is_causal;
+  set_strides(args.output_stride, output);
   args.dropout = make_dropout(op, dropout_p, seed);
   if (batch * heads * queries > 0) run_attention(args);
   return {output, weights, row_max, row_sum};

@@ -54,23 +54,19 @@ struct AttentionArgs : AttentionShape {
 // All queries on torch's threads.
 void run_attention(AttentionArgs args);
 
-// ..._scratch: bytes of scratch for the kernel. ..._queries: queries [begin, end) of the heads that
-// share key head `key_head` of batch element `b`, numbered over (head in group, query).
+// Forward for one kind of product.
+struct AttentionKernels {
+  long (*scratch)(const AttentionArgs& args);  // in bytes
+  // Queries [begin, end) of the heads that share key head `key_head` of batch element `b`, numbered
+  // over (head in group, query).
+  void (*queries)(const AttentionArgs& args, long b, long key_head, long begin, long end,
+                  void* scratch);
+};
 
 // float32; channels need not be adjacent.
-TF_KERNEL(long attention_scratch(const AttentionArgs& args))
-TF_KERNEL(void attention_queries(const AttentionArgs& args, long b, long key_head, long begin,
-                                 long end, void* scratch))
-
-// bfloat16 and float16.
-TF_KERNEL_AMX(long lowp_attention_scratch(const AttentionArgs& args))
-TF_KERNEL_AMX(void lowp_attention_queries(const AttentionArgs& args, long b, long key_head,
-                                          long begin, long end, void* scratch))
-
-// float32 as bf16x3 on bfloat16 units (bf16_amx.h).
-TF_KERNEL_BF16X3(long bf16x3_attention_scratch(const AttentionArgs& args))
-TF_KERNEL_BF16X3(void bf16x3_attention_queries(const AttentionArgs& args, long b, long key_head,
-                                               long begin, long end, void* scratch))
+TF_KERNEL(const AttentionKernels* attention_kernels())
+// bfloat16 and float16, and on AMX float32 as bf16x3 (bf16_amx.h).
+TF_KERNEL_AMX(const AttentionKernels* lowp_attention_kernels(Element type))
 
 // Decoding: few queries, no dropout. Keys and values are read in place, once per query, since
 // packing them for the register tiles would cost more than it saves. Processes all queries of a key
@@ -113,51 +109,35 @@ constexpr float kDominantInFloat = 0.5f, kDominantInLowp = 1.0f - 0x1p-5f;
 // Rows [begin, end) of delta, numbered over (B, H, T).
 TF_KERNEL(void attention_delta(const AttentionBackwardArgs& args, long begin, long end))
 
-// Keys per tile. Does not depend on the number of threads.
-TF_KERNEL(long attention_backward_keys(const AttentionBackwardArgs& args))
-
-// Floats of scratch for attention_backward, which is for float32.
-TF_KERNEL(long attention_backward_scratch(const AttentionBackwardArgs& args))
-
-// Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
-// attention_backward_keys(): writes their gradients, and their contribution to grad_query into
-// `part` (heads of the group, T, D), or into grad_query itself if part is nullptr.
-TF_KERNEL(void attention_backward(const AttentionBackwardArgs& args, long b, long key_head,
-                                  long begin, long end, float* part, float* scratch))
-
 // Rows [begin, end) of the group's (heads, T) in grad_query: the sum of `parts` parts.
 TF_KERNEL(void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
                                       const float* part, long parts, long begin, long end))
 
-// Attention backward on bfloat16 units: bfloat16, where P and dS are rounded to it, and fp32 as
-// bf16x3 on AMX (bf16_amx.h); sums are in fp32.
+// Gradients for one kind of product. Sizes do not depend on the number of threads.
+struct AttentionBackwardKernels {
+  long (*keys_per_tile)(const AttentionBackwardArgs& args);
+  long (*queries_per_block)(const AttentionBackwardArgs& args);
+  long (*scratch)(const AttentionBackwardArgs& args);  // in bytes
 
-// Counterparts of attention_backward_keys(), _scratch (in bytes) and attention_backward(); for
-// bfloat16, `part` must be given. They return false, with incomplete results, if an operand is not
-// representable as bf16x3.
-TF_KERNEL_UNITS(long bf16_attention_backward_keys(const AttentionBackwardArgs& args))
-TF_KERNEL_UNITS(long bf16_attention_backward_scratch(const AttentionBackwardArgs& args))
-TF_KERNEL_UNITS(bool bf16_attention_backward(const AttentionBackwardArgs& args, long b,
-                                             long key_head, long begin, long end, float* part,
-                                             void* scratch))
+  // The following return false, with incomplete results, if an operand is out of range of the
+  // products: not representable as bf16x3.
 
-// Counterparts of attention_mask_backward() and of its queries per block.
-TF_KERNEL_UNITS(long bf16_attention_backward_queries())
-TF_KERNEL_UNITS(bool bf16_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h,
-                                                  long tile, long begin, long end, void* scratch))
+  // Keys [begin, end) of key head `key_head` of batch element b, begin a multiple of
+  // keys_per_tile(): writes their gradients, and their contribution to grad_query into `part`
+  // (heads of the group, T, D), or, in fp32, into grad_query itself if part is nullptr.
+  bool (*keys)(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
+               float* part, void* scratch);
 
-// Gradient of the additive mask; scores are recomputed.
+  // Gradient of the additive mask; scores are recomputed. grad_mask at (b, h) of the mask: key tile
+  // `tile` (all keys if the mask has one column) and query blocks [begin, end), summed over the
+  // broadcast dimensions.
+  bool (*mask)(const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
+               void* scratch);
+};
 
-// Keys and queries per tile. Do not depend on the number of threads.
-TF_KERNEL(long attention_mask_backward_keys(const AttentionBackwardArgs& args))
-TF_KERNEL(long attention_mask_backward_queries(const AttentionBackwardArgs& args))
-
-// Floats of scratch for attention_mask_backward.
-TF_KERNEL(long attention_mask_backward_scratch(const AttentionBackwardArgs& args))
-
-// grad_mask at (b, h) of the mask: key tile `tile` (all keys if the mask has one column) and query
-// blocks [begin, end), summed over the broadcast dimensions.
-TF_KERNEL(void attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
-                                       long begin, long end, float* scratch))
+TF_KERNEL(const AttentionBackwardKernels* attention_backward_kernels())
+// On bfloat16 units: bfloat16, where P and dS are rounded to it, and fp32 as bf16x3 on AMX
+// (bf16_amx.h); sums are in fp32.
+TF_KERNEL_UNITS(const AttentionBackwardKernels* bf16_attention_backward_kernels(Element type))
 
 }  // namespace tf

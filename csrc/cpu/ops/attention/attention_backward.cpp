@@ -36,11 +36,6 @@ Tensor gradient_like(const Tensor& tensor, bool wanted) {
   return empty_tensor(tensor, {b, h, t, d});
 }
 
-template <int kDims>
-void set_strides(long (&strides)[kDims], const Tensor& tensor) {
-  for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
-}
-
 void* set_gradient(Tensor& tensor, bool wanted, long (&strides)[3]) {
   if (!wanted) return nullptr;
   set_strides(strides, tensor);
@@ -67,25 +62,24 @@ bool all_items(int64_t items, const F& f) {
   return did;
 }
 
-// Calls kernel(b, key_head, begin, end, part) for all keys, in tiles of `step`; returns false once
-// a call does.
-template <class Kernel>
-bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& kernel) {
+// Gradients of query, key and value; returns false if an operand is out of range of the products.
+bool run_keys(const AttentionBackwardArgs& args, const AttentionBackwardKernels& kernels) {
+  const int64_t step = kernels.keys_per_tile(args), scratch = kernels.scratch(args);
   const int64_t tiles = (args.keys + step - 1) / step, groups = args.batch * args.key_heads;
   const int64_t heads = args.heads / args.key_heads, parts = key_parts(args, tiles);
   const int64_t part_size = heads * args.queries * args.size;
   // Sums are in fp32: reduced types always use a part.
-  const bool split_bf16x3 =
-      (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
-  float* sums = split_bf16x3 ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
+  const bool split = (parts > 1 || args.type != Element::float32) && args.grad_query != nullptr;
+  float* sums = split ? shared_scratch(1).floats(groups * parts * part_size) : nullptr;
   const bool did = all_items(groups * parts, [&](int64_t item) {
     // With causal masking the first keys have the most queries; they are scheduled first.
     const int64_t part = item / groups, group = item % groups;
-    return kernel(group / args.key_heads, group % args.key_heads, tiles * part / parts * step,
-                  tiles * (part + 1) / parts * step,
-                  split_bf16x3 ? sums + (group * parts + part) * part_size : nullptr);
+    return kernels.keys(args, group / args.key_heads, group % args.key_heads,
+                        tiles * part / parts * step, tiles * (part + 1) / parts * step,
+                        split ? sums + (group * parts + part) * part_size : nullptr,
+                        bytes_of(kernel_scratch(), scratch));
   });
-  if (!did || !split_bf16x3) return did;
+  if (!did || !split) return did;
   const int64_t rows = heads * args.queries, blocks = (rows + 255) / 256;
   for_each_item(groups * blocks, [&](int64_t item) {
     const int64_t group = item / blocks, block = item % blocks;
@@ -94,6 +88,28 @@ bool run_keys(const AttentionBackwardArgs& args, int64_t step, const Kernel& ker
                 rows * (block + 1) / blocks);
   });
   return true;
+}
+
+// Gradient of the mask; returns false as run_keys() does. Each item owns its part of the result: it
+// recomputes the scores and sums over the broadcast dimensions.
+bool run_mask(AttentionBackwardArgs args, const AttentionBackwardKernels& kernels,
+              Tensor& grad_mask) {
+  args.grad_query = args.grad_key = args.grad_value = nullptr;
+  torch::stable::zero_(grad_mask);
+  const int64_t step = kernels.keys_per_tile(args), block = kernels.queries_per_block(args);
+  const int64_t scratch = kernels.scratch(args);
+  constexpr int64_t kBlocks = 4;  // of queries, per item
+  const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
+  const int64_t blocks = (args.queries + block - 1) / block;
+  const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
+  const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
+  return all_items(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
+    const int64_t chunk = item % chunks, tile = item / chunks % tiles;
+    const int64_t head = item / chunks / tiles;
+    return kernels.mask(args, head / args.mask_size[1], head % args.mask_size[1], tile,
+                        chunk * per_chunk, (chunk + 1) * per_chunk,
+                        bytes_of(kernel_scratch(), scratch));
+  });
 }
 
 // Whether there is a kernel for bfloat16 without conversion to fp32.
@@ -108,76 +124,18 @@ bool has_bf16_kernel(const Tensor& query) {
 #endif
 }
 
-// Returns false if bfloat16 must be converted to float32.
-bool run_keys(const AttentionBackwardArgs& args) {
+// Calls run(kernels) with the kernels for the call; returns false if bfloat16 must be converted to
+// float32.
+template <class Run>
+bool with_kernels(const AttentionBackwardArgs& args, const Run& run) {
 #ifdef TF_HAVE_UNITS
   const bool reduced_float = args.type != Element::float32;
   if (reduced_float || uses_bf16x3(kBf16x3RowsPerQuery * args.queries)) {
-    const int64_t bytes = TF_DISPATCH_UNITS(bf16_attention_backward_scratch, args);
-    const bool did =
-        run_keys(args, TF_DISPATCH_UNITS(bf16_attention_backward_keys, args),
-                 [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-                   return TF_DISPATCH_UNITS(bf16_attention_backward, args, b, key_head, begin, end,
-                                            part, kernel_scratch().floats(bytes / 4));
-                 });
+    const bool did = run(*TF_DISPATCH_UNITS(bf16_attention_backward_kernels, args.type));
     if (did || reduced_float) return did;
   }
 #endif
-  const int64_t scratch = TF_DISPATCH(attention_backward_scratch, args);
-  return run_keys(args, TF_DISPATCH(attention_backward_keys, args),
-                  [&](int64_t b, int64_t key_head, int64_t begin, int64_t end, float* part) {
-                    TF_DISPATCH(attention_backward, args, b, key_head, begin, end, part,
-                                kernel_scratch().floats(scratch));
-                    return true;
-                  });
-}
-
-// Calls kernel(b, h, tile, begin, end) for all parts of grad_mask, in tiles of `step` keys and
-// blocks of `block` queries; returns false once a call does. Each item owns its part: it recomputes
-// the scores and sums over the broadcast dimensions.
-template <class Kernel>
-bool run_mask(const AttentionBackwardArgs& args, int64_t step, int64_t block,
-              const Kernel& kernel) {
-  constexpr int64_t kBlocks = 4;  // of queries, per item
-  const int64_t tiles = args.mask_size[3] > 1 ? (args.keys + step - 1) / step : 1;
-  const int64_t blocks = (args.queries + block - 1) / block;
-  const int64_t chunks = args.mask_size[2] > 1 ? (blocks + kBlocks - 1) / kBlocks : 1;
-  const int64_t per_chunk = args.mask_size[2] > 1 ? kBlocks : blocks;
-  return all_items(args.mask_size[0] * args.mask_size[1] * tiles * chunks, [&](int64_t item) {
-    const int64_t chunk = item % chunks, tile = item / chunks % tiles;
-    const int64_t head = item / chunks / tiles;
-    return kernel(head / args.mask_size[1], head % args.mask_size[1], tile, chunk * per_chunk,
-                  (chunk + 1) * per_chunk);
-  });
-}
-
-// Writes grad_mask; returns false if bfloat16 must be converted to float32.
-bool run_mask(AttentionBackwardArgs args, Tensor& grad_mask) {
-  args.grad_query = args.grad_key = args.grad_value = nullptr;
-  torch::stable::zero_(grad_mask);
-#ifdef TF_HAVE_UNITS
-  const bool reduced_float = args.type != Element::float32;
-  if (reduced_float || uses_bf16x3(kBf16x3RowsPerQuery * args.queries)) {
-    const int64_t bytes = TF_DISPATCH_UNITS(bf16_attention_backward_scratch, args);
-    const bool did =
-        run_mask(args, TF_DISPATCH_UNITS(bf16_attention_backward_keys, args),
-                 TF_DISPATCH_UNITS(bf16_attention_backward_queries, ),
-                 [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
-                   return TF_DISPATCH_UNITS(bf16_attention_mask_backward, args, b, h, tile, begin,
-                                            end, kernel_scratch().floats(bytes / 4));
-                 });
-    if (did || reduced_float) return did;
-    torch::stable::zero_(grad_mask);
-  }
-#endif
-  const int64_t scratch = TF_DISPATCH(attention_mask_backward_scratch, args);
-  return run_mask(args, TF_DISPATCH(attention_mask_backward_keys, args),
-                  TF_DISPATCH(attention_mask_backward_queries, args),
-                  [&](int64_t b, int64_t h, int64_t tile, int64_t begin, int64_t end) {
-                    TF_DISPATCH(attention_mask_backward, args, b, h, tile, begin, end,
-                                kernel_scratch().floats(scratch));
-                    return true;
-                  });
+  return run(*TF_DISPATCH(attention_backward_kernels, ));
 }
 
 // A copy in float32, with the tensor's order of heads and positions in memory.
@@ -252,16 +210,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
     args.weights = data_of(*weights);
     args.grad_weights = data_of(*grad_weights);
   }
-  args.batch = batch;
-  args.heads = heads;
-  args.key_heads = key_heads;
-  args.queries = queries;
-  args.keys = keys;
-  args.size = size;
-  args.value_size = value_size;
-  set_mask(args, mask, {batch, heads, queries, keys}, type);
-  const std::vector<int64_t> lengths = to_int64("key_lengths", key_lengths, batch);
-  if (key_lengths) args.key_lengths = lengths.data();
+  std::vector<int64_t> lengths;
+  set_shape(args, query, key, value, mask, key_lengths, is_causal, scale, lengths);
   args.query = query.const_data_ptr();
   args.key = key.const_data_ptr();
   args.value = value.const_data_ptr();
@@ -269,13 +219,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   args.grad = grad.const_data_ptr();
   args.shift = data_of(shift);
   args.norm = data_of(norm);
-  set_strides(args.query_stride, query);
-  set_strides(args.key_stride, key);
-  set_strides(args.value_stride, value);
   set_strides(args.output_stride, output);
   set_strides(args.grad_stride, grad);
-  args.scale = static_cast<float>(scale);
-  args.causal = is_causal;
   args.dropout = make_dropout(kOp, dropout_p, seed);
   Tensor grad_query = gradient_like(query, want_query), grad_key = gradient_like(key, want_key);
   Tensor grad_value = gradient_like(value, want_value);
@@ -300,8 +245,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(
   torch::stable::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
     TF_DISPATCH(attention_delta, args, begin, end);
   });
-  if ((want_query || want_key || want_value) && !run_keys(args)) return all_in_float();
-  if (want_mask && !run_mask(args, grad_mask)) return all_in_float();
+  const auto keys_in = [&](const auto& kernels) { return run_keys(args, kernels); };
+  const auto mask_in = [&](const auto& kernels) { return run_mask(args, kernels, grad_mask); };
+  if ((want_query || want_key || want_value) && !with_kernels(args, keys_in)) return all_in_float();
+  if (want_mask && !with_kernels(args, mask_in)) return all_in_float();
   trim_shared_scratch();
   return {grad_query, grad_key, grad_value, mask_like(grad_mask)};
 }

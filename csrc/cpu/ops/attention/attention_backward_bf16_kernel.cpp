@@ -1,57 +1,14 @@
-#include "cpu/ops/attention/attention.h"
+// Attention backward on bfloat16 units.
 #include "cpu/ops/attention/attention_backward_rows.h"
 
 namespace tf::TF_ISA {
-namespace {
 
-template <class T>
-bool keys(const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
-          float* part, void* scratch) {
-  return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
-    return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin, end,
-                                      part);
-  });
-}
-
-template <class T>
-bool mask(const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
-          void* scratch) {
-  return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
-    return loop_mask<Bf16Products<T>>(args, work, keys_per_tile(args), b, h, tile, begin, end);
-  });
-}
-
-// Calls f(T{}) for the type of the call; float with AMX only.
-template <class F>
-auto by_type([[maybe_unused]] const AttentionBackwardArgs& args, const F& f) {
+// float with AMX only.
+const AttentionBackwardKernels* bf16_attention_backward_kernels([[maybe_unused]] Element type) {
 #if defined(__AMX_BF16__)
-  if (args.type == Element::float32) return f(float{});
+  if (type == Element::float32) return &kKernels<float>;
 #endif
-  return f(BFloat16{});
-}
-
-}  // namespace
-
-long bf16_attention_backward_keys(const AttentionBackwardArgs& args) { return keys_per_tile(args); }
-
-long bf16_attention_backward_queries() { return kRows; }
-
-long bf16_attention_backward_scratch(const AttentionBackwardArgs& args) {
-  return by_type(args,
-                 [&](auto type) { return BackwardWorkspace<decltype(type)>(args, nullptr).bytes; });
-}
-
-bool bf16_attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
-                             long end, float* part, void* scratch) {
-  return by_type(args, [&](auto type) {
-    return keys<decltype(type)>(args, b, key_head, begin, end, part, scratch);
-  });
-}
-
-bool bf16_attention_mask_backward(const AttentionBackwardArgs& args, long b, long h, long tile,
-                                  long begin, long end, void* scratch) {
-  return by_type(
-      args, [&](auto type) { return mask<decltype(type)>(args, b, h, tile, begin, end, scratch); });
+  return &kKernels<BFloat16>;
 }
 
 }  // namespace tf::TF_ISA

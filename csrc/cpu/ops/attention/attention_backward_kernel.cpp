@@ -1,8 +1,7 @@
-#include "cpu/ops/attention/attention.h"
+// Attention backward in fp32, and what all types share.
 #include "cpu/ops/attention/attention_backward_block.h"
 
 namespace tf::TF_ISA {
-
 namespace {
 
 template <class T>
@@ -41,23 +40,37 @@ void typed_sum(const AttentionBackwardArgs& args, long b, long key_head, const f
   }
 }
 
+Workspace workspace(const AttentionBackwardArgs& args, void* scratch) {
+  return Workspace(args, static_cast<float*>(scratch));
+}
+
+constexpr AttentionBackwardKernels kKernels{
+    .keys_per_tile = keys_per_tile,
+    .queries_per_block = Products::query_rows,
+    .scratch =
+        [](const AttentionBackwardArgs& args) {
+          return workspace(args, nullptr).floats * static_cast<long>(sizeof(float));
+        },
+    .keys =
+        [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
+           float* part, void* scratch) {
+          return loop_keys<Products>(args, workspace(args, scratch), keys_per_tile(args), b,
+                                     key_head, begin, end, part);
+        },
+    .mask =
+        [](const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
+           void* scratch) {
+          return loop_mask<Products>(args, workspace(args, scratch), keys_per_tile(args), b, h,
+                                     tile, begin, end);
+        }};
+
 }  // namespace
 
 void attention_delta(const AttentionBackwardArgs& args, long begin, long end) {
   (args.type == Element::float32 ? typed_delta<float> : typed_delta<BFloat16>)(args, begin, end);
 }
 
-long attention_backward_keys(const AttentionBackwardArgs& args) { return keys_per_tile(args); }
-
-long attention_backward_scratch(const AttentionBackwardArgs& args) {
-  return Workspace(args, nullptr).floats;
-}
-
-void attention_backward(const AttentionBackwardArgs& args, long b, long key_head, long begin,
-                        long end, float* part, float* scratch) {
-  loop_keys<Products>(args, Workspace(args, scratch), keys_per_tile(args), b, key_head, begin, end,
-                      part);
-}
+const AttentionBackwardKernels* attention_backward_kernels() { return &kKernels; }
 
 void attention_backward_sum(const AttentionBackwardArgs& args, long b, long key_head,
                             const float* part, long parts, long begin, long end) {

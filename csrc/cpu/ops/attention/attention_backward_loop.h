@@ -17,11 +17,6 @@ struct Cut {
   long first(long index) const { return queries * index / blocks; }
 };
 
-inline long key_limit(const AttentionBackwardArgs& args, long b) {
-  const long keys = key_count(args, b);
-  return args.key_lengths == nullptr ? keys : max(0, min(keys, args.key_lengths[b]));
-}
-
 // A tile of keys of one key head.
 struct KeyRange {
   long b, key_head, start, count, rows;  // the first `count` of its rows are within the key length
@@ -169,7 +164,7 @@ inline void write_dq(const float* sums, long sum_stride, long rows, long n, floa
   }
 }
 
-// Implements attention_backward(). Kind has a Workspace, query_rows(args), the maximum rows of a
+// See AttentionBackwardKernels::keys. Kind has a Workspace, query_rows(args), the maximum rows of a
 // block, and
 //
 //   Tile(args, work, range)         pack(); write(), for dK and dV
@@ -243,7 +238,7 @@ struct MaskSums {
   }
 };
 
-// Implements attention_mask_backward(). Kind is as for loop_keys(), and has
+// See AttentionBackwardKernels::mask. Kind is as for loop_keys(), and has
 //
 //   Mask(args, work, block_mask)    pass(tile, count, sums), which adds the block's dS to the sums
 //

@@ -363,8 +363,6 @@ class BackwardRows : protected Scores {
 // Attention backward on the GEMM engine, panel by panel of keys (formulas in
 // attention_backward_block.h). dV^T = dO^T P and dK^T = Q^T dS take P and dS as right operands, a
 // panel at a time while they are in the first-level cache; dQ = dS K takes all panels of the tile.
-//
-// For the gradients of query, key and value. Parts are pairs of rows.
 
 // For the gradients of query, key and value. Parts are pairs of rows.
 template <class T>
@@ -511,6 +509,29 @@ bool on_tiles(const AttentionBackwardArgs& args, void* scratch, const F& f) {
   restore_denormals(mode);
   return did;
 }
+
+template <class T>
+constexpr AttentionBackwardKernels kKernels{
+    .keys_per_tile = keys_per_tile,
+    .queries_per_block = Bf16Products<T>::query_rows,
+    .scratch =
+        [](const AttentionBackwardArgs& args) { return BackwardWorkspace<T>(args, nullptr).bytes; },
+    .keys =
+        [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
+           float* part, void* scratch) {
+          return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+            return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin,
+                                              end, part);
+          });
+        },
+    .mask =
+        [](const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
+           void* scratch) {
+          return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+            return loop_mask<Bf16Products<T>>(args, work, keys_per_tile(args), b, h, tile, begin,
+                                              end);
+          });
+        }};
 
 }  // namespace
 }  // namespace tf::TF_ISA

@@ -1,7 +1,7 @@
 // Attention of few queries, as in decoding. A whole row of scores fits in cache, so the softmax is
 // not online: scores, row max, exponentials, weighted sum of values.
-#include "cpu/ops/attention/attention.h"
-#include "cpu/ops/attention/attention_mask.h"
+#include "cpu/gemm/interleave.h"
+#include "cpu/ops/attention/attention_scores.h"
 
 namespace tf::TF_ISA {
 namespace {
@@ -9,7 +9,6 @@ namespace {
 constexpr long kTile = 128;       // keys per tile
 constexpr float kMasked = -1.0f;  // replaces the probability of a masked key
 constexpr int kColumns = 4;       // vectors of a value row held in registers
-constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 template <class T>
 struct Row {
@@ -25,14 +24,8 @@ struct Row {
     return static_cast<const T*>(place) + head_offset(starts, stride, block_mask.b, head);
   }
 
-  // Prefetches a row that is read later. Runs of keys are short and far apart, so the hardware
-  // prefetcher hardly helps.
-  static void fetch(const T* row, long n) {
-    for (long j = 0; j < n; j += kLine / static_cast<long>(sizeof(T)))
-      _mm_prefetch(reinterpret_cast<const char*>(row + j), _MM_HINT_T1);
-  }
-
-  // Scores of a tile of keys.
+  // Scores of a tile of keys. Rows that are read later are prefetched: runs of keys are short and
+  // far apart, so the hardware prefetcher hardly helps.
   void score(const T* key, const T* value, long start, long count) const {
     const long stride = args.key_stride[2], whole = args.size / kLanes * kLanes;
     const T* k = key + start * stride;
@@ -48,7 +41,7 @@ struct Row {
       }
       if (d < args.size) sum[1] = fma(load(query + d), load_n(k + d, args.size - d), sum[1]);
       scores[start + s] = reduce_add(sum[0] + sum[1]);
-      fetch(value + (start + s) * args.value_stride[2], args.value_size);
+      fetch_row(value + (start + s) * args.value_stride[2], args.value_size);
     }
   }
 
@@ -68,7 +61,7 @@ struct Row {
   // Up to kLanes scores; the other lanes are -inf.
   static Vec load_to(const float* s, long left) {
     if (left >= kLanes) return load(s);
-    return select(less(load(kNumbers), set1(static_cast<float>(left))), load_n(s, left),
+    return select(less(load(kLaneNumbers), set1(static_cast<float>(left))), load_n(s, left),
                   set1(-kInf));
   }
 
@@ -100,7 +93,7 @@ struct Row {
         if (p < 0.0f) continue;  // NaN is not skipped
         TF_UNROLL for (int u = 0; u < kVecs; ++u) sum[u] =
             fma(set1(p), load(v + u * kLanes), sum[u]);
-        if (column == 0) fetch(next + (start + s) * args.key_stride[2], args.size);
+        if (column == 0) fetch_row(next + (start + s) * args.key_stride[2], args.size);
       }
     } else {
       for (long s = 0; s < count; ++s, v += stride) {
@@ -183,8 +176,7 @@ void attend(const AttentionArgs& args, long b, long key_head, float* scratch) {
   float* bias = sums + round_up(args.value_size, kColumns * kLanes);
   float* scores = bias + kTile;
   const long group = args.heads / args.key_heads, queries = query_count(args, b);
-  long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
+  const long limit = key_limit(args, b);
   const long last_head = (key_head + 1) * group - 1;
   for (long head = key_head * group; head <= last_head; ++head) {
     for (long t = 0; t < queries; ++t) {

@@ -49,6 +49,34 @@ inline std::vector<int64_t> to_int64(const char* name, const std::optional<Tenso
   return {data, data + count};
 }
 
+template <int kDims>
+void set_strides(long (&strides)[kDims], const Tensor& tensor) {
+  for (int d = 0; d < kDims; ++d) strides[d] = tensor.stride(d);
+}
+
+// Sets the shape of a call on (B, H, length, size) tensors, its mask and its key lengths, which are
+// kept in `lengths`.
+inline void set_shape(AttentionShape& args, const Tensor& query, const Tensor& key,
+                      const Tensor& value, const std::optional<Tensor>& mask,
+                      const std::optional<Tensor>& key_lengths, bool is_causal, double scale,
+                      std::vector<int64_t>& lengths) {
+  args.batch = query.size(0);
+  args.heads = query.size(1);
+  args.queries = query.size(2);
+  args.size = query.size(3);
+  args.key_heads = key.size(1);
+  args.keys = key.size(2);
+  args.value_size = value.size(3);
+  args.scale = static_cast<float>(scale);
+  args.causal = is_causal;
+  set_strides(args.query_stride, query);
+  set_strides(args.key_stride, key);
+  set_strides(args.value_stride, value);
+  set_mask(args, mask, {args.batch, args.heads, args.queries, args.keys}, query.scalar_type());
+  lengths = to_int64("key_lengths", key_lengths, args.batch);
+  if (key_lengths) args.key_lengths = lengths.data();
+}
+
 // Returns the tensor itself if its channels are adjacent, else a contiguous copy.
 inline Tensor with_unit_stride(const Tensor& tensor) {
   return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : as_contiguous(tensor);

@@ -1,7 +1,7 @@
 // Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in fp32. Keys are
-// transposed and values copied into panels once per call of attention_queries; then each block of
-// queries loops over tiles of keys: scores in the register tiles of gemm.h, softmax by rows in
-// cache, probabilities times values in the same register tiles.
+// transposed and values copied into panels once per call; then each block of queries loops over
+// tiles of keys: scores in the register tiles of gemm.h, softmax by rows in cache, probabilities
+// times values in the same register tiles.
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/simd/philox.h"
@@ -299,18 +299,10 @@ void pack_values(const AttentionArgs& args, const Workspace& work, long b, long 
   }
 }
 
-}  // namespace
-
-long attention_scratch(const AttentionArgs& args) {
-  return Workspace(args, nullptr).floats * static_cast<long>(sizeof(float));
-}
-
-void attention_queries(const AttentionArgs& args, long b, long key_head, long begin, long end,
-                       void* scratch) {
+void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
   const Workspace work(args, static_cast<float*>(scratch));
   const long queries = query_count(args, b);
-  long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
+  const long limit = key_limit(args, b);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
@@ -330,5 +322,16 @@ void attention_queries(const AttentionArgs& args, long b, long key_head, long be
     item += rows;
   }
 }
+
+constexpr AttentionKernels kKernels{.scratch =
+                                        [](const AttentionArgs& args) {
+                                          return Workspace(args, nullptr).floats *
+                                                 static_cast<long>(sizeof(float));
+                                        },
+                                    .queries = attend};
+
+}  // namespace
+
+const AttentionKernels* attention_kernels() { return &kKernels; }
 
 }  // namespace tf::TF_ISA

@@ -148,6 +148,12 @@ struct BlockMask {
   }
 };
 
+// End of the keys of a batch element that its length leaves visible.
+inline long key_limit(const AttentionShape& shape, long b) {
+  const long keys = key_count(shape, b);
+  return shape.key_lengths == nullptr ? keys : max(0, min(keys, shape.key_lengths[b]));
+}
+
 // Offset of the first row of a head of a batch element.
 TF_INLINE long head_offset(const int64_t* starts, const long* stride, long b, long head) {
   return (starts != nullptr ? starts[b] * stride[2] : b * stride[0]) + head * stride[1];

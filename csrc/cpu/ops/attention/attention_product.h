@@ -569,8 +569,7 @@ template <class T>
 void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
   const Workspace<T> work(args, scratch);
   const long queries = query_count(args, b);
-  long limit = key_count(args, b);
-  if (args.key_lengths != nullptr) limit = max(0, min(limit, args.key_lengths[b]));
+  const long limit = key_limit(args, b);
   // The last key that a query of this range may attend to.
   const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
   const long last = all ? queries : (end - 1) % queries + 1;
@@ -598,6 +597,11 @@ void attend(const AttentionArgs& args, long b, long key_head, long begin, long e
   Product<T>::leave();
   restore_denormals(mode);
 }
+
+template <class T>
+constexpr AttentionKernels kAttentionKernels{
+    .scratch = [](const AttentionArgs& args) { return Workspace<T>(args, nullptr).bytes; },
+    .queries = attend<T>};
 
 }  // namespace
 }  // namespace tf::TF_ISA
