@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from . import functional
-from .dispatch import OPS, Explanation, explain_call
+from .dispatch import OPS, Explanation, Probe, explain_call
 
 _LAYERS = ("encoder_layer", "decoder_layer")
 _NAMES = (*OPS, "scaled_dot_product_attention", *_LAYERS)
-
-
-def _prepare(name: str) -> Callable[..., Any]:
-    """What checks the arguments of an op, beside its function."""
-    function = getattr(functional, "scaled_dot_product_attention" if name == "attention" else name)
-    return getattr(sys.modules[function.__module__], f"prepare_{function.__name__}")  # type: ignore[no-any-return]
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -47,5 +40,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
         return explain_layer(name, *args, **kwargs)
     backend = kwargs.pop("backend", None)
-    call, _ = _prepare(name)(*args, **kwargs)
-    return explain_call(call, backend)
+    function = getattr(functional, "scaled_dot_product_attention" if name == "attention" else name)
+    try:
+        function(*args, **kwargs, backend=Probe)
+    except Probe as probe:
+        return explain_call(probe.call, backend)
+    raise AssertionError(f"{name} asks no dispatcher")

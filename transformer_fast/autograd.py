@@ -32,8 +32,20 @@ class Function(torch.autograd.Function):
     """
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Like torch's, but skips inspecting forward's signature, which takes longer than many an op."""
+    def recorded(cls, *args: Any) -> Any:
+        """``apply`` of a call that autograd records; None of any other.
+
+        torch's ``apply`` inspects forward's signature, which takes longer than many an op.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        for each in args:
+            if isinstance(each, Tensor) and each.requires_grad:
+                break
+        else:
+            return None
+        if torch.compiler.is_compiling():
+            return cls.apply(*args)  # type: ignore[no-untyped-call]
         own = []
         for each in args:  # a comprehension is a function's call
             own.append(unwrap_if_dead(each) if isinstance(each, Tensor) else each)

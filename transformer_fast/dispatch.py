@@ -9,7 +9,7 @@ the earlier one says so in a `PreferLater`. Of several GPU kernels that are prov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +54,14 @@ class Call(NamedTuple):
     query_lengths: Tensor | None = None
     #: Of packed sequences, whose lengths are offsets: the most queries and keys that one has.
     longest: tuple[int, int] | None = None
+
+
+class Probe(Exception):  # noqa: N818 - no error
+    """A public function that is given this class as its ``backend`` raises it before anything runs, with
+    the call that it has checked; see `explain`."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
 
 
 @dataclass(frozen=True)
@@ -353,21 +361,15 @@ def _why_not_chosen(kernel: Kernel, call: Call) -> list[str]:
     return reasons
 
 
-def _refusal(call: Call, tried: Iterator[Kernel] | tuple[Kernel, ...], head: str) -> str:
-    lines = [head]
-    for kernel in tried:
-        lines.append(f"  {kernel.backend}: {'; '.join(_why_not_chosen(kernel, call))}.")
-    return "\n".join(lines)
-
-
 def _strict_refusal(call: Call) -> NotImplementedError:
-    others = tuple(k for k in _state.kernels[call.op] if k.backend != "reference")
-    return NotImplementedError(
-        _refusal(call, others, f"strict mode: no kernel supports this call of {call.op}:")
-    )
+    lines = [f"strict mode: no kernel supports this call of {call.op}:"]
+    for kernel in _state.kernels[call.op]:
+        if kernel.backend != "reference":
+            lines.append(f"  {kernel.backend}: {'; '.join(_why_not_chosen(kernel, call))}.")
+    return NotImplementedError("\n".join(lines))
 
 
-def select(call: Call, backend: str | None = None) -> Kernel:
+def select(call: Call, backend: Any = None) -> Kernel:
     """The kernel that runs ``call``.
 
     ``backend=None``: of GPU kernels that are proven the one with the largest gain; else the first
@@ -382,6 +384,8 @@ def select(call: Call, backend: str | None = None) -> Kernel:
     """
     if backend is None:
         backend = _state.backend
+    elif backend is Probe:
+        raise Probe(call)
     if (
         forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     ) and transforms(*call.tensors, call.mask):
@@ -510,7 +514,17 @@ def explain_call(call: Call, backend: str | None = None) -> Explanation:
 
 
 @contextmanager
-def use_backend(backend: str | None) -> Iterator[None]:
+def _within(name: str, value: Any) -> Iterator[None]:
+    """Within the block that field of the state has this value."""
+    before = getattr(_state, name)
+    setattr(_state, name, value)
+    try:
+        yield
+    finally:
+        setattr(_state, name, before)
+
+
+def use_backend(backend: str | None) -> AbstractContextManager[None]:
     """Context manager under which every call runs on ``backend``, in all threads of the process.
 
     ``TRANSFORMER_FAST_BACKEND`` sets it for the process.
@@ -524,16 +538,10 @@ def use_backend(backend: str | None) -> Iterator[None]:
     """
     if backend is not None:
         check_name(backend)
-    before = _state.backend
-    _state.backend = backend
-    try:
-        yield
-    finally:
-        _state.backend = before
+    return _within("backend", backend)
 
 
-@contextmanager
-def strict(enabled: bool = True) -> Iterator[None]:
+def strict(enabled: bool = True) -> AbstractContextManager[None]:
     """Context manager under which calls raise NotImplementedError rather than run on the reference.
 
     It holds in all threads. ``TRANSFORMER_FAST_STRICT=1`` sets it for the process.
@@ -541,16 +549,10 @@ def strict(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: False lifts it within the block.
     """
-    before = _state.strict
-    _state.strict = enabled
-    try:
-        yield
-    finally:
-        _state.strict = before
+    return _within("strict", enabled)
 
 
-@contextmanager
-def export_operators(enabled: bool = True) -> Iterator[None]:
+def export_operators(enabled: bool = True) -> AbstractContextManager[None]:
     """Context manager under which `torch.export` keeps this package's operators in the program.
 
     Without it an exported program has PyTorch's own operators only and runs where this package is
@@ -559,12 +561,7 @@ def export_operators(enabled: bool = True) -> Iterator[None]:
     `torch.jit.trace` never keep them. ``TRANSFORMER_FAST_EXPORT_OPERATORS=1`` sets it for the
     process. Process-wide.
     """
-    before = _state.export_operators
-    _state.export_operators = enabled
-    try:
-        yield
-    finally:
-        _state.export_operators = before
+    return _within("export_operators", enabled)
 
 
 def _read_environment() -> None:

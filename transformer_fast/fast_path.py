@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _native, _switches
-from .dispatch import Call, PreferLater, _state
+from .dispatch import Call, PreferLater, _state, select
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -118,8 +118,14 @@ def plain(first: Any, *others: Any) -> bool | None:
     return grad  # type: ignore[no-any-return]
 
 
-def kernel(op: str, first: Tensor, *others: Tensor | None) -> Callable[..., Any] | None:
-    """The CPU's kernel of an op for a `plain` call that is not small and that no other limit is about.
+#: By op, the dtypes that other limits of the CPU's kernel than those above are about, with gradients.
+LIMITED: dict[str, frozenset[torch.dtype]] = {}
+
+
+def kernel(
+    op: str, first: Tensor, *others: Tensor | None, grad: bool = False
+) -> Callable[..., Any] | None:
+    """What runs a `plain` call that is not small: the CPU's kernel, or what limits in training select.
 
     None: it takes the dispatcher's road, since there is no kernel, autocast is on, or the tensors are
     not all of one floating dtype, strided and in CPU memory.
@@ -136,6 +142,8 @@ def kernel(op: str, first: Tensor, *others: Tensor | None) -> Callable[..., Any]
             tensor.dtype is not dtype or tensor.layout is not _STRIDED or not tensor.is_cpu
         ):
             return None
+    if grad and dtype in LIMITED[op]:
+        return select(Call(op, (first, *others), True)).run
     return found.run
 
 
@@ -158,40 +166,27 @@ def ignores_no_nan(input: Tensor, target: Tensor, ignore_index: int) -> bool:
     return math.isfinite(input.detach().sum())
 
 
-def _elements(call: Call) -> int:
-    return call.tensors[0].numel()  # type: ignore[union-attr]
+def _of_feed_forward(call: Any) -> int:
+    x, first, _, second, _ = call.tensors
+    return x.numel() // max(1, x.shape[-1]) * (first.numel() + second.numel())  # type: ignore[no-any-return]
 
 
-def _of_linear(call: Call) -> int:
-    input, weight, *_ = call.tensors
-    return input.numel() * weight.shape[0]  # type: ignore[union-attr]
+def _elements(call: Any) -> int:
+    return call.tensors[0].numel()  # type: ignore[no-any-return]
 
 
-def _of_feed_forward(call: Call) -> int:
-    input, weight1, _, weight2, _ = call.tensors
-    rows = input.numel() // max(1, input.shape[-1])  # type: ignore[union-attr]
-    return rows * (weight1.numel() + weight2.numel())  # type: ignore[union-attr]
-
-
-def _of_attention(call: Call) -> int:
-    query, key, _ = call.tensors
-    return query.numel() * key.shape[-2]  # type: ignore[union-attr]
-
-
-def _of_linear_cross_entropy(call: Call) -> int:
-    input, weight, _ = call.tensors
-    return input.shape[0] * weight.shape[0]  # type: ignore[union-attr]
-
-
-_RULES: dict[str, tuple[Limit, Callable[[Call], int]]] = {
-    "linear": (LINEAR, _of_linear),
+#: By op its limit, and what that counts.
+_RULES: dict[str, tuple[Limit, Callable[[Any], int]]] = {
+    "linear": (LINEAR, lambda call: call.tensors[0].numel() * call.tensors[1].shape[0]),
     "feed_forward": (FEED_FORWARD, _of_feed_forward),
     "layer_norm": (LAYER_NORM, _elements),
     "add_layer_norm": (ADD_LAYER_NORM, _elements),
-    "attention": (ATTENTION, _of_attention),
+    "attention": (ATTENTION, lambda call: call.tensors[0].numel() * call.tensors[1].shape[-2]),
     "cross_entropy": (CROSS_ENTROPY, _elements),
-    "linear_cross_entropy": (LINEAR_CROSS_ENTROPY, _of_linear_cross_entropy),
-}
+    "linear_cross_entropy": (
+        LINEAR_CROSS_ENTROPY, lambda call: call.tensors[0].shape[0] * call.tensors[1].shape[0],
+    ),
+}  # fmt: skip
 
 
 def _weights(call: Call) -> int:

@@ -46,11 +46,11 @@ from torch.fx import GraphModule
 
 from transformer_fast import accelerate, compile_backend, compile_reports
 from transformer_fast.accelerate.graph import inner, run_time
-from transformer_fast.functional.annotated_layer_norm import (
+from transformer_fast.functional.layer_norm import (
+    TRAINING,
     add_annotated_layer_norm,
     annotated_layer_norm,
 )
-from transformer_fast.functional.layer_norm import TRAINING
 
 #: What is the default outside of these tests.
 COMPILE_REST = {"inner": inner.compile_rest}

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import _native, fast_path
-from ..autograd import wants_grad
 from ..dispatch import Call, Kernel, PreferLater, register, rows
 from ..functional import _pointwise as _pointwise  # its operators
 from ..functional._operator import OPERATORS
 from ..functional.attention import LOG_SUM_EXP, attention_on
-from ..functional.cross_entropy import LINEAR_FORWARD, LinearCrossEntropy, cross_entropy_on
+from ..functional.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on
 from ..functional.feed_forward import feed_forward_on
 from ..functional.layer_norm import norm_kernels
 from ..functional.linear import CODES, linear_on
@@ -44,8 +43,8 @@ def linear_cross_entropy(
             "cpu", input, weight, bias, target, ignore_index, label_smoothing, summed
         )
     arguments = (input, weight, bias, target, ignore_index, label_smoothing)
-    if wants_grad(input, weight, bias):
-        return LinearCrossEntropy.apply("cpu", *arguments)
+    if (found := LossFunction.recorded("cpu", *arguments)) is not None:
+        return found  # type: ignore[no-any-return]
     return LINEAR_FORWARD.of["cpu"](*arguments)[0]  # type: ignore[no-any-return]
 
 
@@ -126,13 +125,15 @@ _PREFER_LATER = {
 
 def register_kernel(kernel: Kernel) -> None:
     """Registers a kernel with the limits that those of this backend have in common."""
+    others = _PREFER_LATER.get(kernel.op, ())
+    fast_path.LIMITED[kernel.op] = frozenset().union(*(limit.dtypes for limit in others))
     register(
         replace(
             kernel,
             devices=("cpu",),
             dtypes=kernel.dtypes or _FLOATS,
             unavailable=_native.why_not,
-            prefers_later=(*fast_path.prefers_later(kernel.op), *_PREFER_LATER.get(kernel.op, ())),
+            prefers_later=(*fast_path.prefers_later(kernel.op), *others),
         )
     )
 

@@ -150,21 +150,15 @@ class DecodeStack:
 
 if _native.module is not None:
 
-    @torch.library.register_fake("transformer_fast::cpu_layers")
-    def _fake_layers(input: Tensor, *_: object) -> Tensor:
+    def _fake_like(input: Tensor, *_: object) -> Tensor:
         return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
-    @torch.library.register_fake("transformer_fast::cpu_decode_stack")
-    def _fake_decode_stack(input: Tensor, *_: object) -> Tensor:
-        return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    for _name in ("cpu_layers", "cpu_decode_stack", "cpu_fresh"):
+        torch.library.register_fake(f"transformer_fast::{_name}", _fake_like)
 
     @torch.library.register_fake("transformer_fast::cpu_uninitialized")
     def _fake_uninitialized(like: Tensor, sizes: Sequence[int]) -> Tensor:
         return like.new_empty(sizes)
-
-    @torch.library.register_fake("transformer_fast::cpu_fresh")
-    def _fake_fresh(like: Tensor) -> Tensor:
-        return like.new_empty(like.shape)
 
 
 _NAMED = frozenset(CODES)

@@ -60,8 +60,13 @@ def _overrides(kind: type[Tensor]) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" not in _KNOW_OPERATORS
 
 
-def require_unnamed(op: str, backend: str | None) -> None:
-    """For calls of `is_torchs`: NotImplementedError if a backend with kernels is named."""
+def leaves_to_torch(op: str, backend: Any, *tensors: Tensor | None, also: bool = False) -> bool:
+    """`is_torchs`, or ``also``; NotImplementedError if a backend with kernels is named.
+
+    A call that is explained goes on to the dispatcher, which has the reasons.
+    """
+    if not (also or is_torchs(*tensors)) or backend is dispatch.Probe:
+        return False
     backend = dispatch.named_backend() if backend is None else backend
     if backend not in (None, "torch", "reference"):
         dispatch.check_name(backend)
@@ -69,20 +74,24 @@ def require_unnamed(op: str, backend: str | None) -> None:
             f"backend {backend!r} does not support this call of {op}: a tensor is of a subclass "
             "that overrides PyTorch's functions, or sparse, nested, complex, or on meta."
         )
+    return True
 
 
-def require_tensor(function: str, name: str, position: int | None, value: Any) -> None:
+def wrong_type(
+    function: str, name: str, position: int | None, wanted: str, value: Any
+) -> TypeError:
     """``position``: None for keyword-only arguments."""
-    if not isinstance(value, Tensor):
-        place = "" if position is None else f" (position {position})"
-        raise TypeError(
-            f"{function}(): argument '{name}'{place} must be Tensor, not {type(value).__name__}"
-        )
+    place = "" if position is None else f" (position {position})"
+    return TypeError(
+        f"{function}(): argument '{name}'{place} must be {wanted}, not {type(value).__name__}"
+    )
 
 
-def require_optional_tensor(function: str, name: str, position: int | None, value: Any) -> None:
-    if value is not None:
-        require_tensor(function, name, position, value)
+def require_tensor(
+    function: str, name: str, position: int | None, value: Any, optional: bool = False
+) -> None:
+    if not (isinstance(value, Tensor) or (optional and value is None)):
+        raise wrong_type(function, name, position, "Tensor", value)
 
 
 def require_floating(name: str, tensor: Tensor) -> None:
@@ -96,15 +105,12 @@ def require_float(function: str, name: str, value: Any, position: int | None = N
         return value
     if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.dim() == 0):
         return float(value)
-    place = "" if position is None else f" (position {position})"
-    raise TypeError(
-        f"{function}(): argument '{name}'{place} must be float, not {type(value).__name__}"
-    )
+    raise wrong_type(function, name, position, "float", value)
 
 
 def require_bool(function: str, name: str, value: Any) -> None:
     if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type(value).__name__}")
+        raise wrong_type(function, name, None, "bool", value)
 
 
 def require_probability(function: str, name: str, p: Any) -> float:

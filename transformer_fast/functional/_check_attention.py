@@ -120,8 +120,9 @@ def is_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
 
 def fold(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
-    """The three as (B, H, L, D), views wherever their strides allow, and what B was folded from.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size, torch.Size]:
+    """The three as (B, H, L, D), views wherever their strides allow, what B was folded from, and the
+    leading shape of the result.
 
     All leading dimensions broadcast, that of heads too unless ``enable_gqa``.
     """
@@ -143,21 +144,13 @@ def fold(
         shapes = ", ".join(str(list(x.shape)) for x in first)
         wrong = f"the leading dimensions of query, key and value must broadcast, but got {shapes}"
         _raise_like_torch(*first, enable_gqa, RuntimeError(wrong))
+    own = 3 if enable_gqa else 2
+    lead = torch.broadcast_shapes(*(x.shape[:-own] for x in first))
     query, key, value = (
         x.expand(*batch, h, *x.shape[-2:]).reshape(math.prod(batch), h, *x.shape[-2:])
         for x, h in zip((query, key, value), heads, strict=True)
     )
-    return query, key, value, mask, batch
-
-
-def result_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size | None:
-    """The leading shape of the result where it is not (B, H)."""
-    if is_folded(query, key, value, enable_gqa):
-        return None
-    if enable_gqa:
-        lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-        return torch.Size((*lead, *query.shape[-3:-2]))
-    return torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    return query, key, value, mask, batch, torch.Size((*lead, *first[0].shape[-own:-2]))
 
 
 def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -> Tensor:

@@ -327,12 +327,6 @@ def _strategy(operator: Any, rule: Rule) -> Callable[..., Any]:
     return lambda *given: placements(rule, _by_name(operator, given))
 
 
-def _known(name: str) -> Any:
-    """The operator, or None where it does not exist: it was not built."""
-    packet = getattr(torch.ops.transformer_fast, name, None)
-    return None if packet is None else packet.default
-
-
 def _all() -> Iterator[tuple[Any, Rule]]:
     """The operators that exist, each overload by itself, and their rules."""
     for one in OPERATORS.values():
@@ -402,8 +396,8 @@ def _tell_flop_counter(module: ModuleType) -> None:
     # Overloads of one packet share their schema.
     counts = {o.overloadpacket: formula(o, rule) for o, rule in _all() if rule.products}
     for name, count in (("cpu_layers", _layers_flops), ("cpu_decode_stack", _decode_flops)):
-        if (operator := _known(name)) is not None:
-            counts[operator.overloadpacket] = count
+        if (packet := getattr(torch.ops.transformer_fast, name, None)) is not None:  # it was built
+            counts[packet] = count
     for packet, count in counts.items():
         if packet not in module.flop_registry:
             module.register_flop_formula(packet, get_raw=True)(count)

@@ -21,17 +21,15 @@ from ..autograd import (
     vjp,
     wants_grad,
 )
-from ..dispatch import Call, select
+from ..dispatch import Call
 from ..fast_path import ATTENTION, FLOAT, plain
 from ..fast_path import kernel as cpu_kernel
 from ._check import (
     autocast,
-    is_torchs,
+    leaves_to_torch,
     require_float,
-    require_optional_tensor,
     require_same_device,
     require_tensor,
-    require_unnamed,
 )
 from ._check_attention import (
     NAME,
@@ -44,51 +42,11 @@ from ._check_attention import (
     fold,
     is_folded,
     mask_to_four,
-    result_lead,
 )
 from ._operator import Operator, Rule
 from .masks import warn_of_zeros_and_ones
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
-
-
-def prepare_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    need_weights: bool,
-    enable_gqa: bool = False,
-    query_lengths: Tensor | None = None,
-    longest: tuple[int, int] | None = None,
-) -> tuple[Call, tuple[Any, ...]]:
-    tensors = (query, key, value)
-    call = Call(
-        "attention",
-        tensors,
-        wants_grad(query, key, value, mask),
-        dropout_p,
-        None,
-        mask,
-        is_causal,
-        key_lengths,
-        need_weights,
-        query_lengths=query_lengths,
-        longest=longest,
-    )
-    arguments = (
-        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
-        need_weights,
-    )  # fmt: skip
-    if query_lengths is None:
-        return call, arguments
-    return call, (*arguments, query_lengths) if longest is None else (
-        *arguments, query_lengths, longest,
-    )  # fmt: skip
 
 
 def _output(results: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -105,47 +63,54 @@ def attend(
     scale: float | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = False,
-    *,
     enable_gqa: bool = False,
     query_lengths: Tensor | None = None,
+    longest: tuple[int, int] | None = None,
+    *,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    cached_by: tuple[Any, Any] = (None, ()),
+    finish: Callable[[Any], Any] | None = None,
+) -> Any:
     """Attention on (B, H, T, D) for callers that have checked their arguments; no checks here.
 
     Unlike the public function it takes a mask together with ``is_causal`` (both hide), so that a
-    padding mask (B, 1, 1, S) need not be expanded. Returns (output, weights or None).
+    padding mask (B, 1, 1, S) need not be expanded. Returns (output, weights or None), or ``finish`` of
+    it. ``cached_by``: the call's cache key and its tensors.
     """
-    call, arguments = prepare_attend(
-        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, need_weights, enable_gqa,
-        query_lengths,
+    call = Call(
+        "attention", (query, key, value), wants_grad(query, key, value, mask), dropout_p, None, mask,
+        is_causal, key_lengths, need_weights, query_lengths=query_lengths, longest=longest,
     )  # fmt: skip
-    kernel = select(call, backend)
-    if call.dropout_p != 0.0:
-        arguments = call_cache.seeded(kernel, call, arguments)
-    return kernel.run(*arguments)
+    arguments: tuple[Any, ...] = (
+        query, key, value, mask, key_lengths, is_causal, scale, dropout_p, None, enable_gqa,
+        need_weights,
+    )  # fmt: skip
+    if query_lengths is not None:
+        arguments += (query_lengths,) if longest is None else (query_lengths, longest)
+    return call_cache.run(*cached_by, call, arguments, backend, finish)
 
 
-def prepare_scaled_dot_product_attention(
+def _checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    need_weights: bool = False,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    need_weights: bool,
+    enable_gqa: bool,
+    query_lengths: Tensor | None,
     longest: tuple[int, int] | None = None,
-) -> tuple[Call, tuple[Any, ...]]:
+) -> tuple[tuple[Any, ...], torch.Size | None]:
+    """The arguments of `attend`, and the leading shape of the result where it is not (B, H)."""
     require_tensor(NAME, "query", 1, query)
     require_tensor(NAME, "key", 2, key)
     require_tensor(NAME, "value", 3, value)
-    require_optional_tensor(NAME, "attn_mask", 4, attn_mask)
-    require_optional_tensor(NAME, "key_lengths", None, key_lengths)
-    require_optional_tensor(NAME, "query_lengths", None, query_lengths)
+    require_tensor(NAME, "attn_mask", 4, attn_mask, optional=True)
+    require_tensor(NAME, "key_lengths", None, key_lengths, optional=True)
+    require_tensor(NAME, "query_lengths", None, query_lengths, optional=True)
     p = require_float(NAME, "dropout_p", dropout_p)
     check_flags(is_causal, enable_gqa)
     if scale is not None:
@@ -167,10 +132,11 @@ def prepare_scaled_dot_product_attention(
     require_same_device(
         "query", query, attn_mask=attn_mask, key_lengths=key_lengths, query_lengths=query_lengths
     )
+    lead = None
     if is_folded(query, key, value, enable_gqa):
         batch = query.shape[:1]
     else:
-        query, key, value, attn_mask, batch = fold(query, key, value, attn_mask, enable_gqa)
+        query, key, value, attn_mask, batch, lead = fold(query, key, value, attn_mask, enable_gqa)
     check_sizes(query, key, value, enable_gqa)
     if attn_mask is not None:
         attn_mask = mask_to_four(attn_mask, batch, (query.shape[1], query.shape[2], key.shape[2]))
@@ -178,10 +144,11 @@ def prepare_scaled_dot_product_attention(
         check_lengths("key_lengths", key_lengths, query.shape[0])
     if longest is None and query_lengths is not None:
         check_lengths("query_lengths", query_lengths, query.shape[0])
-    return prepare_attend(
+    arguments = (
         query, key, value, attn_mask, key_lengths, is_causal, scale, p, need_weights, enable_gqa,
         query_lengths, longest,
     )  # fmt: skip
+    return arguments, lead
 
 
 def scaled_dot_product_attention(
@@ -271,32 +238,23 @@ def scaled_dot_product_attention(
     remembered, again = call_cache.look_up("attention", tensors, others)
     if again is not None:
         return again(*tensors)
-    if is_torchs(query, key, value, attn_mask):
-        require_unnamed("attention", backend)
+    if leaves_to_torch("attention", backend, query, key, value, attn_mask):
         if key_lengths is None and query_lengths is None and not need_weights:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=enable_gqa,
             )  # fmt: skip
         backend = "reference"  # plain PyTorch
-    call, arguments = prepare_scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        key_lengths=key_lengths,
-        query_lengths=query_lengths,
-        need_weights=need_weights,
-    )
-    lead = result_lead(query, key, value, enable_gqa)
+    checked, lead = _checked(
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, need_weights,
+        enable_gqa, query_lengths,
+    )  # fmt: skip
     if lead is None:
         finish = None if need_weights else _output
-        return call_cache.run(remembered, tensors, call, arguments, backend, finish)
-    output, weights = call_cache.run(None, tensors, call, arguments, backend)
+        return attend(  # type: ignore[no-any-return]
+            *checked, backend=backend, cached_by=(remembered, tensors), finish=finish
+        )
+    output, weights = attend(*checked, backend=backend)
     output = output.reshape(*lead, *output.shape[-2:])
     return (output, weights.reshape(*lead, *weights.shape[-2:])) if need_weights else output
 
@@ -360,14 +318,14 @@ def varlen_attn(
     remembered, again = call_cache.look_up("attention", tensors, others)
     if again is not None:
         return again(*tensors)  # type: ignore[no-any-return]
-    if is_torchs(query, key, value):
-        require_unnamed("attention", backend)
+    if leaves_to_torch("attention", backend, query, key, value):
         backend = "reference"  # plain PyTorch
-    call, arguments = prepare_scaled_dot_product_attention(
-        q, k, v, None, dropout_p, is_causal, scale, enable_gqa, key_lengths=cu_seq_k,
-        query_lengths=cu_seq_q, longest=longest,
-    )  # fmt: skip
-    return call_cache.run(remembered, tensors, call, arguments, backend, _rows)  # type: ignore[no-any-return]
+    checked, _ = _checked(
+        q, k, v, None, cu_seq_k, is_causal, scale, dropout_p, False, enable_gqa, cu_seq_q, longest
+    )
+    return attend(  # type: ignore[no-any-return]
+        *checked, backend=backend, cached_by=(remembered, tensors), finish=_rows
+    )
 
 
 def _rows(results: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -444,8 +402,9 @@ def attention_on(
         )  # fmt: skip
         if query_lengths is not None and by_padding is not None:
             return by_padding(*call[:-1], enable_gqa, need_weights, query_lengths, longest)
-        if wants_grad(query, key, value, attn_mask):
-            return AttentionFunction.apply(backend, *call, query_lengths, longest)  # type: ignore[no-any-return]
+        found = AttentionFunction.recorded(backend, *call, query_lengths, longest)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         if query_lengths is not None:
             call += _lengths(query_lengths, longest)  # type: ignore[assignment]
         output, weights, *_ = (INFERENCE.of.get(backend) or TRAINING.of[backend])(*call)

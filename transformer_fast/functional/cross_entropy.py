@@ -23,12 +23,10 @@ from ..dispatch import Call, select
 from ..reference import values_are_known
 from ._check import (
     autocast,
-    is_torchs,
+    leaves_to_torch,
     require_float,
-    require_optional_tensor,
     require_same_device,
     require_tensor,
-    require_unnamed,
     same_error_as,
 )
 from ._operator import Operator, Rule
@@ -98,32 +96,6 @@ def _fits(input: Tensor, target: Tensor) -> bool:
     return target.shape == (input.shape[0], *input.shape[2:]) and input.shape[1] > 0
 
 
-def prepare_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> tuple[Call, tuple[Any, ...]]:
-    require_tensor("cross_entropy", "input", 1, input)
-    require_tensor("cross_entropy", "target", 2, target)
-    smoothing = _check_options(reduction, label_smoothing)
-    if target.dtype == torch.uint8:
-        target = target.long()
-    if not _fits(input, target):
-        same_error_as(
-            lambda: F.cross_entropy(input, target, ignore_index=ignore_index),
-            ValueError(
-                f"target of {target.dtype} and shape {list(target.shape)} on {target.device} does "
-                f"not fit input of {input.dtype} and shape {list(input.shape)} on {input.device}"
-            ),
-        )
-    rows, flat = _as_rows(input, target)
-    _check_target(flat, ignore_index, rows.shape[1])
-    call = Call("cross_entropy", (rows,), wants_grad(rows))
-    return call, (rows, flat, ignore_index, smoothing)
-
-
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -175,8 +147,7 @@ def cross_entropy(
             input, target, None, None, ignore_index, None, reduction, label_smoothing
         )
     probable = isinstance(target, Tensor) and target.is_floating_point()
-    if is_torchs(input, target):
-        require_unnamed("cross_entropy", backend)
+    if leaves_to_torch("cross_entropy", backend, input, target):
         others = True
     if others or probable:
         if backend is not None:
@@ -187,9 +158,24 @@ def cross_entropy(
         return F.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    call, arguments = prepare_cross_entropy(input, target, ignore_index, reduction, label_smoothing)
-    losses = select(call, backend).run(*arguments)
-    result = _reduce(losses, arguments[1], ignore_index, reduction).to(_result_dtype(input))
+    require_tensor("cross_entropy", "input", 1, input)
+    require_tensor("cross_entropy", "target", 2, target)
+    smoothing = _check_options(reduction, label_smoothing)
+    if target.dtype == torch.uint8:
+        target = target.long()
+    if not _fits(input, target):
+        same_error_as(
+            partial(F.cross_entropy, input, target, ignore_index=ignore_index),
+            ValueError(
+                f"target of {target.dtype} and shape {list(target.shape)} on {target.device} does "
+                f"not fit input of {input.dtype} and shape {list(input.shape)} on {input.device}"
+            ),
+        )
+    rows, flat = _as_rows(input, target)
+    _check_target(flat, ignore_index, rows.shape[1])
+    kernel = select(Call("cross_entropy", (rows,), wants_grad(rows)), backend)
+    losses = kernel.run(rows, flat, ignore_index, smoothing)
+    result = _reduce(losses, flat, ignore_index, reduction).to(_result_dtype(input))
     return result.view(target.shape) if reduction == "none" else result
 
 
@@ -218,53 +204,18 @@ def _is_small(input: Tensor, weight: Tensor, bias: Tensor | None, target: Any, g
     )
 
 
-def prepare_linear_cross_entropy(
+def _losses(
     input: Tensor,
-    linear_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-) -> tuple[Call, tuple[Any, ...]]:
-    name = "linear_cross_entropy"
-    require_tensor(name, "input", 1, input)
-    require_tensor(name, "linear_weight", 2, linear_weight)
-    require_tensor(name, "target", 3, target)
-    require_optional_tensor(name, "linear_bias", None, linear_bias)
-    smoothing = _check_options(reduction, label_smoothing)
-    ignored = -100 if ignore_index is None else ignore_index
-    tensors = autocast(input, linear_weight, linear_bias)
-    x, w, b = tensors
-    assert x is not None
-    assert w is not None
-    if not x.is_floating_point():
-        same_error_as(
-            lambda: F.cross_entropy(F.linear(x, w, b), target, ignore_index=ignored),
-            ValueError(f"input must have a floating-point dtype, not {x.dtype}"),
-        )
-    require_same_device("input", x, linear_weight=w, linear_bias=b, target=target)
-    names = "input", "linear_weight", "linear_bias"
-    wrong: str | None = None
-    if x.dim() not in (1, 2):
-        wrong = f"input must be (in_features,) or (N, in_features), not of shape {list(x.shape)}"
-    wrong = wrong or weight_problem(names, x.shape[-1], w, b)
-    wrong = wrong or dtype_problem(x, linear_weight=w, linear_bias=b)
-    if wrong is None and (
-        target.dtype != torch.int64 or target.shape != x.shape[:-1] or w.shape[0] == 0
-    ):
-        wrong = (
-            f"target must hold a class, int64, for each row of input, {list(x.shape[:-1])}, not "
-            f"{target.dtype} of shape {list(target.shape)}"
-        )
-    if wrong is not None:
-        raise ValueError(wrong)
-    rows, flat = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    _check_target(flat, ignored, w.shape[0])
-    tensors = (rows, w, b)
-    call = Call(name, tensors, wants_grad(*tensors))
-    return call, (*tensors, flat, ignored, smoothing)
+    reduction: str,
+    ignored: int,
+    smoothing: float,
+) -> Tensor:
+    """PyTorch's, of all logits at once."""
+    logits = F.linear(input, weight, bias)
+    return F.cross_entropy(logits, target, None, None, ignored, None, reduction, smoothing)
 
 
 def linear_cross_entropy(
@@ -312,10 +263,9 @@ def linear_cross_entropy(
         and (grad := fast_path.plain(input, linear_weight, linear_bias)) is not None
         and _is_small(input, linear_weight, linear_bias, target, grad)
     ):
-        return F.cross_entropy(
-            F.linear(input, linear_weight, linear_bias), target, None, None, ignored, None,
-            reduction, label_smoothing,
-        )  # fmt: skip
+        return _losses(
+            input, linear_weight, linear_bias, target, reduction, ignored, label_smoothing
+        )
     probable = isinstance(target, Tensor) and target.is_floating_point()
     deep = isinstance(linear_weight, Tensor) and linear_weight.dim() > 2
     if weight is not None or options is not None or probable or deep:
@@ -331,18 +281,44 @@ def linear_cross_entropy(
             options=options,
         )  # fmt: skip
         return result
-    if is_torchs(input, linear_weight, target, linear_bias):
-        require_unnamed("linear_cross_entropy", backend)
-        logits = F.linear(input, linear_weight, linear_bias)
-        return F.cross_entropy(
-            logits, target, None, None, ignored, None, reduction, label_smoothing
+    name = "linear_cross_entropy"
+    if leaves_to_torch(name, backend, input, linear_weight, target, linear_bias):
+        return _losses(
+            input, linear_weight, linear_bias, target, reduction, ignored, label_smoothing
         )
-    call, arguments = prepare_linear_cross_entropy(
-        input, linear_weight, target, linear_bias=linear_bias, reduction=reduction,
-        ignore_index=ignore_index, label_smoothing=label_smoothing,
-    )  # fmt: skip
-    *_, flat, ignored, _ = arguments
-    losses = select(call, backend).run(*arguments, reduction != "none")
+    require_tensor(name, "input", 1, input)
+    require_tensor(name, "linear_weight", 2, linear_weight)
+    require_tensor(name, "target", 3, target)
+    require_tensor(name, "linear_bias", None, linear_bias, optional=True)
+    smoothing = _check_options(reduction, label_smoothing)
+    x, w, b = autocast(input, linear_weight, linear_bias)
+    assert x is not None
+    assert w is not None
+    if not x.is_floating_point():
+        same_error_as(
+            partial(_losses, x, w, b, target, reduction, ignored, smoothing),
+            ValueError(f"input must have a floating-point dtype, not {x.dtype}"),
+        )
+    require_same_device("input", x, linear_weight=w, linear_bias=b, target=target)
+    names = "input", "linear_weight", "linear_bias"
+    wrong: str | None = None
+    if x.dim() not in (1, 2):
+        wrong = f"input must be (in_features,) or (N, in_features), not of shape {list(x.shape)}"
+    wrong = wrong or weight_problem(names, x.shape[-1], w, b)
+    wrong = wrong or dtype_problem(x, linear_weight=w, linear_bias=b)
+    if wrong is None and (
+        target.dtype != torch.int64 or target.shape != x.shape[:-1] or w.shape[0] == 0
+    ):
+        wrong = (
+            f"target must hold a class, int64, for each row of input, {list(x.shape[:-1])}, not "
+            f"{target.dtype} of shape {list(target.shape)}"
+        )
+    if wrong is not None:
+        raise ValueError(wrong)
+    tensors, flat = (x.reshape(-1, x.shape[-1]), w, b), target.reshape(-1)
+    _check_target(flat, ignored, w.shape[0])
+    kernel = select(Call(name, tensors, wants_grad(*tensors)), backend)
+    losses = kernel.run(*tensors, flat, ignored, smoothing, reduction != "none")
     total = _reduce(losses, flat, ignored, reduction).to(_result_dtype(input))
     return total.view(target.shape) if reduction == "none" else total
 
@@ -396,60 +372,36 @@ def cross_entropy_on(backend: str) -> Callable[..., Tensor]:
     """What the dispatcher runs of `cross_entropy` for a backend with operators."""
 
     def run(input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-        if wants_grad(input):
-            return CrossEntropy.apply(backend, input, target, ignore_index, label_smoothing)
+        found = LossFunction.recorded(
+            backend, input, None, None, target, ignore_index, label_smoothing
+        )
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         return FORWARD.of[backend](input, target, ignore_index, label_smoothing)[0]  # type: ignore[no-any-return]
 
     return run
 
 
-class CrossEntropy(Function):
+class LossFunction(Function):
+    """Losses of logits; with a weight of those of a linear map."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         backend: str,
         input: Tensor,
-        target: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> Tensor:
-        losses, known = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
-        ctx.backend = backend
-        ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, target, known)
-        return losses  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        if grad is None:
-            return (None,) * 5
-        input, target, known = ctx.saved_tensors
-        options = ctx.ignore_index, ctx.label_smoothing
-        if differentiates_again():
-            (dinput,) = vjp(
-                lambda x: reference.cross_entropy(x, target, *options), (input,), (True,), (grad,)
-            )
-        else:
-            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, known, *options)
-        return None, dinput, None, None, None
-
-
-class LinearCrossEntropy(Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        backend: str,
-        input: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         target: Tensor,
         ignore_index: int,
         label_smoothing: float,
     ) -> Tensor:
-        losses, known = LINEAR_FORWARD.of[backend](
-            input, weight, bias, target, ignore_index, label_smoothing
-        )
+        if weight is None:
+            losses, known = FORWARD.of[backend](input, target, ignore_index, label_smoothing)
+        else:
+            losses, known = LINEAR_FORWARD.of[backend](
+                input, weight, bias, target, ignore_index, label_smoothing
+            )
         ctx.backend = backend
         ctx.ignore_index, ctx.label_smoothing = ignore_index, label_smoothing
         ctx.set_materialize_grads(False)
@@ -463,10 +415,16 @@ class LinearCrossEntropy(Function):
         input, weight, bias, target, known = ctx.saved_tensors
         wants, options = ctx.needs_input_grad[1:4], (ctx.ignore_index, ctx.label_smoothing)
         if differentiates_again():
-            found = vjp(
-                lambda x, w, b: reference.recomputed_losses(x, w, b, target, *options),
-                (input, weight, bias), wants, (grad,),
-            )  # fmt: skip
+
+            def formula(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+                if w is None:
+                    return reference.cross_entropy(x, target, *options)
+                return reference.recomputed_losses(x, w, b, target, *options)
+
+            found = vjp(formula, (input, weight, bias), wants, (grad,))
+        elif weight is None:
+            dinput = gradients(BACKWARD.of[ctx.backend], grad, input, target, known, *options)
+            found = [dinput, None, None]
         else:
             found = gradients(
                 LINEAR_BACKWARD.of[ctx.backend], grad, input, weight, bias, target, known,

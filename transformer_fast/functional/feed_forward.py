@@ -19,7 +19,7 @@ from ..autograd import (
     vjp,
     wants_grad,
 )
-from ..dispatch import Call, select
+from ..dispatch import Call
 from ..fast_path import FEED_FORWARD, FLOAT, plain
 from ..fast_path import kernel as cpu_kernel
 from ..reference.dropout import draw_seed, dropout
@@ -27,15 +27,13 @@ from ..reference.linear import ACTIVATIONS, activate
 from ._check import (
     autocast,
     casts_itself,
-    is_torchs,
+    leaves_to_torch,
     named_activation,
     require_activation,
     require_floating,
-    require_optional_tensor,
     require_probability,
     require_same_device,
     require_tensor,
-    require_unnamed,
 )
 from ._operator import Operator, Rule
 from .linear import CODES, dtype_problem, products, total, weight_problem
@@ -57,56 +55,6 @@ def _fits(input: Tensor, weight1: Any, bias1: Any, weight2: Any, bias2: Any) -> 
         and (bias1 is None or bias1.shape == hidden[:1])
         and (bias2 is None or bias2.shape == width[:1])
     )
-
-
-def prepare_feed_forward(
-    input: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    *,
-    activation: str | Callable[[Tensor], Tensor] = "relu",
-    dropout_p: float = 0.0,
-    cast: bool = True,
-) -> tuple[Call, tuple[Any, ...]]:
-    """``cast``: whether to cast for autocast, which `casts_itself` has PyTorch's ops do."""
-    if not (
-        isinstance(input, Tensor)
-        and isinstance(weight1, Tensor)
-        and isinstance(weight2, Tensor)
-        and (bias1 is None or isinstance(bias1, Tensor))
-        and (bias2 is None or isinstance(bias2, Tensor))
-    ):
-        require_tensor("feed_forward", "input", 1, input)  # type: ignore[unreachable]
-        require_tensor("feed_forward", "weight1", 2, weight1)
-        require_optional_tensor("feed_forward", "bias1", 3, bias1)
-        require_tensor("feed_forward", "weight2", 4, weight2)
-        require_optional_tensor("feed_forward", "bias2", 5, bias2)
-    if activation is None:
-        raise ValueError("activation must be a name or a callable, not None")
-    require_activation(activation)
-    require_floating("input", input)
-    if input.dim() == 0:
-        raise ValueError("input must have at least one dimension, not 0")
-    p = require_probability("feed_forward", "dropout_p", dropout_p)
-    wrong = weight_problem(("input", "weight1", "bias1"), input.shape[-1], weight1, bias1)
-    if wrong is None:
-        names = ("the hidden block", "weight2", "bias2")
-        wrong = weight_problem(names, weight1.shape[0], weight2, bias2)
-    if wrong is not None:
-        raise ValueError(wrong)
-    require_same_device("input", input, weight1=weight1, bias1=bias1, weight2=weight2, bias2=bias2)
-    tensors = (input, weight1, bias1, weight2, bias2)
-    if cast:
-        tensors = autocast(*tensors)  # type: ignore[assignment]
-    x, w1, b1, w2, b2 = tensors
-    wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
-    if cast and wrong is not None:
-        raise ValueError(wrong)
-    activation = named_activation(activation)  # type: ignore[assignment]
-    call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
-    return call, (*tensors, activation, p, None)
 
 
 def feed_forward(
@@ -159,31 +107,45 @@ def feed_forward(
                 hidden = ACTIVATIONS[activation](F.linear(input, weight1, bias1))
                 return F.linear(hidden, weight2, bias2)
             given = (input, weight1, bias1, weight2, bias2)
-            if (run := cpu_kernel("feed_forward", *given)) is not None:
-                if grad:  # there are other limits
-                    run = select(Call("feed_forward", given, grad, dropout_p, activation)).run
+            if (run := cpu_kernel("feed_forward", *given, grad=grad)) is not None:
                 seed = draw_seed(input.device) if dropout_p else None
                 return run(*given, activation, dropout_p, seed)  # type: ignore[no-any-return]
-    tensors = (input, weight1, bias1, weight2, bias2)
-    key, again = call_cache.look_up("feed_forward", tensors, (activation, dropout_p, backend))
+    given = (input, weight1, bias1, weight2, bias2)
+    key, again = call_cache.look_up("feed_forward", given, (activation, dropout_p, backend))
     if again is not None:
-        return again(*tensors)
-    if is_torchs(input, weight1, bias1, weight2, bias2):
-        require_unnamed("feed_forward", backend)
+        return again(*given)  # type: ignore[no-any-return]
+    if leaves_to_torch("feed_forward", backend, *given):
         require_activation(activation)
         hidden = activate(F.linear(input, weight1, bias1), activation)
         return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
-    call, arguments = prepare_feed_forward(
-        input,
-        weight1,
-        bias1,
-        weight2,
-        bias2,
-        activation=activation,
-        dropout_p=dropout_p,
-        cast=not casts_itself("feed_forward", input, backend),
-    )
-    return call_cache.run(key, tensors, call, arguments, backend)
+    require_tensor("feed_forward", "input", 1, input)
+    require_tensor("feed_forward", "weight1", 2, weight1)
+    require_tensor("feed_forward", "bias1", 3, bias1, optional=True)
+    require_tensor("feed_forward", "weight2", 4, weight2)
+    require_tensor("feed_forward", "bias2", 5, bias2, optional=True)
+    if activation is None:
+        raise ValueError("activation must be a name or a callable, not None")
+    require_activation(activation)
+    require_floating("input", input)
+    if input.dim() == 0:
+        raise ValueError("input must have at least one dimension, not 0")
+    p = require_probability("feed_forward", "dropout_p", dropout_p)
+    wrong = weight_problem(("input", "weight1", "bias1"), input.shape[-1], weight1, bias1)
+    if wrong is None:
+        names = ("the hidden block", "weight2", "bias2")
+        wrong = weight_problem(names, weight1.shape[0], weight2, bias2)
+    if wrong is not None:
+        raise ValueError(wrong)
+    require_same_device("input", input, weight1=weight1, bias1=bias1, weight2=weight2, bias2=bias2)
+    tensors: tuple[Any, ...] = given
+    if not casts_itself("feed_forward", input, backend):
+        tensors = x, w1, b1, w2, b2 = autocast(*given)
+        wrong = dtype_problem(x, weight1=w1, bias1=b1, weight2=w2, bias2=b2)  # type: ignore[arg-type]
+        if wrong is not None:
+            raise ValueError(wrong)
+    activation = named_activation(activation)  # type: ignore[assignment]
+    call = Call("feed_forward", tensors, wants_grad(*tensors), p, activation)
+    return call_cache.run(key, given, call, (*tensors, activation, p, None), backend)  # type: ignore[no-any-return]
 
 
 # ``kept``, if ``keep``: what the activation was applied to, or anything else that the backward wants to
@@ -238,10 +200,11 @@ def feed_forward_on(backend: str) -> Callable[..., Tensor]:
         dropout_p: float,
         seed: Tensor | None,
     ) -> Tensor:
-        if wants_grad(input, weight1, bias1, weight2, bias2):
-            return FeedForwardFunction.apply(  # type: ignore[no-any-return]
-                backend, input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
-            )[0]
+        found = FeedForwardFunction.recorded(
+            backend, input, weight1, bias1, weight2, bias2, activation, dropout_p, seed
+        )
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
         code = CODES[activation]
         if dropout_p == 0.0 and backend in INFERENCE.of:
             return INFERENCE.of[backend](input, weight1, bias1, weight2, bias2, code)  # type: ignore[no-any-return]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,20 +21,20 @@ from ..autograd import (
     vjp,
     wants_grad,
 )
-from ..dispatch import Call, Kernel
+from ..dispatch import Call, Kernel, is_traced, select
 from ..fast_path import ADD_LAYER_NORM, FLOAT, LAYER_NORM, plain, rows
 from ..fast_path import kernel as cpu_kernel
 from ..reference.dropout import draw_seed, dropout
 from ._check import (
     casts_itself,
     is_torchs,
+    leaves_to_torch,
     require_float,
-    require_optional_tensor,
     require_probability,
     require_same_device,
     require_tensor,
-    require_unnamed,
     same_error_as,
+    wrong_type,
 )
 from ._operator import Operator, Rule
 
@@ -44,89 +45,98 @@ def _as_sizes(function: str, position: int, normalized_shape: Any) -> tuple[int,
     integers = (int, torch.SymInt, numbers.Integral)
     if isinstance(normalized_shape, integers) and not isinstance(normalized_shape, bool):
         return (normalized_shape,)  # type: ignore[return-value]
-    name = f"{function}(): argument 'normalized_shape' (position {position})"
+    name, wanted = "normalized_shape", "tuple of ints"
     if not isinstance(normalized_shape, (tuple, list)):
-        raise TypeError(f"{name} must be tuple of ints, not {type(normalized_shape).__name__}")
+        raise wrong_type(function, name, position, wanted, normalized_shape)
     for place, size in enumerate(normalized_shape):
         if not isinstance(size, integers):
             raise TypeError(
-                f"{name} must be tuple of ints, but found element of type {type(size).__name__} "
-                f"at pos {place}"
+                f"{function}(): argument '{name}' (position {position}) must be {wanted}, but found "
+                f"element of type {type(size).__name__} at pos {place}"
             )
     return tuple(normalized_shape)
 
 
-def _prepare(
-    function: str,
+def _run(
+    op: str,
     input: Tensor,
+    residual: Tensor | None,
     normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    position: int,
-) -> tuple[tuple[int, ...], float]:
-    """The checks both ops share; ``position`` is that of normalized_shape.
-
-    Written out, since small inputs take hardly longer than this does.
-    """
-    if not (
-        isinstance(input, Tensor)
-        and (weight is None or isinstance(weight, Tensor))
-        and (bias is None or isinstance(bias, Tensor))
-    ):
-        require_tensor(function, "input", 1, input)  # type: ignore[unreachable]
-        require_optional_tensor(function, "weight", position + 1, weight)
-        require_optional_tensor(function, "bias", position + 2, bias)
+    affine: tuple[Tensor | None, ...],
+    eps: float | None,
+    dropout_p: float,
+    backend: str | None,
+) -> Any:
+    """A norm, or one behind a residual connection, on the dispatcher's road."""
+    adds = op.startswith("add_")
+    tensors = given = (input, residual, *affine) if adds else (input, *affine)
+    key, again = call_cache.look_up(op, given, (normalized_shape, eps, dropout_p, backend))
+    if again is not None:
+        return again(*given)
+    norm, position = NORMS[op.removeprefix("add_")], 3 if adds else 2
+    is_complex = not norm.has_bias and isinstance(input, Tensor) and input.is_complex()
+    if leaves_to_torch(op, backend, *given, also=is_complex and not adds):
+        shape = list(_as_sizes(op, position, normalized_shape))
+        if not adds:
+            return norm.pytorch(input, shape, *affine, eps)
+        total = residual + F.dropout(input, dropout_p)  # type: ignore[operator]
+        return norm.pytorch(total, shape, *affine, eps), total
+    require_tensor(op, "input", 1, input)
+    if adds:
+        require_tensor(op, "residual", 2, residual)
+    if eps is None:  # PyTorch's default: of the type that statistics have
+        wide = any(tensor.dtype is torch.float64 for tensor in given[: position - 1])  # type: ignore[union-attr]
+        eps = torch.finfo(torch.float64 if wide else torch.float32).eps
+    weight, bias = (*affine, None)[:2]
+    require_tensor(op, "weight", position + 1, weight, optional=True)
+    require_tensor(op, "bias", position + 2, bias, optional=True)
     if type(eps) is not float:
-        eps = require_float(function, "eps", eps, position + 3)
-    shape: Any = normalized_shape
-    if type(shape) is not tuple or len(shape) != 1 or type(shape[0]) is not int:
-        shape = _as_sizes(function, position, shape)
-    if not shape:
+        eps = require_float(op, "eps", eps, position + 3)
+    sizes: Any = normalized_shape
+    if type(sizes) is not tuple or len(sizes) != 1 or type(sizes[0]) is not int:
+        sizes = _as_sizes(op, position, sizes)
+    if not sizes:
         raise RuntimeError(
             "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
             "one element, but got normalized_shape = []"
         )
-    if weight is not None and weight.shape != shape:
-        _raise_wrong_shape("weight", weight, shape)
-    if bias is not None and bias.shape != shape:
-        _raise_wrong_shape("bias", bias, shape)
-    sizes = input.shape
-    fits = len(sizes) >= len(shape)
-    if not fits or (sizes[-1] != shape[0] if len(shape) == 1 else sizes[-len(shape) :] != shape):
-        expected = ", ".join(str(s) for s in shape)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != sizes:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+                f"{list(tensor.shape)} and normalized_shape = {list(sizes)}"
+            )
+    if input.shape[-len(sizes) :] != sizes:
+        expected = ", ".join(str(s) for s in sizes)
         raise RuntimeError(
-            f"Given normalized_shape={list(shape)}, expected input with shape [*, {expected}], but "
-            f"got input of size{list(sizes)}"
+            f"Given normalized_shape={list(sizes)}, expected input with shape [*, {expected}], but "
+            f"got input of size{list(input.shape)}"
         )
-    device = input.device
-    if (weight is not None and weight.device != device) or (
-        bias is not None and bias.device != device
-    ):
-        wrong = RuntimeError(f"weight and bias must be on the device of input, {device}")
-        _raise_like_torch(input, shape, weight, bias, eps, wrong)
-    if not input.is_floating_point():
-        not_floating = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
-        _raise_like_torch(input, shape, weight, bias, eps, not_floating)
-    return shape, eps
-
-
-def _raise_like_torch(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    wrong: Exception,
-) -> NoReturn:
-    same_error_as(lambda: F.layer_norm(input, shape, weight, bias, eps), wrong)
-
-
-def _raise_wrong_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> NoReturn:
-    raise RuntimeError(
-        f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
-        f"{list(tensor.shape)} and normalized_shape = {list(shape)}"
-    )
+    wrong: Exception | None = None
+    if any(tensor is not None and tensor.device != input.device for tensor in affine):
+        wrong = RuntimeError(f"weight and bias must be on the device of input, {input.device}")
+    elif not input.is_floating_point():
+        wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
+    if wrong is not None:
+        same_error_as(partial(F.layer_norm, input, sizes, weight, bias, eps), wrong)
+    if residual is None:
+        call = Call(op, tensors, wants_grad(*tensors), normalized_shape=sizes)
+        return call_cache.run(key, given, call, (input, sizes, *affine, eps), backend)
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"residual must have the shape of input, {list(input.shape)}, not "
+            f"{list(residual.shape)}"
+        )
+    if residual.device != input.device:
+        require_same_device("input", input, residual=residual)
+    if input.dtype != residual.dtype and not casts_itself(op, input, backend):
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(dtype), residual.to(dtype)
+    p = require_probability(op, "dropout_p", dropout_p)
+    tensors = (input, residual, *affine)
+    call = Call(op, tensors, wants_grad(*tensors), p, normalized_shape=sizes)
+    arguments = (input, residual, sizes, *affine, eps, p, None)
+    return call_cache.run(key, given, call, arguments, backend)
 
 
 def _is_row(
@@ -140,20 +150,6 @@ def _is_row(
         and (weight is None or weight.shape == shape)
         and (bias is None or bias.shape == shape)
     )
-
-
-def prepare_layer_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> tuple[Call, tuple[Any, ...]]:
-    shape, eps = _prepare("layer_norm", input, normalized_shape, weight, bias, eps, 2)
-    tensors = (input, weight, bias)
-    grad = wants_grad(input, weight, bias)
-    call = Call("layer_norm", tensors, grad, 0.0, None, None, False, None, False, shape)
-    return call, (input, shape, weight, bias, eps)
 
 
 def layer_norm(
@@ -197,65 +193,9 @@ def layer_norm(
                 run := cpu_kernel("layer_norm", input, weight, bias)
             ):
                 return run(input, normalized_shape, weight, bias, eps)  # type: ignore[no-any-return]
-    tensors = (input, weight, bias)
-    key, again = call_cache.look_up("layer_norm", tensors, (normalized_shape, eps, backend))
-    if again is not None:
-        return again(*tensors)
-    if is_torchs(input, weight, bias):
-        require_unnamed("layer_norm", backend)
-        shape = _as_sizes("layer_norm", 2, normalized_shape)
-        return F.layer_norm(input, shape, weight, bias, eps)
-    call, arguments = prepare_layer_norm(input, normalized_shape, weight, bias, eps)
-    return call_cache.run(key, tensors, call, arguments, backend)
-
-
-def _prepare_sum(
-    function: str,
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, tuple[int, ...], float, float]:
-    """The checks of a norm behind a residual connection."""
-    if not isinstance(residual, Tensor):
-        require_tensor(function, "residual", 2, residual)  # type: ignore[unreachable]
-    shape, eps = _prepare(function, input, normalized_shape, weight, bias, eps, 3)
-    if residual.shape != input.shape:
-        raise ValueError(
-            f"residual must have the shape of input, {list(input.shape)}, not "
-            f"{list(residual.shape)}"
-        )
-    if residual.device != input.device:
-        require_same_device("input", input, residual=residual)
-    if input.dtype != residual.dtype and not casts_itself(function, input, backend):
-        dtype = torch.promote_types(input.dtype, residual.dtype)
-        input, residual = input.to(dtype), residual.to(dtype)
-    p = require_probability(function, "dropout_p", dropout_p)
-    return input, residual, shape, eps, p
-
-
-def prepare_add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    dropout_p: float = 0.0,
-    backend: str | None = None,
-) -> tuple[Call, tuple[Any, ...]]:
-    input, residual, shape, eps, p = _prepare_sum(
-        "add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropout_p, backend
+    return _run(  # type: ignore[no-any-return]
+        "layer_norm", input, None, normalized_shape, (weight, bias), eps, 0.0, backend
     )
-    tensors = (input, residual, weight, bias)
-    grad = wants_grad(input, residual, weight, bias)
-    call = Call("add_layer_norm", tensors, grad, p, None, None, False, None, False, shape)
-    return call, (input, residual, shape, weight, bias, eps, p, None)
 
 
 def add_layer_norm(
@@ -309,44 +249,9 @@ def add_layer_norm(
         ):
             seed = draw_seed(input.device) if dropout_p else None
             return run(input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)  # type: ignore[no-any-return]
-    tensors = (input, residual, weight, bias)
-    key, again = call_cache.look_up(
-        "add_layer_norm", tensors, (normalized_shape, eps, dropout_p, backend)
+    return _run(  # type: ignore[no-any-return]
+        "add_layer_norm", input, residual, normalized_shape, (weight, bias), eps, dropout_p, backend
     )
-    if again is not None:
-        return again(*tensors)
-    if is_torchs(input, residual, weight, bias):
-        require_unnamed("add_layer_norm", backend)
-        total = residual + F.dropout(input, dropout_p)
-        shape = _as_sizes("add_layer_norm", 3, normalized_shape)
-        return F.layer_norm(total, shape, weight, bias, eps), total
-    call, arguments = prepare_add_layer_norm(
-        input, residual, normalized_shape, weight, bias, eps, dropout_p=dropout_p, backend=backend
-    )
-    return call_cache.run(key, tensors, call, arguments, backend)
-
-
-def _rms_eps(eps: float | None, *tensors: Tensor) -> float:
-    """PyTorch's default: of the type that statistics have."""
-    if eps is not None:
-        return eps
-    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return torch.finfo(torch.float64 if wide else torch.float32).eps
-
-
-def prepare_rms_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> tuple[Call, tuple[Any, ...]]:
-    require_tensor("rms_norm", "input", 1, input)
-    eps = _rms_eps(eps, input)
-    shape, eps = _prepare("rms_norm", input, normalized_shape, weight, None, eps, 2)
-    tensors = (input, weight)
-    grad = wants_grad(input, weight)
-    call = Call("rms_norm", tensors, grad, normalized_shape=shape)
-    return call, (input, shape, weight, eps)
 
 
 def rms_norm(
@@ -374,36 +279,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
-    tensors = (input, weight)
-    key, again = call_cache.look_up("rms_norm", tensors, (normalized_shape, eps, backend))
-    if again is not None:
-        return again(*tensors)  # type: ignore[no-any-return]
-    if is_torchs(input, weight) or (isinstance(input, Tensor) and input.is_complex()):
-        require_unnamed("rms_norm", backend)
-        return F.rms_norm(input, list(_as_sizes("rms_norm", 2, normalized_shape)), weight, eps)
-    call, arguments = prepare_rms_norm(input, normalized_shape, weight, eps)
-    return call_cache.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
-
-
-def prepare_add_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    dropout_p: float = 0.0,
-    backend: str | None = None,
-) -> tuple[Call, tuple[Any, ...]]:
-    require_tensor("add_rms_norm", "input", 1, input)
-    require_tensor("add_rms_norm", "residual", 2, residual)
-    input, residual, shape, eps, p = _prepare_sum(
-        "add_rms_norm", input, residual, normalized_shape, weight, None,
-        _rms_eps(eps, input, residual), dropout_p, backend,
-    )  # fmt: skip
-    tensors = (input, residual, weight)
-    call = Call("add_rms_norm", tensors, wants_grad(*tensors), p, normalized_shape=shape)
-    return call, (input, residual, shape, weight, eps, p, None)
+    return _run("rms_norm", input, None, normalized_shape, (weight,), eps, 0.0, backend)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -431,21 +307,9 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4.
     """
-    tensors = (input, residual, weight)
-    key, again = call_cache.look_up(
-        "add_rms_norm", tensors, (normalized_shape, eps, dropout_p, backend)
+    return _run(  # type: ignore[no-any-return]
+        "add_rms_norm", input, residual, normalized_shape, (weight,), eps, dropout_p, backend
     )
-    if again is not None:
-        return again(*tensors)  # type: ignore[no-any-return]
-    if is_torchs(input, residual, weight):
-        require_unnamed("add_rms_norm", backend)
-        total = residual + F.dropout(input, dropout_p)
-        shape = list(_as_sizes("add_rms_norm", 3, normalized_shape))
-        return F.rms_norm(total, shape, weight, eps), total
-    call, arguments = prepare_add_rms_norm(
-        input, residual, normalized_shape, weight, eps, dropout_p=dropout_p, backend=backend
-    )
-    return call_cache.run(key, tensors, call, arguments, backend)  # type: ignore[no-any-return]
 
 
 # ``dims``: how many trailing dimensions are normalised together. ``kind``: index in `_FORMULAS`.
@@ -532,10 +396,11 @@ def norm_on(backend: str, kind: int = LAYER) -> Callable[..., Tensor]:
         bias: Tensor | None,
         eps: float,
     ) -> Tensor:
-        if wants_grad(input, weight, bias):
-            return NormFunction.apply(
-                backend, input, None, normalized_shape, weight, bias, eps, 0.0, None, kind
-            )
+        found = NormFunction.recorded(
+            backend, input, None, normalized_shape, weight, bias, eps, 0.0, None, kind
+        )
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         dims = len(normalized_shape)
         if backend in INFERENCE.of:
             return INFERENCE.of[backend](input, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
@@ -558,10 +423,11 @@ def add_norm_on(backend: str, kind: int = LAYER) -> Callable[..., tuple[Tensor, 
         dropout_p: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        if wants_grad(input, residual, weight, bias):
-            return NormFunction.apply(
-                backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
-            )
+        found = NormFunction.recorded(
+            backend, input, residual, normalized_shape, weight, bias, eps, dropout_p, seed, kind
+        )
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         dims = len(normalized_shape)
         if dropout_p == 0.0 and backend in ADD_INFERENCE.of:
             return ADD_INFERENCE.of[backend](input, residual, weight, bias, dims, eps, kind)  # type: ignore[no-any-return]
@@ -653,3 +519,66 @@ def _by_formula(
         lambda x, w, b: _FORMULAS[ctx.kind](x, shape, w, b, ctx.eps),
         (source, weight, bias), wants, (grad,),
     )  # fmt: skip
+
+
+def annotated_layer_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, unbiased: bool = True
+) -> Tensor:
+    """The Annotated Transformer's norm, by the kernels of the others, over the last dimension.
+
+    ``y = weight * (x - mean(x)) / (std(x) + eps) + bias``; ``unbiased``: which standard deviation.
+
+    Source: "The Annotated Transformer" (Rush 2018).
+    """
+    if (backend := _backend_of_annotated("rms_norm", (input, weight, bias), unbiased)) is None:
+        return reference.annotated_layer_norm(input, weight, bias, eps, unbiased)
+    norm = norm_on(backend, ANNOTATED if unbiased else ANNOTATED_BIASED)
+    return norm(input, input.shape[-1:], weight, bias, eps)
+
+
+def add_annotated_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """``(norm(sum), sum)`` with ``sum = residual + dropout(input, dropout_p)``."""
+    tensors = (input, residual, weight, bias)
+    if is_torchs(*tensors):
+        total = residual + F.dropout(input, dropout_p)
+        return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
+    seed = draw_seed(input.device) if 0.0 < dropout_p < 1.0 else None
+    if (backend := _backend_of_annotated("add_rms_norm", tensors, unbiased, dropout_p)) is None:
+        total = residual + dropout(input, dropout_p, seed)
+        return reference.annotated_layer_norm(total, weight, bias, eps, unbiased), total
+    norm = add_norm_on(backend, ANNOTATED if unbiased else ANNOTATED_BIASED)
+    return norm(input, residual, input.shape[-1:], weight, bias, eps, dropout_p, seed)
+
+
+def _backend_of_annotated(
+    op: str, tensors: tuple[Tensor | None, ...], unbiased: bool, dropout_p: float = 0.0
+) -> str | None:
+    """A backend with kernels of all kinds of norms that takes the call, or None.
+
+    Those that take ``op``, a norm of the same tensors, have them.
+    """
+    input, *_, weight, bias = tensors
+    assert input is not None
+    shape = input.shape[-1:]
+    if (
+        not shape
+        or is_traced()
+        or is_torchs(*tensors)
+        or (unbiased and shape[0] < 2)  # one value has no unbiased std
+        or any(each is not None and each.shape != shape for each in (weight, bias))
+    ):
+        return None
+    call = Call(op, tensors, wants_grad(*tensors), dropout_p, normalized_shape=tuple(shape))
+    try:
+        backend = select(call).backend
+    except NotImplementedError:  # of a backend that is named: this norm is no op of the table
+        return None
+    return None if backend in ("torch", "reference") else backend

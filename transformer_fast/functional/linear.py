@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +20,18 @@ from ..autograd import (
     vjp,
     wants_grad,
 )
-from ..dispatch import Call, select
+from ..dispatch import Call
 from ..fast_path import FLOAT, LINEAR, plain
 from ..fast_path import kernel as cpu_kernel
 from ..reference.linear import activate
 from ._check import (
     autocast,
     casts_itself,
-    is_torchs,
+    leaves_to_torch,
     named_activation,
     require_activation,
-    require_optional_tensor,
     require_same_device,
     require_tensor,
-    require_unnamed,
     same_error_as,
 )
 from ._operator import Operator, Rule
@@ -80,13 +79,6 @@ def _bias_row(bias: Tensor, columns: int) -> Tensor:
     return bias
 
 
-def _raise_like_torch(
-    input: Tensor, weight: Tensor, bias: Tensor | None, otherwise: Exception
-) -> NoReturn:
-    # In a function of its own: variables that a lambda holds are slower, for every call.
-    same_error_as(lambda: F.linear(input, weight, bias), otherwise)
-
-
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether nothing is wrong: all questions in one go, since small inputs take hardly longer."""
     sizes, rows = input.shape, weight.shape
@@ -104,66 +96,6 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and bias.dtype == dtype
         and bias.device == device
     )
-
-
-def prepare_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | Callable[[Tensor], Tensor] | None = None,
-    residual: Tensor | None = None,
-    cast: bool = True,
-) -> tuple[Call, tuple[Any, ...]]:
-    """``cast``: whether to cast for autocast, which `casts_itself` has PyTorch's op do."""
-    if not (
-        isinstance(input, Tensor)
-        and isinstance(weight, Tensor)
-        and (bias is None or isinstance(bias, Tensor))
-        and (residual is None or isinstance(residual, Tensor))
-    ):
-        require_tensor("linear", "input", 1, input)  # type: ignore[unreachable]
-        require_tensor("linear", "weight", 2, weight)
-        require_optional_tensor("linear", "bias", 3, bias)
-        require_optional_tensor("linear", "residual", None, residual)
-    if activation is not None:
-        require_activation(activation)
-        activation = named_activation(activation)
-    tensors: tuple[Tensor | None, ...] = (input, weight, bias, residual)
-    if cast:
-        tensors = autocast(*tensors)
-    elif residual is not None:
-        tensors = (input, weight, bias, *autocast(residual))
-    input, weight, bias, residual = tensors  # type: ignore[assignment]
-    if residual is None and _fits(input, weight, bias):
-        grad = wants_grad(input, weight, bias)
-        return Call("linear", tensors, grad, 0.0, activation), (
-            input, weight, bias, activation, None,
-        )  # fmt: skip
-    require_same_device("input", input, weight=weight, bias=bias, residual=residual)
-    if bias is not None and bias.shape != weight.shape[:1] and weight.dim() == 2:
-        bias = _bias_row(bias, weight.shape[0])
-    if input.dim() == 0:
-        wrong: str | None = "input must have at least one dimension, not 0"
-    else:
-        wrong = weight_problem(("input", "weight", "bias"), input.shape[-1], weight, bias)
-    if cast:
-        wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
-    if wrong is not None:
-        _raise_like_torch(input, weight, bias, ValueError(wrong))
-    if residual is not None:
-        shape = (*input.shape[:-1], weight.shape[0])
-        if residual.shape != shape:
-            raise ValueError(
-                f"residual must have the shape of the result, {list(shape)}, not "
-                f"{list(residual.shape)}"
-            )
-        wrong = dtype_problem(input, residual=residual) if cast else None
-        if wrong is not None:
-            raise ValueError(wrong)
-    tensors = (input, weight, bias, residual)
-    call = Call("linear", tensors, wants_grad(*tensors), activation=activation)
-    return call, (*tensors[:3], activation, tensors[3])
 
 
 def linear(
@@ -204,31 +136,61 @@ def linear(
                 and (bias is not None or weight.is_cpu)
             ):
                 return F.linear(input, weight, bias)
-            if _fits(input, weight, bias) and (run := cpu_kernel("linear", input, weight, bias)):
-                if grad:  # there are other limits
-                    run = select(Call("linear", (input, weight, bias, None), grad)).run
+            if _fits(input, weight, bias) and (
+                run := cpu_kernel("linear", input, weight, bias, None, grad=grad)
+            ):
                 return run(input, weight, bias, None, None)  # type: ignore[no-any-return]
-    tensors = (input, weight, bias, residual)
-    key, again = call_cache.look_up("linear", tensors, (activation, backend))
+    tensors: tuple[Tensor | None, ...] = (input, weight, bias, residual)
+    given = tensors
+    key, again = call_cache.look_up("linear", given, (activation, backend))
     if again is not None:
-        return again(*tensors)
-    if is_torchs(input, weight, bias, residual):
-        require_unnamed("linear", backend)
+        return again(*given)  # type: ignore[no-any-return]
+    if leaves_to_torch("linear", backend, *given):
         return reference.linear(input, weight, bias, activation, residual)
     if isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape == input.shape[-1:]:
         row = weight.unsqueeze(0)
         column = None if residual is None else residual.unsqueeze(-1)
         y = linear(input, row, bias, activation=activation, residual=column, backend=backend)
         return y.squeeze(-1)
-    call, arguments = prepare_linear(
-        input,
-        weight,
-        bias,
-        activation=activation,
-        residual=residual,
-        cast=not casts_itself("linear", input, backend),
-    )
-    return call_cache.run(key, tensors, call, arguments, backend)
+    require_tensor("linear", "input", 1, input)
+    require_tensor("linear", "weight", 2, weight)
+    require_tensor("linear", "bias", 3, bias, optional=True)
+    require_tensor("linear", "residual", None, residual, optional=True)
+    if activation is not None:
+        require_activation(activation)
+        activation = named_activation(activation)
+    if cast := not casts_itself("linear", input, backend):
+        tensors = autocast(*tensors)
+    elif residual is not None:
+        tensors = (input, weight, bias, *autocast(residual))
+    input, weight, bias, residual = tensors  # type: ignore[assignment]
+    if residual is not None or not _fits(input, weight, bias):
+        require_same_device("input", input, weight=weight, bias=bias, residual=residual)
+        if bias is not None and bias.shape != weight.shape[:1] and weight.dim() == 2:
+            bias = _bias_row(bias, weight.shape[0])
+        if input.dim() == 0:
+            wrong: str | None = "input must have at least one dimension, not 0"
+        else:
+            wrong = weight_problem(("input", "weight", "bias"), input.shape[-1], weight, bias)
+        if cast:
+            wrong = wrong or dtype_problem(input, weight=weight, bias=bias)
+        if wrong is not None:
+            # No lambda: variables that one holds are slower, for every call.
+            same_error_as(partial(F.linear, input, weight, bias), ValueError(wrong))
+        if residual is not None:
+            shape = (*input.shape[:-1], weight.shape[0])
+            if residual.shape != shape:
+                raise ValueError(
+                    f"residual must have the shape of the result, {list(shape)}, not "
+                    f"{list(residual.shape)}"
+                )
+            wrong = dtype_problem(input, residual=residual) if cast else None
+            if wrong is not None:
+                raise ValueError(wrong)
+        tensors = (input, weight, bias, residual)
+    call = Call("linear", tensors, wants_grad(*tensors), 0.0, activation)
+    arguments = (input, weight, bias, activation, residual)
+    return call_cache.run(key, given, call, arguments, backend)  # type: ignore[no-any-return]
 
 
 #: Numbers of activations: as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and Triton's
@@ -274,8 +236,9 @@ def linear_on(backend: str) -> Callable[..., Tensor]:
         activation: str | None,
         residual: Tensor | None,
     ) -> Tensor:
-        if wants_grad(input, weight, bias, residual):
-            return LinearFunction.apply(backend, input, weight, bias, activation, residual)[0]  # type: ignore[no-any-return]
+        found = LinearFunction.recorded(backend, input, weight, bias, activation, residual)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
         code = CODES[activation]
         if backend in INFERENCE.of:
             return INFERENCE.of[backend](input, weight, bias, residual, code)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..functional.annotated_layer_norm import annotated_layer_norm
+from ..functional.layer_norm import annotated_layer_norm
 
 
 class AnnotatedLayerNorm(torch.nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autograd import only, vjp
+from ..autograd import only, vjp, wants_grad
 from .recomputed import Recomputed
 
 __all__ = ["chunked_gradients", "chunked_loss", "recomputed_losses", "register_losses"]
@@ -89,7 +89,7 @@ def chunked_loss(
     rows = _part_rows(weight)
     if _are_few(input, rows):
         return losses(*arguments)
-    if not (torch.is_grad_enabled() and any_requires_grad(input, weight, bias)):
+    if not wants_grad(input, weight, bias):
         return _work(backend, None, *arguments[:4], rows, *arguments[4:], (False,) * 3)[0]
     # How the losses' gradient lies in memory, by which it is known that they count alike, is not
     # known while a program is traced: gradients worked out with the losses would be so for nothing.
@@ -317,7 +317,3 @@ def _times(
     if results[0] is not None:
         results[0].masked_fill_(ignored[:, None], 0.0)
     return results
-
-
-def any_requires_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference.linear import activate
+from ..reference import linear
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case
 
 
@@ -107,13 +106,6 @@ def _bytes(arguments: tuple[Any, ...]) -> float:
     return bytes_of(x, weight, bias, residual) + rows * outputs * x.element_size()
 
 
-def _by_pytorch(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, residual: Tensor | None
-) -> Tensor:
-    y = activate(F.linear(input, weight, bias), activation)
-    return y if residual is None else y + residual
-
-
 def _text(text: Text) -> list[tuple[Any, ...]]:
     parameters = text.parameters(text.size.model, text.size.model)
     return [(x, *parameters, None, x.flip(0)) for x in text.embedded]
@@ -145,7 +137,7 @@ LINEAR = OpSpec(
     ),
     flops=_flops,
     bytes=_bytes,
-    pytorch=_by_pytorch,
+    pytorch=linear,
     tiny=_bench(1, 8, 8),
     text_cases=(("512 → 512", _text), ("512 → 2048, gelu", _widening_text)),
     gpu_cases=tuple(

@@ -12,8 +12,7 @@ import torch
 from torch.fx import Node
 
 from ... import functional
-from ...functional.annotated_layer_norm import add_annotated_layer_norm, annotated_layer_norm
-from ...functional.layer_norm import NORMS
+from ...functional.layer_norm import NORMS, add_annotated_layer_norm, annotated_layer_norm
 from .editor import Editor
 from .factors import plus
 from .feed_forward import dropout_of
