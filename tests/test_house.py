@@ -63,9 +63,9 @@ def _generate() -> Callable[[], Any]:
 #: The call, whether it is made with gradients, and the most that it may run.
 CALLS: dict[str, tuple[Callable[[], Callable[[], Any]], bool, Count]] = {
     "encoder layer, inference": (lambda: _encoder_layer(False), False, Count(44, 8, 12)),
-    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(111, 16, 60)),
+    "encoder layer, training": (lambda: _encoder_layer(True), True, Count(91, 16, 47)),
     "attention, inference": (lambda: _attention(False), False, Count(5, 3, 3)),
-    "attention, training": (lambda: _attention(True), True, Count(8, 3, 5)),
+    "attention, training": (lambda: _attention(True), True, Count(7, 3, 4)),
     "linear, inference": (_linear, False, Count(14, 5, 5)),
     "generate, 8 tokens": (_generate, False, Count(385, 30, 170)),
 }

@@ -429,7 +429,7 @@ def _replace(layer: Any, what: str) -> None:
     [
         ("subclass", "feed_forward", "its linear2 is a Low"),
         ("hook", "feed_forward", "its linear1 has hooks"),
-        ("forward", "feed_forward", "the forward of its dropout was replaced on the instance"),
+        ("forward", "feed_forward", "its dropout has a forward that was replaced on the instance"),
         ("compiled", "feed_forward", "its linear1 is compiled on its own"),
         ("function", "feed_forward", "its activation is tanh, which no kernel has"),
         ("module", "feed_forward", "its activation is a Tanh, which no kernel has"),
@@ -488,7 +488,7 @@ def test_hooks_on_all_modules() -> None:
         told = accelerate(layer)[""].in_parts
     finally:
         handle.remove()
-    assert set(told.values()) == {"there are hooks on all modules of this process"}
+    assert set(told.values()) == {"its modules have global hooks"}
 
 
 class OtherNorm(torch.nn.Module):

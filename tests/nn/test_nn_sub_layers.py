@@ -402,7 +402,7 @@ REASONS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     ),
     "hook": (
         lambda layer: layer.linear1.register_forward_hook(lambda *_: None), None, {},
-        "its linear1 is hooked or replaced",
+        "its linear1 has hooks",
     ),
     "subclass": (
         lambda layer: setattr(layer, "_ff_block", layer._ff_block), None, {}, "_ff_block is replaced",

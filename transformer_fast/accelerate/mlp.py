@@ -150,7 +150,7 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
     if known is None:
         if not isinstance(value, torch.nn.Module):
             return None
-        return f"its {net.activation} is {torch_nn.a_kind(value)}, which no kernel has"
+        return f"its {net.activation} is {fusion.a_kind(value)}, which no kernel has"
     if len({child.weight.dtype for child in module.children() if _is_linear(child)}) > 1:
         return "its weights have different dtypes, which no kernel multiplies"
     reason = (

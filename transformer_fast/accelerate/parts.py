@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
 
 from .. import nn
 from .._explain import explain
@@ -15,16 +14,8 @@ from ..dispatch import Explanation
 from ..functional.layer_norm import NORMS
 from ..nn import fusion
 from ..nn.drop_in import DropIn
+from ..nn.fusion import Part
 from .hugging_face import models
-from .torch_nn import a_kind
-
-
-class Part(NamedTuple):
-    """A module that a fused op replaces, and the classes it may have."""
-
-    name: str
-    module: Any
-    kinds: tuple[type, ...]
 
 
 class Op(NamedTuple):
@@ -37,14 +28,14 @@ class Op(NamedTuple):
 
     def why_not(self) -> str | None:
         """Why the op is not fused, or None."""
-        reason = next((r for part in self.parts if (r := _why_called(part))), None)
+        reason = next((r for part in self.parts if (r := part.why_called())), None)
         if reason is not None or self.activation is None:
-            return reason
+            return None if reason is None else f"its {reason}"
         name, value, known = self.activation
         if known(value) is not None:
             return None
         is_module = isinstance(value, torch.nn.Module)
-        told = a_kind(value) if is_module else getattr(value, "__name__", repr(value))
+        told = fusion.a_kind(value) if is_module else getattr(value, "__name__", repr(value))
         return f"its {name} is {told}, which no kernel has"
 
     def example(self, x: Callable[..., Tensor], training: bool) -> Example:
@@ -87,13 +78,11 @@ def explain_parts(module: torch.nn.Module) -> tuple[dict[str, Explanation], dict
     weight = next(torch.nn.Module.parameters(module), None)
     if weight is None or not weight.is_floating_point():
         return {}, {}
-    device, found = weight.device, []
-    # Explaining a call with dropout draws a seed; the user's generators must not advance.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for training in (False, True):
-            with torch.set_grad_enabled(training):
-                examples = _examples(module, weight.detach(), training)
-                found.append({op: explain(op, *args, **options) for op, args, options in examples})
+    found = []
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            examples = _examples(module, weight.detach(), training)
+            found.append({op: explain(op, *args, **options) for op, args, options in examples})
     return found[0], found[1]
 
 
@@ -149,19 +138,3 @@ def parts(module: torch.nn.Module, names: str, kinds: tuple[type, ...]) -> list[
 
 def dropout_p(dropout: Any) -> float:
     return float(getattr(dropout, "p", 0.0))
-
-
-def _why_called(part: Part) -> str | None:
-    """Why the module must be called and cannot be fused, or None."""
-    name, module, kinds = part
-    if fusion.is_unhooked(module, kinds):
-        return None
-    if type(module) not in kinds:
-        return f"its {name} is {a_kind(module)}"
-    if _has_any_global_hook():
-        return "there are hooks on all modules of this process"
-    if "forward" in module.__dict__:
-        return f"the forward of its {name} was replaced on the instance"
-    if module._compiled_call_impl is not None:
-        return f"its {name} is compiled on its own"
-    return f"its {name} has hooks"

@@ -150,16 +150,7 @@ def _output_projection(module: torch.nn.Module) -> str | None:
     # would change, to those the user may have wanted all along, but they would change.
     if type(projection) in fusion.LINEAR:
         return "its out_proj has hooks, which torch never calls and ours would"
-    return f"its out_proj is {a_kind(projection)}, which torch never calls and ours would"
-
-
-def a_kind(module: torch.nn.Module) -> str:
-    """``a Linear``, or ``a Linear of peft`` where torch.nn has a class of that name."""
-    kind = type(module)
-    article = "an" if kind.__name__[:1] in "AEIOU" else "a"
-    package = kind.__module__.split(".")[0]
-    of = f" of {package}" if package != "torch" and hasattr(torch.nn, kind.__name__) else ""
-    return f"{article} {kind.__name__}{of}"
+    return f"its out_proj is {fusion.a_kind(projection)}, which torch never calls and ours would"
 
 
 def _skipped_in_inference(layer: Any) -> str | None:
@@ -176,7 +167,7 @@ def _skipped_in_inference(layer: Any) -> str | None:
         inner = getattr(layer, name)
         known = any(type(inner).forward is cls.forward for cls in plain)
         if not known or "forward" in inner.__dict__:
-            return f"in inference torch never calls its {name}, {a_kind(inner)}, {_WOULD}"
+            return f"in inference torch never calls its {name}, {fusion.a_kind(inner)}, {_WOULD}"
     reads = {1: "relu", 2: "gelu"}[layer.activation_relu_or_gelu]
     if fusion.activation_name(layer.activation) != reads:
         return f"in inference torch takes {reads} and never calls its activation, {_WOULD}"

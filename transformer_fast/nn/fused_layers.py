@@ -61,10 +61,11 @@ def _options(layer: Layer) -> tuple[Any, ...]:
 
 
 def _seen(
-    given: Masks, x: Tensor, source: Tensor, batch_first: bool, heads: int
+    given: Masks, source: Tensor, x: Tensor, told: tuple[Any, ...]
 ) -> tuple[Tensor | None, bool]:
     """The mask in SDPA's polarity, and whether it is causal."""
     mask, padding, is_causal = given
+    _, _, _, heads, batch_first, *_ = told
     if mask is None and padding is None and not is_causal:
         return None, False
     if is_causal and mask is None:
@@ -122,21 +123,6 @@ def _prepare(
     return calls
 
 
-def _fused(
-    kernel: Kernel,
-    told: tuple[Any, ...],
-    x: Tensor,
-    own: Masks,
-    memory: Tensor | None,
-    cross: Masks,
-) -> Fused:
-    _, _, _, heads, batch_first, *_ = told
-    seen = _seen(own, x, x, batch_first, heads)
-    if memory is None:
-        return Fused(kernel, told, seen, (None, False))
-    return Fused(kernel, told, seen, _seen(cross, x, memory, batch_first, heads))
-
-
 def find(
     modules: Sequence[torch.nn.Module],
     x: Tensor,
@@ -163,7 +149,9 @@ def find(
             kernel = dispatch.find(call)
             if kernel is None:
                 return None
-            found.append(_fused(kernel, told, x, own, memory, cross))
+            seen = _seen(own, x, x, told)
+            other = (None, False) if memory is None else _seen(cross, memory, x, told)
+            found.append(Fused(kernel, told, seen, other))
     except Unreadable:
         return None
     return found
@@ -232,8 +220,9 @@ def explain(op: str, layer: Any, *args: Any, **kwargs: Any) -> Explanation:
         if not isinstance(layer, DropIn):
             raise Unreadable("forward is torch.nn's; transformer_fast.accelerate swaps it")
         ((call, told),) = _prepare([layer], x, own, memory, cross, True)
-        for kernel in dispatch.kernels(op):
-            _fused(kernel, told, x, own, memory, cross)
+        _seen(own, x, x, told)
+        if memory is not None:
+            _seen(cross, memory, x, told)
     except Unreadable as reason:
         why = {kernel.backend: [f"its {reason}"] for kernel in dispatch.kernels(op)}
         return Explanation(op, None, why, dispatch.COMPOSED)

@@ -35,6 +35,29 @@ _DECODER = (
 )  # fmt: skip
 
 
+class Part(NamedTuple):
+    """A module inside of another, and the classes with which it need not be called."""
+
+    name: str
+    module: Any
+    kinds: tuple[type, ...]
+
+    def why_called(self) -> str | None:
+        """Why the module must be called and cannot be fused, or None."""
+        name, module, kinds = self
+        if is_unhooked(module, kinds):
+            return None
+        if type(module) not in kinds:
+            return f"{name} is {a_kind(module)}"
+        if _has_any_global_hook():
+            return "modules have global hooks"
+        if "forward" in module.__dict__:
+            return f"{name} has a forward that was replaced on the instance"
+        if module._compiled_call_impl is not None:
+            return f"{name} is compiled on its own"
+        return f"{name} has hooks"
+
+
 class Unreadable(Exception):  # noqa: N818 - a reason, not an error
     """Why a layer has to be called: "<its part> is ..."."""
 
@@ -105,6 +128,15 @@ def is_unhooked(module: Any, classes: tuple[type, ...]) -> bool:
     )
 
 
+def a_kind(module: Any) -> str:
+    """``a Linear``, or ``a Linear of peft`` where torch.nn has a class of that name."""
+    kind = type(module)
+    article = "an" if kind.__name__[:1] in "AEIOU" else "a"
+    package = kind.__module__.split(".")[0]
+    of = f" of {package}" if package != "torch" and hasattr(torch.nn, kind.__name__) else ""
+    return f"{article} {kind.__name__}{of}"
+
+
 def affine(
     module: torch.nn.Module, weight: str = "weight", bias: str = "bias"
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -157,7 +189,7 @@ def _require_unhooked(parts: Sequence[tuple[str, Any, tuple[type, ...]]]) -> Non
             or "forward" in module.__dict__
             or module._compiled_call_impl is not None
         ):
-            raise Unreadable(f"{name} is hooked or replaced")
+            raise Unreadable(Part(name, module, kinds).why_called())
     if _has_any_global_hook():
         raise Unreadable("modules have global hooks")
 
@@ -282,3 +314,33 @@ def add_norm(
         )
     total = residual + (input if dropout is None else dropout(input))
     return norm(total), total
+
+
+def compose(
+    layer: Any,
+    x: Tensor,
+    attentions: Sequence[Callable[[Tensor], tuple[Tensor, torch.nn.Module | None]]],
+) -> Tensor:
+    """An encoder or decoder layer, from its last ``attentions`` on: residual connections and norms.
+
+    Each gives its output, and the dropout that is still to be applied to it.
+    """
+    crossed = isinstance(layer, torch.nn.TransformerDecoderLayer)
+    base, _, names, dropouts, _ = _DECODER if crossed else _ENCODER
+    norms = names[-1 - len(attentions) :]
+
+    def network(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+        if overridden(layer, "_ff_block", base):
+            return layer._ff_block(x), None
+        y = feed_forward(x, layer.linear1, layer.activation, layer.dropout, layer.linear2)
+        return y, getattr(layer, dropouts[-1])
+
+    if layer.norm_first:
+        y = getattr(layer, norms[0])(x)
+        for attend, norm in zip(attentions, norms[1:], strict=True):
+            y, x = add_norm(*attend(y), x, getattr(layer, norm))
+        y, dropout = network(y)
+        return x + (y if dropout is None else dropout(y))
+    for attend, norm in zip(attentions, norms, strict=False):
+        x, _ = add_norm(*attend(x), x, getattr(layer, norm))
+    return add_norm(*network(x), x, getattr(layer, norms[-1]))[0]

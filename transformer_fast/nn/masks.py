@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..functional import masks
+from ..functional._check_attention import check_mask_dtype
 from ..reference import values_are_known
 
 
@@ -129,11 +130,8 @@ def for_attend(
                     f"but got {key_padding_mask.shape[dim]}"
                 )
     mask = combine(attn_mask, key_padding_mask, batch, heads)
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise RuntimeError(
-            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
-            f"attn_mask.dtype: {mask.dtype} and  query.dtype: {query.dtype} instead."
-        )
+    if mask is not None:
+        check_mask_dtype(mask, query)
     return mask
 
 

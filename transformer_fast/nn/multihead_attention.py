@@ -76,8 +76,20 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             AssertionError, RuntimeError: what torch raises, for shapes and dtypes that do not fit.
         """
         nested = is_torchs(query) or key.is_nested or value.is_nested
-        plain = not nested and self._is_unhooked(
-            query, key, value, key_padding_mask, attn_mask, is_causal
+        # Batched self-attention without masks, of which all sizes fit.
+        plain = (
+            not nested
+            and query is key
+            and key is value
+            and attn_mask is None
+            and key_padding_mask is None
+            and not is_causal
+            and query.dim() == 3
+            and query.shape[2] == self.embed_dim
+            and self._qkv_same_embed_dim
+            and self.bias_k is None
+            and self.bias_v is None
+            and not self.add_zero_attn
         )
         if plain and not self.training and (found := self._for_one_call(query)) is not None:
             return _in_one_call(
@@ -111,12 +123,15 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
                 "`generate_square_subsequent_mask` to create this mask."
             )
 
-        shared = key is value
+        if not self._fits(query, key, value):  # torch raises
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
+                is_causal,
+            )  # fmt: skip
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         sequence = 1 if self.batch_first or not batched else 0
-        self._check_sizes(query, key, value, sequence, shared)
 
         appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         # torch.jit.trace makes tensors of flags.
@@ -134,30 +149,6 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             output = output.squeeze(0)
             weights = None if weights is None else weights.squeeze(0)
         return output, weights
-
-    def _is_unhooked(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> bool:
-        """Whether this is batched self-attention without masks, of which all sizes fit."""
-        return (
-            query is key
-            and key is value
-            and attn_mask is None
-            and key_padding_mask is None
-            and not is_causal
-            and query.dim() == 3
-            and query.shape[2] == self.embed_dim
-            and self._qkv_same_embed_dim
-            and self.bias_k is None
-            and self.bias_v is None
-            and not self.add_zero_attn
-        )
 
     def _mixes_dtypes(self, query: Tensor) -> bool:
         """Whether no op takes such dtypes: PyTorch's forward adds other biases, or says no."""
@@ -203,8 +194,7 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
         """The batched result, all arguments being checked; ``sequence`` is the dimension of T."""
         if sequence is None:
             sequence = int(self.batch_first)
-        shared, same = key is value, query is key and key is value
-        q, k, v = self._project(query, key, value, sequence, same, shared)
+        q, k, v = self._project(query, key, value, sequence)
         if self.bias_k is not None or self.add_zero_attn:
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
 
@@ -221,61 +211,29 @@ class MultiheadAttention(DropIn, torch.nn.MultiheadAttention):
             weights = weights.mean(dim=1)
         return output, weights
 
-    def _check_sizes(
-        self, query: Tensor, key: Tensor, value: Tensor, sequence: int, shared: bool
-    ) -> None:
-        """Sizes that do not fit, in torch's words (which count (sequence, batch, features))."""
-        width = query.shape[-1]
-        if width != self.embed_dim:
-            raise AssertionError(
-                f"was expecting embedding dimension of {self.embed_dim}, but got {width}"
-            )
-        keys, values = key.shape, value.shape
-        if sequence == 1:
-            keys = torch.Size((keys[1], keys[0], keys[2]))
-            values = torch.Size((values[1], values[0], values[2]))
-        if not self._qkv_same_embed_dim:
-            if keys[:2] != values[:2]:
-                raise AssertionError(
-                    f"key's sequence and batch dims {keys[:2]} do not match value's {values[:2]}"
-                )
-            for name, weight, columns in (
-                ("key", self.k_proj_weight, keys[2]),
-                ("value", self.v_proj_weight, values[2]),
-            ):
-                if weight.shape != (width, columns):
-                    raise AssertionError(
-                        f"expecting {name} weights shape of {(width, columns)}, "
-                        f"but got {weight.shape}"
-                    )
-        elif keys != values:
-            raise AssertionError(f"key shape {keys} does not match value shape {values}")
-        elif keys[2] != width:
-            raise RuntimeError(
-                f"mat1 and mat2 shapes cannot be multiplied ({keys[0] * keys[1]}x{keys[2]} and "
-                f"{width}x{2 * width if shared else width})"
-            )
-        batch = query.shape[1 - sequence]
-        if keys[1] != batch:
-            raise RuntimeError(
-                f"shape '[{keys[0]}, {batch * self.num_heads}, {self.head_dim}]' is invalid for "
-                f"input of size {keys[0] * keys[1] * width}"
-            )
-        if (self.bias_k is None) != (self.bias_v is None):
-            given, missing = ("bias_v", "bias_k") if self.bias_k is None else ("bias_k", "bias_v")
-            raise AssertionError(f"{given} is set but {missing} is None")
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether sizes fit each other and the projections."""
+        batch = 0 if self.batch_first else 1
+        return (
+            query.shape[-1] == self.embed_dim
+            and key.shape[-1] == self.kdim
+            and value.shape[-1] == self.vdim
+            and key.shape[:-1] == value.shape[:-1]
+            and (query.dim() == 2 or key.shape[batch] == query.shape[batch])
+            and (self.bias_k is None) == (self.bias_v is None)
+        )
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, sequence: int, same: bool, shared: bool
+        self, query: Tensor, key: Tensor, value: Tensor, sequence: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (B, H, L, D) views of as few projections as possible."""
         width = self.embed_dim
         weight, bias = fusion.affine(self, "in_proj_weight", "in_proj_bias")
-        if self._qkv_same_embed_dim and same:
+        if self._qkv_same_embed_dim and query is key and key is value:
             packed = functional.linear(self._saved(query), weight, bias)  # type: ignore[arg-type]
             q, k, v = self._heads(packed, sequence, 3)
             return q, k, v
-        inputs = (query, key) if shared and self._qkv_same_embed_dim else (query, key, value)
+        inputs = (query, key) if key is value and self._qkv_same_embed_dim else (query, key, value)
         sizes = [width, 2 * width] if len(inputs) == 2 else [width, width, width]
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.split(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from .. import _native, dispatch
 from . import fused_layers, masks, ragged
 from .drop_in import DropIn
+from .fused_layers import Masks
 from .layer_norm import LayerNorm
 from .tracing import by_torch, is_torchs, without_kernels
 from .transformer_layers import (
@@ -131,21 +133,20 @@ class TransformerEncoder(DropIn, torch.nn.TransformerEncoder):
             padding = _torchs_zeros(self, src, mask, src_key_padding_mask)
         else:
             padding = src_key_padding_mask if self.skips_padding else None
-        on_rows = ragged.encoder(self.layers, src, mask, padding, is_causal)
-        if on_rows is not None:
-            return on_rows if self.norm is None else self.norm(on_rows)
-        given = fused_layers.Masks(mask, src_key_padding_mask, is_causal)
-        output = fused_layers.try_run(self.layers, src, given, kind=TransformerEncoderLayer)
+        own = Masks(mask, src_key_padding_mask, is_causal)
+        output = ragged.run(self.layers, src, own, padding)
         if output is None:
-            output = src
-            for layer in self.layers:
-                output = layer(
-                    output,
-                    src_mask=mask,
-                    is_causal=is_causal,
-                    src_key_padding_mask=src_key_padding_mask,
-                )
-        output = ragged.clear(output, padding, self.layers[0])
+            output = fused_layers.try_run(self.layers, src, own, kind=TransformerEncoderLayer)
+            if output is None:
+                output = src
+                for layer in self.layers:
+                    output = layer(
+                        output,
+                        src_mask=mask,
+                        is_causal=is_causal,
+                        src_key_padding_mask=src_key_padding_mask,
+                    )
+            output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
 
 
@@ -191,34 +192,29 @@ class TransformerDecoder(DropIn, torch.nn.TransformerDecoder):
         )  # fmt: skip
         tgt_is_causal = masks.is_causal_mask(tgt_mask, tgt_is_causal, _length(tgt, self.layers[0]))
         padding = tgt_key_padding_mask if self.skips_padding else None
-        on_rows = None
+        own = Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross = Masks(memory_mask, memory_key_padding_mask, memory_is_causal)
+        output = None
         if self.skips_padding or tgt_key_padding_mask is None:
-            on_rows = ragged.decoder(
-                self.layers, tgt, memory, tgt_mask, memory_mask, padding, memory_key_padding_mask,
-                tgt_is_causal,
-            )  # fmt: skip
-        if on_rows is not None:
-            return on_rows if self.norm is None else self.norm(on_rows)
-        output = fused_layers.try_run(
-            self.layers, tgt,
-            fused_layers.Masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal), memory,
-            fused_layers.Masks(memory_mask, memory_key_padding_mask, memory_is_causal),
-            kind=TransformerDecoderLayer,
-        )  # fmt: skip
+            output = ragged.run(self.layers, tgt, own, padding, memory, cross)
         if output is None:
-            output = tgt
-            for layer in self.layers:
-                output = layer(
-                    output,
-                    memory,
-                    tgt_mask=tgt_mask,
-                    memory_mask=memory_mask,
-                    tgt_key_padding_mask=tgt_key_padding_mask,
-                    memory_key_padding_mask=memory_key_padding_mask,
-                    tgt_is_causal=tgt_is_causal,
-                    memory_is_causal=memory_is_causal,
-                )
-        output = ragged.clear(output, padding, self.layers[0])
+            output = fused_layers.try_run(
+                self.layers, tgt, own, memory, cross, kind=TransformerDecoderLayer
+            )
+            if output is None:
+                output = tgt
+                for layer in self.layers:
+                    output = layer(
+                        output,
+                        memory,
+                        tgt_mask=tgt_mask,
+                        memory_mask=memory_mask,
+                        tgt_key_padding_mask=tgt_key_padding_mask,
+                        memory_key_padding_mask=memory_key_padding_mask,
+                        tgt_is_causal=tgt_is_causal,
+                        memory_is_causal=memory_is_causal,
+                    )
+            output = ragged.clear(output, padding, self.layers[0])
         return output if self.norm is None else self.norm(output)
 
 
@@ -253,35 +249,19 @@ class Transformer(DropIn, torch.nn.Transformer):
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
             norm_first, bias, device, dtype,
         )  # fmt: skip
-        if custom_encoder is None:
-            custom_encoder = TransformerEncoder(
-                TransformerEncoderLayer(*layer),
-                num_encoder_layers,
-                LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype),
-            )
-        if custom_decoder is None:
-            custom_decoder = TransformerDecoder(
-                TransformerDecoderLayer(*layer),
-                num_decoder_layers,
-                LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype),
-            )
-        super().__init__(
-            d_model,
-            nhead,
-            num_encoder_layers,
-            num_decoder_layers,
-            dim_feedforward,
-            dropout,
-            activation,
-            custom_encoder,
-            custom_decoder,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
+        norm = functools.partial(
+            LayerNorm, d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype
         )
+        if custom_encoder is None:
+            first = TransformerEncoderLayer(*layer)
+            custom_encoder = TransformerEncoder(first, num_encoder_layers, norm())
+        if custom_decoder is None:
+            other = TransformerDecoderLayer(*layer)
+            custom_decoder = TransformerDecoder(other, num_decoder_layers, norm())
+        super().__init__(
+            d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout,
+            activation, custom_encoder, custom_decoder, *layer[5:],
+        )  # fmt: skip
 
     def forward(
         self,

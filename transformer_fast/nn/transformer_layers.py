@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch
@@ -18,18 +17,45 @@ from .layer_norm import LayerNorm
 from .multihead_attention import MultiheadAttention
 from .tracing import by_torch, is_torchs
 
+_Layer = TypeVar("_Layer", bound=type[torch.nn.Module])
 
-def _adopt(layer: torch.nn.Module) -> None:
-    """Turn the layer's own attentions and norms, just built by torch, into ours.
+
+def _adopting(kind: _Layer) -> _Layer:
+    """Has layers turn their own attentions and norms, once built by torch, into ours.
 
     Changing the class keeps torch's parameters and their order of initialisation, so that the same
     seed gives the same model.
     """
-    for module in layer.children():
-        if type(module) is torch.nn.MultiheadAttention:
-            module.__class__ = MultiheadAttention
-        elif type(module) is torch.nn.LayerNorm:
-            module.__class__ = LayerNorm
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def initialize(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for module in self.children():
+            if type(module) is torch.nn.MultiheadAttention:
+                module.__class__ = MultiheadAttention
+            elif type(module) is torch.nn.LayerNorm:
+                module.__class__ = LayerNorm
+
+    kind.__init__ = initialize  # type: ignore[method-assign]
+    return kind
+
+
+def _attended(
+    attention: torch.nn.Module,
+    dropout: torch.nn.Module,
+    x: Tensor,
+    source: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, torch.nn.Module]:
+    """Attention from x to source, and its dropout, as `fusion.compose` wants them."""
+    attended = attention(
+        x, source, source, attn_mask=mask, key_padding_mask=padding, need_weights=False,
+        is_causal=is_causal,
+    )[0]  # fmt: skip
+    return attended, dropout
 
 
 def _is_one_call_of_torchs(layer: torch.nn.Module, x: Tensor) -> bool:
@@ -107,6 +133,7 @@ def _as_torchs_shortcut_has_it(layer: torch.nn.TransformerEncoderLayer, x: Tenso
     return autocast(x)[0]  # type: ignore[return-value]
 
 
+@_adopting
 class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`, run by the ops of `transformer_fast.functional`.
 
@@ -126,26 +153,6 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
     self_attn: MultiheadAttention
     norm1: torch.nn.LayerNorm
     norm2: torch.nn.LayerNorm
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.types.Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
-            norm_first, bias, device, dtype,
-        )  # fmt: skip
-        _adopt(self)
 
     def forward(
         self,
@@ -185,44 +192,19 @@ class TransformerEncoderLayer(DropIn, torch.nn.TransformerEncoderLayer):
             # Where only the network has to be composed, attention is one call still.
             done = fused_layers.try_run((self,), src, given, network=False)
             if done is not None:
-                return self._feed_forward_and_norm(done)
+                return fusion.compose(self, done, ())
 
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if replaced:
                 return self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal), None
-            attended = self.self_attn(
-                x,
-                x,
-                x,
-                attn_mask=src_mask,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                is_causal=is_causal,
-            )[0]
-            return attended, self.dropout1
+            return _attended(
+                self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal
+            )
 
-        if self.norm_first:
-            y, x = fusion.add_norm(*attend(self.norm1(src)), src, self.norm2)
-            y, dropout = self._feed_forward(y)
-            return x + (y if dropout is None else dropout(y))
-        x, _ = fusion.add_norm(*attend(src), src, self.norm1)
-        return fusion.add_norm(*self._feed_forward(x), x, self.norm2)[0]
-
-    def _feed_forward_and_norm(self, x: Tensor) -> Tensor:
-        """The second sub-layer, with its residual and norm."""
-        if self.norm_first:
-            y, dropout = self._feed_forward(self.norm2(x))
-            return x + (y if dropout is None else dropout(y))
-        return fusion.add_norm(*self._feed_forward(x), x, self.norm2)[0]
-
-    def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
-        """The FFN's output, and the dropout that is still to be applied to it."""
-        if fusion.overridden(self, "_ff_block", torch.nn.TransformerEncoderLayer):
-            return self._ff_block(x), None
-        y = fusion.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
-        return y, self.dropout2
+        return fusion.compose(self, src, (attend,))
 
 
+@_adopting
 class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer`, run by the ops of `transformer_fast.functional`.
 
@@ -239,26 +221,6 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
     norm1: torch.nn.LayerNorm
     norm2: torch.nn.LayerNorm
     norm3: torch.nn.LayerNorm
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.types.Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first,
-            norm_first, bias, device, dtype,
-        )  # fmt: skip
-        _adopt(self)
 
     def forward(
         self,
@@ -304,46 +266,14 @@ class TransformerDecoderLayer(DropIn, torch.nn.TransformerDecoderLayer):
         def attend(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
             if fusion.overridden(self, "_sa_block", torch.nn.TransformerDecoderLayer):
                 return self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), None
-            attended = self.self_attn(
-                x,
-                x,
-                x,
-                attn_mask=tgt_mask,
-                key_padding_mask=tgt_key_padding_mask,
-                is_causal=tgt_is_causal,
-                need_weights=False,
-            )[0]
-            return attended, self.dropout1
+            return _attended(
+                self.self_attn, self.dropout1, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal
+            )
 
         def attend_to_memory(x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
+            masks = memory_mask, memory_key_padding_mask, memory_is_causal
             if fusion.overridden(self, "_mha_block", torch.nn.TransformerDecoderLayer):
-                block = self._mha_block
-                return block(
-                    x, memory, memory_mask, memory_key_padding_mask, memory_is_causal
-                ), None
-            attended = self.multihead_attn(
-                x,
-                memory,
-                memory,
-                attn_mask=memory_mask,
-                key_padding_mask=memory_key_padding_mask,
-                is_causal=memory_is_causal,
-                need_weights=False,
-            )[0]
-            return attended, self.dropout2
+                return self._mha_block(x, memory, *masks), None
+            return _attended(self.multihead_attn, self.dropout2, x, memory, *masks)
 
-        if self.norm_first:
-            y, x = fusion.add_norm(*attend(self.norm1(tgt)), tgt, self.norm2)
-            y, x = fusion.add_norm(*attend_to_memory(y), x, self.norm3)
-            y, dropout = self._feed_forward(y)
-            return x + (y if dropout is None else dropout(y))
-        x, _ = fusion.add_norm(*attend(tgt), tgt, self.norm1)
-        x, _ = fusion.add_norm(*attend_to_memory(x), x, self.norm2)
-        return fusion.add_norm(*self._feed_forward(x), x, self.norm3)[0]
-
-    def _feed_forward(self, x: Tensor) -> tuple[Tensor, torch.nn.Module | None]:
-        """The FFN's output, and the dropout that is still to be applied to it."""
-        if fusion.overridden(self, "_ff_block", torch.nn.TransformerDecoderLayer):
-            return self._ff_block(x), None
-        y = fusion.feed_forward(x, self.linear1, self.activation, self.dropout, self.linear2)
-        return y, self.dropout3
+        return fusion.compose(self, tgt, (attend, attend_to_memory))
