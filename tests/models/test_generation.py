@@ -27,7 +27,7 @@ from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import _native, models, use_backend
-from transformer_fast.models.generation import incremental, reordering
+from transformer_fast.models.generation import cached, incremental
 from transformer_fast.models.generation.cached import CachedDecoder
 from transformer_fast.models.generation.choose import bind_best, sampler, top
 from transformer_fast.models.generation.recomputed import RecomputedDecoder
@@ -217,7 +217,7 @@ def test_hooked_layers_are_called() -> None:
     expected = model.generate(source, max_new_tokens=6)
     with models.attention_weights(model, "decoder.*.multihead_attn") as weights:
         found = model.generate(source, max_new_tokens=6)
-        with pytest.raises(ValueError, match=r"no cache: layers\.0\.multihead_attn is hooked"):
+        with pytest.raises(ValueError, match=r"no cache: layers\.0\.multihead_attn has hooks"):
             model.generate(source, use_cache=True)
     assert torch.equal(found.tokens, expected.tokens)
     assert weights["decoder.stack.layers.1.multihead_attn"].shape[-2:] == (6, 7)
@@ -684,17 +684,17 @@ def test_early_stop_stops_earlier() -> None:
 def test_beams_move_what_they_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and once all beams descend from one hypothesis only what is behind it is copied."""
     moved: list[tuple[int, int]] = []
-    right = reordering.select_rows
+    right = cached.select_rows
 
     def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
         moved.append((start, end))
         right(cache, rows, start, end, out)
 
-    monkeypatch.setattr(reordering, "select_rows", select_rows)
+    monkeypatch.setattr(cached, "select_rows", select_rows)
     beams, places = 3, 6
     cache = torch.full((2, 2, 6, 1, places, 1), torch.nan)
     cache[:, :, :, :, 0] = torch.arange(2).repeat_interleave(beams)[:, None, None].float()
-    moves = reordering.Reordering(cache, beams)
+    moves = cached.Reordering(cache, beams)
     expected = [[float(row // beams)] for row in range(6)]
     for place, order in enumerate(
         ([0, 0, 0, 4, 4, 4], [1, 1, 0, 5, 3, 3], [0, 0, 1, 4, 4, 5], [2, 1, 0, 3, 3, 3]), 1

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Places of need_weights and average_attn_weights in MultiheadAttention.forward's arguments.
-_NEED, _AVERAGE = 4, 6
+#: Those of MultiheadAttention.forward's arguments that may come by position, from the fifth on.
+_OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
 
 class _Recorder:
@@ -25,21 +25,10 @@ class _Recorder:
     def before(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        wanted = list(args)
-        self.need = wanted[_NEED] if len(wanted) > _NEED else kwargs.get("need_weights", True)
-        self.average = (
-            wanted[_AVERAGE] if len(wanted) > _AVERAGE else kwargs.get("average_attn_weights", True)
-        )
-        kwargs = dict(kwargs)
-        for place, name, value in (
-            (_NEED, "need_weights", True),
-            (_AVERAGE, "average_attn_weights", False),
-        ):
-            if len(wanted) > place:
-                wanted[place] = value
-            else:
-                kwargs[name] = value
-        return tuple(wanted), kwargs
+        kwargs = {**kwargs, **dict(zip(_OPTIONS, args[4:], strict=False))}
+        self.need = kwargs.get("need_weights", True)
+        self.average = kwargs.get("average_attn_weights", True)
+        return args[:4], {**kwargs, "need_weights": True, "average_attn_weights": False}
 
     def after(self, module: torch.nn.Module, args: Any, result: Any) -> tuple[Tensor, Any]:
         output, weights = result
@@ -47,17 +36,6 @@ class _Recorder:
         if not self.need:
             return output, None
         return output, weights.mean(dim=-3) if self.average else weights
-
-
-def _keep(
-    found: dict[str, Tensor],
-    name: str,
-    read: Callable[[torch.nn.Module, Any], Tensor],
-    module: torch.nn.Module,
-    args: Any,
-    result: Any,
-) -> None:
-    found[name] = read(module, result).detach()
 
 
 @contextmanager
@@ -107,12 +85,16 @@ def attention_weights(
             )
         chosen |= fitting
     found: dict[str, Tensor] = {}
+
+    def keep(name: str, module: torch.nn.Module, args: Any, result: Any) -> None:
+        assert read is not None
+        found[name] = read(module, result).detach()
+
     handles = []
     try:
         for name, module in chosen.items():
             if read is not None:
-                hook = partial(_keep, found, name, read)
-                handles.append(module.register_forward_hook(hook))
+                handles.append(module.register_forward_hook(partial(keep, name)))
                 continue
             recorder = _Recorder(name, found)
             handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))

@@ -47,10 +47,14 @@ def check_token(name: str, token: int | None, vocab_size: int) -> None:
         raise ValueError(f"{name} must be a token id in [0, {vocab_size}), not {token}")
 
 
-def check_padding_mask(name: str, mask: Any, tokens_name: str, shape: tuple[int, ...]) -> None:
+def _check_bool(name: str, mask: Any, true: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name} must be a bool Tensor, True at padding, not {kind}")
+        raise TypeError(f"{name} must be a bool Tensor, True {true}, not {kind}")
+
+
+def check_padding_mask(name: str, mask: Any, tokens_name: str, shape: tuple[int, ...]) -> None:
+    _check_bool(name, mask, "at padding")
     if tuple(mask.shape) != shape:
         raise ValueError(
             f"{name} must have the shape of {tokens_name}, {list(shape)}, not {list(mask.shape)}"
@@ -76,9 +80,7 @@ def padding_mask(
 
 
 def check_mask(name: str, mask: Any, length: int, keys: int) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name} must be a bool Tensor, True where hidden, not {kind}")
+    _check_bool(name, mask, "where hidden")
     if mask.dim() not in (2, 3) or tuple(mask.shape[-2:]) != (length, keys):
         raise ValueError(
             f"{name} must have shape [{length}, {keys}] or [batch * nhead, {length}, {keys}], not "

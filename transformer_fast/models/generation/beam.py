@@ -71,18 +71,11 @@ class _Finished:
             x[rows] for x in (self.scores, self.places, self.ended)
         )
 
-
-class _Results:
-    """The finished hypotheses of all sources, filled in as sources are done."""
-
-    def __init__(self, finished: _Finished) -> None:
-        self.scores, self.places = finished.scores.clone(), finished.places.clone()
-        self.ended = finished.ended.clone()
-
-    def put(self, sources: Tensor, finished: _Finished) -> None:
-        self.scores.index_copy_(0, sources, finished.scores)
-        self.places.index_copy_(0, sources, finished.places)
-        self.ended.index_copy_(0, sources, finished.ended)
+    def put(self, sources: Tensor, others: _Finished) -> None:
+        """Replace the hypotheses of these sources by others."""
+        self.scores.index_copy_(0, sources, others.scores)
+        self.places.index_copy_(0, sources, others.places)
+        self.ended.index_copy_(0, sources, others.ended)
 
 
 def _extensions(logits: Tensor, scores: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,8 +101,8 @@ def beam_search(decoder: StepDecoder, task: Task, method: BeamSearch) -> Generat
     device, count = task.prompt.device, task.prompt.shape[0]
     sources = torch.arange(count, device=device)
     history = _History(task, beams)
-    finished = _Finished(task.prompt, count, beams)
-    results = _Results(finished)
+    # Of the sources in the batch, and of all as they leave it.
+    finished, results = (_Finished(task.prompt, count, beams) for _ in range(2))
     logits = decoder.start(task.prompt)
     task.check(logits)
     if beams > logits.shape[1]:
@@ -174,7 +167,7 @@ def _is_done(
 
 
 def _read(
-    history: _History, results: _Results, wanted: int, method: BeamSearch, task: Task
+    history: _History, results: _Finished, wanted: int, method: BeamSearch, task: Task
 ) -> Generated:
     scores, places, ended = (x[:, :wanted] for x in (results.scores, results.places, results.ended))
     missing = scores == -math.inf

@@ -20,7 +20,6 @@ from .kernels import (
     product_dtype,
 )
 from .layers import Stack
-from .reordering import Reordering, select_rows
 from .sublayers import CrossAttention, FeedForward, MemoryPlaces, SelfAttention
 
 #: (tokens (R, T), position of the first) -> vectors (R, T, M)
@@ -41,6 +40,56 @@ def bind_project(project: Any, rows: int) -> Linear:
             first = bind_linear(rows, project.projection.weight, None)
             return lambda x: last(first(x))
     return lambda x: project(x[:, None]).squeeze(1)
+
+
+def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
+    """Places start ... end of ``cache[:, :, rows]`` (layers, 2, R, H, places, D) into ``out``."""
+    used, to = cache.narrow(4, start, end - start), out.narrow(4, start, end - start)
+    torch.index_select(used, 2, rows, out=to)
+
+
+class Reordering:
+    """Moves rows of a cache between two buffers.
+
+    The hypotheses of a source soon descend from one: up to it they have the same keys and values,
+    and both buffers hold those after a move. So only the places behind it are copied. On the CPU
+    a table of who wrote each place tells which these are; elsewhere that would cost a look at it.
+    """
+
+    def __init__(self, cache: Tensor | None = None, beams: int = 1) -> None:
+        self.beams = beams
+        self.spare: Tensor | None = None
+        #: How many places all sequences of each source share, and how many did before the last
+        #: move: those are the same in both buffers.
+        self.shared = self.equal = 0
+        #: (R, places): what tells the sequences of one source apart at each place.
+        self.writers: Tensor | None = None
+        if cache is not None and beams > 1 and cache.device.type == "cpu":
+            self.rows = torch.arange(cache.shape[2])
+            # A fresh cache's sequences may differ anywhere, which distinct writers say.
+            self.writers = self.rows[:, None].repeat(1, cache.shape[4])
+
+    def wrote(self, place: int) -> None:
+        """Each sequence has a token of its own at ``place`` now."""
+        if self.writers is not None:
+            self.writers.select(1, place).copy_(self.rows)
+
+    def apply(self, cache: Tensor, rows: Tensor, length: int) -> Tensor:
+        """``cache[:, :, rows]`` up to ``length``; the buffer given becomes the spare one."""
+        if self.spare is None:
+            self.spare = torch.empty_like(cache)
+        select_rows(cache, rows, self.equal, length, self.spare)
+        cache, self.spare = self.spare, cache
+        if self.writers is not None:
+            self.writers = self.writers.index_select(0, rows)
+            self.equal, self.shared = self.shared, self._shared(length)
+        return cache
+
+    def _shared(self, length: int) -> int:
+        assert self.writers is not None
+        writers = self.writers.narrow(1, 0, length).unflatten(0, (-1, self.beams))
+        differ = (writers != writers[:, :1]).flatten(0, 1).any(dim=0)
+        return int(differ.int().argmax()) if bool(differ.any()) else length
 
 
 class CachedDecoder:
@@ -111,11 +160,7 @@ class CachedDecoder:
         if self.whole is not None:
             x = self.whole(x, self.cache, start)
         else:
-            for cache, (own, cross, feed_forward) in zip(self.cache, self.layers, strict=True):
-                x = own.step(x, cache, start)
-                if cross is not None:
-                    x = cross.step(x)
-                x = feed_forward.step(x)
+            x = self._layer_by_layer(x, self.cache, start)
         if length > 1:
             x = x.view(rows, length, -1)[:, -1]
         return self._logits(x)
@@ -123,13 +168,15 @@ class CachedDecoder:
     def _logits(self, x: Tensor) -> Tensor:
         return self.logits(x if self.final_norm is None else self.final_norm(x))
 
-    def _step_at(self, x: Tensor, caches: Tensor, place: cuda_graph.Place) -> Tensor:
+    def _layer_by_layer(
+        self, x: Tensor, caches: Tensor, start: int, place: cuda_graph.Place | None = None
+    ) -> Tensor:
         for cache, (own, cross, feed_forward) in zip(caches, self.layers, strict=True):
-            x = own.step_at(x, cache, place)
+            x = own.step(x, cache, start, place)
             if cross is not None:
                 x = cross.step(x)
             x = feed_forward.step(x)
-        return self._logits(x)
+        return x
 
     def _bind(self, x: Tensor, rows: int, length: int) -> None:
         self._bound = (rows, length)
@@ -149,7 +196,9 @@ class CachedDecoder:
         self.logits = bind_project(self.project, rows)
         self.steps: cuda_graph.Steps | None = None
         if length == 1 and self.whole is None and cuda_graph.wanted(x):
-            self.steps = cuda_graph.Steps(x, self.capacity, self._step_at)
+            self.steps = cuda_graph.Steps(
+                x, self.capacity, lambda *step: self._logits(self._layer_by_layer(*step))
+            )
 
     def spread(self, beams: int) -> None:
         """Make ``beams`` equal sequences of each."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tokens import check_ids
 from .methods import BeamSearch, Greedy, Method, Sampling
 
 
@@ -22,15 +23,13 @@ def check_method(method: Method | None) -> Method:
 
 
 def check_prompt(name: str, prompt: Any) -> Tensor:
-    if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32):
-        kind = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise TypeError(f"{name} must be a Tensor of token ids, int64 or int32, not {kind}")
+    check_ids(name, prompt)
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(
             f"{name} must have shape (batch, length) with at least one token, not "
             f"{list(prompt.shape)}"
         )
-    return prompt.long()
+    return prompt.long()  # type: ignore[no-any-return]
 
 
 def check_lengths(name: str, lengths: Any, prompt_name: str, prompt: Tensor) -> Tensor | None:
@@ -73,8 +72,3 @@ def check_new_tokens(max_new_tokens: Any) -> None:
         raise TypeError(f"max_new_tokens must be an int, not {type(max_new_tokens).__name__}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-
-
-def check_stream(method: Method) -> None:
-    if isinstance(method, BeamSearch):
-        raise ValueError("beam search cannot stream: its tokens are known at the end only")

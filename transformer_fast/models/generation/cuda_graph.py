@@ -74,11 +74,11 @@ class Steps:
     Args:
         sample: a step's input (R, M).
         capacity: most tokens of a sequence.
-        run: (input (R, M), cache, place) -> logits (R, V).
+        run: (input (R, M), cache, 0, place) -> logits (R, V).
     """
 
     def __init__(
-        self, sample: Tensor, capacity: int, run: Callable[[Tensor, Tensor, Place], Tensor]
+        self, sample: Tensor, capacity: int, run: Callable[[Tensor, Tensor, int, Place], Tensor]
     ) -> None:
         self.input = torch.empty_like(sample, memory_format=torch.contiguous_format)
         self.position = torch.zeros(1, dtype=torch.int64, device=sample.device)
@@ -98,7 +98,7 @@ class Steps:
 
         def run() -> Tensor:
             lengths = (self.position + 1).expand(self.input.shape[0])
-            return self.run(self.input, cache, Place(self.position, lengths, places))
+            return self.run(self.input, cache, 0, Place(self.position, lengths, places))
 
         kind = cache.data_ptr(), places
         if kind not in self.kinds or not self.recordable:

@@ -18,52 +18,14 @@ from .checks import (
     check_new_tokens,
     check_prompt,
     check_source_rows,
-    check_stream,
 )
 from .incremental import StepDecoder, Task, generate_incrementally, one_by_one
 from .layers import read_stack
-from .methods import BeamSearch, Generated, Greedy, Method
+from .methods import BeamSearch, Generated, Method
 from .recomputed import RecomputedDecoder
 
 
-def make_decoder(
-    stack: torch.nn.Module,
-    batch_first: bool,
-    embed: Embed,
-    project: Project,
-    memory: Tensor | None,
-    memory_padding: Tensor | None,
-    capacity: int,
-    use_cache: bool | None,
-) -> StepDecoder:
-    """A cached decoder, or one that recomputes where there can be no cache, or none is wanted.
-
-    ``memory`` (B, S, M).
-    """
-    if use_cache is not False:
-        try:
-            weights = read_stack(stack, crossed=memory is not None)
-            return CachedDecoder(weights, embed, project, memory, memory_padding, capacity)
-        except Unreadable as reason:
-            if use_cache:
-                raise ValueError(f"use_cache=True, but there can be no cache: {reason}") from None
-    return RecomputedDecoder(stack, batch_first, embed, project, memory, memory_padding)
-
-
-def run(decoder: StepDecoder, task: Task, method: Method) -> Generated:
-    if isinstance(method, BeamSearch):
-        if task.lengths is not None:
-            raise ValueError("beam search needs prompts of one length")
-        return beam_search(decoder, task, method)
-    return generate_incrementally(decoder, task, None if isinstance(method, Greedy) else method)
-
-
-def run_stream(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Tensor]:
-    assert not isinstance(method, BeamSearch)
-    return one_by_one(decoder, task, None if isinstance(method, Greedy) else method)
-
-
-def nothing(method: Method, prompt: Tensor) -> Generated:
+def _nothing(method: Method, prompt: Tensor) -> Generated:
     """The result for a batch of no sequences."""
     shape: tuple[int, ...] = (0,)
     if isinstance(method, BeamSearch) and method.n_best is not None:
@@ -138,17 +100,15 @@ def _prepare(
     if pad_token is None:
         pad_token = max(end_token, 0)
     task = Task(prompt, lengths, max_new_tokens, end_token, pad_token)
-    steps = make_decoder(
-        stack,
-        batch_first,
-        embed,
-        project,
-        memory,
-        memory_key_padding_mask,
-        longest + max_new_tokens,
-        use_cache,
-    )
-    return steps, task, chosen
+    around = embed, project, memory, memory_key_padding_mask
+    if use_cache is not False:
+        try:
+            weights = read_stack(stack, crossed=memory is not None)
+            return CachedDecoder(weights, *around, longest + max_new_tokens), task, chosen
+        except Unreadable as reason:
+            if use_cache:
+                raise ValueError(f"use_cache=True, but there can be no cache: {reason}") from None
+    return RecomputedDecoder(stack, batch_first, *around), task, chosen
 
 
 def generate(
@@ -205,7 +165,13 @@ def generate(
         decoder, memory, method, embed, project, prefix, prefix_lengths, max_new_tokens, end_token,
         pad_token, memory_key_padding_mask, use_cache,
     )  # fmt: skip
-    return run(steps, task, chosen) if task.prompt.shape[0] else nothing(chosen, task.prompt)
+    if task.prompt.shape[0] == 0:
+        return _nothing(chosen, task.prompt)
+    if not isinstance(chosen, BeamSearch):
+        return generate_incrementally(steps, task, chosen)
+    if task.lengths is not None:
+        raise ValueError("beam search needs prompts of one length")
+    return beam_search(steps, task, chosen)
 
 
 def stream(
@@ -230,9 +196,10 @@ def stream(
 
     Arguments and errors: as in `generate`.
     """
-    check_stream(check_method(method))
+    if isinstance(method, BeamSearch):
+        raise ValueError("beam search cannot stream: its tokens are known at the end only")
     steps, task, chosen = _prepare(
         decoder, memory, method, embed, project, prefix, prefix_lengths, max_new_tokens, end_token,
         pad_token, memory_key_padding_mask, use_cache,
     )  # fmt: skip
-    return run_stream(steps, task, chosen) if task.prompt.shape[0] else iter(())
+    return one_by_one(steps, task, chosen) if task.prompt.shape[0] else iter(())

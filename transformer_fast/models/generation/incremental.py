@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .choose import bind_best, sampler
-from .methods import Generated, Sampling
+from .methods import Generated, Method, Sampling
 
 # Asking a GPU whether all sequences have ended makes the host wait for it.
 _GPU_STEPS_BETWEEN_LOOKS = 8
@@ -68,11 +68,11 @@ def pays(remaining: int, rows: int) -> bool:
 
 
 def _chooser(
-    method: Sampling | None, task: Task, positions: int, logits: Tensor
+    method: Method, task: Task, positions: int, logits: Tensor
 ) -> Callable[[Tensor, int, Tensor | None], Tensor]:
     """A function (logits (R, V), position, sources (R,) or None for all) -> tokens (R,), for logits
     like these."""
-    if method is None:
+    if not isinstance(method, Sampling):
         best = bind_best(logits)
         return lambda logits, position, sources: best(logits)
     device = task.prompt.device
@@ -92,7 +92,7 @@ def _chooser(
 
 
 @torch.no_grad()
-def one_by_one(decoder: StepDecoder, task: Task, method: Sampling | None) -> Iterator[Tensor]:
+def one_by_one(decoder: StepDecoder, task: Task, method: Method) -> Iterator[Tensor]:
     """The token (B,) of each position from the shortest prompt's end on; padding where none is."""
     prompt, lengths = task.prompt, task.lengths
     sources, longest = prompt.shape
@@ -145,7 +145,7 @@ def one_by_one(decoder: StepDecoder, task: Task, method: Sampling | None) -> Ite
         logits = decoder.step(token)
 
 
-def generate_incrementally(decoder: StepDecoder, task: Task, method: Sampling | None) -> Generated:
+def generate_incrementally(decoder: StepDecoder, task: Task, method: Method) -> Generated:
     """All of `incremental`, each row from its prompt's end on."""
     columns = list(one_by_one(decoder, task, method))
     found = torch.stack(columns, dim=1)

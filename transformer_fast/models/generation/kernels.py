@@ -100,18 +100,6 @@ def bind_join(sample: Tensor, norm: Norm, norm_first: bool) -> Join:
     return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
 
 
-def bind_feed_forward_sublayer(
-    sample: Tensor, weights: Sublayer, activation: Any, norm_first: bool
-) -> Linear:
-    """The whole sub-layer, residual and norm included."""
-    enter = bind_enter(sample, weights.norm, norm_first)
-    network = bind_feed_forward(sample.shape[0], weights, activation)
-    join = bind_join(sample, weights.norm, norm_first)
-    if enter is None:
-        return lambda x: join(network(x), x)
-    return lambda x: join(network(enter(x)), x)
-
-
 def bind_stack(
     sample: Tensor,
     cache: Tensor,

@@ -17,17 +17,18 @@ from ...nn import masks
 from ...nn.fusion import Sublayer
 from .cuda_graph import Place
 from .kernels import (
+    Linear,
     bind_attention,
     bind_enter,
-    bind_feed_forward_sublayer,
+    bind_feed_forward,
     bind_join,
     bind_linear,
     empty_cache,
 )
 
 
-class SelfAttention:
-    """Attention of the new tokens to themselves and to all before them."""
+class _Attention:
+    """What both attentions have: projections, and what stands around them."""
 
     def __init__(self, weights: Sublayer, norm_first: bool) -> None:
         self.weights, self.norm_first = weights, norm_first
@@ -36,13 +37,20 @@ class SelfAttention:
         self.size = self.width // self.heads
         self.scale = self.size**-0.5
 
+    def _bind(self, sample: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        w, rows = self.weights, sample.shape[0]
+        self.project_in = bind_linear(rows, weight, bias)
+        self.project_out = bind_linear(rows, w.weight2, w.bias2)
+        self.enter = bind_enter(sample, w.norm, self.norm_first)
+        self.join = bind_join(sample, w.norm, self.norm_first)
+
+
+class SelfAttention(_Attention):
+    """Attention of the new tokens to themselves and to all before them."""
+
     def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
         """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
-        w = self.weights
-        self.project_in = bind_linear(rows * length, w.weight1, w.bias1)
-        self.project_out = bind_linear(rows * length, w.weight2, w.bias2)
-        self.enter = bind_enter(sample, self.weights.norm, self.norm_first)
-        self.join = bind_join(sample, self.weights.norm, self.norm_first)
+        self._bind(sample, self.weights.weight1, self.weights.bias1)
         # Tokens that come together are the first ones, so the causal mask begins where they do.
         self.causal = length > 1
         query = keys.new_empty((rows, self.heads, length, self.size))
@@ -51,28 +59,24 @@ class SelfAttention:
         self.attention_at = bind_attention(query, keys, None, lengths, False)
         self.shape = (rows, length, 3, self.heads, self.size)
 
-    def step(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
-        """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far."""
-        length = self.shape[1]
-        qkv = self.project_in(x if self.enter is None else self.enter(x))
-        qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
-        cache.narrow(3, start, length).copy_(qkv.narrow(0, 1, 2))
-        keys, values = cache.narrow(3, 0, start + length).unbind(0)
-        y = self.attention(
-            qkv.select(0, 0), keys, values, None, None, self.causal, self.scale, 0.0, None, False,
-            False,
-        )[0]  # fmt: skip
-        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
-        return self.join(y, x)
+    def step(self, x: Tensor, cache: Tensor, start: int, place: Place | None = None) -> Tensor:
+        """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far.
 
-    def step_at(self, x: Tensor, cache: Tensor, place: Place) -> Tensor:
-        """`step` of one token, with nothing in it that changes from one to the next."""
+        ``place``: of one token, with nothing in the step that changes from one to the next.
+        """
         qkv = self.project_in(x if self.enter is None else self.enter(x))
         qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
-        cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
-        keys, values = cache.narrow(3, 0, place.places).unbind(0)
-        y = self.attention_at(
-            qkv.select(0, 0), keys, values, None, place.lengths, False, self.scale, 0.0, None, False,
+        attention, lengths, causal = self.attention, None, self.causal
+        if place is None:
+            length = self.shape[1]
+            cache.narrow(3, start, length).copy_(qkv.narrow(0, 1, 2))
+            keys, values = cache.narrow(3, 0, start + length).unbind(0)
+        else:
+            attention, lengths, causal = self.attention_at, place.lengths, False
+            cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
+            keys, values = cache.narrow(3, 0, place.places).unbind(0)
+        y = attention(
+            qkv.select(0, 0), keys, values, None, lengths, causal, self.scale, 0.0, None, False,
             False,
         )[0]  # fmt: skip
         y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
@@ -101,23 +105,15 @@ class MemoryPlaces:
         return MemoryPlaces(lengths, mask)
 
 
-class CrossAttention:
+class CrossAttention(_Attention):
     """Attention to the memory, whose keys and values are computed once.
 
     The beams of a source are further queries to that source's keys, so nothing is copied for them.
     """
 
-    def __init__(
-        self,
-        weights: Sublayer,
-        norm_first: bool,
-        memory: Tensor,
-    ) -> None:
-        self.weights, self.norm_first = weights, norm_first
-        self.heads = weights.heads
-        self.width = width = weights.weight1.shape[1]
-        self.size = width // self.heads
-        self.scale = self.size**-0.5
+    def __init__(self, weights: Sublayer, norm_first: bool, memory: Tensor) -> None:
+        super().__init__(weights, norm_first)
+        width = self.width
         w, b = weights.weight1, weights.bias1
         sources, places, _ = memory.shape
         project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
@@ -136,10 +132,7 @@ class CrossAttention:
         sources = self.keys.shape[0]
         self.mask, self.lengths = places.mask, places.lengths
         self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
-        self.project_in = bind_linear(rows, *self.weights.of_query())
-        self.project_out = bind_linear(rows, self.weights.weight2, self.weights.bias2)
-        self.enter = bind_enter(sample, self.weights.norm, self.norm_first)
-        self.join = bind_join(sample, self.weights.norm, self.norm_first)
+        self._bind(sample, *self.weights.of_query())
         query = self.keys.new_empty(self.shape).transpose(1, 2)
         self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
 
@@ -162,6 +155,10 @@ class FeedForward:
 
     def bind(self, sample: Tensor) -> None:
         """For (R * T, M) like ``sample``; ``step`` is then x -> x."""
-        self.step = bind_feed_forward_sublayer(
-            sample, self.weights, self.activation, self.norm_first
-        )
+        norm, norm_first = self.weights.norm, self.norm_first
+        enter, join = bind_enter(sample, norm, norm_first), bind_join(sample, norm, norm_first)
+        network = bind_feed_forward(sample.shape[0], self.weights, self.activation)
+        if enter is None:
+            self.step: Linear = lambda x: join(network(x), x)
+        else:
+            self.step = lambda x: join(network(enter(x)), x)
