@@ -68,12 +68,12 @@ def _run(
     backend: str | None,
 ) -> Any:
     """A norm, or one behind a residual connection, on the dispatcher's road."""
-    adds = op.startswith("add_")
+    adds = op not in NORMS
     tensors = given = (input, residual, *affine) if adds else (input, *affine)
     key, again = call_cache.look_up(op, given, (normalized_shape, eps, dropout_p, backend))
     if again is not None:
         return again(*given)
-    norm, position = NORMS[op.removeprefix("add_")], 3 if adds else 2
+    norm, position = (NORMS[op[4:]], 3) if adds else (NORMS[op], 2)
     is_complex = not norm.has_bias and isinstance(input, Tensor) and input.is_complex()
     if leaves_to_torch(op, backend, *given, also=is_complex and not adds):
         shape = list(_as_sizes(op, position, normalized_shape))
@@ -85,11 +85,13 @@ def _run(
     if adds:
         require_tensor(op, "residual", 2, residual)
     if eps is None:  # PyTorch's default: of the type that statistics have
-        wide = any(tensor.dtype is torch.float64 for tensor in given[: position - 1])  # type: ignore[union-attr]
+        wide = input.dtype is torch.float64 or (adds and residual.dtype is torch.float64)  # type: ignore[union-attr]
         eps = torch.finfo(torch.float64 if wide else torch.float32).eps
     weight, bias = (*affine, None)[:2]
-    require_tensor(op, "weight", position + 1, weight, optional=True)
-    require_tensor(op, "bias", position + 2, bias, optional=True)
+    if weight is not None:
+        require_tensor(op, "weight", position + 1, weight)
+    if bias is not None:
+        require_tensor(op, "bias", position + 2, bias)
     if type(eps) is not float:
         eps = require_float(op, "eps", eps, position + 3)
     sizes: Any = normalized_shape
@@ -100,8 +102,9 @@ def _run(
             "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
             "one element, but got normalized_shape = []"
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    for tensor in affine:
         if tensor is not None and tensor.shape != sizes:
+            name = "weight" if tensor is weight else "bias"
             raise RuntimeError(
                 f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
                 f"{list(tensor.shape)} and normalized_shape = {list(sizes)}"
@@ -113,8 +116,11 @@ def _run(
             f"got input of size{list(input.shape)}"
         )
     wrong: Exception | None = None
-    if any(tensor is not None and tensor.device != input.device for tensor in affine):
-        wrong = RuntimeError(f"weight and bias must be on the device of input, {input.device}")
+    device = input.device
+    if (weight is not None and weight.device != device) or (
+        bias is not None and bias.device != device
+    ):
+        wrong = RuntimeError(f"weight and bias must be on the device of input, {device}")
     elif not input.is_floating_point():
         wrong = ValueError(f"input must have a floating-point dtype, not {input.dtype}")
     if wrong is not None:
