@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import functional
-from .dispatch import OPS, Explanation, Probe, explain_call
+from .dispatch import OPS, Explanation, checked_call, explain_call
 
 _LAYERS = ("encoder_layer", "decoder_layer")
 _NAMES = (*OPS, "scaled_dot_product_attention", *_LAYERS)
@@ -41,8 +41,4 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         return explain_layer(name, *args, **kwargs)
     backend = kwargs.pop("backend", None)
     function = getattr(functional, "scaled_dot_product_attention" if name == "attention" else name)
-    try:
-        function(*args, **kwargs, backend=Probe)
-    except Probe as probe:
-        return explain_call(probe.call, backend)
-    raise AssertionError(f"{name} asks no dispatcher")
+    return explain_call(checked_call(function, *args, **kwargs), backend)

@@ -58,10 +58,19 @@ class Call(NamedTuple):
 
 class Probe(Exception):  # noqa: N818 - no error
     """A public function that is given this class as its ``backend`` raises it before anything runs, with
-    the call that it has checked; see `explain`."""
+    the call that it has checked."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
+
+
+def checked_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """The call that a public function makes of these arguments, which it checks. Runs nothing."""
+    try:
+        function(*args, **kwargs, backend=Probe)
+    except Probe as probe:
+        return probe.call
+    raise AssertionError(f"{function} asks no dispatcher")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ... import functional
-from ...dispatch import Call, select
+from ...dispatch import checked_call, select
 from ...functional._operator import Operator
 from ...functional.feed_forward import PACKED as FEED_FORWARD
-from ...functional.feed_forward import prepare_feed_forward
-from ...functional.linear import CODES, prepare_linear
+from ...functional.linear import CODES
 from ...functional.linear import PACKED as LINEAR
 from .activation import activation_of
 from .editor import Editor
@@ -177,11 +175,10 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     """The operator that reads packed weights on the CPU, its arguments without those, and the number
     of rows, of a linear map or a feed-forward network; None for others."""
     activation: Any = node.kwargs.get("activation")
-    prepare: Callable[..., tuple[Call, tuple[Any, ...]]]
     if node.target is functional.linear and len(node.args) == 3:
-        operator, prepare, others = LINEAR, prepare_linear, {"activation"}
+        operator, others = LINEAR, {"activation"}
     elif node.target is functional.feed_forward and len(node.args) == 5:
-        operator, prepare, others = FEED_FORWARD, prepare_feed_forward, {"activation", "dropout_p"}
+        operator, others = FEED_FORWARD, {"activation", "dropout_p"}
     else:
         return None
     given = [value(each) for each in node.args]
@@ -193,9 +190,9 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
         or not all(x is None or all(isinstance(n, int) for n in x.shape) for x in given)
     ):
         return None
-    call, checked = prepare(*given, activation=activation)
+    call = checked_call(node.target, *given, activation=activation)
     # A bias that broadcasts was made a row.
-    same = all(one is other for one, other in zip(checked, given, strict=False))
+    same = all(one is other for one, other in zip(call.tensors, given, strict=False))
     if not same or select(call).backend != "cpu":
         return None
     arguments: list[Any] = list(node.args)
