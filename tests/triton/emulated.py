@@ -39,6 +39,18 @@ HIT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def flat(kinds: Any, values: Any) -> Iterator[Any]:
+    """Arguments of a launch that a compiled kernel has parameters for: no constants, no records.
+
+    ``kinds``: Triton's names of their types, those of records being tuples.
+    """
+    for kind, value in zip(kinds, values, strict=False):  # constants come last
+        if isinstance(kind, tuple):
+            yield from flat(kind, value)
+        elif kind != "constexpr":
+            yield value
+
+
 class Emulator:
     """The process, from the tests' side."""
 
@@ -93,17 +105,11 @@ def serve() -> None:
             text, count = re.subn(change[1], change[2], text)
             if not count:
                 raise LookupError(f"{change[1]} is not in {name}")
-        given = []
-        places = []
-        for parameter, value in zip(launch.kernel.params, launch.args, strict=False):
-            if value is None or parameter.is_constexpr:
-                continue
-            if isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
-                continue
+        given, places = [], []
+        for value in flat(tuple(binary.src.signature.values()), launch.args):
             if isinstance(value, torch.Tensor):
-                span = (
-                    sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
-                )
+                reach = zip(value.shape, value.stride(), strict=True)
+                span = sum((n - 1) * s for n, s in reach) + 1
                 places.append((value.data_ptr(), span * value.element_size()))
                 value = value.data_ptr()
             given.append(value)

@@ -253,10 +253,27 @@ class Program:
         plus = np.uint64(int(offset.strip(), 0) & ((1 << 64) - 1))
         return lambda m: read(m) + plus
 
+    def _apply(self, operands: list[str], function: Any, *types: tuple[str, int]) -> Step:
+        """destination = function(sources), each source of its type."""
+        put = self._write(operands[0])
+        reads = [self._read(one, *kind) for one, kind in zip(operands[1:], types, strict=True)]
+        return lambda m, on: put(m, on, function(*[read(m) for read in reads]))
+
     def _simple(self, operands: list[str], kind: str, width: int, function: Any) -> Step:
         """destination = function(sources), all of one type."""
-        put, reads = self._write(operands[0]), self._reads(operands[1:], kind, width)
-        return lambda m, on: put(m, on, function(*[read(m) for read in reads]))
+        return self._apply(operands, function, *[(kind, width)] * (len(operands) - 1))
+
+    def _of_warp(self, operands: list[str], function: Any, *types: tuple[str, int]) -> Step:
+        """destination = function(sources), which are [warps, 32]."""
+        put = self._write(operands[0])
+        reads = [self._read(one, *kind) for one, kind in zip(operands[1:], types, strict=True)]
+
+        def step(m: Machine, on: Array) -> None:
+            m.warps(on)
+            given = [np.broadcast_to(read(m), m.lanes).reshape(-1, 32) for read in reads]
+            put(m, on, np.broadcast_to(function(*given), given[0].shape).reshape(-1))
+
+        return step
 
     # Moving -----------------------------------------------------------------------------------
 
@@ -344,16 +361,14 @@ class Program:
         if op[-1] in ("bf16x2", "f16x2"):
             return self._pairs(op, operands)
         kind, width = _kind(op[-1])
-        if name in ("mul", "mad") and "wide" in op:
-            put, reads = self._write(operands[0]), self._reads(operands[1:3], kind, width)
+        if "wide" in op:
             big = (_SIGNED if kind == "s" else _UNSIGNED)[2 * width]
-            plus = self._read(operands[3], kind, 2 * width) if name == "mad" else None
 
-            def wide(m: Machine, on: Array) -> None:
-                product = reads[0](m).astype(big) * reads[1](m).astype(big)
-                put(m, on, product if plus is None else product + plus(m))
+            def wide(x: Array, y: Array, plus: Array | int = 0) -> Array:
+                return x.astype(big) * y.astype(big) + plus
 
-            return wide
+            types = [(kind, width)] * 2 + [(kind, 2 * width)] * (name == "mad")
+            return self._apply(operands, wide, *types)
         if name == "mul" and "hi" in op:
             assert width == 32
             big = np.int64 if kind == "s" else np.uint64
@@ -430,55 +445,47 @@ class Program:
 
     def op_shl(self, op: list[str], operands: list[str]) -> Step:
         kind, width = _kind(op[-1])
-        put, read = self._write(operands[0]), self._read(operands[1], kind, width)
-        amount, left = self._read(operands[2], "u", 32), op[0] == "shl"
+        left = op[0] == "shl"
 
-        def shift(m: Machine, on: Array) -> None:
-            x, by = read(m), amount(m)
+        def shift(x: Array, by: Array) -> Array:
             inside = np.minimum(by, np.uint32(width - 1)).astype(x.dtype)
             moved = x << inside if left else x >> inside
-            if kind != "s":
-                moved = np.where(by >= width, x.dtype.type(0), moved)
-            put(m, on, moved)
+            return moved if kind == "s" else np.where(by >= width, x.dtype.type(0), moved)
 
-        return shift
+        return self._apply(operands, shift, (kind, width), ("u", 32))
 
     op_shr = op_shl
 
     def op_bfe(self, op: list[str], operands: list[str]) -> Step:
         kind, width = _kind(op[-1])
         assert width == 32
-        put, reads = self._write(operands[0]), self._reads(operands[1:], "u", 32)
 
-        def extract(m: Machine, on: Array) -> None:
-            x, position, length = (read(m).astype(np.uint64) for read in reads)
+        def extract(*sources: Array) -> Array:
+            x, position, length = (source.astype(np.uint64) for source in sources)
             field = (x >> position) & ((np.uint64(1) << length) - np.uint64(1))
             if kind == "s":
                 sign = np.uint64(1) << (length - np.uint64(1))
                 field = (field ^ sign).astype(np.int64) - sign.astype(np.int64)
-            put(m, on, field.astype(np.int64).astype(np.int32))
+            return field.astype(np.int64).astype(np.int32)
 
-        return extract
+        return self._simple(operands, "u", 32, extract)
 
     def op_bfi(self, op: list[str], operands: list[str]) -> Step:
         assert op[1] == "b32", op
-        put, reads = self._write(operands[0]), self._reads(operands[1:], "u", 32)
 
-        def insert(m: Machine, on: Array) -> None:
-            field, x, position, length = (read(m).astype(np.uint64) for read in reads)
+        def insert(*sources: Array) -> Array:
+            field, x, position, length = (source.astype(np.uint64) for source in sources)
             mask = ((np.uint64(1) << length) - np.uint64(1)) << position
-            put(m, on, ((x & ~mask) | ((field << position) & mask)).astype(np.uint32))
+            return ((x & ~mask) | ((field << position) & mask)).astype(np.uint32)
 
-        return insert
+        return self._simple(operands, "u", 32, insert)
 
     def op_copysign(self, op: list[str], operands: list[str]) -> Step:
         return self._simple(operands, *_kind(op[-1]), lambda sign, x: np.copysign(x, sign))
 
     def op_prmt(self, op: list[str], operands: list[str]) -> Step:
-        put, reads = self._write(operands[0]), self._reads(operands[1:], "u", 32)
-
-        def permute(m: Machine, on: Array) -> None:
-            low, high, choice = (read(m).astype(np.uint64) for read in reads)
+        def permute(*sources: Array) -> Array:
+            low, high, choice = (source.astype(np.uint64) for source in sources)
             both = low | (high << np.uint64(32))
             result = np.uint64(0)
             for i in range(4):
@@ -487,15 +494,13 @@ class Program:
                 sign = np.where((byte & np.uint64(128)) != 0, np.uint64(255), np.uint64(0))
                 byte = np.where((which & np.uint64(8)) != 0, sign, byte)
                 result = result | (byte << np.uint64(8 * i))
-            put(m, on, result.astype(np.uint32))
+            return result.astype(np.uint32)
 
-        return permute
+        return self._simple(operands, "u", 32, permute)
 
     def op_setp(self, op: list[str], operands: list[str]) -> Step:
         kind, width = _kind(op[-1])
-        put, reads = self._write(operands[0]), self._reads(operands[1:3], kind, width)
         name = op[1]
-        joined = self._read(operands[3], "p", 1) if len(operands) > 3 else None
         join = np.logical_and if "and" in op else np.logical_or
         unordered = kind == "f" and len(name) == 3 and name.endswith("u")
         plain = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(name, name)
@@ -504,58 +509,51 @@ class Program:
             "gt": np.greater, "ge": np.greater_equal, "nan": None, "num": None,
         }[plain[:2] if unordered else plain]  # fmt: skip
 
-        def test(m: Machine, on: Array) -> None:
-            x, y = reads[0](m), reads[1](m)
-            if kind == "f":
-                nan = np.isnan(x) | np.isnan(y)
-                if compare is None:
-                    result = nan if name == "nan" else ~nan
-                else:
-                    result = compare(x, y)
-                    result = result | nan if unordered else result & ~nan
+        def test(x: Array, y: Array, *joined: Array) -> Array:
+            nan = np.isnan(x) | np.isnan(y) if kind == "f" else False
+            if compare is None:
+                result = nan if name == "nan" else ~nan
             else:
                 result = compare(x, y)
-            if joined is not None:
-                result = join(result, joined(m))
-            put(m, on, result)
+                if kind == "f":
+                    result = result | nan if unordered else result & ~nan
+            return join(result, *joined) if joined else result
 
-        return test
+        return self._apply(operands, test, *[(kind, width)] * 2, *[("p", 1)] * (len(operands) - 3))
 
     def op_selp(self, op: list[str], operands: list[str]) -> Step:
-        width = _kind(op[-1])[1]
-        put, reads = self._write(operands[0]), self._reads(operands[1:3], "b", width)
-        choice = self._read(operands[3], "p", 1)
-        return lambda m, on: put(m, on, np.where(choice(m), reads[0](m), reads[1](m)))
+        kind = ("b", _kind(op[-1])[1])
+        return self._apply(
+            operands, lambda x, y, choice: np.where(choice, x, y), kind, kind, ("p", 1)
+        )
 
     def op_cvt(self, op: list[str], operands: list[str]) -> Step:
         types = [part for part in op[1:] if re.fullmatch(r"(bf16x2|f16x2|bf16|[bfsu]\d+)", part)]
         to, source = types[0], types[-1]
-        put = self._write(operands[0])
         if to in ("bf16x2", "f16x2"):
-            high, low = self._reads(operands[1:], "f", 32)
 
             def small(x: Array) -> Array:
                 x = x.astype(np.float16).view(np.uint16) if to == "f16x2" else _narrow(x)
                 return x.astype(np.uint32)
 
-            return lambda m, on: put(m, on, (small(high(m)) << np.uint32(16)) | small(low(m)))
+            return self._simple(
+                operands, "f", 32, lambda high, low: (small(high) << np.uint32(16)) | small(low)
+            )
         if to == "bf16":
-            read = self._read(operands[1], "f", 32)
-            return lambda m, on: put(m, on, _narrow(read(m)))
+            return self._simple(operands, "f", 32, _narrow)
         if source == "bf16":
-            read = self._read(operands[1], "b", 16)
-            return lambda m, on: put(m, on, _widen(read(m)))
-        read = self._read(operands[1], *_kind(source))
+            return self._simple(operands, "b", 16, _widen)
         kind, width = _kind(to)
         if "sat" in op:
             assert to == source == "f32", op
-            return lambda m, on: put(m, on, np.fmin(np.fmax(read(m), np.float32(0)), np.float32(1)))
-        if kind == "f":
-            return lambda m, on: put(m, on, read(m).astype(_FLOAT[width]))
-        whole = (_SIGNED if kind == "s" else _UNSIGNED)[width]
-        rounding = np.trunc if "rzi" in op else np.rint
-        floating = source[0] == "f"
-        return lambda m, on: put(m, on, (rounding(read(m)) if floating else read(m)).astype(whole))
+            convert = lambda x: np.fmin(np.fmax(x, np.float32(0)), np.float32(1))  # noqa: E731
+        elif kind == "f":
+            convert = lambda x: x.astype(_FLOAT[width])  # noqa: E731
+        else:
+            whole = (_SIGNED if kind == "s" else _UNSIGNED)[width]
+            rounding = (np.trunc if "rzi" in op else np.rint) if source[0] == "f" else np.asarray
+            convert = lambda x: rounding(x).astype(whole)  # noqa: E731
+        return self._simple(operands, *_kind(source), convert)
 
     # The warp's and the block's ---------------------------------------------------------------
 
@@ -564,23 +562,14 @@ class Program:
 
     def op_vote(self, op: list[str], operands: list[str]) -> Step:
         assert op[1:3] == ["sync", "any"], op
-        put, read = self._write(operands[0]), self._read(operands[1], "p", 1)
-
-        def any_of_warp(m: Machine, on: Array) -> None:
-            m.warps(on)
-            put(m, on, np.repeat(np.broadcast_to(read(m), m.lanes).reshape(-1, 32).any(1), 32))
-
-        return any_of_warp
+        return self._of_warp(operands[:2], lambda x: x.any(1, keepdims=True), ("p", 1))
 
     def op_shfl(self, op: list[str], operands: list[str]) -> Step:
-        put, read = self._write(operands[0].split("|")[0]), self._read(operands[1], "b", 32)
-        by, mode = self._read(operands[2], "u", 32), op[2]
+        mode = op[2]
         lane = np.arange(32, dtype=np.int64)
 
-        def shuffle(m: Machine, on: Array) -> None:
-            m.warps(on)
-            value = np.broadcast_to(read(m), m.lanes).reshape(-1, 32)
-            step = np.broadcast_to(by(m).astype(np.int64), m.lanes).reshape(-1, 32)
+        def shuffle(value: Array, by: Array) -> Array:
+            step = by.astype(np.int64)
             if mode == "bfly":
                 source = lane ^ step
             elif mode == "up":
@@ -589,21 +578,18 @@ class Program:
                 source = np.where(lane + step < 32, lane + step, lane)
             else:
                 source = step
-            put(m, on, np.take_along_axis(value, source & 31, 1).reshape(-1))
+            return np.take_along_axis(value, source & 31, 1)
 
-        return shuffle
+        to = operands[0].split("|")[0]
+        return self._of_warp([to, *operands[1:3]], shuffle, ("b", 32), ("u", 32))
 
     def op_redux(self, op: list[str], operands: list[str]) -> Step:
-        kind, width = _kind(op[-1])
-        put, read = self._write(operands[0]), self._read(operands[1], kind, width)
         reduce = {"add": np.add, "max": np.maximum, "min": np.minimum}[op[2]].reduce
 
-        def across(m: Machine, on: Array) -> None:
-            m.warps(on)
-            value = np.broadcast_to(read(m), m.lanes).reshape(-1, 32)
-            put(m, on, np.repeat(reduce(value, axis=1, dtype=value.dtype), 32))
+        def across(value: Array) -> Array:
+            return reduce(value, axis=1, dtype=value.dtype, keepdims=True)
 
-        return across
+        return self._of_warp(operands[:2], across, _kind(op[-1]))
 
     def op_ldmatrix(self, op: list[str], operands: list[str]) -> Step:
         puts, at, transposed = self._writes(operands[0]), self._address(operands[1]), "trans" in op

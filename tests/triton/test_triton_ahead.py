@@ -29,7 +29,7 @@ UNIT = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
 def compiled(architecture: int, match: str = CALLS, kernel: str = "") -> list[dict]:
-    command = ["-m", "transformer_fast.backends.triton.compile_report"]
+    command = ["-m", "transformer_fast.backends.triton.compile_ahead"]
     match = match.replace("HEADS", HEADS.get(architecture, "64|128"))
     command += ["--architectures", str(architecture), "--match", match, "--kernel", kernel]
     done = python(*command, status=None)

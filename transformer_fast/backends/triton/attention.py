@@ -1,8 +1,25 @@
-"""Scaled dot-product attention on one GPU: the launchers.
+"""Scaled dot-product attention on one GPU: what all kernels of a call are given, and the forward.
+
+    output = dropout(softmax(scale * Q K^T + mask)) V
+
+One program per BLOCK_T queries of one (batch, head). It walks over tiles of BLOCK_S keys with the
+online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022): running maximum m,
+running sum l, accumulator in fp32. Tiles visible to all of its queries come first and take no
+masking at all; the others follow; tiles visible to none are not in the walk.
+
+Saved per row: ``shift`` and ``norm``, such that P = exp(score - shift) / norm with natural scores.
+There m + log l would round too much: to m, where a mask adds finfo.min to a whole row. With the other
+units, for half types, shift = m + log l and P = exp(score - shift): one value and one multiplication
+less. A norm of 0 always tells of a row that sees nothing.
+
+Hidden keys and values may hold NaN. Scores are replaced where hidden, so keys do no harm; for values
+0 * NaN would. Rather than clean every tile, the result is looked at once: only if it is not finite
+the program runs over its tiles again with cleaned values, and keeps its first result just where a
+query really sees something not finite.
 
 Shapes: query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, DV), attn_mask broadcastable to
 (B, H, T, S), key_lengths (B,). D and DV up to 256, padded to a power of two inside the kernel.
-What is hidden is decided as in the reference; see `attention_kernel` for NaN at hidden places.
+What is hidden is decided as in the reference.
 Packed sequences are tensors of (1, H, rows, D), read in place: lengths are where each begins.
 """
 
@@ -12,16 +29,157 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import config
+from .arithmetic import divide, dot, narrow, product, store
 from .attention_decode import attention_decode, decodes
-from .attention_kernel import attention_forward_kernel
 from .attention_weights import attention_weights
-from .mask_tiles import Mask, TileLists, prepare_mask, tile_lists
-from .philox import Dropout, dropout_arguments, seed_for
-from .runtime import ceil_div, dot_precision, launch, next_power_of_2, with_unit_stride
-from .tiles import FLOAT_MASK, LOG2E
+from .mask_tiles import NO_LISTS, TileLists, kind_of, prepare_mask, tile_lists
+from .philox import Dropout, dropout_arguments, keep_tile, seed_for
+from .runtime import ceil_div, constant, dot_precision, launch, next_power_of_2, with_unit_stride
+from .tiles import (
+    FLOAT_MASK,
+    LOG2E,
+    PER_BATCH,
+    Call,
+    Constants,
+    Heads,
+    Mask,
+    Sizes,
+    any_not_finite,
+    load_rows,
+    online_softmax,
+    power,
+    query_program,
+    rows_of,
+    store_rows,
+    tile_number,
+    visible_scores,
+    walked_tile,
+)
+
+
+@triton.jit(do_not_specialize=PER_BATCH)
+def attention_forward_kernel(
+    q_heads,
+    k_heads,
+    v_heads,
+    out_heads,
+    mask,
+    lists,  # counts and numbers of `mask_tiles.TileLists`, or None
+    shift_ptr,  # (B, H, T) fp32
+    norm_ptr,  # (B, H, T) fp32
+    call,
+    queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
+    C: tl.constexpr,
+):  # fmt: skip
+    sizes = Sizes(
+        queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit
+    )  # fmt: skip
+    p = query_program(mask, lists, call, sizes, C)
+    query, upcoming = p.query, p.upcoming
+    column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
+    k_base = rows_of(k_heads, p.b, p.h // call.group, p.key_begin)
+    v_base = rows_of(v_heads, p.b, p.h // call.group, p.key_begin)
+    q_base = rows_of(q_heads, p.b, p.h, p.begin)
+    q = load_rows(q_base, query, q_heads.stride_t, column, p.query_end, C.D, True)
+
+    PLAIN: tl.constexpr = p.list_ptr is not None or C.MASK == 0
+    MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or C.BOUNDED
+    row_max = tl.full([C.BLOCK_T], float("-inf"), tl.float32)
+    row_sum = tl.zeros([C.BLOCK_T], tl.float32)
+    accumulator = tl.zeros([C.BLOCK_T, C.BLOCK_DV], tl.float32)
+    for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
+        if MASKED if HIDES else PLAIN:
+            for i in range(p.full if HIDES else 0, p.total if HIDES else p.full):
+                number, upcoming = walked_tile(
+                    i, upcoming, p.full, p.total, 0, p.list_ptr, capacity
+                )
+                start = number * C.BLOCK_S
+                key = start + tl.arange(0, C.BLOCK_S)
+                k = load_rows(
+                    k_base, key, k_heads.stride_t, column, p.end, C.D, HIDES and C.BOUNDED
+                )
+                scores = product(q, tl.trans(k), C.PRECISION)
+                if HIDES:
+                    scores, _ = visible_scores(
+                        scores, query[:, None], key[None, :], call.scale, p.end, p.mask, queries, keys,
+                        C.BOUNDED, False, C,
+                    )  # fmt: skip
+                elif C.NATURAL:
+                    scores *= call.scale
+                v = load_rows(
+                    v_base, key, v_heads.stride_t, column_v, p.end, C.DV, HIDES and C.BOUNDED
+                )
+                keep = None
+                if C.DROPOUT:
+                    keep = keep_tile(p.seed, p.row, start, limit, C.BLOCK_S)
+                row_max, row_sum, accumulator = online_softmax(
+                    scores, row_max, row_sum, accumulator, v, call.scale, HIDES, keep, C
+                )
+
+    if call.query_lengths is not None:
+        real = query < p.query_end
+        row_sum = tl.where(real, row_sum, 0.0)
+        accumulator = tl.where(real[:, None], accumulator, 0.0)
+    # A row that sees nothing has l = 0: output 0, and m = 0 keeps the backward free of infinities.
+    some_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    share = divide(1.0, some_sum)
+    row_max = tl.where(row_sum == 0.0, 0.0, row_max)
+    shift = row_max
+    if not C.NATURAL:
+        shift += tl.log2(some_sum)
+    tl.store(shift_ptr + p.row, shift, mask=query < queries)
+    tl.store(norm_ptr + p.row, row_sum, mask=query < queries)
+    if C.DROPOUT:
+        share *= call.keep_scale
+    accumulator *= share[:, None]
+    out_base = rows_of(out_heads, p.b, p.h, p.begin)
+    # Behind a packed sequence lies the next.
+    rows = p.query_end if C.PACKED else queries
+    store_rows(out_base, query, out_heads.stride_t, column_v, accumulator, rows, C.DV)
+
+    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
+    if C.CAUSAL or C.MASK != 0:
+        if any_not_finite(accumulator):
+            tl.debug_barrier()  # other threads stored the first result
+            CHUNK: tl.constexpr = 32 if C.BLOCK_DV > 32 else C.BLOCK_DV
+            PIECE: tl.constexpr = 16
+            PIECES: tl.constexpr = C.BLOCK_S // PIECE
+            for first_column in range(0, C.BLOCK_DV, CHUNK):
+                some = first_column + tl.arange(0, CHUNK)
+                clean = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
+                spoilt = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
+                # In small pieces: this rare walk must not cost the common one registers.
+                for j in tl.range(0, p.total * PIECES, num_stages=1):
+                    number = tile_number(j // PIECES, p.full, 0, p.list_ptr, capacity)
+                    start = number * C.BLOCK_S + j % PIECES * PIECE
+                    key = start + tl.arange(0, PIECE)
+                    k = load_rows(k_base, key, k_heads.stride_t, column, p.end, C.D, C.BOUNDED)
+                    scores, visible = visible_scores(
+                        product(q, tl.trans(k), C.PRECISION), query[:, None], key[None, :], call.scale,
+                        p.end, p.mask, queries, keys, C.BOUNDED, False, C,
+                    )  # fmt: skip
+                    weights = (
+                        power(scores, row_max[:, None], call.scale, C.NATURAL) * share[:, None]
+                    )
+                    if C.DROPOUT:
+                        keep = keep_tile(p.seed, p.row, start, limit, PIECE)
+                        weights = tl.where(keep, weights, 0.0)
+                    inside = (key < p.end)[:, None] & (some < C.DV)[None, :]
+                    at = v_base + key.to(tl.int64)[:, None] * v_heads.stride_t + some[None, :]
+                    v = tl.load(at, mask=inside, other=0.0)
+                    finite = tl.abs(v.to(tl.float32)) < float("inf")
+                    clean = dot(narrow(weights, v), tl.where(finite, v, 0.0), clean, C.PRECISION)
+                    seen = (visible & (scores == scores)).to(tl.float32).to(v.dtype)
+                    other = (~finite).to(tl.float32).to(v.dtype)
+                    spoilt = dot(seen, other, spoilt, C.PRECISION)
+                at = out_base + query.to(tl.int64)[:, None] * out_heads.stride_t + some[None, :]
+                inside = (query < p.query_end)[:, None] & (some < C.DV)[None, :] & (spoilt == 0.0)
+                store(at, clean, inside)
 
 
 class Problem(NamedTuple):
@@ -47,77 +205,93 @@ class Problem(NamedTuple):
     def head(self) -> tuple[int, int]:
         return self.query.shape[-1], self.value.shape[-1]
 
-    def strides(self, x: Tensor) -> tuple[int, ...]:
-        """Of batch, heads and rows; packed sequences differ by the row they begin at only."""
-        _, heads, rows, _ = x.stride()
-        return 0 if self.packed else x.stride(0), heads, rows
+    def heads(self, x: Tensor) -> Heads:
+        """``x`` as kernels take it; packed sequences differ by the row they begin at only."""
+        batch, heads, rows, _ = x.stride()
+        return Heads(x, 0 if self.packed else batch, heads, rows)
+
+    @property
+    def call(self) -> Call:
+        return Call(
+            self.lengths,
+            self.query_lengths,
+            self.seed,
+            self.sizes[1],
+            self.key.shape[1],
+            self.group,
+            self.scale if self.natural else self.scale * LOG2E,
+            self.scale,
+            self.dropout.scale,
+        )
 
     @property
     def stride_length(self) -> int:
         return 0 if self.lengths is None else self.lengths.stride(0)
 
-    @property
-    def stride_query_length(self) -> int:
-        return 0 if self.query_lengths is None else self.query_lengths.stride(0)
-
-    def list_arguments(self, lists: TileLists | None) -> tuple[int, int, int]:
-        """Strides and capacity of the lists; packed sequences have none, but rows to stay within."""
-        if lists is not None:
-            return lists[2:]
-        return (self.query.shape[2], self.key.shape[2], 0) if self.packed else (0, 0, 0)
+    def numbers(self, lists: TileLists) -> Sizes:
+        ends = self.query_lengths
+        query_stride = 0 if ends is None else ends.stride(0)
+        limit = self.dropout.limit
+        return Sizes(*self.sizes[2:], self.stride_length, query_stride, *lists[2:], limit)
 
     @property
     def half(self) -> bool:
         return self.query.dtype != torch.float32
 
-    @property
-    def heavy(self) -> bool:
-        """Whether kernels need registers beyond those of the plain case."""
-        return self.dropout.active or self.mask.kind == FLOAT_MASK
-
-    @property
-    def kernel_scale(self) -> float:
-        return self.scale if self.natural else self.scale * LOG2E
-
     def tile(self, kernel: str) -> config.AttentionTile:
         """The tile of a kernel, as `config` names it."""
-        return config.attention(kernel, self.architecture, max(self.head), self.half, self.heavy)
+        # Dropout and additive masks need registers beyond those of the plain case.
+        heavy = self.dropout.active or kind_of(self.mask) == FLOAT_MASK
+        return config.attention(kernel, self.architecture, max(self.head), self.half, heavy)
 
-    def options(self, tile: config.AttentionTile) -> dict[str, Any]:
-        """How kernels on this tile are launched, and their `constants`."""
-        return {
-            "warps": tile.warps,
-            "stages": tile.stages,
-            "BLOCK_T": tile.queries,
-            "BLOCK_S": tile.keys,
-            **self.constants(),
-        }
-
-    def constants(self) -> dict[str, object]:
-        """The compile-time constants that all attention kernels share."""
+    def options(self, tile: config.AttentionTile, **more: bool) -> dict[str, Any]:
+        """How kernels on this tile are launched, and their `Constants`."""
         head, head_value = self.head
-        return {
-            "D": head,
-            "DV": head_value,
-            "BLOCK_D": max(16, next_power_of_2(head)),
-            "BLOCK_DV": max(16, next_power_of_2(head_value)),
-            "CAUSAL": self.causal,
-            "MASK": self.mask.kind,
-            "MASK_ROWS": self.mask.strides[2] != 0,
-            "DROPOUT": self.dropout.active,
-            "NATURAL": self.natural,
-            "PRECISION": dot_precision(self.query.dtype),
-        }
+        constants = Constants(
+            D=head,
+            DV=head_value,
+            BLOCK_D=max(16, next_power_of_2(head)),
+            BLOCK_DV=max(16, next_power_of_2(head_value)),
+            BLOCK_T=tile.queries,
+            BLOCK_S=tile.keys,
+            CAUSAL=self.causal,
+            MASK=kind_of(self.mask),
+            MASK_ROWS=self.mask.stride_t != 0,
+            DROPOUT=self.dropout.active,
+            NATURAL=self.natural,
+            PRECISION=dot_precision(self.query.dtype),
+            PACKED=self.packed,
+            **more,
+        )
+        return {"warps": tile.warps, "stages": tile.stages, "C": constant(constants)}
 
-    def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists | None:
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: config.AttentionTile,
+        heads: tuple[Tensor, ...],
+        *others: Any,
+        lists: TileLists = NO_LISTS,
+        **constants: bool,
+    ) -> None:
+        """Run a kernel on tensors of heads, the mask, ``others`` and what is the same for all."""
+        launch(
+            kernel, (programs,), *map(self.heads, heads), self.mask, lists[:2], *others, self.call,
+            *self.numbers(lists), **self.options(tile, **constants),
+        )  # fmt: skip
+
+    def lists(self, tile: config.AttentionTile, by_keys: bool = False) -> TileLists:
         """Lists of visible tiles, if there is a mask and looking at it pays."""
+        if self.packed:  # no lists, but rows to stay within
+            return TileLists(None, None, self.query.shape[2], self.key.shape[2], 0)
         if self.mask.data is None:
-            return None
+            return NO_LISTS
         across = ceil_div(self.sizes[3], tile.keys)
         if not config.lists_pay(
             self.architecture, math.prod(self.sizes), self.mask.data.numel(), self.sizes[2], across
         ):
-            return None
+            return NO_LISTS
         granule = config.attention_granule(self.architecture, max(self.head), self.half)
         block = (tile.queries, tile.keys)
         return tile_lists(self.mask, self.sizes, self.lengths, self.causal, granule, block, by_keys)
@@ -213,15 +387,15 @@ def attention_forward(
     dropout_p: float,
     seed: Tensor | None,
     need_weights: bool,
-    query_lengths: Tensor | None = None,
-    longest_queries: int = -1,
-    longest_keys: int = -1,
+    *packed: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The operator ``attention_training``: output, weights, and (B, H, T) fp32 shift and norm."""
+    """The operator ``attention_training``: output, weights, and (B, H, T) fp32 shift and norm.
+
+    ``packed``: the last arguments of `make_problem`.
+    """
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
-        longest_queries, longest_keys,
-    )  # fmt: skip
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, *packed
+    )
     output, shift, norm = _forward(problem)
     weights = attention_weights(problem, shift, norm) if need_weights else None
     return output, weights, shift, norm
@@ -229,7 +403,7 @@ def attention_forward(
 
 def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, keys = problem.sizes
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    q, v = problem.query, problem.value
     output = like_heads(q, v.shape[-1], problem.packed)
     shift = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     norm = torch.empty_like(shift)
@@ -237,41 +411,15 @@ def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         attention_decode(problem, output, shift, norm)
         return output, shift, norm
     tile = problem.tile("attention_forward")
-    lists = None if mask.data is None else problem.lists(tile)
-    counts, numbers = (None, None) if lists is None else lists[:2]
-    launch(
+    lists = problem.lists(tile)
+    problem.launch(
         attention_forward_kernel,
-        (ceil_div(queries, tile.queries) * batch * heads,),
-        q,
-        k,
-        v,
-        mask.data,
-        problem.lengths,
-        problem.query_lengths,
-        problem.seed,
-        counts,
-        numbers,
-        output,
+        ceil_div(queries, tile.queries) * batch * heads,
+        tile,
+        (q, problem.key, v, output),
         shift,
         norm,
-        *problem.strides(q),
-        *problem.strides(k),
-        *problem.strides(v),
-        *problem.strides(output),
-        *mask.strides,
-        problem.stride_length,
-        problem.stride_query_length,
-        *problem.list_arguments(lists),
-        heads,
-        problem.group,
-        queries,
-        keys,
-        problem.kernel_scale,
-        problem.dropout.limit,
-        problem.dropout.scale,
-        LISTED=lists is not None,
-        RAGGED=problem.lengths is None and keys % tile.keys != 0,
-        PACKED=problem.packed,
-        **problem.options(tile),
+        lists=lists,
+        BOUNDED=problem.lengths is not None or keys % tile.keys != 0,
     )
     return output, shift, norm

@@ -1,156 +1,523 @@
-"""The backward of attention: launchers of `attention_bwd_kernel` and `attention_bias_kernel`."""
+"""The backward of attention.
+
+With P = softmax(scale * Q K^T + mask), keep flags K' = keep / (1 - p), dW the gradient of the
+returned weights (usually absent) and all products elementwise unless written with @:
+
+    dP = K' (dO @ V^T + dW),   delta = rowsum(P dP) = rowsum(dO O) + rowsum(W dW)
+    dS = P (dP - delta),   dQ = scale dS @ K,   dK = scale dS^T @ Q,   dV = (P K')^T @ dO
+
+P is computed again from the saved shift and norm of each row. One kernel makes dQ (a program per tile of
+queries), one dK and dV (a program per tile of keys, walking over all query heads of its group):
+7 matrix products instead of the 5 of a kernel that adds dQ up with atomics, and the same bits in
+every run. Accumulators are fp32.
+
+NaN at hidden places: scores, and with them P and dS, are replaced where hidden. What is multiplied
+by those zeros (K for dQ; Q and dO of queries that see nothing for dK, dV) is cleaned only if the
+result is not finite, in a second walk, as in the forward.
+
+The gradient of an additive mask is dS summed over the dimensions in which the mask is broadcast.
+Rows of dS add up to 0, so a mask that is the same for all keys has the gradient 0 and never comes
+here. A program makes one tile of the gradient. It walks over all (batch, head, tile) that the mask's tile
+was added to, computes dS again and adds it up in registers; where that leaves too few programs the
+walk is split and the shares are added afterwards. No atomics, and no buffer of B x H x T x S.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from .arithmetic import dot, narrow, product, store
 from .attention import Problem, gradient_like, make_problem
-from .attention_bias_kernel import attention_bias_kernel
-from .attention_bwd_kernel import attention_backward_key_kernel, attention_backward_query_kernel
-from .runtime import ceil_div, launch, multiprocessors, with_unit_stride
+from .philox import keep_tile
+from .runtime import ceil_div, multiprocessors, with_unit_stride
+from .tiles import (
+    PER_BATCH,
+    PER_BATCH_BUT_KEYS,
+    Sizes,
+    any_not_finite,
+    load_rows,
+    load_share,
+    mask_of,
+    power,
+    query_program,
+    rows_of,
+    sequence,
+    sequence_end,
+    store_rows,
+    tile_number,
+    visible_scores,
+    walked_tile,
+)
+
+
+@triton.jit
+def load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C: tl.constexpr):
+    """(row, shift, share, delta) of the queries of a tile, as `tile_gradients` takes them."""
+    shift = tl.load(shift_ptr + row, mask=inside, other=0.0)
+    share = shift
+    if C.NATURAL:
+        share = load_share(norm_ptr, row, inside)
+    return row, shift, share, tl.load(delta_ptr + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def tile_gradients(
+    q, k, v, do, query, key, start, statistics, dw_ptr, mask, seed, call, end, queries, sizes,
+    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr,
+    BOUND_QUERIES: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed.
+
+    BOUNDED is False where no key is beyond ``end``, or where it does not matter: columns of dS that
+    the caller clears, of keys that a mask has entries for.
+    """
+    row, shift, share, delta = statistics
+    if TRANSPOSED:
+        scores = product(k, tl.trans(q), C.PRECISION)
+        dweights = product(v, tl.trans(do), C.PRECISION)
+        query_at, key_at, row_at = query[None, :], key[:, None], row[None, :]
+        shift, delta, share = shift[None, :], delta[None, :], share[None, :]
+    else:
+        scores = product(q, tl.trans(k), C.PRECISION)
+        dweights = product(do, tl.trans(v), C.PRECISION)
+        query_at, key_at, row_at = query[:, None], key[None, :], row[:, None]
+        shift, delta, share = shift[:, None], delta[:, None], share[:, None]
+    if MASKED:
+        scores, visible = visible_scores(
+            scores, query_at, key_at, call.scale, end, mask, queries, sizes.keys, BOUNDED,
+            BOUND_QUERIES, C,
+        )  # fmt: skip
+    elif C.NATURAL:
+        scores *= call.scale
+    weights = power(scores, shift, call.scale, C.NATURAL)
+    if C.NATURAL:
+        weights *= share
+    if dw_ptr is not None:
+        inside = (query_at < queries) & (key_at < sizes.keys)
+        at = dw_ptr + row_at * sizes.keys + key_at
+        dweights += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    kept = weights
+    if C.DROPOUT:
+        keep = keep_tile(seed, row, start, sizes.limit, key.shape[0])
+        if TRANSPOSED:
+            keep = tl.trans(keep)
+        dweights = tl.where(keep, dweights * call.keep_scale, 0.0)
+        kept = tl.where(keep, weights * call.keep_scale, 0.0)
+    dscores = weights * (dweights - delta)
+    if MASKED:
+        dscores = tl.where(visible, dscores, 0.0)
+        kept = tl.where(visible, kept, 0.0)
+    return kept, dscores
+
+
+@triton.jit(do_not_specialize=PER_BATCH)
+def attention_backward_query_kernel(
+    q_heads,
+    k_heads,
+    v_heads,
+    out_heads,
+    do_heads,
+    dq_heads,
+    mask,
+    lists,
+    dw_ptr,  # (B, H, T, S) contiguous, or None
+    shift_ptr,  # (B, H, T) fp32
+    norm_ptr,  # (B, H, T) fp32
+    delta_ptr,  # (B, H, T) fp32, written here for the other kernels
+    extra_ptr,  # (B, H, T) fp32, rowsum(W dW), or None
+    call,
+    queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
+    C: tl.constexpr,
+):  # fmt: skip
+    sizes = Sizes(
+        queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit
+    )  # fmt: skip
+    p = query_program(mask, lists, call, sizes, C)
+    query, upcoming = p.query, p.upcoming
+    column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
+    k_base = rows_of(k_heads, p.b, p.h // call.group, p.key_begin)
+    v_base = rows_of(v_heads, p.b, p.h // call.group, p.key_begin)
+    at = rows_of(q_heads, p.b, p.h, p.begin)
+    q = load_rows(at, query, q_heads.stride_t, column, p.query_end, C.D, True)
+    at = rows_of(do_heads, p.b, p.h, p.begin)
+    do = load_rows(at, query, do_heads.stride_t, column_v, p.query_end, C.DV, True)
+    at = rows_of(out_heads, p.b, p.h, p.begin)
+    out = load_rows(at, query, out_heads.stride_t, column_v, p.query_end, C.DV, True)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    if extra_ptr is not None:
+        delta += tl.load(extra_ptr + p.row, mask=query < p.query_end, other=0.0)
+    tl.store(delta_ptr + p.row, delta, mask=query < queries)
+    shift = tl.load(shift_ptr + p.row, mask=query < queries, other=0.0)
+    share = shift
+    if C.NATURAL:
+        share = load_share(norm_ptr, p.row, query < queries)
+    statistics = (p.row, shift, share, delta)
+
+    PLAIN: tl.constexpr = p.list_ptr is not None or C.MASK == 0
+    MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or C.BOUNDED
+    dq = tl.zeros([C.BLOCK_T, C.BLOCK_D], tl.float32)
+    for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
+        if MASKED if HIDES else PLAIN:
+            for i in range(p.full if HIDES else 0, p.total if HIDES else p.full):
+                number, upcoming = walked_tile(
+                    i, upcoming, p.full, p.total, 0, p.list_ptr, capacity
+                )
+                start = number * C.BLOCK_S
+                key = start + tl.arange(0, C.BLOCK_S)
+                k = load_rows(
+                    k_base, key, k_heads.stride_t, column, p.end, C.D, HIDES and C.BOUNDED
+                )
+                v = load_rows(
+                    v_base, key, v_heads.stride_t, column_v, p.end, C.DV, HIDES and C.BOUNDED
+                )
+                _, dscores = tile_gradients(
+                    q, k, v, do, query, key, start, statistics, dw_ptr, p.mask, p.seed, call, p.end,
+                    p.query_end, sizes, HIDES, False, C.BOUNDED, False, C,
+                )  # fmt: skip
+                dq = dot(narrow(dscores, k), k, dq, C.PRECISION)
+    if call.query_lengths is not None:
+        dq = tl.where((query < p.query_end)[:, None], dq, 0.0)
+    dq_base = rows_of(dq_heads, p.b, p.h, p.begin)
+    # Behind a packed sequence lies the next.
+    rows = p.query_end if C.PACKED else queries
+    store_rows(dq_base, query, dq_heads.stride_t, column, dq * call.grad_scale, rows, C.D)
+
+    # Keys beyond ``end`` were loaded as 0, so only a mask or causality can hide what is not finite.
+    if C.CAUSAL or C.MASK != 0:
+        if any_not_finite(dq):
+            tl.debug_barrier()  # other threads stored the first result
+            PIECE: tl.constexpr = 16
+            CHUNK: tl.constexpr = 32 if C.BLOCK_D > 32 else C.BLOCK_D
+            PIECES: tl.constexpr = C.BLOCK_S // PIECE
+            # In small pieces: this rare walk must not cost the common one registers.
+            for first_column in range(0, C.BLOCK_D, CHUNK):
+                some = first_column + tl.arange(0, CHUNK)
+                clean = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
+                for j in tl.range(0, p.total * PIECES, num_stages=1):
+                    number = tile_number(j // PIECES, p.full, 0, p.list_ptr, capacity)
+                    start = number * C.BLOCK_S + j % PIECES * PIECE
+                    key = start + tl.arange(0, PIECE)
+                    k = load_rows(k_base, key, k_heads.stride_t, column, p.end, C.D, C.BOUNDED)
+                    v = load_rows(v_base, key, v_heads.stride_t, column_v, p.end, C.DV, C.BOUNDED)
+                    _, dscores = tile_gradients(
+                        q, k, v, do, query, key, start, statistics, dw_ptr, p.mask, p.seed, call,
+                        p.end, p.query_end, sizes, True, False, C.BOUNDED, False, C,
+                    )  # fmt: skip
+                    inside = (key < p.end)[:, None] & (some < C.D)[None, :]
+                    piece_at = k_base + key.to(tl.int64)[:, None] * k_heads.stride_t + some[None, :]
+                    piece = tl.load(piece_at, mask=inside, other=0.0)
+                    # A visible key that is not finite has made dscores NaN already.
+                    piece = tl.where(tl.abs(piece.to(tl.float32)) < float("inf"), piece, 0.0)
+                    clean = dot(narrow(dscores, piece), piece, clean, C.PRECISION)
+                clean_at = dq_base + query.to(tl.int64)[:, None] * dq_heads.stride_t + some[None, :]
+                inside = (query < p.query_end)[:, None] & (some < C.D)[None, :]
+                store(clean_at, clean * call.grad_scale, inside)
+
+
+@triton.jit(do_not_specialize=PER_BATCH)
+def attention_backward_key_kernel(
+    q_heads,
+    k_heads,
+    v_heads,
+    do_heads,
+    dk_heads,
+    dv_heads,
+    mask,
+    lists,  # by keys
+    dw_ptr,  # (B, H, T, S) contiguous, or None
+    shift_ptr,
+    norm_ptr,
+    delta_ptr,  # (B, H, T) fp32, from the kernel of dQ
+    call,
+    queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
+    C: tl.constexpr,
+):  # fmt: skip
+    sizes = Sizes(
+        queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit
+    )  # fmt: skip
+    tiles = tl.cdiv(keys, C.BLOCK_S)
+    program = tl.program_id(0)
+    tile = program % tiles
+    bh = program // tiles
+    b, hk = (bh // call.key_heads).to(tl.int64), (bh % call.key_heads).to(tl.int64)
+    start = tile * C.BLOCK_S
+    key = start + tl.arange(0, C.BLOCK_S)
+    column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
+    key_begin, end = sequence(call.lengths, stride_length, b, keys, stride_list_h, C.PACKED)
+    k_base, v_base = rows_of(k_heads, b, hk, key_begin), rows_of(v_heads, b, hk, key_begin)
+    k = load_rows(k_base, key, k_heads.stride_t, column, end, C.D, True)
+    v = load_rows(v_base, key, v_heads.stride_t, column_v, end, C.DV, True)
+    seed = 0
+    if C.DROPOUT:
+        seed = tl.load(call.seed)
+    begin, query_end = sequence(
+        call.query_lengths, stride_query_length, b, queries, stride_list_b, C.PACKED
+    )
+    all_tiles = tl.cdiv(query_end, C.BLOCK_T)
+    if start >= end:
+        all_tiles = 0
+    LISTED: tl.constexpr = lists[0] is not None
+    PLAIN: tl.constexpr = LISTED or C.MASK == 0
+    MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or call.query_lengths is not None
+
+    dk = tl.zeros([C.BLOCK_S, C.BLOCK_D], tl.float32)
+    dv = tl.zeros([C.BLOCK_S, C.BLOCK_DV], tl.float32)
+    for member in range(0, call.group):
+        h = hk * call.group + member
+        q_base = rows_of(q_heads, b, h, begin)
+        do_base = rows_of(do_heads, b, h, begin)
+        row_base = (b * call.key_heads * call.group + h) * queries
+        own_mask = mask_of(mask, b, h)
+        counts, list_ptr = lists
+        first = 0
+        first_full = 0
+        if LISTED:
+            list_row = b * stride_list_b + h * stride_list_h + tile
+            live = (all_tiles > 0).to(tl.int32)
+            full = tl.load(counts + list_row * 2) * live
+            total = tl.load(counts + list_row * 2 + 1) * live
+            list_ptr += list_row * 2 * capacity
+        else:
+            # Tiles of queries on the diagonal come last in the walk and first in the tensor, where
+            # the one that has the last query is the last of all.
+            end_full = all_tiles
+            if call.query_lengths is not None:
+                end_full = tl.minimum(query_end // C.BLOCK_T, all_tiles)
+            if C.CAUSAL:
+                first = tl.minimum(start // C.BLOCK_T, all_tiles)
+                first_full = tl.minimum(tl.cdiv(start + C.BLOCK_S - 1, C.BLOCK_T), all_tiles)
+            total = all_tiles - first
+            full = tl.maximum(end_full - first_full, 0)
+            if C.MASK != 0:
+                full = 0
+        unmasked = full
+        if LISTED and call.query_lengths is not None:
+            unmasked = full * 0  # tiles that the mask shows may lie beyond the last query
+        upcoming = 0
+        if LISTED:
+            upcoming = tile_number(0, full, 0, list_ptr, capacity)
+        for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
+            if MASKED if HIDES else PLAIN:
+                for i in range(unmasked if HIDES else 0, total if HIDES else unmasked):
+                    number, upcoming = walked_tile(
+                        i, upcoming, full, total, first - full if HIDES else first_full, list_ptr,
+                        capacity,
+                    )  # fmt: skip
+                    if HIDES and call.query_lengths is not None and not LISTED:
+                        number += tl.where(number >= first_full, full, 0)
+                    query = number * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+                    q = load_rows(
+                        q_base, query, q_heads.stride_t, column, query_end, C.D, C.BOUNDED
+                    )
+                    do = load_rows(
+                        do_base, query, do_heads.stride_t, column_v, query_end, C.DV, C.BOUNDED
+                    )
+                    statistics = load_statistics(
+                        shift_ptr, norm_ptr, delta_ptr, row_base + query, query < query_end, C
+                    )
+                    kept, dscores = tile_gradients(
+                        q, k, v, do, query, key, start, statistics, dw_ptr, own_mask, seed, call, end,
+                        query_end, sizes, HIDES, True, C.RAGGED_KEYS, C.BOUNDED, C,
+                    )  # fmt: skip
+                    dv = dot(narrow(kept, do), do, dv, C.PRECISION)
+                    dk = dot(narrow(dscores, q), q, dk, C.PRECISION)
+    # Hidden keys of this tile may hold anything, and only their own rows have it.
+    seen = (key < end)[:, None]
+    dk_base = rows_of(dk_heads, b, hk, key_begin)
+    dv_base = rows_of(dv_heads, b, hk, key_begin)
+    dk, dv = tl.where(seen, dk * call.grad_scale, 0.0), tl.where(seen, dv, 0.0)
+    rows = end if C.PACKED else keys
+    store_rows(dk_base, key, dk_heads.stride_t, column, dk, rows, C.D)
+    store_rows(dv_base, key, dv_heads.stride_t, column_v, dv, rows, C.DV)
+
+    # Only a mask makes queries that see nothing.
+    if C.MASK != 0:
+        if any_not_finite(dk) | any_not_finite(dv):
+            tl.debug_barrier()  # other threads stored the first result
+            PIECE: tl.constexpr = 16
+            WIDEST: tl.constexpr = C.BLOCK_D if C.BLOCK_D > C.BLOCK_DV else C.BLOCK_DV
+            CHUNK: tl.constexpr = 32 if WIDEST > 32 else WIDEST
+            pieces = tl.cdiv(query_end, PIECE)
+            # In small pieces: this rare walk must not cost the common one registers.
+            for first_column in range(0, WIDEST, CHUNK):
+                some = first_column + tl.arange(0, CHUNK)
+                dk_clean = tl.zeros([C.BLOCK_S, CHUNK], tl.float32)
+                dv_clean = tl.zeros([C.BLOCK_S, CHUNK], tl.float32)
+                for j in tl.range(0, call.group * pieces, num_stages=1):
+                    h = hk * call.group + j // pieces
+                    query = j % pieces * PIECE + tl.arange(0, PIECE)
+                    row = (b * call.key_heads * call.group + h) * queries + query
+                    inside = query < query_end
+                    statistics = load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C)
+                    # Other than 0: a norm that is NaN belongs to a query that sees something.
+                    sees = (tl.load(norm_ptr + row, mask=inside, other=0.0) != 0.0)[:, None]
+                    place = query.to(tl.int64)[:, None]
+                    q_at = rows_of(q_heads, b, h, 0) + place * q_heads.stride_t
+                    do_at = rows_of(do_heads, b, h, 0) + place * do_heads.stride_t
+                    inside = sees & (column < C.D)[None, :]
+                    q = tl.load(q_at + column[None, :], mask=inside, other=0.0)
+                    inside = sees & (column_v < C.DV)[None, :]
+                    do = tl.load(do_at + column_v[None, :], mask=inside, other=0.0)
+                    kept, dscores = tile_gradients(
+                        q, k, v, do, query, key, start, statistics, dw_ptr, mask_of(mask, b, h), seed,
+                        call, end, query_end, sizes, True, True, C.RAGGED_KEYS, True, C,
+                    )  # fmt: skip
+                    inside = sees & (some < C.DV)[None, :]
+                    piece = tl.load(do_at + some[None, :], mask=inside, other=0.0)
+                    dv_clean = dot(narrow(kept, piece), piece, dv_clean, C.PRECISION)
+                    inside = sees & (some < C.D)[None, :]
+                    piece = tl.load(q_at + some[None, :], mask=inside, other=0.0)
+                    dk_clean = dot(narrow(dscores, piece), piece, dk_clean, C.PRECISION)
+                dk_clean = tl.where(seen, dk_clean * call.grad_scale, 0.0)
+                dv_clean = tl.where(seen, dv_clean, 0.0)
+                inside = (key < keys)[:, None]
+                at = dk_base + key.to(tl.int64)[:, None] * dk_heads.stride_t + some[None, :]
+                store(at, dk_clean, inside & (some < C.D)[None, :])
+                at = dv_base + key.to(tl.int64)[:, None] * dv_heads.stride_t + some[None, :]
+                store(at, dv_clean, inside & (some < C.DV)[None, :])
+
+
+@triton.jit(do_not_specialize=(*PER_BATCH_BUT_KEYS, "batch", "mask_batch", "mask_queries"))
+def attention_bias_kernel(
+    q_heads, k_heads, v_heads, do_heads, mask, lists, dw_ptr, shift_ptr, norm_ptr, delta_ptr,
+    share_ptr,  # (splits, Bm, Hm, Tm, S)
+    batch, mask_batch, mask_heads, mask_queries, splits,
+    call,
+    queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit,
+    C: tl.constexpr,
+):  # fmt: skip
+    sizes = Sizes(
+        queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit
+    )  # fmt: skip
+    down, across = tl.cdiv(queries, C.BLOCK_T), tl.cdiv(keys, C.BLOCK_S)
+    own_down = tl.cdiv(mask_queries, C.BLOCK_T)
+    program = tl.program_id(0)
+    tile_s = program % across
+    rest = program // across
+    own_t = rest % own_down
+    rest = rest // own_down
+    own_h = rest % mask_heads
+    rest = rest // mask_heads
+    own_b = rest % mask_batch
+    split = rest // mask_batch
+
+    # What the walk runs over.
+    many_t = down if C.SUM_T else 1
+    many_h = call.heads // mask_heads
+    items = many_t * many_h * (batch // mask_batch)
+    each = tl.cdiv(items, splits)
+    if C.CAUSAL and not C.SUM_T:
+        if tile_s * C.BLOCK_S > own_t * C.BLOCK_T + C.BLOCK_T - 1:
+            items = 0
+    start = tile_s * C.BLOCK_S
+    key = start + tl.arange(0, C.BLOCK_S)
+    column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
+    seed = 0
+    if C.DROPOUT:
+        seed = tl.load(call.seed)
+    total = tl.zeros([C.BLOCK_T, C.BLOCK_S], tl.float32)
+    for item in range(split * each, tl.minimum(split * each + each, items)):
+        tile_t = own_t + item % many_t
+        left = item // many_t
+        h = (own_h + left % many_h).to(tl.int64)
+        b = (own_b + left // many_h).to(tl.int64)
+        query = tile_t * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+        end = sequence_end(call.lengths, stride_length, b, keys)
+        query_end = sequence_end(call.query_lengths, stride_query_length, b, queries)
+        at = rows_of(q_heads, b, h, 0)
+        q = load_rows(at, query, q_heads.stride_t, column, query_end, C.D, True)
+        at = rows_of(do_heads, b, h, 0)
+        do = load_rows(at, query, do_heads.stride_t, column_v, query_end, C.DV, True)
+        at = rows_of(k_heads, b, h // call.group, 0)
+        k = load_rows(at, key, k_heads.stride_t, column, end, C.D, True)
+        at = rows_of(v_heads, b, h // call.group, 0)
+        v = load_rows(at, key, v_heads.stride_t, column_v, end, C.DV, True)
+        row = (b * call.heads + h) * queries + query
+        statistics = load_statistics(shift_ptr, norm_ptr, delta_ptr, row, query < queries, C)
+        _, dscores = tile_gradients(
+            q, k, v, do, query, key, start, statistics, dw_ptr, mask_of(mask, b, h), seed, call, end,
+            query_end, sizes, True, False, True, True, C,
+        )  # fmt: skip
+        total += dscores
+
+    base = ((split * mask_batch + own_b).to(tl.int64) * mask_heads + own_h) * mask_queries
+    if C.SUM_T:
+        store(share_ptr + base * keys + key, tl.sum(total, 0), key < keys)
+    else:
+        t = own_t * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+        at = share_ptr + (base + t)[:, None] * keys + key[None, :]
+        inside = (t < mask_queries)[:, None] & (key < keys)[None, :]
+        store(at, total, inside)
+
+
+class Given(NamedTuple):
+    """What the backward is given: gradients, and what the forward saved."""
+
+    grad_output: Tensor
+    grad_weights: Tensor | None
+    shift: Tensor
+    norm: Tensor
 
 
 def _query_gradient(
-    problem: Problem,
-    output: Tensor,
-    grad_output: Tensor,
-    grad_weights: Tensor | None,
-    extra: Tensor | None,
-    shift: Tensor,
-    norm: Tensor,
+    problem: Problem, given: Given, output: Tensor, extra: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(dQ, delta)."""
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    q, k, v = problem.query, problem.key, problem.value
     batch, heads, queries, keys = problem.sizes
     grad_query = gradient_like(q, problem.packed)
-    delta = torch.empty_like(shift)
+    delta = torch.empty_like(given.shift)
     tile = problem.tile("attention_backward_query")
     lists = problem.lists(tile)
-    launch(
+    problem.launch(
         attention_backward_query_kernel,
-        (ceil_div(queries, tile.queries) * batch * heads,),
-        q,
-        k,
-        v,
-        output,
-        grad_output,
-        grad_weights,
-        extra,
-        mask.data,
-        problem.lengths,
-        problem.query_lengths,
-        problem.seed,
-        None if lists is None else lists.counts,
-        None if lists is None else lists.numbers,
-        shift,
-        norm,
+        ceil_div(queries, tile.queries) * batch * heads,
+        tile,
+        (q, k, v, output, given.grad_output, grad_query),
+        *given[1:],
         delta,
-        grad_query,
-        *problem.strides(q),
-        *problem.strides(k),
-        *problem.strides(v),
-        *problem.strides(output),
-        *problem.strides(grad_output),
-        *problem.strides(grad_query),
-        *mask.strides,
-        problem.stride_length,
-        problem.stride_query_length,
-        *problem.list_arguments(lists),
-        heads,
-        problem.group,
-        queries,
-        keys,
-        problem.kernel_scale,
-        problem.scale,
-        problem.dropout.limit,
-        problem.dropout.scale,
-        LISTED=lists is not None,
-        RAGGED=problem.lengths is None and keys % tile.keys != 0,
-        PACKED=problem.packed,
-        **problem.options(tile),
+        extra,
+        lists=lists,
+        BOUNDED=problem.lengths is not None or keys % tile.keys != 0,
     )
     return grad_query, delta
 
 
-def _key_gradients(
-    problem: Problem,
-    grad_output: Tensor,
-    grad_weights: Tensor | None,
-    shift: Tensor,
-    norm: Tensor,
-    delta: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _key_gradients(problem: Problem, given: Given, delta: Tensor) -> tuple[Tensor, Tensor]:
     """(dK, dV)."""
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    q, k, v = problem.query, problem.key, problem.value
     batch, _, queries, keys = problem.sizes
     grad_key = gradient_like(k, problem.packed)
     grad_value = gradient_like(v, problem.packed)
     tile = problem.tile("attention_backward_key")
     lists = problem.lists(tile, by_keys=True)
-    launch(
+    problem.launch(
         attention_backward_key_kernel,
-        (ceil_div(keys, tile.keys) * batch * k.shape[1],),
-        q,
-        k,
-        v,
-        grad_output,
-        grad_weights,
-        mask.data,
-        problem.lengths,
-        problem.query_lengths,
-        problem.seed,
-        None if lists is None else lists.counts,
-        None if lists is None else lists.numbers,
-        shift,
-        norm,
+        ceil_div(keys, tile.keys) * batch * k.shape[1],
+        tile,
+        (q, k, v, given.grad_output, grad_key, grad_value),
+        *given[1:],
         delta,
-        grad_key,
-        grad_value,
-        *problem.strides(q),
-        *problem.strides(k),
-        *problem.strides(v),
-        *problem.strides(grad_output),
-        *problem.strides(grad_key),
-        *problem.strides(grad_value),
-        *mask.strides,
-        problem.stride_length,
-        problem.stride_query_length,
-        *problem.list_arguments(lists),
-        k.shape[1],
-        problem.group,
-        queries,
-        keys,
-        problem.kernel_scale,
-        problem.scale,
-        problem.dropout.limit,
-        problem.dropout.scale,
-        LISTED=lists is not None,
-        RAGGED=problem.query_lengths is None and queries % tile.queries != 0,
-        RAGGED_KEYS=mask.data is not None and keys % tile.keys != 0,
-        PACKED=problem.packed,
-        **problem.options(tile),
+        lists=lists,
+        BOUNDED=problem.query_lengths is not None or queries % tile.queries != 0,
+        RAGGED_KEYS=problem.mask.data is not None and keys % tile.keys != 0,
     )
     return grad_key, grad_value
 
 
-def _mask_gradient(
-    problem: Problem,
-    owner: Tensor,
-    grad_output: Tensor,
-    grad_weights: Tensor | None,
-    shift: Tensor,
-    norm: Tensor,
-    delta: Tensor,
-) -> Tensor:
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
-    batch, heads, queries, keys = problem.sizes
+def _mask_gradient(problem: Problem, given: Given, owner: Tensor, delta: Tensor) -> Tensor:
+    q, k, v = problem.query, problem.key, problem.value
+    batch, heads, queries, _ = problem.sizes
     # The mask's own sizes count, not its strides: expanding it is autograd's business.
     shape = (*(1,) * (4 - owner.dim()), *owner.shape)
     if shape[3] == 1:
-        return torch.zeros(
-            owner.shape, dtype=owner.dtype, device=owner.device
-        )  # rows of dS add up to 0
+        # Rows of dS add up to 0.
+        return torch.zeros(owner.shape, dtype=owner.dtype, device=owner.device)
     tile = problem.tile("attention_bias")
     own_tiles = ceil_div(shape[2], tile.queries) * ceil_div(shape[3], tile.keys)
     programs = shape[0] * shape[1] * own_tiles
@@ -159,41 +526,18 @@ def _mask_gradient(
     splits = max(1, min(items, 4 * multiprocessors(q.device) // programs))
     kind = owner.dtype if splits == 1 else torch.float32
     shares = torch.empty((splits, *shape), dtype=kind, device=q.device)
-    launch(
+    problem.launch(
         attention_bias_kernel,
-        (splits * programs,),
-        q,
-        k,
-        v,
-        grad_output,
-        grad_weights,
-        mask.data,
-        problem.lengths,
-        problem.query_lengths,
-        problem.seed,
-        shift,
-        norm,
+        splits * programs,
+        tile,
+        (q, k, v, given.grad_output),
+        *given[1:],
         delta,
         shares,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *grad_output.stride()[:3],
-        *mask.strides,
-        problem.stride_length,
-        problem.stride_query_length,
         batch,
-        heads,
-        problem.group,
-        queries,
-        keys,
         *shape[:3],
         splits,
-        problem.kernel_scale,
-        problem.dropout.limit,
-        problem.dropout.scale,
         SUM_T=shape[2] == 1,
-        **problem.options(tile),
     )
     total = shares[0] if splits == 1 else shares.sum(0).to(owner.dtype)
     return total.reshape(owner.shape)
@@ -219,9 +563,7 @@ def attention_backward(
     want_key: bool,
     want_value: bool,
     want_mask: bool,
-    query_lengths: Tensor | None = None,
-    longest_queries: int = -1,
-    longest_keys: int = -1,
+    *packed: Any,
 ) -> tuple[Tensor | None, ...]:
     """The operator ``attention_backward``: gradients of query, key, value and the additive attn_mask.
 
@@ -229,19 +571,17 @@ def attention_backward(
     gradient of the returned weights, and then ``weights`` are those.
     """
     problem = make_problem(
-        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, query_lengths,
-        longest_queries, longest_keys,
-    )  # fmt: skip
+        query, key, value, attn_mask, key_lengths, is_causal, scale, dropout_p, seed, *packed
+    )
     grad_output = with_unit_stride(grad_output)
     extra = None
     if grad_weights is not None:
         assert weights is not None
         grad_weights = grad_weights.contiguous()
         extra = (weights.float() * grad_weights.float()).sum(-1)
-    grad_query, delta = _query_gradient(
-        problem, output, grad_output, grad_weights, extra, shift, norm
-    )
-    grad_key, grad_value = _key_gradients(problem, grad_output, grad_weights, shift, norm, delta)
+    given = Given(grad_output, grad_weights, shift, norm)
+    grad_query, delta = _query_gradient(problem, given, output, extra)
+    grad_key, grad_value = _key_gradients(problem, given, delta)
     if problem.sizes[3] == 1:
         # The weight of an only key is constant; NaN stays NaN.
         grad_query.mul_(0.0)
@@ -249,9 +589,7 @@ def attention_backward(
     grad_mask = None
     if want_mask:
         assert attn_mask is not None
-        grad_mask = _mask_gradient(
-            problem, attn_mask, grad_output, grad_weights, shift, norm, delta
-        )
+        grad_mask = _mask_gradient(problem, given, attn_mask, delta)
     return (
         grad_query if want_query else None,
         grad_key if want_key else None,

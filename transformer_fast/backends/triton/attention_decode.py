@@ -21,9 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
-from .arithmetic import divide, dot, narrow, product, store
+from .arithmetic import divide, product, store
 from .runtime import ceil_div, launch, multiprocessors, next_power_of_2
-from .tiles import PER_BATCH, largest, load_rows, power, sequence_end, visible_scores
+from .tiles import (
+    PER_BATCH,
+    load_rows,
+    mask_of,
+    online_softmax,
+    power,
+    rows_of,
+    sequence_end,
+    visible_scores,
+)
 
 if TYPE_CHECKING:
     from .attention import Problem
@@ -31,77 +40,63 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=PER_BATCH)
 def attention_decode_kernel(
-    q_ptr,  # (B, H, 1, D)
-    k_ptr,  # (B, Hkv, S, D)
-    v_ptr,  # (B, Hkv, S, DV)
-    mask_ptr,
-    length_ptr,
+    q_heads,
+    k_heads,
+    v_heads,
+    out_heads,
+    mask,
     out_ptr,  # (B, H, splits, DV) fp32: values of the share, not yet divided
     max_ptr,  # (B, H, splits) fp32
     sum_ptr,  # (B, H, splits) fp32; with WHOLE these three are output, shift and norm
-    stride_qb, stride_qh,
-    stride_kb, stride_kh, stride_ks,
-    stride_vb, stride_vh, stride_vs,
-    stride_mb, stride_mh, stride_ms,
-    stride_length,
-    stride_ob, stride_oh,
-    key_heads, keys, splits, scale,
+    call,
+    keys, stride_length, splits,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    MASK: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,  # one split, whose share is the result
+    C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     split = program % splits
     pair = program // splits
-    b, hk = (pair // key_heads).to(tl.int64), (pair % key_heads).to(tl.int64)
+    b, hk = (pair // call.key_heads).to(tl.int64), (pair % call.key_heads).to(tl.int64)
     member = tl.arange(0, BLOCK_H)
-    column, column_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_base = q_ptr + b * stride_qb + hk * GROUP * stride_qh
-    q = load_rows(q_base, member, stride_qh, column, GROUP, D, True)
-    k_base = k_ptr + b * stride_kb + hk * stride_kh
-    v_base = v_ptr + b * stride_vb + hk * stride_vh
-    mask_base = mask_ptr
-    if MASK != 0:
-        # With GROUP > 1 the mask does not depend on the head.
-        mask_base = mask_ptr + b * stride_mb + hk * stride_mh
-    end = sequence_end(length_ptr, stride_length, b, keys)
-    each = tl.cdiv(tl.cdiv(end, splits), BLOCK_S) * BLOCK_S
+    column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
+    q_base = rows_of(q_heads, b, hk * GROUP, 0)
+    q = load_rows(q_base, member, q_heads.stride_h, column, GROUP, C.D, True)
+    k_base, v_base = rows_of(k_heads, b, hk, 0), rows_of(v_heads, b, hk, 0)
+    # With GROUP > 1 the mask does not depend on the head.
+    mask = mask_of(mask, b, hk)
+    end = sequence_end(call.lengths, stride_length, b, keys)
+    each = tl.cdiv(tl.cdiv(end, splits), C.BLOCK_S) * C.BLOCK_S
     last = tl.minimum(split * each + each, end)
     row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_H], tl.float32)
-    accumulator = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
-    for start in range(split * each, last, BLOCK_S):
-        key = start + tl.arange(0, BLOCK_S)
-        k = load_rows(k_base, key, stride_ks, column, end, D, True)
+    accumulator = tl.zeros([BLOCK_H, C.BLOCK_DV], tl.float32)
+    for start in range(split * each, last, C.BLOCK_S):
+        key = start + tl.arange(0, C.BLOCK_S)
+        k = load_rows(k_base, key, k_heads.stride_t, column, end, C.D, True)
         scores, visible = visible_scores(
-            product(q, tl.trans(k), PRECISION), member[:, None] * 0, key[None, :], scale, end, mask_base,
-            0, stride_ms, 1, keys, True, False, False, MASK, False, NATURAL,
+            product(q, tl.trans(k), C.PRECISION), member[:, None] * 0, key[None, :], call.scale, end,
+            mask, 1, keys, True, False, C,
         )  # fmt: skip
-        v = load_rows(v_base, key, stride_vs, column_v, end, DV, True)
-        if MASK != 0:
+        v = load_rows(v_base, key, v_heads.stride_t, column_v, end, C.DV, True)
+        if C.MASK != 0:
             seen = tl.max((visible & (member[:, None] >= 0)).to(tl.int32), 0)
             v = tl.where((seen > 0)[:, None], v, 0.0)
-        new_max = tl.maximum(row_max, largest(scores, scale, NATURAL))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = power(scores, base[:, None], scale, NATURAL)
-        shrink = power(row_max, base, 1.0, NATURAL)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
-        accumulator = dot(narrow(weights, v), v, accumulator * shrink[:, None], PRECISION)
-        row_max = new_max
-    row = ((b * key_heads + hk) * GROUP + member) * splits + split
-    at = row[:, None] * DV
+        row_max, row_sum, accumulator = online_softmax(
+            scores, row_max, row_sum, accumulator, v, call.scale, True, None, C
+        )
+    row = ((b * call.key_heads + hk) * GROUP + member) * splits + split
+    at = row[:, None] * C.DV
     if WHOLE:
         some = tl.where(row_sum == 0.0, 1.0, row_sum)
         accumulator = divide(accumulator, some[:, None])
         row_max = tl.where(row_sum == 0.0, 0.0, row_max)
-        if not NATURAL:
+        if not C.NATURAL:
             row_max += tl.log2(some)
-        at = b * stride_ob + (hk * GROUP + member)[:, None] * stride_oh
+        at = b * out_heads.stride_b + (hk * GROUP + member)[:, None] * out_heads.stride_h
     tl.store(max_ptr + row, row_max, mask=member < GROUP)
     tl.store(sum_ptr + row, row_sum, mask=member < GROUP)
-    inside = (member < GROUP)[:, None] & (column_v < DV)[None, :]
+    inside = (member < GROUP)[:, None] & (column_v < C.DV)[None, :]
     store(out_ptr + at + column_v[None, :], accumulator, inside)
 
 
@@ -110,10 +105,9 @@ def attention_merge_kernel(
     share_ptr,  # (B, H, splits, DV) fp32
     max_ptr,  # (B, H, splits) fp32
     sum_ptr,  # (B, H, splits) fp32
-    out_ptr,  # (B, H, 1, DV)
+    out_heads,
     shift_ptr,  # (B, H, 1) fp32
     norm_ptr,  # (B, H, 1) fp32
-    stride_ob, stride_oh,
     heads, splits,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -138,14 +132,13 @@ def attention_merge_kernel(
         shift += tl.log2(some)
     tl.store(shift_ptr + row, shift)
     tl.store(norm_ptr + row, norm)
-    at = out_ptr + (row // heads) * stride_ob + (row % heads) * stride_oh + column
-    store(at, out, column < DV)
+    store(rows_of(out_heads, row // heads, row % heads, 0) + column, out, column < DV)
 
 
 def decodes(problem: Problem) -> bool:
     """Whether this is a call for the kernels of this file."""
     _, _, queries, _ = problem.sizes
-    uniform = problem.mask.strides[1] == 0 or problem.group == 1
+    uniform = problem.mask.stride_h == 0 or problem.group == 1
     return (
         queries == 1
         and not problem.causal
@@ -171,39 +164,26 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         shares = torch.empty((*parts, head_value), dtype=torch.float32, device=q.device)
         maxima = torch.empty(parts, dtype=torch.float32, device=q.device)
         sums = torch.empty_like(maxima)
-    constants = problem.constants()
+    out = problem.heads(output)
     launch(
         attention_decode_kernel,
         (pairs * splits,),
-        q,
-        k,
-        v,
-        mask.data,
-        problem.lengths,
+        problem.heads(q),
+        problem.heads(k),
+        problem.heads(v),
+        out,
+        mask,
         shares,
         maxima,
         sums,
-        *q.stride()[:2],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *mask.strides[:2],
-        mask.strides[3],
-        problem.stride_length,
-        *output.stride()[:2],
-        k.shape[1],
+        problem.call,
         keys,
+        problem.stride_length,
         splits,
-        problem.kernel_scale,
-        warps=tile.warps,
-        stages=tile.stages,
         GROUP=problem.group,
         BLOCK_H=max(16, next_power_of_2(problem.group)),
-        BLOCK_S=tile.keys,
         WHOLE=whole,
-        **{
-            name: constants[name]
-            for name in ("D", "DV", "BLOCK_D", "BLOCK_DV", "MASK", "NATURAL", "PRECISION")
-        },
+        **problem.options(config.AttentionTile(1, tile.keys, tile.warps, tile.stages)),
     )
     if whole:
         return
@@ -213,16 +193,15 @@ def attention_decode(problem: Problem, output: Tensor, shift: Tensor, norm: Tens
         shares,
         maxima,
         sums,
-        output,
+        out,
         shift,
         norm,
-        *output.stride()[:2],
         heads,
         splits,
         warps=4,
         stages=1,
         DV=head_value,
-        BLOCK_DV=constants["BLOCK_DV"],
+        BLOCK_DV=max(16, next_power_of_2(head_value)),
         BLOCK=next_power_of_2(splits),
         NATURAL=problem.natural,
     )

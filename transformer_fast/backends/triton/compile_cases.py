@@ -20,7 +20,7 @@ from . import linear as maps
 from .attention import attention_forward
 from .attention_bwd import attention_backward
 from .cross_entropy import cross_entropy_backward, cross_entropy_forward
-from .runtime import Launch, instead_of_launching, record_launches
+from .runtime import Launch, instead_of_launching
 
 HEADS = (64, 128, 256)
 COLUMNS = (512, 1024, 4096, 8192)
@@ -69,6 +69,21 @@ def _attention(
         learned = attn_mask is not None and attn_mask.is_floating_point()
         kept = (output, None, shift, norm, True, True, True, learned)
         attention_backward(output, None, *arguments, *kept, ends, *longest)
+
+
+def _attention_calls(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    mixed = {"mask": dtype, "lengths": True, "causal": True, "dropout_p": 0.1}
+    return {
+        "": {},
+        " causal, weights": {"causal": True, "weights": True},
+        " bool mask": {"mask": torch.bool},
+        " float mask, lengths, causal, dropout": mixed,
+        " lengths of both": {"lengths": True, "query_lengths": True},
+        " packed": {"packed": True},
+        " packed, causal": {"packed": True, "causal": True},
+        " groups, causal": {"causal": True, "group": 2},
+        " one query": {"queries": 1, "lengths": True, "group": 2},
+    }
 
 
 def _norm(columns: int, dtype: torch.dtype, dropout_p: float, kind: int = 0) -> None:
@@ -122,31 +137,8 @@ def cases(
         kind = str(dtype).removeprefix("torch.")
         for head in heads:
             at = f"attention {kind} head {head}"
-            yield _named(at, _attention, head, dtype)
-            yield _named(
-                f"{at} causal, weights", _attention, head, dtype, causal=True, weights=True
-            )
-            yield _named(f"{at} bool mask", _attention, head, dtype, mask=torch.bool)
-            yield _named(
-                f"{at} float mask, lengths, causal, dropout",
-                _attention,
-                head,
-                dtype,
-                mask=dtype,
-                lengths=True,
-                causal=True,
-                dropout_p=0.1,
-            )
-            yield _named(
-                f"{at} lengths of both", _attention, head, dtype, lengths=True, query_lengths=True
-            )
-            for causal in (False, True):
-                name = f"{at} packed{', causal' if causal else ''}"
-                yield _named(name, _attention, head, dtype, packed=True, causal=causal)
-            yield _named(f"{at} groups, causal", _attention, head, dtype, causal=True, group=2)
-            yield _named(
-                f"{at} one query", _attention, head, dtype, queries=1, lengths=True, group=2
-            )
+            for name, options in _attention_calls(dtype).items():
+                yield _named(f"{at}{name}", _attention, head, dtype, **options)
         for width in columns:
             at = f"{kind} columns {width}"
             for op, norm in NORMS.items():
@@ -165,23 +157,20 @@ def cases(
 
 def launches(case: Case, architecture: int) -> list[Launch]:
     """The launches of a call on an architecture."""
-    with config.use_architecture(architecture), record_launches() as found:
+    found: list[Launch] = []
+    with config.use_architecture(architecture), instead_of_launching(found.append):
         case.run()
     return found
 
 
 def warm(case: Case, architecture: int) -> int:
     """Compile what a call launches into Triton's cache, for the current GPU; how many kernels."""
-    found = set()
-
-    def compile(launch: Launch) -> None:
-        found.add(
+    return len(
+        {
             launch.kernel.warmup(
                 *launch.args, grid=launch.grid, num_warps=launch.warps, num_stages=launch.stages,
                 **launch.constants,
             )
-        )  # fmt: skip
-
-    with config.use_architecture(architecture), instead_of_launching(compile):
-        case.run()
-    return len(found)
+            for launch in launches(case, architecture)
+        }
+    )  # fmt: skip

@@ -111,110 +111,76 @@ class _Row(NamedTuple):
     float: AttentionTile
 
 
-def _rows(*rows: str) -> tuple[_Row, ...]:
-    """Rows written as "head: half | heavy | float", a tile as queries x keys w warps s stages."""
-    found = []
-    for row in rows:
-        head, _, tiles = row.partition(":")
-        numbers = [tuple(map(int, re.findall(r"\d+", tile))) for tile in tiles.split("|")]
-        found.append(_Row(int(head), *(AttentionTile(*n) for n in numbers)))  # type: ignore[arg-type]
-    return tuple(found)
+#: By kernel and architecture; a tile is queries x keys w warps s stages.
+_TABLES = """
+attention_forward
+   80  64: 128x64 w8 s3 |  64x64 w4 s3 | 32x32 w8 s2
+   80 128: 128x32 w8 s3 | 128x32 w8 s2 | 16x32 w8 s2
+   80 256:  64x64 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2
+   86  64: 128x64 w8 s2 |  64x64 w4 s2 | 32x32 w8 s2
+   86 128: 128x32 w8 s2 | 128x32 w8 s2 | 16x32 w8 s2
+   86 256:  64x32 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2
+   90  64: 128x64 w8 s3 | 128x64 w8 s3 | 32x32 w8 s2
+   90 128: 128x128 w8 s2 | 128x64 w8 s2 | 16x32 w8 s2
+   90 256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2
+  100  64: 128x64 w4 s3 | 128x64 w8 s3 | 32x32 w8 s2
+  100 128: 128x64 w8 s3 | 128x64 w8 s2 | 16x32 w8 s2
+  100 256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2
+attention_backward_query
+   80  64:  64x32 w4 s3 |  64x32 w4 s2 | 32x32 w4 s2
+   80 128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2
+   80 256:  64x32 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2
+   86  64:  64x32 w4 s3 |  64x32 w4 s2 | 32x32 w4 s2
+   86 128:  64x32 w4 s2 |  64x32 w4 s2 | 16x32 w8 s2
+   86 256:  32x32 w4 s2 |  32x32 w4 s2 | 16x16 w8 s2
+   90  64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2
+   90 128: 128x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2
+   90 256:  64x64 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2
+  100  64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2
+  100 128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2
+  100 256:  64x32 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2
+attention_backward_key
+   80  64:  32x64 w4 s3 |  32x64 w4 s2 | 32x32 w8 s2
+   80 128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2
+   80 256:  32x32 w8 s2 |  32x32 w8 s2 | 16x32 w8 s2
+   86  64:  32x64 w4 s3 |  32x64 w4 s2 | 32x32 w8 s2
+   86 128:  32x64 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2
+   86 256:  32x32 w8 s2 |  32x32 w8 s2 | 16x16 w8 s2
+   90  64:  64x64 w4 s2 |  32x64 w4 s2 | 32x32 w8 s2
+   90 128: 64x128 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2
+   90 256:  32x64 w8 s2 |  16x32 w4 s2 | 16x16 w8 s2
+  100  64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2
+  100 128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2
+  100 256:  32x32 w8 s2 |  32x32 w8 s2 | 16x32 w8 s2
+attention_bias
+   80  64:  64x32 w4 s2 |  64x32 w4 s2 | 32x32 w8 s2
+   80 128:  64x32 w8 s2 |  64x32 w8 s2 | 16x32 w8 s2
+   80 256:  32x32 w8 s2 |  32x32 w8 s2 | 16x16 w8 s2
+   90  64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2
+   90 128:  64x32 w4 s2 |  64x32 w4 s2 | 16x32 w8 s2
+   90 256:  32x32 w4 s2 |  32x32 w8 s2 | 16x16 w8 s2
+attention_weights
+   80  64:  64x64 w4 s1 |  64x64 w4 s1 | 32x32 w8 s1
+   80 128:  64x64 w4 s1 |  64x64 w4 s1 | 32x32 w8 s1
+   80 256:  64x64 w8 s1 |  64x64 w8 s1 | 16x32 w8 s1
+"""
 
 
-_FORWARD = {
-    80: _rows(
-        " 64: 128x64 w8 s3 |  64x64 w4 s3 | 32x32 w8 s2",
-        "128: 128x32 w8 s3 | 128x32 w8 s2 | 16x32 w8 s2",
-        "256:  64x64 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2",
-    ),
-    86: _rows(
-        " 64: 128x64 w8 s2 |  64x64 w4 s2 | 32x32 w8 s2",
-        "128: 128x32 w8 s2 | 128x32 w8 s2 | 16x32 w8 s2",
-        "256:  64x32 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2",
-    ),
-    90: _rows(
-        " 64: 128x64 w8 s3 | 128x64 w8 s3 | 32x32 w8 s2",
-        "128: 128x128 w8 s2 | 128x64 w8 s2 | 16x32 w8 s2",
-        "256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2",
-    ),
-    100: _rows(
-        " 64: 128x64 w4 s3 | 128x64 w8 s3 | 32x32 w8 s2",
-        "128: 128x64 w8 s3 | 128x64 w8 s2 | 16x32 w8 s2",
-        "256:  64x64 w8 s2 |  64x64 w8 s2 | 16x16 w8 s2",
-    ),
-}
-_BACKWARD_QUERY = {
-    80: _rows(
-        " 64:  64x32 w4 s3 |  64x32 w4 s2 | 32x32 w4 s2",
-        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  64x32 w8 s2 |  64x32 w8 s2 | 16x16 w8 s2",
-    ),
-    86: _rows(
-        " 64:  64x32 w4 s3 |  64x32 w4 s2 | 32x32 w4 s2",
-        "128:  64x32 w4 s2 |  64x32 w4 s2 | 16x32 w8 s2",
-        "256:  32x32 w4 s2 |  32x32 w4 s2 | 16x16 w8 s2",
-    ),
-    90: _rows(
-        " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
-        "128: 128x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  64x64 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
-    ),
-    100: _rows(
-        " 64: 128x64 w8 s2 | 128x64 w8 s2 | 32x32 w4 s2",
-        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  64x32 w8 s2 |  32x32 w4 s2 | 16x16 w8 s2",
-    ),
-}
-_BACKWARD_KEY = {
-    80: _rows(
-        " 64:  32x64 w4 s3 |  32x64 w4 s2 | 32x32 w8 s2",
-        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x32 w8 s2",
-    ),
-    86: _rows(
-        " 64:  32x64 w4 s3 |  32x64 w4 s2 | 32x32 w8 s2",
-        "128:  32x64 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
-        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x16 w8 s2",
-    ),
-    90: _rows(
-        " 64:  64x64 w4 s2 |  32x64 w4 s2 | 32x32 w8 s2",
-        "128: 64x128 w8 s2 |  32x64 w8 s2 | 16x32 w8 s2",
-        "256:  32x64 w8 s2 |  16x32 w4 s2 | 16x16 w8 s2",
-    ),
-    100: _rows(
-        " 64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2",
-        "128:  64x64 w8 s2 |  64x64 w8 s2 | 16x32 w8 s2",
-        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x32 w8 s2",
-    ),
-}
-_BIAS = {
-    80: _rows(
-        " 64:  64x32 w4 s2 |  64x32 w4 s2 | 32x32 w8 s2",
-        "128:  64x32 w8 s2 |  64x32 w8 s2 | 16x32 w8 s2",
-        "256:  32x32 w8 s2 |  32x32 w8 s2 | 16x16 w8 s2",
-    ),
-    90: _rows(
-        " 64:  64x64 w4 s2 |  64x64 w4 s2 | 32x32 w8 s2",
-        "128:  64x32 w4 s2 |  64x32 w4 s2 | 16x32 w8 s2",
-        "256:  32x32 w4 s2 |  32x32 w8 s2 | 16x16 w8 s2",
-    ),
-}
-_WEIGHTS = {
-    80: _rows(
-        " 64:  64x64 w4 s1 |  64x64 w4 s1 | 32x32 w8 s1",
-        "128:  64x64 w4 s1 |  64x64 w4 s1 | 32x32 w8 s1",
-        "256:  64x64 w8 s1 |  64x64 w8 s1 | 16x32 w8 s1",
-    ),
-}
+def _parsed(text: str) -> dict[str, dict[int, tuple[_Row, ...]]]:
+    found: dict[str, dict[int, tuple[_Row, ...]]] = {}
+    for line in text.split("\n")[1:-1]:
+        if not line.startswith(" "):
+            table = found[line] = {}
+            continue
+        place, _, tiles = line.partition(":")
+        architecture, head = map(int, place.split())
+        numbers = [map(int, re.findall(r"\d+", tile)) for tile in tiles.split("|")]
+        row = _Row(head, *(AttentionTile(*n) for n in numbers))
+        table[architecture] = (*table.get(architecture, ()), row)
+    return found
 
-#: By kernel.
-_ATTENTION: dict[str, dict[int, tuple[_Row, ...]]] = {
-    "attention_forward": _FORWARD,
-    "attention_backward_query": _BACKWARD_QUERY,
-    "attention_backward_key": _BACKWARD_KEY,
-    "attention_bias": _BIAS,
-    "attention_weights": _WEIGHTS,
-}
+
+_ATTENTION = _parsed(_TABLES)
 
 
 def attention(kernel: str, architecture: int, head: int, half: bool, heavy: bool) -> AttentionTile:
@@ -295,9 +261,9 @@ def matmul(
     return ProductTile(128, 128, 32, 8, 8, 3, slices=4)
 
 
-def epilogue(rows: int) -> RowTile:
+def epilogue(rows: int) -> ProductTile:
     """Of a product that cuBLAS made: 8 elements a thread of few rows, which make few programs."""
-    return RowTile(16 if rows <= 16 else 64, 64, 4)
+    return ProductTile(16 if rows <= 16 else 64, 64, 0, 0, 4, 1)
 
 
 Tile = RowTile | AttentionTile | DecodeTile | ProductTile
@@ -329,14 +295,8 @@ def alternatives(name: str, half: bool, columns: int) -> list[Tile]:
         numbers = itertools.product((32, 64, 128), (128, 256, 512), (4, 8), (2, 3))
         found += [DecodeTile(*n) for n in numbers]
     else:
-        if name == "layer_norm_backward":
-            now = layer_norm_backward(columns, 2 if half else 4)
-        else:
-            now = (
-                layer_norm_forward(columns)
-                if name == "layer_norm_forward"
-                else cross_entropy(columns)
-            )
+        sizes = (columns, 2 if half else 4) if name == "layer_norm_backward" else (columns,)
+        now = globals()[name](*sizes)
         for n in sorted({max(1, now.rows // 2), now.rows, 2 * now.rows, 4 * now.rows}):
             found += [now._replace(rows=n, warps=warps) for warps in (1, 2, 4, 8, 16)]
     return list(dict.fromkeys(found))

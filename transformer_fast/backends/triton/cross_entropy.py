@@ -15,6 +15,8 @@ a program per block. No atomics: results are the same in every run.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,15 +27,29 @@ from .arithmetic import divide, store
 from .runtime import ceil_div, launch
 
 
+class Logits(NamedTuple):
+    """What the loss is of."""
+
+    data: Any  # (N, V)
+    stride_row: Any
+    stride_column: Any
+    target: Any  # (N,)
+    stride_target: Any
+
+
+@triton.jit
+def _target(x, row, rows, ignore_index):
+    """(classes, whether a row counts)."""
+    at = x.target + row * x.stride_target
+    target = tl.load(at, mask=row < rows, other=0).to(tl.int64)
+    return target, (row < rows) & (target != ignore_index)
+
+
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def cross_entropy_forward_kernel(
-    x_ptr,  # (N, V)
-    target_ptr,  # (N,), stride_target
+    x,
     loss_ptr,  # (N,) fp32
     known_ptr,  # (2, N) fp32: lse, and what is lost of it in fp32
-    stride_row,
-    stride_column,
-    stride_target,
     rows,
     columns,
     ignore_index,
@@ -44,12 +60,11 @@ def cross_entropy_forward_kernel(
     SMOOTH: tl.constexpr,  # s != 0
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    target = tl.load(target_ptr + row * stride_target, mask=row < rows, other=0).to(tl.int64)
-    counted = (row < rows) & (target != ignore_index)
-    x_row = x_ptr + row * stride_row
+    target, counted = _target(x, row, rows, ignore_index)
+    x_row = x.data + row * x.stride_row
     # A target that is no class makes the loss NaN; there is nobody to raise an exception to.
     is_class = counted & (target >= 0) & (target < columns)
-    x_target = tl.load(x_row + target * stride_column, mask=is_class, other=float("nan"))
+    x_target = tl.load(x_row + target * x.stride_column, mask=is_class, other=float("nan"))
     x_target = x_target.to(tl.float32)
     # Logits are summed as distances from the target's, so that none of the sum is lost far from 0.
     origin = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
@@ -60,16 +75,16 @@ def cross_entropy_forward_kernel(
     for first in range(0, columns, BLOCK_COLUMNS):
         column = first + tl.arange(0, BLOCK_COLUMNS)
         inside = counted[:, None] & (column < columns)[None, :]
-        at = x_row[:, None] + column.to(tl.int64)[None, :] * stride_column
-        x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-        larger = tl.maximum(maximum, tl.max(x, 1))
+        at = x_row[:, None] + column.to(tl.int64)[None, :] * x.stride_column
+        logit = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(maximum, tl.max(logit, 1))
         # With nothing but -inf so far there is nothing to rescale, and -inf - -inf would be NaN.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         exponentials *= tl.exp(maximum - shift)[:, None]
-        exponentials += tl.exp(x - shift[:, None])
+        exponentials += tl.exp(logit - shift[:, None])
         maximum = larger
         if SMOOTH:
-            distances += tl.where(inside, x - origin[:, None], 0.0)
+            distances += tl.where(inside, logit - origin[:, None], 0.0)
     log_sum = tl.log(tl.sum(exponentials, 1))
     loss = confidence * ((maximum - x_target) + log_sum)
     if SMOOTH:
@@ -85,14 +100,10 @@ def cross_entropy_forward_kernel(
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def cross_entropy_backward_kernel(
     grad_ptr,  # (N,), stride_grad
-    x_ptr,  # (N, V)
-    target_ptr,  # (N,), stride_target
+    x,
     known_ptr,  # (2, N) fp32
     dx_ptr,  # (N, V), contiguous
     stride_grad,
-    stride_row,
-    stride_column,
-    stride_target,
     rows,
     columns,
     ignore_index,
@@ -106,20 +117,23 @@ def cross_entropy_backward_kernel(
     row = (program // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = (program % blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column = column.to(tl.int64)
-    target = tl.load(target_ptr + row * stride_target, mask=row < rows, other=0).to(tl.int64)
-    counted = (row < rows) & (target != ignore_index)
+    target, counted = _target(x, row, rows, ignore_index)
     # Of ignored rows grad, known and logits count as 0: the product is 0 times something finite.
     grad = tl.load(grad_ptr + row * stride_grad, mask=counted, other=0.0).to(tl.float32)
     high = tl.load(known_ptr + row, mask=counted, other=0.0)
     low = tl.load(known_ptr + rows + row, mask=counted, other=0.0)
     in_row = (column < columns)[None, :]
-    at = x_ptr + row[:, None] * stride_row + column[None, :] * stride_column
-    x = tl.load(at, mask=counted[:, None] & in_row, other=0.0).to(tl.float32)
-    p = tl.exp((x - high[:, None]) - low[:, None])
+    at = x.data + row[:, None] * x.stride_row + column[None, :] * x.stride_column
+    logit = tl.load(at, mask=counted[:, None] & in_row, other=0.0).to(tl.float32)
+    p = tl.exp((logit - high[:, None]) - low[:, None])
     wanted = tl.where(column[None, :] == target[:, None], confidence, 0.0)
     dx = grad[:, None] * ((p - share) - wanted)
     at = dx_ptr + row[:, None] * columns + column[None, :]
     store(at, dx, (row < rows)[:, None] & in_row)
+
+
+def _logits(input: Tensor, target: Tensor) -> Logits:
+    return Logits(input, input.stride(0), input.stride(1), target, target.stride(0))
 
 
 def cross_entropy_forward(
@@ -136,13 +150,9 @@ def cross_entropy_forward(
     launch(
         cross_entropy_forward_kernel,
         (ceil_div(rows, tile.rows),),
-        input,
-        target,
+        _logits(input, target),
         losses,
         known,
-        input.stride(0),
-        input.stride(1),
-        target.stride(0),
         rows,
         columns,
         ignore_index,
@@ -173,14 +183,10 @@ def cross_entropy_backward(
         cross_entropy_backward_kernel,
         (ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns),),
         grad,
-        input,
-        target,
+        _logits(input, target),
         known,
         grad_input,
         grad.stride(0),
-        input.stride(0),
-        input.stride(1),
-        target.stride(0),
         rows,
         columns,
         ignore_index,

@@ -15,6 +15,7 @@ shares up. No atomics: results are the same in every run.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,33 +25,47 @@ from torch import Tensor
 from . import config
 from .arithmetic import divide, narrow, store
 from .philox import dropout_arguments, keep_elements, keep_tile, seed_for
-from .runtime import ceil_div, launch, multiprocessors, with_unit_stride
+from .runtime import ceil_div, constant, launch, multiprocessors, with_unit_stride
 
 #: Kinds, as in ``functional/layer_norm.py``.
 RMS = tl.constexpr(1)
 ANNOTATED = tl.constexpr(2)
 
 
+class Rows(NamedTuple):
+    """A tensor (N, C) with unit stride in C, or None."""
+
+    data: Any
+    stride: Any
+
+
+class Constants(NamedTuple):
+    COLUMNS: int
+    KIND: int
+    BLOCK_ROWS: int
+    BLOCK_COLUMNS: int
+    DROPOUT_COLUMNS: int  # 0: no dropout
+    STAGES: int  # chunks under way at once
+
+
 @triton.jit
-def _keep(
-    seed,
-    rows,
-    limit,
-    COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    DROPOUT_COLUMNS: tl.constexpr,
-):
-    if DROPOUT_COLUMNS == COLUMNS:
-        return keep_tile(seed, rows, 0, limit, BLOCK_COLUMNS)
+def _load(x, row, column, inside):
+    return tl.load(x.data + row[:, None] * x.stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _keep(seed, rows, limit, C: tl.constexpr):
+    if C.DROPOUT_COLUMNS == C.COLUMNS:
+        return keep_tile(seed, rows, 0, limit, C.BLOCK_COLUMNS)
     # normalized_shape has several dimensions; dropout counts columns of the last one only.
-    flat = rows[:, None] * COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    return keep_elements(seed, flat // DROPOUT_COLUMNS, flat % DROPOUT_COLUMNS, limit)
+    flat = rows[:, None] * C.COLUMNS + tl.arange(0, C.BLOCK_COLUMNS)[None, :]
+    return keep_elements(seed, flat // C.DROPOUT_COLUMNS, flat % C.DROPOUT_COLUMNS, limit)
 
 
 @triton.jit(do_not_specialize=["rows", "limit"])
 def layer_norm_forward_kernel(
-    x_ptr,  # (N, C), stride_x between rows
-    residual_ptr,  # (N, C) or None
+    x_rows,
+    residual_rows,
     weight_ptr,  # (C,) or None
     bias_ptr,  # (C,) or None
     y_ptr,  # (N, C)
@@ -58,54 +73,46 @@ def layer_norm_forward_kernel(
     mean_ptr,  # (N,) fp32
     rstd_ptr,  # (N,) fp32
     seed_ptr,  # () int64 or None
-    stride_x,
-    stride_residual,
     rows,
     eps,
     limit,
     keep_scale,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    DROPOUT_COLUMNS: tl.constexpr,  # 0: no dropout
+    C: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    place = row[:, None] * COLUMNS + column[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
-    x = x.to(tl.float32)
-    if DROPOUT_COLUMNS:
+    row = tl.program_id(0).to(tl.int64) * C.BLOCK_ROWS + tl.arange(0, C.BLOCK_ROWS)
+    column = tl.arange(0, C.BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < C.COLUMNS)[None, :]
+    place = row[:, None] * C.COLUMNS + column[None, :]
+    x = _load(x_rows, row, column, inside).to(tl.float32)
+    if C.DROPOUT_COLUMNS:
         seed = tl.load(seed_ptr)
-        keep = _keep(seed, row, limit, COLUMNS, BLOCK_COLUMNS, DROPOUT_COLUMNS)
+        keep = _keep(seed, row, limit, C)
         x = tl.where(keep, x * keep_scale, 0.0)
-    if residual_ptr is not None:
-        at = residual_ptr + row[:, None] * stride_residual + column[None, :]
-        residual = tl.load(at, mask=inside, other=0.0)
+    if residual_rows.data is not None:
+        residual = _load(residual_rows, row, column, inside)
         x += residual.to(tl.float32)
         # The statistics are those of the sum that is returned, and that the backward reads.
         rounded = narrow(x, residual)
         tl.store(sum_ptr + place, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    if KIND == RMS:
-        mean = tl.zeros([BLOCK_ROWS], tl.float32)
+    if C.KIND == RMS:
+        mean = tl.zeros([C.BLOCK_ROWS], tl.float32)
         centred = x
     else:
-        mean = divide(tl.sum(x, 1), COLUMNS * 1.0)
-        centred = tl.where((column < COLUMNS)[None, :], x - mean[:, None], 0.0)
+        mean = divide(tl.sum(x, 1), C.COLUMNS * 1.0)
+        centred = tl.where((column < C.COLUMNS)[None, :], x - mean[:, None], 0.0)
     square = tl.sum(centred * centred, 1)
-    if KIND < ANNOTATED:
-        rstd = divide(1.0, tl.sqrt_rn(divide(square, COLUMNS * 1.0) + eps))
+    if C.KIND < ANNOTATED:
+        rstd = divide(1.0, tl.sqrt_rn(divide(square, C.COLUMNS * 1.0) + eps))
     else:
-        terms = COLUMNS - 1.0 if KIND == ANNOTATED else COLUMNS * 1.0
+        terms = C.COLUMNS - 1.0 if C.KIND == ANNOTATED else C.COLUMNS * 1.0
         rstd = divide(1.0, tl.sqrt_rn(divide(square, terms)) + eps)
     y = centred * rstd[:, None]
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=column < C.COLUMNS, other=0.0)
         y *= weight.to(tl.float32)[None, :]
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0)
+        bias = tl.load(bias_ptr + column, mask=column < C.COLUMNS, other=0.0)
         y += bias.to(tl.float32)[None, :]
     store(y_ptr + place, y, inside)
     tl.store(mean_ptr + row, mean, mask=row < rows)
@@ -114,9 +121,9 @@ def layer_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["rows", "limit"])
 def layer_norm_backward_kernel(
-    dy_ptr,  # (N, C), stride_dy between rows
-    dsum_ptr,  # (N, C) or None: gradient of the returned sum
-    x_ptr,  # (N, C): what was normalised, stride_x between rows
+    dy_rows,
+    dsum_rows,  # gradient of the returned sum
+    x_rows,  # what was normalised
     weight_ptr,  # (C,) or None
     mean_ptr,  # (N,) fp32
     rstd_ptr,  # (N,) fp32
@@ -124,38 +131,28 @@ def layer_norm_backward_kernel(
     dx_ptr,  # (N, C): gradient of x (of residual)
     dinput_ptr,  # (N, C) or None: gradient of input, behind the dropout
     partial_ptr,  # (2, programs, C) fp32 or None: shares of dweight and dbias
-    stride_dy,
-    stride_dsum,
-    stride_x,
     rows,
     limit,
     keep_scale,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    DROPOUT_COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,  # chunks under way at once
+    C: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK_COLUMNS)
-    in_row = column < COLUMNS
+    column = tl.arange(0, C.BLOCK_COLUMNS)
+    in_row = column < C.COLUMNS
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
     if partial_ptr is not None:
-        dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-        dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    if DROPOUT_COLUMNS:
+        dweight = tl.zeros([C.BLOCK_ROWS, C.BLOCK_COLUMNS], tl.float32)
+        dbias = tl.zeros([C.BLOCK_ROWS, C.BLOCK_COLUMNS], tl.float32)
+    if C.DROPOUT_COLUMNS:
         seed = tl.load(seed_ptr)
     program = tl.program_id(0)
-    chunks = tl.cdiv(rows, BLOCK_ROWS)
-    for chunk in tl.range(program, chunks, tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(chunk, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    chunks = tl.cdiv(rows, C.BLOCK_ROWS)
+    for chunk in tl.range(program, chunks, tl.num_programs(0), num_stages=C.STAGES):
+        row = tl.cast(chunk, tl.int64) * C.BLOCK_ROWS + tl.arange(0, C.BLOCK_ROWS)
         inside = (row < rows)[:, None] & in_row[None, :]
-        place = row[:, None] * COLUMNS + column[None, :]
-        at = row[:, None] * stride_dy + column[None, :]
-        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        at = row[:, None] * stride_x + column[None, :]
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        place = row[:, None] * C.COLUMNS + column[None, :]
+        dy = _load(dy_rows, row, column, inside).to(tl.float32)
+        x = _load(x_rows, row, column, inside).to(tl.float32)
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         xhat = (x - mean[:, None]) * rstd[:, None]
@@ -166,30 +163,29 @@ def layer_norm_backward_kernel(
         if weight_ptr is not None:
             dxhat = dy * weight[None, :]
         slope = tl.sum(dxhat * xhat, 1)
-        if KIND < ANNOTATED:
-            slope = divide(slope, COLUMNS * 1.0)
+        if C.KIND < ANNOTATED:
+            slope = divide(slope, C.COLUMNS * 1.0)
         else:  # 0 where all of a row are equal, as PyTorch's std has it
-            terms = COLUMNS - 1.0 if KIND == ANNOTATED else COLUMNS * 1.0
+            terms = C.COLUMNS - 1.0 if C.KIND == ANNOTATED else C.COLUMNS * 1.0
             square = tl.sum(tl.where(inside, xhat * xhat, 0.0), 1)
             root = tl.sqrt_rn(square * terms)
             slope = tl.where(square == 0.0, 0.0, divide(slope, tl.where(square == 0.0, 1.0, root)))
-        if KIND == RMS:
+        if C.KIND == RMS:
             dx = (dxhat - xhat * slope[:, None]) * rstd[:, None]
         else:
-            offset = divide(tl.sum(dxhat, 1), COLUMNS * 1.0)
+            offset = divide(tl.sum(dxhat, 1), C.COLUMNS * 1.0)
             dx = (dxhat - (xhat * slope[:, None] + offset[:, None])) * rstd[:, None]
-        if dsum_ptr is not None:
-            at = row[:, None] * stride_dsum + column[None, :]
-            dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if dsum_rows.data is not None:
+            dx += _load(dsum_rows, row, column, inside).to(tl.float32)
         store(dx_ptr + place, dx, inside)
-        if DROPOUT_COLUMNS:
-            keep = _keep(seed, row, limit, COLUMNS, BLOCK_COLUMNS, DROPOUT_COLUMNS)
+        if C.DROPOUT_COLUMNS:
+            keep = _keep(seed, row, limit, C)
             dinput = tl.where(keep, dx * keep_scale, 0.0)
             store(dinput_ptr + place, dinput, inside)
     if partial_ptr is not None:
-        at = partial_ptr + program.to(tl.int64) * COLUMNS + column
+        at = partial_ptr + program.to(tl.int64) * C.COLUMNS + column
         tl.store(at, tl.sum(dweight, 0), mask=in_row)
-        at += tl.num_programs(0).to(tl.int64) * COLUMNS
+        at += tl.num_programs(0).to(tl.int64) * C.COLUMNS
         tl.store(at, tl.sum(dbias, 0), mask=in_row)
 
 
@@ -240,11 +236,20 @@ def sum_shares(partial: Tensor, first: Tensor | None, second: Tensor | None) -> 
     )
 
 
-def _as_rows(tensor: Tensor, columns: int) -> Tensor:
-    """(N, C) with unit stride in C; a view wherever the strides allow."""
+def _rows(tensor: Tensor | None, columns: int) -> Rows:
+    """A view wherever the strides allow."""
+    if tensor is None:
+        return Rows(None, 0)
     if tensor.dim() != 2 or tensor.shape[1] != columns:
         tensor = tensor.reshape(-1, columns)
-    return with_unit_stride(tensor)
+    tensor = with_unit_stride(tensor)
+    return Rows(tensor, tensor.stride(0))
+
+
+def _options(tile: config.RowTile, columns: int, kind: int, dropout_columns: int) -> dict[str, Any]:
+    """How kernels on this tile are launched, and their `Constants`."""
+    constants = Constants(columns, kind, tile.rows, tile.columns, dropout_columns, tile.stages)
+    return {"warps": tile.warps, "stages": tile.stages, "C": constant(constants)}
 
 
 def _vector(tensor: Tensor | None) -> Tensor | None:
@@ -274,15 +279,13 @@ def forward(
     if input.numel() == 0:
         return output, total, mean, rstd
     rows = input.numel() // columns
-    x = _as_rows(input, columns)
-    r = None if residual is None else _as_rows(residual, columns)
     drop = dropout_arguments(dropout_p)
     tile = config.layer_norm_forward(columns)
     launch(
         layer_norm_forward_kernel,
         (ceil_div(rows, tile.rows),),
-        x,
-        r,
+        _rows(input, columns),
+        _rows(residual, columns),
         _vector(weight),
         _vector(bias),
         output,
@@ -290,19 +293,11 @@ def forward(
         mean,
         rstd,
         seed_for(drop, seed, input.device),
-        x.stride(0),
-        0 if r is None else r.stride(0),
         rows,
         eps,
         drop.limit,
         drop.scale,
-        warps=tile.warps,
-        stages=1,
-        COLUMNS=columns,
-        KIND=kind,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_COLUMNS=tile.columns,
-        DROPOUT_COLUMNS=input.shape[-1] if drop.active else 0,
+        **_options(tile, columns, kind, input.shape[-1] if drop.active else 0),
     )
     return output, total, mean, rstd
 
@@ -342,35 +337,23 @@ def backward(
     partial = None
     if want_weight or want_bias:
         partial = torch.empty((2, programs, columns), dtype=torch.float32, device=source.device)
-    dy, x = _as_rows(grad, columns), _as_rows(source, columns)
-    dsum = None if grad_sum is None else _as_rows(grad_sum, columns)
     launch(
         layer_norm_backward_kernel,
         (programs,),
-        dy,
-        dsum,
-        x,
+        _rows(grad, columns),
+        _rows(grad_sum, columns),
+        _rows(source, columns),
         _vector(weight),
         mean,
         rstd,
-        seed_for(drop, seed, x.device),
+        seed_for(drop, seed, source.device),
         grad_source,
         grad_input,
         partial,
-        dy.stride(0),
-        0 if dsum is None else dsum.stride(0),
-        x.stride(0),
         rows,
         drop.limit,
         drop.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        COLUMNS=columns,
-        KIND=kind,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_COLUMNS=tile.columns,
-        DROPOUT_COLUMNS=shape[-1] if drop.active else 0,
-        STAGES=tile.stages,
+        **_options(tile, columns, kind, shape[-1] if drop.active else 0),
     )
     if partial is not None:
         sum_shares(partial, grad_weight, grad_bias)

@@ -19,55 +19,53 @@ import triton.language as tl
 from torch import Tensor
 
 from .runtime import ceil_div, launch
-from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, sequence_end
+from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, Mask, mask_of, sequence_end
 
 _CHUNK = 64
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
-
-
-class Mask(NamedTuple):
-    """A mask as the kernels take it; strides are 0 in dimensions it does not depend on."""
-
-    kind: int
-    data: Tensor | None  # (1 or B, 1 or H, 1 or T, 1 or S), uint8 or floating
-    strides: tuple[int, int, int, int]
 
 
 class TileLists(NamedTuple):
     """Per row of tiles: counts (fully visible, all visible) and tile numbers (fully visible from
     0 on, the others from ``capacity`` on). Strides count rows of tiles."""
 
-    counts: Tensor
-    numbers: Tensor
+    counts: Tensor | None
+    numbers: Tensor | None
     stride_b: int
     stride_h: int
     capacity: int
 
 
+NO_LISTS = TileLists(None, None, 0, 0, 0)
+
+
 def prepare_mask(mask: Tensor | None) -> Mask:
     """``mask`` (up to four dimensions, broadcastable) without the dimensions it does not depend on."""
     if mask is None:
-        return Mask(NO_MASK, None, (0, 0, 0, 0))
+        return Mask(None, 0, 0, 0, 0)
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
     for dim in range(4):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
-    sizes, strides = mask.shape, mask.stride()
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+    both = zip(mask.shape, mask.stride(), strict=True)
+    strides = [0 if size == 1 else stride for size, stride in both]
     if mask.dtype == torch.bool:
-        return Mask(BOOL_MASK, mask.view(torch.uint8), strides)
-    return Mask(FLOAT_MASK, mask.float() if mask.dtype == torch.float64 else mask, strides)
+        return Mask(mask.view(torch.uint8), *strides)
+    return Mask(mask.float() if mask.dtype == torch.float64 else mask, *strides)
+
+
+def kind_of(mask: Mask) -> int:
+    """What the kernels call it."""
+    if mask.data is None:
+        return NO_MASK
+    return BOOL_MASK if mask.data.dtype == torch.uint8 else FLOAT_MASK
 
 
 @triton.jit(do_not_specialize=["queries"])
 def mask_code_kernel(
-    mask_ptr,
+    mask,
     code_ptr,  # (Bm, Hm, granules in T, granules in S) uint8
-    stride_b,
-    stride_h,
-    stride_t,
-    stride_s,
     heads,
     queries,
     keys,
@@ -81,9 +79,10 @@ def mask_code_kernel(
     rest = program // across
     t = (rest % down) * GRANULE_T + tl.arange(0, GRANULE_T)
     rest = rest // down
-    base = mask_ptr + (rest // heads) * stride_b + (rest % heads) * stride_h
+    mask = mask_of(mask, rest // heads, rest % heads)
     inside = (t < queries)[:, None] & (s < keys)[None, :]
-    entry = tl.load(base + t[:, None] * stride_t + s[None, :] * stride_s, mask=inside, other=0)
+    at = mask.data + t[:, None] * mask.stride_t + s[None, :] * mask.stride_s
+    entry = tl.load(at, mask=inside, other=0)
     if MASK == _BOOL_MASK:
         seen = entry != 0
         plain = seen
@@ -172,16 +171,14 @@ def tile_list_kernel(
 
 
 def _codes(mask: Mask, granule: tuple[int, int]) -> Tensor:
-    assert mask.data is not None
     batch, heads, queries, keys = mask.data.shape
     down, across = ceil_div(queries, granule[0]), ceil_div(keys, granule[1])
     codes = torch.empty((batch, heads, down, across), dtype=torch.uint8, device=mask.data.device)
     launch(
         mask_code_kernel,
         (codes.numel(),),
-        mask.data,
+        mask,
         codes,
-        *mask.strides,
         heads,
         queries,
         keys,
@@ -189,7 +186,7 @@ def _codes(mask: Mask, granule: tuple[int, int]) -> Tensor:
         stages=1,
         GRANULE_T=granule[0] if queries > 1 else 1,
         GRANULE_S=granule[1],
-        MASK=mask.kind,
+        MASK=kind_of(mask),
     )
     return codes
 

@@ -20,7 +20,7 @@ and chooses among them; fusing saves the write and the read of a few rows, which
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,75 +32,82 @@ from . import config
 from .activation import NONE, RELU, activate, activation_slope
 from .arithmetic import dot, store
 from .philox import Dropout, keep_tile, seed_for
-from .runtime import ceil_div, dot_precision, launch, multiprocessors
+from .runtime import ceil_div, constant, dot_precision, launch, multiprocessors
+
+
+class Operands(NamedTuple):
+    """What the epilogue reads and writes; None: it does not."""
+
+    bias: Any  # (N,)
+    residual: Any  # (M, N) contiguous
+    saved: Any  # (M, N): z, or the output of relu
+    z: Any  # (M, N): written before the activation
+    hidden: Any  # (M, N): dropout(activation(saved)), written in the backward
+    sums: Any  # (tiles of M, N) fp32: column sums of C per tile
+    seed: Any  # () int64
+    output: Any  # (M, N) contiguous
+    keep_scale: Any
+
+
+class Constants(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    ACTIVATION: int
+    DROPOUT: bool
+    BACKWARD: bool
+    SLICES: int
+    PRECISION: str
+    SIDEWAYS: bool = False  # B is described as (N, K)
+    RAGGED: bool = False  # K is no multiple of BLOCK_K
 
 
 @triton.jit
-def _epilogue_slice(
-    total,
-    tile_m, m, first_n,
-    bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr, sum_ptr, seed_ptr, c_ptr,
-    rows, columns, limit, keep_scale,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BACKWARD: tl.constexpr,
-):  # fmt: skip
+def _epilogue_slice(total, tile_m, m, first_n, to, rows, columns, limit, C: tl.constexpr):
     n = first_n + tl.arange(0, total.shape[1])
     inside = (m < rows)[:, None] & (n < columns)[None, :]
     place = m.to(tl.int64)[:, None] * columns + n[None, :]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
-    if z_ptr is not None:
-        store(z_ptr + place, total, inside)
-    if DROPOUT:
-        keep = keep_tile(tl.load(seed_ptr), m.to(tl.int64), first_n, limit, total.shape[1])
-    if BACKWARD:
-        if DROPOUT:
-            total = tl.where(keep, total * keep_scale, 0.0)
-        saved = tl.load(saved_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        total *= activation_slope(saved, ACTIVATION)
-        if hidden_ptr is not None:
-            hidden = activate(saved, ACTIVATION)
-            if DROPOUT:
-                hidden = tl.where(keep, hidden * keep_scale, 0.0)
-            store(hidden_ptr + place, hidden, inside)
-        if sum_ptr is not None:
+    if to.bias is not None:
+        total += tl.load(to.bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+    if to.z is not None:
+        store(to.z + place, total, inside)
+    if C.DROPOUT:
+        keep = keep_tile(tl.load(to.seed), m.to(tl.int64), first_n, limit, total.shape[1])
+    if C.BACKWARD:
+        if C.DROPOUT:
+            total = tl.where(keep, total * to.keep_scale, 0.0)
+        saved = tl.load(to.saved + place, mask=inside, other=0.0).to(tl.float32)
+        total *= activation_slope(saved, C.ACTIVATION)
+        if to.hidden is not None:
+            hidden = activate(saved, C.ACTIVATION)
+            if C.DROPOUT:
+                hidden = tl.where(keep, hidden * to.keep_scale, 0.0)
+            store(to.hidden + place, hidden, inside)
+        if to.sums is not None:
             column_sum = tl.sum(tl.where(inside, total, 0.0), 0)
-            tl.store(sum_ptr + tile_m.to(tl.int64) * columns + n, column_sum, mask=n < columns)
+            tl.store(to.sums + tile_m.to(tl.int64) * columns + n, column_sum, mask=n < columns)
     else:
-        total = activate(total, ACTIVATION)
-        if DROPOUT:
-            total = tl.where(keep, total * keep_scale, 0.0)
-        if residual_ptr is not None:
-            total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    store(c_ptr + place, total, inside)
+        total = activate(total, C.ACTIVATION)
+        if C.DROPOUT:
+            total = tl.where(keep, total * to.keep_scale, 0.0)
+        if to.residual is not None:
+            total += tl.load(to.residual + place, mask=inside, other=0.0).to(tl.float32)
+    store(to.output + place, total, inside)
 
 
 @triton.jit
 def _epilogue(
-    total,
-    tile_m, m, first_n,
-    bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr, sum_ptr, seed_ptr, c_ptr,
-    rows, columns, limit, keep_scale,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BACKWARD: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+    total, tile_m, m, first_n, to, rows, columns, limit, SLICES: tl.constexpr, C: tl.constexpr
+):
     """The epilogue in slices of columns, one after the other: all at once would not fit in registers."""
     if SLICES == 1:
-        _epilogue_slice(
-            total, tile_m, m, first_n, bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr, sum_ptr,
-            seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD,
-        )  # fmt: skip
+        _epilogue_slice(total, tile_m, m, first_n, to, rows, columns, limit, C)
     else:
         WIDTH: tl.constexpr = total.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(total, [total.shape[0], 2, WIDTH]), [0, 2, 1]))
-        _epilogue(
-            left, tile_m, m, first_n, bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr, sum_ptr,
-            seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD,
-            SLICES // 2,
-        )  # fmt: skip
-        _epilogue(
-            right, tile_m, m, first_n + WIDTH, bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr,
-            sum_ptr, seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD,
-            SLICES // 2,
-        )  # fmt: skip
+        _epilogue(left, tile_m, m, first_n, to, rows, columns, limit, SLICES // 2, C)
+        _epilogue(right, tile_m, m, first_n + WIDTH, to, rows, columns, limit, SLICES // 2, C)
 
 
 @triton.jit
@@ -118,99 +125,72 @@ def _tile_at(
 def matmul_kernel(
     a_ptr,  # (M, K)
     b_ptr,  # (K, N)
-    bias_ptr,  # (N,) or None
-    residual_ptr,  # (M, N) contiguous or None
-    saved_ptr,  # (M, N) or None: z, or the output of relu
-    z_ptr,  # (M, N) or None: written before the activation
-    hidden_ptr,  # (M, N) or None: dropout(activation(saved)), written in the backward
-    sum_ptr,  # (tiles of M, N) fp32 or None: column sums of C per tile
-    seed_ptr,
-    c_ptr,  # (M, N) contiguous
-    stride_am, stride_ak, stride_bk, stride_bn,
-    rows, columns, depth,
-    limit, keep_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr,  # K is no multiple of BLOCK_K
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BACKWARD: tl.constexpr, SLICES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    to,
+    stride_am, stride_ak, stride_bk, stride_bn, rows, columns, depth, limit,
+    C: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _tile_at(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    tile_m, tile_n = _tile_at(tl.program_id(0), rows, columns, C.BLOCK_M, C.BLOCK_N, C.GROUP)
+    m = tile_m * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    n = tile_n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
+    k = tl.arange(0, C.BLOCK_K)
     # Beyond the border row 0 is read: its products end in places that are not stored.
     row = tl.where(m < rows, m, 0).to(tl.int64)
     column = tl.where(n < columns, n, 0).to(tl.int64)
     a = a_ptr + row[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak
     b = b_ptr + k.to(tl.int64)[:, None] * stride_bk + column[None, :] * stride_bn
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, depth, BLOCK_K):
-        if RAGGED:
+    total = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    for first in range(0, depth, C.BLOCK_K):
+        if C.RAGGED:
             left = k < depth - first
             x = tl.load(a, mask=left[None, :], other=0.0)
             y = tl.load(b, mask=left[:, None], other=0.0)
         else:
             x = tl.load(a)
             y = tl.load(b)
-        total = dot(x, y, total, PRECISION)
-        a += tl.cast(stride_ak, tl.int64) * BLOCK_K
-        b += tl.cast(stride_bk, tl.int64) * BLOCK_K
-    _epilogue(
-        total, tile_m, m, tile_n * BLOCK_N, bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr, sum_ptr,
-        seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD, SLICES,
-    )  # fmt: skip
+        total = dot(x, y, total, C.PRECISION)
+        a += tl.cast(stride_ak, tl.int64) * C.BLOCK_K
+        b += tl.cast(stride_bk, tl.int64) * C.BLOCK_K
+    _epilogue(total, tile_m, m, tile_n * C.BLOCK_N, to, rows, columns, limit, C.SLICES, C)
 
 
 @triton.jit(do_not_specialize=["rows", "limit"])
 def matmul_descriptor_kernel(
     a_tiles,  # descriptor of (M, K) in blocks of (BLOCK_M, BLOCK_K)
     b_tiles,  # descriptor of (N, K) or (K, N)
-    bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr, sum_ptr, seed_ptr, c_ptr,
-    rows, columns, depth,
-    limit, keep_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SIDEWAYS: tl.constexpr,  # B is described as (N, K)
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BACKWARD: tl.constexpr, SLICES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    to,
+    rows, columns, depth, limit,
+    C: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
+    tiles = tl.cdiv(rows, C.BLOCK_M) * tl.cdiv(columns, C.BLOCK_N)
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = _tile_at(number, rows, columns, BLOCK_M, BLOCK_N, GROUP)
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in range(0, tl.cdiv(depth, BLOCK_K)):
-            x = a_tiles.load([tile_m * BLOCK_M, step * BLOCK_K])
-            if SIDEWAYS:
-                y = tl.trans(b_tiles.load([tile_n * BLOCK_N, step * BLOCK_K]))
+        tile_m, tile_n = _tile_at(number, rows, columns, C.BLOCK_M, C.BLOCK_N, C.GROUP)
+        total = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+        for step in range(0, tl.cdiv(depth, C.BLOCK_K)):
+            x = a_tiles.load([tile_m * C.BLOCK_M, step * C.BLOCK_K])
+            if C.SIDEWAYS:
+                y = tl.trans(b_tiles.load([tile_n * C.BLOCK_N, step * C.BLOCK_K]))
             else:
-                y = b_tiles.load([step * BLOCK_K, tile_n * BLOCK_N])
-            total = dot(x, y, total, PRECISION)
-        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        _epilogue(
-            total, tile_m, m, tile_n * BLOCK_N, bias_ptr, residual_ptr, saved_ptr, z_ptr, hidden_ptr,
-            sum_ptr, seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD,
-            SLICES,
-        )  # fmt: skip
+                y = b_tiles.load([step * C.BLOCK_K, tile_n * C.BLOCK_N])
+            total = dot(x, y, total, C.PRECISION)
+        m = tile_m * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+        _epilogue(total, tile_m, m, tile_n * C.BLOCK_N, to, rows, columns, limit, C.SLICES, C)
 
 
 @triton.jit(do_not_specialize=["rows", "limit"])
 def epilogue_kernel(
     product_ptr,  # (M, N) contiguous
-    residual_ptr, saved_ptr, hidden_ptr, sum_ptr, seed_ptr, c_ptr,  # as in matmul_kernel
-    rows, columns, limit, keep_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, BACKWARD: tl.constexpr,
+    to,
+    rows, columns, limit,
+    C: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, BLOCK_N)
+    across = tl.cdiv(columns, C.BLOCK_N)
     tile_m, tile_n = tl.program_id(0) // across, tl.program_id(0) % across
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile_m * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    n = tile_n * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     inside = (m < rows)[:, None] & (n < columns)[None, :]
     at = product_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    _epilogue_slice(
-        total, tile_m, m, tile_n * BLOCK_N, None, residual_ptr, saved_ptr, None, hidden_ptr, sum_ptr,
-        seed_ptr, c_ptr, rows, columns, limit, keep_scale, ACTIVATION, DROPOUT, BACKWARD,
-    )  # fmt: skip
+    _epilogue_slice(total, tile_m, m, tile_n * C.BLOCK_N, to, rows, columns, limit, C)
 
 
 class Epilogue(NamedTuple):
@@ -235,6 +215,38 @@ class Epilogue(NamedTuple):
     @property
     def only_bias(self) -> bool:
         return self.residual is None and not self.heavy and self.activation == NONE
+
+    def operands(self, output: Tensor, down: int, **before: Tensor | None) -> Operands:
+        """What a kernel is given that fills ``output`` by ``down`` rows of tiles."""
+        sums = None
+        if self.make_sums:
+            sizes = (down, output.shape[1])
+            sums = torch.empty(sizes, dtype=torch.float32, device=output.device)
+        return Operands(
+            residual=self.residual,
+            saved=self.saved,
+            hidden=torch.empty_like(output) if self.make_hidden else None,
+            sums=sums,
+            seed=seed_for(self.dropout, self.seed, output.device),
+            output=output,
+            keep_scale=self.dropout.scale,
+            **before,
+        )
+
+    def options(self, tile: config.ProductTile, **more: Any) -> dict[str, Any]:
+        """How kernels on this tile are launched, and their `Constants`."""
+        constants = Constants(
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            GROUP=tile.group,
+            ACTIVATION=self.activation,
+            DROPOUT=self.dropout.active,
+            BACKWARD=self.backward,
+            SLICES=tile.slices if self.heavy else 1,
+            **more,
+        )
+        return {"warps": tile.warps, "stages": tile.stages, "C": constant(constants)}
 
 
 class Result(NamedTuple):
@@ -264,38 +276,15 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
         return follow(a @ b if bias is None else torch.addmm(bias, a, b), epilogue)
     output = a.new_empty((rows, columns))
     z = torch.empty_like(output) if epilogue.save_z else None
-    hidden = torch.empty_like(output) if epilogue.make_hidden else None
     half = a.dtype != torch.float32
     sideways = b.stride(0) == 1 and b.stride(1) != 1
     stored = b.t() if sideways else b
     describable = _describable(a) and _describable(stored)
     tile = config.matmul(config.architecture(a.device), rows, columns, half, describable)
     down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
-    sums = None
-    if epilogue.make_sums:
-        sums = torch.empty((down, columns), dtype=torch.float32, device=a.device)
-    common = (
-        epilogue.bias,
-        epilogue.residual,
-        epilogue.saved,
-        z,
-        hidden,
-        sums,
-        seed_for(epilogue.dropout, epilogue.seed, a.device),
-        output,
-    )
-    sizes = (rows, columns, depth, epilogue.dropout.limit, epilogue.dropout.scale)
-    constants = {
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.depth,
-        "GROUP": tile.group,
-        "ACTIVATION": epilogue.activation,
-        "DROPOUT": epilogue.dropout.active,
-        "BACKWARD": epilogue.backward,
-        "SLICES": tile.slices if epilogue.heavy else 1,
-        "PRECISION": dot_precision(a.dtype),
-    }
+    to = epilogue.operands(output, down, bias=epilogue.bias, z=z)
+    sizes = (rows, columns, depth, epilogue.dropout.limit)
+    precision = dot_precision(a.dtype)
     if tile.descriptors and describable:
         block = [tile.columns, tile.depth] if sideways else [tile.depth, tile.columns]
         launch(
@@ -303,12 +292,9 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
             (min(down * across, multiprocessors(a.device)),),
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(stored, block),
-            *common,
+            to,
             *sizes,
-            warps=tile.warps,
-            stages=tile.stages,
-            SIDEWAYS=sideways,
-            **constants,
+            **epilogue.options(tile, PRECISION=precision, SIDEWAYS=sideways),
         )
     else:
         launch(
@@ -316,16 +302,13 @@ def matmul(a: Tensor, b: Tensor, epilogue: Epilogue) -> Result:
             (down * across,),
             a,
             b,
-            *common,
+            to,
             *a.stride(),
             *b.stride(),
             *sizes,
-            warps=tile.warps,
-            stages=tile.stages,
-            RAGGED=depth % tile.depth != 0,
-            **constants,
+            **epilogue.options(tile, PRECISION=precision, RAGGED=depth % tile.depth != 0),
         )
-    return Result(output, z, hidden, _added(sums))
+    return _result(to)
 
 
 def follow(product: Tensor, epilogue: Epilogue) -> Result:
@@ -334,40 +317,24 @@ def follow(product: Tensor, epilogue: Epilogue) -> Result:
     if epilogue.only_bias:
         return Result(product, z, None, None)
     rows, columns = product.shape
-    output = torch.empty_like(product)
-    hidden = torch.empty_like(product) if epilogue.make_hidden else None
     tile = config.epilogue(rows)
     down, across = ceil_div(rows, tile.rows), ceil_div(columns, tile.columns)
-    sums = None
-    if epilogue.make_sums:
-        sums = torch.empty((down, columns), dtype=torch.float32, device=product.device)
+    to = epilogue.operands(torch.empty_like(product), down, bias=None, z=None)
     launch(
         epilogue_kernel,
         (down * across,),
         product,
-        epilogue.residual,
-        epilogue.saved,
-        hidden,
-        sums,
-        seed_for(epilogue.dropout, epilogue.seed, product.device),
-        output,
+        to,
         rows,
         columns,
         epilogue.dropout.limit,
-        epilogue.dropout.scale,
-        warps=tile.warps,
-        stages=tile.stages,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        ACTIVATION=epilogue.activation,
-        DROPOUT=epilogue.dropout.active,
-        BACKWARD=epilogue.backward,
+        **epilogue.options(tile, PRECISION="ieee"),
     )
-    return Result(output, z, hidden, _added(sums))
+    return _result(to)._replace(z=z)
 
 
-def _added(sums: Tensor | None) -> Tensor | None:
-    """The column sums of all tiles, from those of each."""
-    if sums is None:
-        return None
-    return sums[0] if sums.shape[0] == 1 else sums.sum(0)
+def _result(to: Operands) -> Result:
+    sums = to.sums  # of each row of tiles
+    if sums is not None:
+        sums = sums[0] if sums.shape[0] == 1 else sums.sum(0)
+    return Result(to.output, to.z, to.hidden, sums)

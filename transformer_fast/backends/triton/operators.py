@@ -31,7 +31,7 @@ def _implement(operator: Operator, implementation: Callable[..., Any]) -> None:
     """Adds this backend's overload of the operator.
 
     Where the implementation gives None the operator gives `absent` of its first argument; who calls it
-    by ``operator.of["triton"]`` may get either. While launches are recorded (`runtime.record_launches`)
+    by ``operator.of["triton"]`` may get either. While launches are taken (`runtime.instead_of_launching`)
     the implementation itself is called, for torch would answer meta tensors with the fake.
     """
     overload = operator.define("triton")

@@ -224,7 +224,9 @@ class Recorder(TorchDispatchMode):
                 return "None"
             self._used.add(name)
             return name
-        if isinstance(value, (tuple, list)) and any(isinstance(v, (Tensor, tuple)) for v in value):
+        if isinstance(value, (tuple, list)) and any(
+            isinstance(v, (Tensor, Pointer, tuple)) for v in value
+        ):
             kind = type(value)
             inner = "".join(f"{self._text(one)}, " for one in value)
             if hasattr(kind, "_fields"):

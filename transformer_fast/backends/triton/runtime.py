@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -38,7 +39,11 @@ _instead: Callable[[Launch], None] | None = None
 
 @contextmanager
 def instead_of_launching(take: Callable[[Launch], None]) -> Iterator[None]:
-    """Within the block every launch is given to ``take``, and nothing else happens."""
+    """Within the block every launch is given to ``take``, and nothing else happens.
+
+    The launchers can then be called with meta tensors, which is how kernels are compiled ahead of
+    time exactly as they would be called.
+    """
     global _instead
     before, _instead = _instead, take
     try:
@@ -47,28 +52,36 @@ def instead_of_launching(take: Callable[[Launch], None]) -> Iterator[None]:
         _instead = before
 
 
-@contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Within the block nothing runs; every launch is appended to the list instead.
-
-    The launchers can then be called with meta tensors, which is how kernels are compiled ahead of
-    time exactly as they would be called.
-    """
-    found: list[Launch] = []
-    with instead_of_launching(found.append):
-        yield found
-
-
 def recording() -> bool:
     """Whether launches are taken by somebody else instead of run here."""
     return _instead is not None
 
 
+class _Constant(str):
+    """A record in one constant parameter: a string, so that Triton hashes and compares it as fast as a
+    number, whose attributes are constants."""
+
+    record: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return tl.constexpr(getattr(self.record, name))
+
+
 @cache
-def _parameters(function: Any) -> tuple[str, ...]:
-    """A kernel's parameters, in order: tensors or descriptors of tensors, numbers, constants."""
-    code = function.__code__
-    return tuple(code.co_varnames[: code.co_argcount])
+def constant(record: Any) -> Any:
+    """A record of compile-time constants, as a kernel takes it."""
+    if INTERPRETED:
+        return record
+    made = _Constant(record)
+    made.record = record
+    return made
+
+
+def _first(argument: Any) -> Tensor:
+    """The tensor that an argument of a launch is, describes, or has first."""
+    while isinstance(argument, tuple):
+        argument = argument[0]
+    return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
 def launch(
@@ -81,15 +94,15 @@ def launch(
 ) -> None:
     """Run ``kernel`` on the current stream of the first tensor's device.
 
-    ``args``: the first is a tensor or a descriptor of one. ``constants``: in the kernel's order or not.
+    ``args``: tensors, descriptors of tensors, numbers, records of those and of None; first a tensor.
+    ``constants``: the kernel's last parameters, in its order or not.
     """
     if _instead is not None:
         _instead(Launch(kernel, grid, args, constants, warps, stages))
         return
     if 0 in grid:
         return
-    first = args[0].base if isinstance(args[0], TensorDescriptor) else args[0]
-    device = first.device
+    device = _first(args[0]).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             _launch(kernel, grid, args, warps, stages, constants)
@@ -122,11 +135,9 @@ def _launch(
     # What `compiled[grid]` does in Triton 3.6 and 3.7 when no hook is set.
     active = triton.runtime.driver.active
     stream = recorder.once("stream", active.get_current_stream, active.get_current_device())
-    names = _parameters(kernel.fn)
-    fixed = [constants[name] for name in names[len(args) :]]
     recorder.step(
         compiled.run, *(*grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata,
-        None, None, None, *map(_replayed, args), *fixed,
+        None, None, None, *map(_replayed, args), *[None] * len(constants),
     )  # fmt: skip
 
 
@@ -134,6 +145,8 @@ def _replayed(argument: Any) -> Any:
     """How an argument of a launch is made at a replay: an address saves Triton asking the driver."""
     if isinstance(argument, Tensor):
         return plans.Pointer(argument)
+    if isinstance(argument, tuple):
+        return tuple(map(_replayed, argument))
     if isinstance(argument, TensorDescriptor):
         rest = {k: v for k, v in vars(argument).items() if k != "base"}
         return plans.Live(partial(_descriptor, rest), plans.Pointer(argument.base, address=False))
