@@ -2,8 +2,8 @@
 
 Checks and dispatch take as long as many a kernel. `plain` is the guard of all ops: of a call that it
 lets through nothing is left to ask but shapes, and how large it is. A kernel of ours takes some Python
-to prepare and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. Which calls
-PyTorch's op serves sooner was measured, on the CPU in float32, and stands here once: functions and
+to prepare and, with gradients, an autograd node in Python; PyTorch's ops have theirs in C++. For which
+calls PyTorch's op is faster was measured, on the CPU in float32, and stands here once: functions and
 modules ask it, and the dispatcher has it as `PreferLater` (`prefers_later`).
 """
 
@@ -44,7 +44,7 @@ class Limit:
     #: Calls with less than this are PyTorch's: those without gradients, and those with.
     inference: int
     training: int
-    #: Elements of the op's matrices, at most. For a few rows and larger ones PyTorch's products
+    #: At most so many elements of the op's matrices: with larger ones and few rows PyTorch's products
     #: take up to twice the kernels' time.
     weights: int = 1 << 62
     #: With gradients, rows at most. In each thread PyTorch adds those of a norm's weight and bias up
@@ -85,12 +85,12 @@ LIMITS = (
 
 
 def rows(input: Tensor, weight: Tensor | None) -> int:
-    """Of a norm, as far as their number is limited."""
+    """Rows of a norm's input; 0 without a weight, since their number is then not limited."""
     return 0 if weight is None else input.numel() // max(1, weight.numel())
 
 
 def plain(first: Any, *others: Any) -> bool | None:
-    """Whether a call on these tensors needs gradients, or None: it takes the dispatcher's road.
+    """Whether a call on these tensors needs gradients, or None: it goes through the dispatcher.
 
     That is a call that is traced or transformed, for which a backend is named, or whose tensors are of
     subclasses, nested or elsewhere than in CPU memory. PyTorch's own op needs no more.
@@ -127,7 +127,7 @@ def kernel(
 ) -> Callable[..., Any] | None:
     """What runs a `plain` call that is not small: the CPU's kernel, or what limits in training select.
 
-    None: it takes the dispatcher's road, since there is no kernel, autocast is on, or the tensors are
+    None: it goes through the dispatcher, since there is no kernel, autocast is on, or the tensors are
     not all of one floating dtype, strided and in CPU memory.
     """
     kernels, usable = _state.usable[op]
@@ -211,8 +211,8 @@ def prefers_later(op: str) -> tuple[PreferLater, ...]:
         PreferLater(
             size,
             range(below),
-            f"PyTorch's op was measured to take less time for calls {which} gradients of fewer "
-            f"than {below} {limit.unit}"
+            f"PyTorch's op was measured to take less time for calls of fewer than {below} "
+            f"{limit.unit} {which} gradients"
             + (f", with at most {limit.weights} weights" if limit.weights < 1 << 62 else "")
             + (f", of at most {limit.rows} rows" if limit.rows < 1 << 62 and needs_grad else ""),
             frozenset({FLOAT}),

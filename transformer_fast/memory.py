@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,9 +36,15 @@ _MOST = 1 << 30
 packings: list[tuple[Callable[[], int], Callable[[torch.nn.Module | None], None]]] = []
 
 
-#: By backend, what finds packed copies of weights, and the state of a tensor to tell changes by
-#: (`cpu_packing.PackedWeights` and `Snapshot`).
-COPIES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {}
+class Copies(NamedTuple):
+    """`cpu_packing.PackedWeights`, which finds packed copies, and `Snapshot`, the state of a tensor."""
+
+    packed: Callable[[], Any]
+    snapshot: Callable[..., Any]
+
+
+#: By backend.
+COPIES: dict[str, Copies] = {}
 
 
 class _Program(threading.local):
@@ -92,6 +98,8 @@ def packed() -> int:
 
 def forget_packed(module: torch.nn.Module | None = None) -> None:
     """Drop the kernels' copies of a module's weights, or of all weights; the next calls pack again.
+
+    The constants of compiled programs are dropped in either case, and computed again.
 
     Needed only after writing single elements of a weight where PyTorch does not see it: through
     ``.data``, NumPy or another tensor on the same memory. All that PyTorch sees, and rows and

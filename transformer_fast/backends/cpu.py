@@ -88,7 +88,8 @@ def _few(
         rows,
         sizes,
         f"PyTorch's product was measured to take less time on this CPU for {sizes[0]} to "
-        f"{sizes[-1]} rows of {str(dtype)[6:]} in training, with {weights} weights or more",
+        f"{sizes[-1]} rows of {str(dtype)[6:]} in training"
+        + (f", with {weights} weights or more" if weights > 1 else ""),
         frozenset({dtype}),
         needs_grad=True,
         when=when,

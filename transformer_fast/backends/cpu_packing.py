@@ -42,7 +42,7 @@ _limit = _switches.count("TRANSFORMER_FAST_PACKED_MB", 4096) << 20
 
 
 class Snapshot:
-    """The state of a tensor in CPU memory that something was computed of.
+    """The state of a tensor in CPU memory from which something was computed.
 
     The tensor is not empty and has no gaps within a row or a column.
 
@@ -344,4 +344,4 @@ def held_bytes() -> int:
 
 
 memory.packings.append((held_bytes, forget))
-memory.COPIES["cpu"] = PackedWeights, Snapshot
+memory.COPIES["cpu"] = memory.Copies(PackedWeights, Snapshot)

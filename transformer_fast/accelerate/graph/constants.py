@@ -50,7 +50,7 @@ class Constants:
         for index, weight in enumerate(weights):
             by_rows.setdefault(weight.rows, []).append(index)
         self._groups = [
-            (rows, indices, memory.COPIES["cpu"][0]()) for rows, indices in by_rows.items()
+            (rows, indices, memory.COPIES["cpu"].packed()) for rows, indices in by_rows.items()
         ]
         self._owners = [weight.owner for weight in weights]
         are_views = any(weight.node is not given[weight.owner] for weight in weights)
@@ -83,7 +83,7 @@ class Constants:
             state.is_unchanged(root, 1) for state, root in zip(kept[0], roots, strict=True)
         ):
             # The state before: a write while the values are computed is found by the next call.
-            states = [memory.COPIES["cpu"][1](root, root) for root in roots]
+            states = [memory.COPIES["cpu"].snapshot(root, root) for root in roots]
             with torch.inference_mode(False), torch.no_grad():
                 kept = states, self._values(*inputs)
             self._kept = kept
@@ -246,6 +246,6 @@ def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) 
     owner = inputs[owners[0]]
     weight = owner if node is given[owners[0]] else _program(given, [node])(*inputs)[0]
     same = weight.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
-    if not same or memory.COPIES["cpu"][0]()([weight], rows, [owner])[0] is None:
+    if not same or memory.COPIES["cpu"].packed()([weight], rows, [owner])[0] is None:
         return None
     return _Weight(node, owners[0], rows)
