@@ -135,6 +135,29 @@ def test_without_room_for_copies(
     assert found.held_bytes() == 0
 
 
+class Gated(nn.Module):
+    """The first call is a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.maps[0](x) * self.maps[1](x) @ self.scale.exp()
+
+
+@torch.no_grad()
+def test_further_inputs_stand_behind_the_others(lifted: list[tuple[Any, ...]]) -> None:
+    model, x = Gated(), torch.randn(20, 64)
+    compiled = _compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+    [(program, *_)] = lifted
+    given = [node.name for node in program.graph.nodes if node.op == "placeholder"][-3:]
+    assert given == ["packed_0", "packed_1", "value_2"]
+
+
 class Returned(nn.Module):
     """The caller may write to what it gets, which the next call must not see."""
 
@@ -190,12 +213,13 @@ def test_what_is_not_constant(kind: type[nn.Module]) -> None:
 class Cached(nn.Module):
     """The first step of a cache, whose parts are empty, and casts that change nothing."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         keys = torch.cat([torch.tensor([]), x.sin()], -2)
         values = torch.cat([torch.tensor([]), x.cos()], -2)
         heads = F.scaled_dot_product_attention(x.float().to(torch.float32), keys, keys)
         heads *= 2.0
-        return heads, values
+        merged = torch.cat([torch.tensor([]), x.transpose(1, 2)], -2).view(2, -1)
+        return heads, values, merged.sin()
 
 
 @torch.no_grad()
@@ -206,8 +230,8 @@ def test_empty_parts_and_idle_casts(lifted: list[tuple[Any, ...]]) -> None:
     for _ in range(2):
         torch.testing.assert_close(compiled(x), model(x))
     [report] = compile_reports(clear=True)
-    # What the caller gets stays a copy.
-    assert (report.others["cat"], report.others["to"], report.others["float"]) == (1, 0, 0)
+    # What the caller gets stays a copy, and what is viewed stays contiguous.
+    assert (report.others["cat"], report.others["to"], report.others["float"]) == (2, 0, 0)
 
 
 class Windows(nn.Module):

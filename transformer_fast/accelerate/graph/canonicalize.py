@@ -192,7 +192,10 @@ def _is_idle_cast(node: Node, op: Op) -> bool:
 def remove_empty_parts(graph: Graph) -> None:
     """``torch.cat([empty, x])`` as x, where nobody can tell: the first step of a cache of keys."""
     memory = Memory(graph)
-    returned = memory.shared(next(iter(reversed(graph.nodes))).all_input_nodes)
+    # Views need the strides of the copy.
+    viewed = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) in _NEED_STRIDES]
+    ends = [*viewed, next(iter(reversed(graph.nodes)))]
+    kept = memory.shared(node for end in ends for node in end.all_input_nodes)
     for node in list(graph.nodes):
         if node.target not in (torch.cat, torch.concat) or not node.args:
             continue
@@ -200,9 +203,12 @@ def remove_empty_parts(graph: Graph) -> None:
         rest = [part for part in parts if shape(part) != (0,)]  # type: ignore[union-attr]
         if len(rest) != 1 or len(rest) == len(parts) or dtype(rest[0]) != dtype(node):  # type: ignore[arg-type]
             continue
-        if not memory.is_written([node, *rest]) and node not in returned:
+        if not memory.is_written([node, *rest]) and node not in kept:
             node.replace_all_uses_with(rest[0])
             graph.erase_node(node)
+
+
+_NEED_STRIDES = frozenset({"as_strided", "view", "view_as", "view_as_complex"})
 
 
 def name_dtypes(graph: Graph) -> None:

@@ -126,7 +126,6 @@ def lift(
     if editor.has_autocast() or len(given) != len(inputs) or "cpu" not in memory.COPIES:
         return None
     known = _known(editor.memory, given, inputs)
-    place = next(node for node in graph.nodes if node.op != "placeholder")
     weights: list[_Weight] = []
     new: list[Node] = []
     for node in list(graph.nodes):
@@ -142,7 +141,7 @@ def lift(
             continue
         for i, one in packed.items():
             weights.append(one)  # type: ignore[arg-type]
-            with graph.inserting_before(place):
+            with graph.inserting_after([*given, *new][-1]):
                 new.append(graph.placeholder(f"packed_{len(new)}"))
             arguments[i + 1] = new[-1]
         node.replace_all_uses_with(editor.call(node, operator.of["cpu"], *arguments, like=node))
@@ -165,7 +164,7 @@ def lift(
     if not first:
         return None
     for node in values:
-        with graph.inserting_before(place):
+        with graph.inserting_after([*given, *new][-1]):
             new.append(graph.placeholder(f"value_{len(new)}"))
         new[-1].meta = {"example_value": value(node)}
         node.replace_all_uses_with(new[-1])
