@@ -180,6 +180,12 @@ class Counting(nn.Module):
         return x * self.count.exp()
 
 
+class CountingData(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.data.add_(1)
+        return x * self.count.exp()
+
+
 class Drawn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +196,7 @@ class Drawn(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [Returned, Counting, Drawn])
+@pytest.mark.parametrize("kind", [Returned, Counting, CountingData, Drawn])
 def test_what_is_not_constant(kind: type[nn.Module]) -> None:
     def results(run: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(1)
