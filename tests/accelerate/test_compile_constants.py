@@ -3,6 +3,7 @@ computed before they run, and anew once those change."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,19 @@ def test_views_are_written_once(lifted: list[tuple[Any, ...]]) -> None:
     [(program, *_)] = lifted
     [view] = [node for node in program.graph.nodes if node.target == "as_strided"]
     assert len(view.users) == 3
+
+
+@torch.no_grad()
+def test_modules_that_share_a_program(lifted: list[tuple[Any, ...]]) -> None:
+    models, x = [Gated(), Gated()], torch.randn(20, 64)
+    torch.compiler.reset()
+    for model in models:
+        model.compile(backend=compile_backend, options={"inner": inner.compile_rest})
+    for _ in range(3):
+        for model in models:
+            torch.testing.assert_close(model(x), model.forward(x))
+    [(_, found, _)] = lifted
+    assert found.held_bytes() == 2 * 4 * 64 * 64
+    del models[0], model
+    gc.collect()
+    assert found.held_bytes() == 4 * 64 * 64

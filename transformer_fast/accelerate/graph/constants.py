@@ -58,8 +58,9 @@ class Constants:
         self._values = _program(given, values)
         roots = _cone(values)
         self._roots = [index for index, node in enumerate(given) if node in roots]
-        #: Values, and the state of what they were computed from.
-        self._kept: tuple[list[Any], Sequence[Tensor]] | None = None
+        #: By the addresses of what they were computed from: its state, and the values. Modules that
+        #: share a program have values of their own.
+        self._kept: dict[tuple[int, ...], tuple[list[Any], Sequence[Tensor]]] = {}
         if values:
             _all.add(self)
 
@@ -78,23 +79,27 @@ class Constants:
         return [*found, *self._values_of([inputs[index] for index in self._roots], inputs)]
 
     def _values_of(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> Sequence[Tensor]:
-        kept = self._kept
+        key = tuple(map(Tensor.data_ptr, roots))
+        kept = self._kept.get(key)
         if kept is None or not all(
             state.is_unchanged(root, 1) for state, root in zip(kept[0], roots, strict=True)
         ):
+            all_kept = self._kept
             # The state before: a write while the values are computed is found by the next call.
-            states = [memory.COPIES["cpu"].snapshot(root, root) for root in roots]
+            states = [
+                memory.COPIES["cpu"].snapshot(root, root, lambda _: all_kept.pop(key, None))
+                for root in roots
+            ]
             with torch.inference_mode(False), torch.no_grad():
                 kept = states, self._values(*inputs)
-            self._kept = kept
+            all_kept[key] = kept
         return kept[1]
 
     def held_bytes(self) -> int:
-        kept = self._kept
-        return 0 if kept is None else sum(each.nbytes for each in kept[1])
+        return sum(each.nbytes for _, values in list(self._kept.values()) for each in values)
 
     def forget(self) -> None:
-        self._kept = None
+        self._kept.clear()
 
 
 #: Those with values.
