@@ -34,8 +34,8 @@ void each_block(const AttentionBackwardArgs& args, const KeyRange& tile, long he
     const long limit = args.causal ? min(stop, first + rows) : stop;
     if (limit <= tile.start) continue;
     const BlockMask block_mask{args, tile.b, head, first, rows, limit, bias};
-    if (block_mask.fully_masked(tile.start, limit - tile.start)) continue;
-    f(block_mask, limit - tile.start);
+    const long unmasked = block_mask.unmasked(tile.start, limit - tile.start);
+    if (unmasked > 0) f(block_mask, unmasked);
   }
 }
 

@@ -234,9 +234,12 @@ struct Block {
   void run() const {
     begin();
     bool clean = true;
-    for (long start = 0; start < block_mask.limit; start += kKeyTile) {
-      const long count = min(kKeyTile, block_mask.limit - start);
-      if (block_mask.fully_masked(start, count)) continue;
+    for (long tile = 0; tile < block_mask.limit; tile += kKeyTile) {
+      long start = tile;
+      const long end = tile + block_mask.unmasked(tile, min(kKeyTile, block_mask.limit - tile));
+      if (end == tile) continue;
+      while (block_mask.fully_masked(start, kPanel)) start += kPanel;  // padding on the left
+      const long count = end - start;
       score_tile(start, count);
       for (long i = 0; i < rows; ++i) {
         softmax_row(i, count, clean);

@@ -94,6 +94,16 @@ struct BlockMask {
     return true;
   }
 
+  // Number of keys of the tile up to the last panel that is not fully masked; 0 if there is none.
+  long unmasked(long start, long count) const {
+    while (count > 0) {
+      const long panel = (count - 1) / kPanel * kPanel;
+      if (!fully_masked(start + panel, count - panel)) break;
+      count = panel;
+    }
+    return count;
+  }
+
   // One row of the mask over [start, start + count) as additive floats, -inf where masked.
   const float* mask_row(long row, long start, long count) const {
     const char* place = mask_at(row, start);
