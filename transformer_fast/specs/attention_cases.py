@@ -121,6 +121,12 @@ def _bool_strided(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     return draw.bools(h, b, s, 2 * t, true=0.7).permute(1, 0, 3, 2)[:, :, ::2]
 
 
+def _bool_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Padding on both sides, of more than a panel.
+    key = torch.arange(s, device=draw.device)
+    return ((key >= 70) & (key < s - 50))[None, None, None]
+
+
 def _bool_tiles(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
     # Whole blocks of keys that nobody may see, between others that everybody may.
     block = torch.arange(s, device=draw.device) // 128
@@ -294,6 +300,7 @@ CASES = (
     case("bool mask, nothing visible", _attention(2, 3, 17, 23, 16, mask=_bool_all_false)),
     case("bool mask, strided", _attention(2, 3, 17, 23, 16, mask=_bool_strided)),
     case("bool mask, expanded", _attention(2, 3, 17, 23, 16, mask=_bool_expanded)),
+    case("bool mask, hidden ends", _attention(1, 2, 40, 330, 16, mask=_bool_ends)),
     case("bool mask, hidden tiles", _attention(2, 1, 70, 700, 16, mask=_bool_tiles)),
     case("float mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_floats("bhts"))),
     case("float mask, -inf", _attention(2, 3, 17, 23, 16, mask=_float_hiding)),
