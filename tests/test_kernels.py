@@ -267,6 +267,8 @@ def test_results_and_gradients_of_training(op, case, dtype, backend):
     if few and dtype == torch.float16 and backend.name == "cpu":
         pytest.skip("one row is just outside the budget: its largest probability is below 1 - 2^-5")
     saturated = backend.name == "triton" and case in SATURATED and dtype != torch.float32
+    # In float32 the backward's exponents, differences of numbers of 1,000, are known to 1e-4.
+    saturated |= backend.name == "triton" and case == "scores of deviation 300"
     if backend.name == "triton" and target.device == "cpu":
         arguments = few_rows_of_many_classes(op, arguments)
     arguments = all_among_nan(on(target, arguments), int(backend != CUDA))
