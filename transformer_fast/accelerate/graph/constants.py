@@ -244,7 +244,8 @@ def _program(given: Sequence[Node], results: Sequence[Node]) -> Callable[..., tu
 
 def _weight(node: Any, given: Sequence[Node], inputs: Sequence[Any], rows: int) -> _Weight | None:
     """None where the weight is no parameter or view of one, or its packed copy is not needed."""
-    owners = [index for index, each in enumerate(given) if each in _cone([node])]
+    cone = _cone([node])
+    owners = [index for index, each in enumerate(given) if each in cone]
     if len(owners) != 1:
         return None
     owner = inputs[owners[0]]

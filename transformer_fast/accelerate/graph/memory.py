@@ -102,9 +102,11 @@ class Memory:
         """Whether any call of the graph writes into the nodes' memory."""
         return bool(self._touching(self._writes, nodes))
 
-    def shared(self, nodes: Iterable[Node]) -> frozenset[Any]:
-        """Names of the memory that the nodes' values may lie in."""
-        roots: dict[Node, frozenset[Any]] = {}
+    def shared(
+        self, nodes: Iterable[Node], known: dict[Node, frozenset[Any]] | None = None
+    ) -> frozenset[Any]:
+        """Names of the memory that the nodes' values may lie in; ``known`` keeps those of each node."""
+        roots = {} if known is None else known
         return frozenset().union(*(_roots(node, roots) for node in nodes))
 
     def _order(self) -> dict[Node, int]:
@@ -112,8 +114,8 @@ class Memory:
 
     def _touching(self, writes: Sequence[Node], nodes: Iterable[Any]) -> list[Node]:
         """Those of the writes that may change what the nodes read."""
-        read_memory = self.shared(_nodes(list(nodes)))
         roots: dict[Node, frozenset[Any]] = {}
+        read_memory = self.shared(_nodes(list(nodes)), roots)
         return [n for n in writes if _touched(n, roots) & read_memory]
 
 
