@@ -404,10 +404,7 @@ def _tell_flop_counter(module: ModuleType) -> None:
 
 
 def tell() -> None:
-    """Tell DTensor and the flop counter, each once it is imported.
-
-    To be called again after an overload was added: it changes its packet's hash.
-    """
+    """Tell DTensor and the flop counter, each once it is imported."""
     if torch.distributed.is_available():
         when_imported("torch.distributed.tensor", _tell_dtensor)
     when_imported("torch.utils.flop_counter", _tell_flop_counter)
