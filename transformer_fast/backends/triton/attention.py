@@ -79,15 +79,16 @@ def attention_forward_kernel(
     sizes = Sizes(
         queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit
     )  # fmt: skip
-    p = query_program(mask, lists, call, sizes, C)
+    p = query_program(lists, call, sizes, C)
     query, upcoming = p.query, p.upcoming
+    numbers = lists[1]
     column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
     k_base = rows_of(k_heads, p.b, p.h // call.group, p.key_begin)
     v_base = rows_of(v_heads, p.b, p.h // call.group, p.key_begin)
     q_base = rows_of(q_heads, p.b, p.h, p.begin)
     q = load_rows(q_base, query, q_heads.stride_t, column, p.query_end, C.D, True)
 
-    PLAIN: tl.constexpr = p.list_ptr is not None or C.MASK == 0
+    PLAIN: tl.constexpr = numbers is not None or C.MASK == 0
     MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or C.BOUNDED
     row_max = tl.full([C.BLOCK_T], float("-inf"), tl.float32)
     row_sum = tl.zeros([C.BLOCK_T], tl.float32)
@@ -96,7 +97,7 @@ def attention_forward_kernel(
         if MASKED if HIDES else PLAIN:
             for i in range(p.full if HIDES else 0, p.total if HIDES else p.full):
                 number, upcoming = walked_tile(
-                    i, upcoming, p.full, p.total, 0, p.list_ptr, capacity
+                    i, upcoming, p.full, p.total, 0, numbers, p.list_at, capacity
                 )
                 start = number * C.BLOCK_S
                 key = start + tl.arange(0, C.BLOCK_S)
@@ -106,8 +107,8 @@ def attention_forward_kernel(
                 scores = product(q, tl.trans(k), C.PRECISION)
                 if HIDES:
                     scores, _ = visible_scores(
-                        scores, query[:, None], key[None, :], call.scale, p.end, p.mask, queries, keys,
-                        C.BOUNDED, False, C,
+                        scores, query[:, None], key[None, :], call.scale, p.end, mask, p.b, p.h,
+                        queries, keys, C.BOUNDED, False, C,
                     )  # fmt: skip
                 elif C.NATURAL:
                     scores *= call.scale
@@ -155,13 +156,13 @@ def attention_forward_kernel(
                 spoilt = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
                 # In small pieces: this rare walk must not cost the common one registers.
                 for j in tl.range(0, p.total * PIECES, num_stages=1):
-                    number = tile_number(j // PIECES, p.full, 0, p.list_ptr, capacity)
+                    number = tile_number(j // PIECES, p.full, 0, numbers, p.list_at, capacity)
                     start = number * C.BLOCK_S + j % PIECES * PIECE
                     key = start + tl.arange(0, PIECE)
                     k = load_rows(k_base, key, k_heads.stride_t, column, p.end, C.D, C.BOUNDED)
                     scores, visible = visible_scores(
                         product(q, tl.trans(k), C.PRECISION), query[:, None], key[None, :], call.scale,
-                        p.end, p.mask, queries, keys, C.BOUNDED, False, C,
+                        p.end, mask, p.b, p.h, queries, keys, C.BOUNDED, False, C,
                     )  # fmt: skip
                     weights = (
                         power(scores, row_max[:, None], call.scale, C.NATURAL) * share[:, None]

@@ -42,7 +42,6 @@ from .tiles import (
     any_not_finite,
     load_rows,
     load_share,
-    mask_of,
     power,
     query_program,
     rows_of,
@@ -67,8 +66,8 @@ def load_statistics(shift_ptr, norm_ptr, delta_ptr, row, inside, C: tl.constexpr
 
 @triton.jit
 def tile_gradients(
-    q, k, v, do, query, key, start, statistics, dw_ptr, mask, seed, call, end, queries, sizes,
-    MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr,
+    q, k, v, do, query, key, start, statistics, dw_ptr, mask, b, h, seed, call, end, queries,
+    sizes, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr,
     BOUND_QUERIES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(P K', dS) of the tile of ``query`` [T] and ``key`` [S], as [T, S], or transposed.
@@ -89,7 +88,7 @@ def tile_gradients(
         shift, delta, share = shift[:, None], delta[:, None], share[:, None]
     if MASKED:
         scores, visible = visible_scores(
-            scores, query_at, key_at, call.scale, end, mask, queries, sizes.keys, BOUNDED,
+            scores, query_at, key_at, call.scale, end, mask, b, h, queries, sizes.keys, BOUNDED,
             BOUND_QUERIES, C,
         )  # fmt: skip
     elif C.NATURAL:
@@ -137,8 +136,9 @@ def attention_backward_query_kernel(
     sizes = Sizes(
         queries, keys, stride_length, stride_query_length, stride_list_b, stride_list_h, capacity, limit
     )  # fmt: skip
-    p = query_program(mask, lists, call, sizes, C)
+    p = query_program(lists, call, sizes, C)
     query, upcoming = p.query, p.upcoming
+    numbers = lists[1]
     column, column_v = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK_DV)
     k_base = rows_of(k_heads, p.b, p.h // call.group, p.key_begin)
     v_base = rows_of(v_heads, p.b, p.h // call.group, p.key_begin)
@@ -158,14 +158,14 @@ def attention_backward_query_kernel(
         share = load_share(norm_ptr, p.row, query < queries)
     statistics = (p.row, shift, share, delta)
 
-    PLAIN: tl.constexpr = p.list_ptr is not None or C.MASK == 0
+    PLAIN: tl.constexpr = numbers is not None or C.MASK == 0
     MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or C.BOUNDED
     dq = tl.zeros([C.BLOCK_T, C.BLOCK_D], tl.float32)
     for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
         if MASKED if HIDES else PLAIN:
             for i in range(p.full if HIDES else 0, p.total if HIDES else p.full):
                 number, upcoming = walked_tile(
-                    i, upcoming, p.full, p.total, 0, p.list_ptr, capacity
+                    i, upcoming, p.full, p.total, 0, numbers, p.list_at, capacity
                 )
                 start = number * C.BLOCK_S
                 key = start + tl.arange(0, C.BLOCK_S)
@@ -176,8 +176,8 @@ def attention_backward_query_kernel(
                     v_base, key, v_heads.stride_t, column_v, p.end, C.DV, HIDES and C.BOUNDED
                 )
                 _, dscores = tile_gradients(
-                    q, k, v, do, query, key, start, statistics, dw_ptr, p.mask, p.seed, call, p.end,
-                    p.query_end, sizes, HIDES, False, C.BOUNDED, False, C,
+                    q, k, v, do, query, key, start, statistics, dw_ptr, mask, p.b, p.h, p.seed,
+                    call, p.end, p.query_end, sizes, HIDES, False, C.BOUNDED, False, C,
                 )  # fmt: skip
                 dq = dot(narrow(dscores, k), k, dq, C.PRECISION)
     if call.query_lengths is not None:
@@ -199,14 +199,14 @@ def attention_backward_query_kernel(
                 some = first_column + tl.arange(0, CHUNK)
                 clean = tl.zeros([C.BLOCK_T, CHUNK], tl.float32)
                 for j in tl.range(0, p.total * PIECES, num_stages=1):
-                    number = tile_number(j // PIECES, p.full, 0, p.list_ptr, capacity)
+                    number = tile_number(j // PIECES, p.full, 0, numbers, p.list_at, capacity)
                     start = number * C.BLOCK_S + j % PIECES * PIECE
                     key = start + tl.arange(0, PIECE)
                     k = load_rows(k_base, key, k_heads.stride_t, column, p.end, C.D, C.BOUNDED)
                     v = load_rows(v_base, key, v_heads.stride_t, column_v, p.end, C.DV, C.BOUNDED)
                     _, dscores = tile_gradients(
-                        q, k, v, do, query, key, start, statistics, dw_ptr, p.mask, p.seed, call,
-                        p.end, p.query_end, sizes, True, False, C.BOUNDED, False, C,
+                        q, k, v, do, query, key, start, statistics, dw_ptr, mask, p.b, p.h, p.seed,
+                        call, p.end, p.query_end, sizes, True, False, C.BOUNDED, False, C,
                     )  # fmt: skip
                     inside = (key < p.end)[:, None] & (some < C.D)[None, :]
                     piece_at = k_base + key.to(tl.int64)[:, None] * k_heads.stride_t + some[None, :]
@@ -261,7 +261,8 @@ def attention_backward_key_kernel(
     all_tiles = tl.cdiv(query_end, C.BLOCK_T)
     if start >= end:
         all_tiles = 0
-    LISTED: tl.constexpr = lists[0] is not None
+    counts, numbers = lists
+    LISTED: tl.constexpr = numbers is not None
     PLAIN: tl.constexpr = LISTED or C.MASK == 0
     MASKED: tl.constexpr = C.CAUSAL or C.MASK != 0 or call.query_lengths is not None
 
@@ -272,16 +273,15 @@ def attention_backward_key_kernel(
         q_base = rows_of(q_heads, b, h, begin)
         do_base = rows_of(do_heads, b, h, begin)
         row_base = (b * call.key_heads * call.group + h) * queries
-        own_mask = mask_of(mask, b, h)
-        counts, list_ptr = lists
         first = 0
         first_full = 0
+        list_at = 0
         if LISTED:
             list_row = b * stride_list_b + h * stride_list_h + tile
             live = (all_tiles > 0).to(tl.int32)
             full = tl.load(counts + list_row * 2) * live
             total = tl.load(counts + list_row * 2 + 1) * live
-            list_ptr += list_row * 2 * capacity
+            list_at = list_row * 2 * capacity
         else:
             # Tiles of queries on the diagonal come last in the walk and first in the tensor, where
             # the one that has the last query is the last of all.
@@ -300,13 +300,13 @@ def attention_backward_key_kernel(
             unmasked = full * 0  # tiles that the mask shows may lie beyond the last query
         upcoming = 0
         if LISTED:
-            upcoming = tile_number(0, full, 0, list_ptr, capacity)
+            upcoming = tile_number(0, full, 0, numbers, list_at, capacity)
         for HIDES in tl.static_range(2):  # tiles that hide nothing, then the others
             if MASKED if HIDES else PLAIN:
                 for i in range(unmasked if HIDES else 0, total if HIDES else unmasked):
                     number, upcoming = walked_tile(
-                        i, upcoming, full, total, first - full if HIDES else first_full, list_ptr,
-                        capacity,
+                        i, upcoming, full, total, first - full if HIDES else first_full, numbers,
+                        list_at, capacity,
                     )  # fmt: skip
                     if HIDES and call.query_lengths is not None and not LISTED:
                         number += tl.where(number >= first_full, full, 0)
@@ -321,7 +321,7 @@ def attention_backward_key_kernel(
                         shift_ptr, norm_ptr, delta_ptr, row_base + query, query < query_end, C
                     )
                     kept, dscores = tile_gradients(
-                        q, k, v, do, query, key, start, statistics, dw_ptr, own_mask, seed, call, end,
+                        q, k, v, do, query, key, start, statistics, dw_ptr, mask, b, h, seed, call, end,
                         query_end, sizes, HIDES, True, C.RAGGED_KEYS, C.BOUNDED, C,
                     )  # fmt: skip
                     dv = dot(narrow(kept, do), do, dv, C.PRECISION)
@@ -364,8 +364,8 @@ def attention_backward_key_kernel(
                     inside = sees & (column_v < C.DV)[None, :]
                     do = tl.load(do_at + column_v[None, :], mask=inside, other=0.0)
                     kept, dscores = tile_gradients(
-                        q, k, v, do, query, key, start, statistics, dw_ptr, mask_of(mask, b, h), seed,
-                        call, end, query_end, sizes, True, True, C.RAGGED_KEYS, True, C,
+                        q, k, v, do, query, key, start, statistics, dw_ptr, mask, b, h, seed, call,
+                        end, query_end, sizes, True, True, C.RAGGED_KEYS, True, C,
                     )  # fmt: skip
                     inside = sees & (some < C.DV)[None, :]
                     piece = tl.load(do_at + some[None, :], mask=inside, other=0.0)
@@ -440,7 +440,7 @@ def attention_bias_kernel(
         row = (b * call.heads + h) * queries + query
         statistics = load_statistics(shift_ptr, norm_ptr, delta_ptr, row, query < queries, C)
         _, dscores = tile_gradients(
-            q, k, v, do, query, key, start, statistics, dw_ptr, mask_of(mask, b, h), seed, call, end,
+            q, k, v, do, query, key, start, statistics, dw_ptr, mask, b, h, seed, call, end,
             query_end, sizes, True, False, True, True, C,
         )  # fmt: skip
         total += dscores

@@ -26,7 +26,6 @@ from .runtime import ceil_div, launch, multiprocessors, next_power_of_2
 from .tiles import (
     PER_BATCH,
     load_rows,
-    mask_of,
     online_softmax,
     power,
     rows_of,
@@ -63,8 +62,6 @@ def attention_decode_kernel(
     q_base = rows_of(q_heads, b, hk * GROUP, 0)
     q = load_rows(q_base, member, q_heads.stride_h, column, GROUP, C.D, True)
     k_base, v_base = rows_of(k_heads, b, hk, 0), rows_of(v_heads, b, hk, 0)
-    # With GROUP > 1 the mask does not depend on the head.
-    mask = mask_of(mask, b, hk)
     end = sequence_end(call.lengths, stride_length, b, keys)
     each = tl.cdiv(tl.cdiv(end, splits), C.BLOCK_S) * C.BLOCK_S
     last = tl.minimum(split * each + each, end)
@@ -76,7 +73,8 @@ def attention_decode_kernel(
         k = load_rows(k_base, key, k_heads.stride_t, column, end, C.D, True)
         scores, visible = visible_scores(
             product(q, tl.trans(k), C.PRECISION), member[:, None] * 0, key[None, :], call.scale, end,
-            mask, 1, keys, True, False, C,
+            mask, b, hk,  # with GROUP > 1 the mask does not depend on the head
+            1, keys, True, False, C,
         )  # fmt: skip
         v = load_rows(v_base, key, v_heads.stride_t, column_v, end, C.DV, True)
         if C.MASK != 0:

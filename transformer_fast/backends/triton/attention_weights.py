@@ -21,7 +21,6 @@ from .tiles import (
     PER_BATCH_BUT_KEYS,
     load_rows,
     load_share,
-    mask_of,
     power,
     rows_of,
     sequence_end,
@@ -57,7 +56,7 @@ def attention_weights_kernel(
     k = load_rows(at, key, k_heads.stride_t, column, end, C.D, True)
     scores, visible = visible_scores(
         product(q, tl.trans(k), C.PRECISION), query[:, None], key[None, :], call.scale, end,
-        mask_of(mask, b, h), query_end, keys, True, call.query_lengths is not None, C,
+        mask, b, h, query_end, keys, True, call.query_lengths is not None, C,
     )  # fmt: skip
     row = bh.to(tl.int64) * queries + query
     shift = tl.load(shift_ptr + row, mask=query < queries, other=0.0)

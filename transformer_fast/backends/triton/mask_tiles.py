@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .runtime import ceil_div, launch
-from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, Mask, mask_of, sequence_end
+from .tiles import BOOL_MASK, FLOAT_MASK, NO_MASK, PER_BATCH, Mask, sequence_end
 
 _CHUNK = 64
 _BOOL_MASK: tl.constexpr = tl.constexpr(BOOL_MASK)
@@ -79,9 +79,9 @@ def mask_code_kernel(
     rest = program // across
     t = (rest % down) * GRANULE_T + tl.arange(0, GRANULE_T)
     rest = rest // down
-    mask = mask_of(mask, rest // heads, rest % heads)
     inside = (t < queries)[:, None] & (s < keys)[None, :]
-    at = mask.data + t[:, None] * mask.stride_t + s[None, :] * mask.stride_s
+    at = mask.data + rest // heads * mask.stride_b + rest % heads * mask.stride_h
+    at += t[:, None] * mask.stride_t + s[None, :] * mask.stride_s
     entry = tl.load(at, mask=inside, other=0)
     if MASK == _BOOL_MASK:
         seen = entry != 0

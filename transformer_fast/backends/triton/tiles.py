@@ -119,16 +119,15 @@ class Program(NamedTuple):
     key_begin: Any
     query_end: Any
     end: Any
-    mask: Any
     seed: Any
     full: Any  # tiles of keys that are visible to all queries
     total: Any  # and to any
     upcoming: Any  # see `walked_tile`
-    list_ptr: Any
+    list_at: Any  # where its list begins, if there are lists
 
 
 @triton.jit
-def query_program(mask, lists, call, sizes, C: tl.constexpr):
+def query_program(lists, call, sizes, C: tl.constexpr):
     tiles = tl.cdiv(sizes.queries, C.BLOCK_T)
     program = tl.program_id(0)
     # With causal the last queries have the most work: they start first.
@@ -148,12 +147,13 @@ def query_program(mask, lists, call, sizes, C: tl.constexpr):
     seed = 0
     if C.DROPOUT:
         seed = tl.load(call.seed)
-    counts, list_ptr = lists
-    if list_ptr is not None:
+    counts, numbers = lists
+    list_at = 0
+    if numbers is not None:
         row = b * sizes.stride_list_b + h * sizes.stride_list_h + tile
         full = tl.load(counts + row * 2)
         total = tl.load(counts + row * 2 + 1)
-        list_ptr += row * 2 * sizes.capacity
+        list_at = row * 2 * sizes.capacity
     else:
         walk = end
         full_end = end
@@ -168,11 +168,11 @@ def query_program(mask, lists, call, sizes, C: tl.constexpr):
         live = (first < query_end).to(tl.int32)
         full, total = full * live, total * live
     upcoming = 0
-    if list_ptr is not None:
-        upcoming = tile_number(0, full, 0, list_ptr, sizes.capacity)
+    if numbers is not None:
+        upcoming = tile_number(0, full, 0, numbers, list_at, sizes.capacity)
     return Program(
         b, h, query, bh.to(tl.int64) * sizes.queries + query, begin, key_begin, query_end, end,
-        mask_of(mask, b, h), seed, full, total, upcoming, list_ptr,
+        seed, full, total, upcoming, list_at,
     )  # fmt: skip
 
 
@@ -180,16 +180,6 @@ def query_program(mask, lists, call, sizes, C: tl.constexpr):
 def rows_of(x, b, h, begin):
     """Where the rows of a head are, from row ``begin`` on."""
     return x.data + b * x.stride_b + h * x.stride_h + begin * x.stride_t
-
-
-@triton.jit
-def mask_of(mask, b, h):
-    """The mask of one head."""
-    if mask.data is not None:
-        at = mask.data + b * mask.stride_b + h * mask.stride_h
-        return Mask(at, 0, 0, mask.stride_t, mask.stride_s)
-    else:
-        return mask
 
 
 @triton.jit
@@ -265,14 +255,14 @@ def load_share(norm_ptr, row, inside):
 
 @triton.jit
 def visible_scores(
-    qk, queries, keys, scale, key_end, mask, query_limit, key_limit, BOUNDED: tl.constexpr,
+    qk, queries, keys, scale, key_end, mask, b, h, query_limit, key_limit, BOUNDED: tl.constexpr,
     BOUND_QUERIES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(scores, visible) of a tile; ``queries`` and ``keys`` are indices that broadcast to it.
 
-    Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones; ``mask`` is that of the
-    head. BOUNDED is False where all keys are below ``key_end``. With BOUND_QUERIES what is beyond the
-    last query counts as hidden: for sums over queries.
+    Works for [T, S] tiles (queries [T, 1], keys [1, S]) and transposed ones. BOUNDED is False where
+    all keys are below ``key_end``. With BOUND_QUERIES what is beyond the last query counts as hidden:
+    for sums over queries.
     """
     # The comparison with itself is a True of the right shape, which costs nothing.
     visible = keys == keys
@@ -286,7 +276,7 @@ def visible_scores(
     if C.NATURAL:
         scores = qk * scale
     if C.MASK != 0:
-        at = mask.data + keys.to(tl.int64) * mask.stride_s
+        at = mask.data + b * mask.stride_b + h * mask.stride_h + keys.to(tl.int64) * mask.stride_s
         inside = keys == keys
         if BOUNDED:
             inside = keys < key_limit
@@ -330,27 +320,28 @@ def sequence(length_ptr, stride, batch, places, rows, PACKED: tl.constexpr):
 
 
 @triton.jit
-def tile_number(i, full, first, list_ptr, capacity):
+def tile_number(i, full, first, numbers, list_at, capacity):
     """Number of the i-th visible tile: fully visible ones first, then the others.
 
     Without lists the tiles are first, first + 1, ...
     """
-    if list_ptr is not None:
-        return tl.load(list_ptr + tl.where(i < full, i, capacity + i - full))
+    if numbers is not None:
+        return tl.load(numbers + list_at + tl.where(i < full, i, capacity + i - full))
     return first + i
 
 
 @triton.jit
-def walked_tile(i, upcoming, full, total, first, list_ptr, capacity):
+def walked_tile(i, upcoming, full, total, first, numbers, list_at, capacity):
     """(`tile_number` of i, that of the tile behind it), in a walk over all ``total`` tiles.
 
     ``upcoming`` is what this gave as the second for the tile before. A number that is read in the very
     step that loads its tile costs the pipeline half its stages, as loads whose place other loads tell.
     """
     number = first + i
-    if list_ptr is not None:
+    if numbers is not None:
         number = upcoming
-        upcoming = tile_number(tl.minimum(i + 1, total - 1), full, 0, list_ptr, capacity)
+        i = tl.minimum(i + 1, total - 1)
+        upcoming = tile_number(i, full, 0, numbers, list_at, capacity)
     return number, upcoming
 
 
