@@ -147,6 +147,26 @@ def test_what_is_not_plainly_the_kernels_is_the_dispatchers(
     assert chosen
 
 
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norms_are_the_same_on_the_fast_path(
+    dtype: torch.dtype, eps: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(3, 8, dtype=dtype) * 1e-3, torch.randn(8, dtype=dtype)
+    calls = (
+        lambda: functional.rms_norm(x, (8,), weight, eps),
+        lambda: torch.cat(functional.add_rms_norm(x, x, (8,), weight, eps)),
+    )
+    with fast_path.handed_over(short=False):
+        expected = [call() for call in calls]
+    monkeypatch.delitem(functional.rms_norm.__globals__, "_run")
+    assert all(torch.equal(call(), one) for call, one in zip(calls, expected, strict=True))
+    x = x.double()
+    for call in calls:
+        with pytest.raises(NameError, match="_run"):
+            call()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 def test_named_backends_and_transforms_are_the_dispatchers() -> None:
     arguments = _norm()

@@ -84,9 +84,9 @@ def _run(
     require_tensor(op, "input", 1, input)
     if adds:
         require_tensor(op, "residual", 2, residual)
-    if eps is None:  # PyTorch's default: of the type that statistics have
+    if eps is None:
         wide = input.dtype is torch.float64 or (adds and residual.dtype is torch.float64)  # type: ignore[union-attr]
-        eps = torch.finfo(torch.float64 if wide else torch.float32).eps
+        eps = _EPS[torch.float64 if wide else torch.float32]
     weight, bias = (*affine, None)[:2]
     if weight is not None:
         require_tensor(op, "weight", position + 1, weight)
@@ -143,6 +143,13 @@ def _run(
     call = Call(op, tensors, wants_grad(*tensors), p, normalized_shape=sizes)
     arguments = (input, residual, sizes, *affine, eps, p, None)
     return call_cache.run(key, given, call, arguments, backend)
+
+
+#: PyTorch's default ``eps`` of RMS norms: the machine epsilon of the type that statistics have.
+_EPS = {
+    dtype: torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 def _is_row(
@@ -285,6 +292,15 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
+    if (
+        backend is None
+        and (eps is None or type(eps) is float)
+        and type(normalized_shape) is tuple
+        and plain(input, weight) is not None
+        and _is_row(input, normalized_shape, weight, None)
+        and (run := cpu_kernel("rms_norm", input, weight))
+    ):
+        return run(input, normalized_shape, weight, _EPS[input.dtype] if eps is None else eps)  # type: ignore[no-any-return]
     return _run("rms_norm", input, None, normalized_shape, (weight,), eps, 0.0, backend)  # type: ignore[no-any-return]
 
 
@@ -313,6 +329,21 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019; "Attention Is All You Need", sections 3.1 and 5.4.
     """
+    if (
+        backend is None
+        and (eps is None or type(eps) is float)
+        and type(dropout_p) is float
+        and 0.0 <= dropout_p < 1.0
+        and type(normalized_shape) is tuple
+        and plain(input, residual, weight) is not None
+        and residual is not None
+        and input.shape == residual.shape
+        and _is_row(input, normalized_shape, weight, None)
+        and (run := cpu_kernel("add_rms_norm", input, residual, weight))
+    ):
+        seed = draw_seed(input.device) if dropout_p else None
+        eps = _EPS[input.dtype] if eps is None else eps
+        return run(input, residual, normalized_shape, weight, eps, dropout_p, seed)  # type: ignore[no-any-return]
     return _run(  # type: ignore[no-any-return]
         "add_rms_norm", input, residual, normalized_shape, (weight,), eps, dropout_p, backend
     )
