@@ -27,9 +27,9 @@ from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import _native, models, use_backend
-from transformer_fast.models.generation import cached, incremental
-from transformer_fast.models.generation.cached import CachedDecoder
-from transformer_fast.models.generation.choose import bind_best, sampler, top
+from transformer_fast.models.generation import cached, search
+from transformer_fast.models.generation.cached import CachedDecoder, read_stack
+from transformer_fast.models.generation.methods import bind_best, sampler, top
 from transformer_fast.models.generation.recomputed import RecomputedDecoder
 
 LENGTHS = [7, 3, 5, 1, 6]
@@ -253,8 +253,6 @@ def test_autocast(method: Any) -> None:
 
 
 def one_by_one_decoder(model: Any, memory: Tensor, padding: Tensor) -> CachedDecoder:
-    from transformer_fast.models.generation.layers import read_stack
-
     stack, embed = read_stack(model.decoder.stack, True), model.decoder.embedding.vectors
     return CachedDecoder(stack, embed, model.output, memory, padding, 20)
 
@@ -329,7 +327,7 @@ def test_no_look_between_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     source = tokens(23, LENGTHS)
     methods = (models.Greedy(), models.Sampling(seed=3), models.BeamSearch(3, n_best=2))
     expected = [model.generate(source, method, max_new_tokens=20) for method in methods]
-    monkeypatch.setattr(incremental.Task, "looks", 8)
+    monkeypatch.setattr(search.Task, "looks", 8)
     for method, right in zip(methods, expected, strict=True):
         found = model.generate(source, method, max_new_tokens=20)
         assert torch.equal(found.tokens, right.tokens)

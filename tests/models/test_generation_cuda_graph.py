@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import models
-from transformer_fast.models.generation import cached, cuda_graph, incremental
+from transformer_fast.models.generation import cached, cuda_graph, search
 
 
 def storage(x: Tensor) -> Any:
@@ -103,7 +103,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch, looks: int = 1):
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graph, "wanted", lambda x: True)
         patch.setattr(cached, "bind_stack", lambda *given: None)
-        patch.setattr(incremental.Task, "looks", property(lambda task: looks))
+        patch.setattr(search.Task, "looks", property(lambda task: looks))
         yield
 
 
@@ -191,7 +191,7 @@ def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
         else:
             model = small_language_model(norm_first=norm_first)
             half, memory = model.encoder, None
-        weights = cached_weights(half.stack, crossed)
+        weights = cached.read_stack(half.stack, crossed)
         decoder = cached.CachedDecoder(
             weights, half.embedding.vectors, model.output, memory, None, 40
         )
@@ -203,12 +203,6 @@ def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
                 logits = decoder.step(torch.empty(4, dtype=torch.int64))
     assert decoder.steps is not None
     assert logits.shape == (4, 19)
-
-
-def cached_weights(stack: Any, crossed: bool) -> Any:
-    from transformer_fast.models.generation.layers import read_stack
-
-    return read_stack(stack, crossed=crossed)
 
 
 class Stream:

@@ -5,15 +5,11 @@ logits = model(source, target)
 found = model.generate(source, models.BeamSearch(4))
 """
 
-from .annotated_layer_norm import AnnotatedLayerNorm
 from .attention_weights import attention_weights
-from .embedding import OutputProjection, TokenEmbedding
-from .encoder_decoder import Decoder, Encoder
+from .embedding import LearnedPositions, OutputProjection, SinusoidalPositions, TokenEmbedding
 from .generation import BeamSearch, Generated, Greedy, Sampling, generate, stream
 from .hand_written import HandWritten
-from .language_model import LanguageModel
-from .positions import LearnedPositions, SinusoidalPositions
-from .transformer import Transformer
+from .transformer import AnnotatedLayerNorm, Decoder, Encoder, LanguageModel, Transformer
 from .weights import load_weights
 
 __all__ = [

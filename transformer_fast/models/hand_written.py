@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..functional import padding_mask
 from .generation import Generated, Method, generate
-from .generation.checks import check_source_rows
+from .generation.generate import check_source_rows
 from .generation.recomputed import evaluating
 from .tokens import check_ids
 

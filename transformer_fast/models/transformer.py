@@ -1,21 +1,349 @@
-"""The encoder-decoder of "Attention Is All You Need"."""
+"""The Transformer: encoder and decoder, the paper's model of both, and the decoder-only one."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .embedding import OutputProjection
-from .encoder_decoder import Decoder, Encoder, config_of, options_of_half
+from .. import nn
+from ..functional import causal_mask
+from ..functional.layer_norm import annotated_layer_norm
+from .embedding import OutputProjection, TokenEmbedding, make_positions
 from .generation import Generated, Method, generate, stream
-from .generation.from_model import encoder_decoder_arguments
-from .tokens import check_token
+from .generation.generate import (
+    check_lengths,
+    check_method,
+    check_new_tokens,
+    check_source_rows,
+    takes_what,
+)
+from .generation.recomputed import evaluating
+from .tokens import check_mask, check_padding_mask, check_token, check_tokens, padding_mask
 
 
-class Transformer(torch.nn.Module):
+class AnnotatedLayerNorm(torch.nn.Module):
+    """``y = weight * (x - mean(x)) / (std(x) + eps) + bias`` with the unbiased std.
+
+    `LayerNorm` divides by ``sqrt(var + eps)`` with the biased variance; weights trained with one
+    need the same one later. It runs on the kernels that `RMSNorm` runs on.
+
+    Args:
+        d_model: size M of the last dimension, at least 2 (one value has no unbiased std).
+        eps: added to the std, outside the root.
+
+    Source: "The Annotated Transformer" (Rush 2018; Huang et al. 2022), class LayerNorm.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-6,
+        *,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if d_model < 2:
+            raise ValueError(f"d_model must be at least 2 for an unbiased std, not {d_model}")
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(d_model, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return annotated_layer_norm(input, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+NORMS = ("layer_norm", "annotated")
+
+
+class _Half(torch.nn.Module):
+    _layer: Callable[..., torch.nn.Module]
+    _stack: Callable[..., torch.nn.Module]
+    #: What errors call the tokens.
+    tokens_name = "tokens"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        *,
+        norm: str = "layer_norm",
+        final_norm: bool | None = None,
+        bias: bool = True,
+        embedding_size: int | None = None,
+        embedding_scale: float | None = None,
+        positions: str | None = "sinusoidal",
+        max_len: int = 5000,
+        pad_token: int | None = None,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}, not {norm!r}")
+        if d_model < 1 or nhead < 1 or d_model % nhead:
+            raise ValueError(
+                f"d_model must be a positive multiple of nhead, not {d_model} for nhead={nhead}"
+            )
+        self.max_len = max_len
+        self.embedding = TokenEmbedding(
+            vocab_size,
+            d_model,
+            embedding_size=embedding_size,
+            positions=make_positions(positions, max_len, d_model, device, dtype),
+            dropout=dropout,
+            scale=embedding_scale,
+            pad_token=pad_token,
+            device=device,
+            dtype=dtype,
+        )
+
+        def make_norm() -> torch.nn.Module:
+            if norm == "annotated":
+                return AnnotatedLayerNorm(d_model, layer_norm_eps, device=device, dtype=dtype)
+            return nn.LayerNorm(d_model, layer_norm_eps, bias=bias, device=device, dtype=dtype)
+
+        layer = self._layer(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, True, norm_first,
+            bias, device, dtype,
+        )  # fmt: skip
+        if norm != "layer_norm":
+            for name in ("norm1", "norm2", "norm3"):
+                if hasattr(layer, name):
+                    setattr(layer, name, make_norm())
+        normed = norm_first if final_norm is None else final_norm
+        self.stack = self._stack(layer, num_layers, make_norm() if normed else None)
+        if isinstance(self.stack, nn.TransformerEncoder):
+            # What stands at padded places reaches no result; without it padding costs nothing.
+            self.stack.skips_padding = True
+        for parameter in self.stack.parameters():  # as torch.nn.Transformer does
+            if parameter.dim() > 1:
+                torch.nn.init.xavier_uniform_(parameter)
+
+    def padding_mask(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
+        """What `forward` takes for padding (B, L): the given mask, or where pad_token stands."""
+        name = self.tokens_name
+        return padding_mask("padding", name, tokens, self.embedding.pad_token, padding)
+
+    def _mask_among(
+        self, tokens: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor | None, bool]:
+        """The mask among the tokens, and whether it is the causal mask and nothing else."""
+        length = tokens.shape[1]
+        if mask is not None:
+            check_mask("mask", mask, length, length)
+        if not is_causal:
+            return mask, False
+        causal = causal_mask(length, true_means="hidden", device=tokens.device)
+        return (causal, True) if mask is None else (mask | causal, False)
+
+    def _check(self, tokens: Tensor) -> None:
+        check_tokens(self.tokens_name, tokens, self.embedding.vocab_size)
+        if tokens.shape[1] > self.max_len:
+            raise ValueError(
+                f"{self.tokens_name} has {tokens.shape[1]} tokens, more than max_len={self.max_len}"
+            )
+
+
+def options_of_half(given: dict[str, Any]) -> dict[str, Any]:
+    """Those of a model's ``locals()`` that `Encoder` and `Decoder` take."""
+    names = set(inspect.signature(_Half.__init__).parameters) - {"self"}
+    return {name: value for name, value in given.items() if name in names}
+
+
+class Encoder(_Half):
+    """Embedding, positions and a stack of `transformer_fast.nn.TransformerEncoderLayer`.
+
+    By itself it is an encoder-only model (put a head on its output), with ``is_causal=True`` the
+    body of a decoder-only one (`LanguageModel`), and it is the encoder of `Transformer`.
+
+    Args:
+        vocab_size: number V of token ids.
+        d_model ... norm_first: as in torch.nn.TransformerEncoderLayer; so are bias, device, dtype.
+        num_layers: number of layers.
+        norm: "layer_norm", or "annotated" for `AnnotatedLayerNorm`.
+        final_norm: whether a norm follows the last layer; None: only with norm_first.
+        embedding_size: size E of the embedding's rows, projected to d_model where it differs; None
+            means d_model.
+        embedding_scale: multiplies the embeddings; None means sqrt(E), the paper's.
+        positions: "sinusoidal", "learned", or None for none.
+        max_len: longest sequence.
+        pad_token: id that stands for padding; None: no id does.
+
+    Raises:
+        ValueError: an option that is unknown or out of range.
+
+    Source: "Attention Is All You Need", section 3.1.
+    """
+
+    _layer, _stack = nn.TransformerEncoderLayer, nn.TransformerEncoder
+
+    def forward(
+        self,
+        tokens: Tensor,
+        padding: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """The vectors (B, L, M) of tokens (B, L).
+
+        Args:
+            padding: bool (B, L), True at tokens to ignore; None: where pad_token stands.
+            mask: bool (L, L) or (B * H, L, L), True where token t (row) may not see token s, as in
+                torch.nn; padding and is_causal hide besides. None: hides nothing.
+            is_causal: token t sees tokens s <= t only. Kept apart from the padding: neither mask is
+                expanded into the other.
+
+        Raises:
+            TypeError, ValueError, IndexError: tokens that are no ids, of another shape, empty,
+                longer than max_len, or not in the vocabulary; a mask that does not fit.
+        """
+        self._check(tokens)
+        padding = self.padding_mask(tokens, padding)
+        mask, is_causal = self._mask_among(tokens, mask, is_causal)
+        return self.stack(self.embedding(tokens), mask, padding, is_causal)
+
+
+class Decoder(_Half):
+    """Embedding, positions and a stack of `transformer_fast.nn.TransformerDecoderLayer`.
+
+    Args: as in `Encoder`.
+
+    Source: "Attention Is All You Need", section 3.1.
+    """
+
+    _layer, _stack = nn.TransformerDecoderLayer, nn.TransformerDecoder
+
+    def forward(
+        self,
+        tokens: Tensor,
+        memory: Tensor,
+        memory_padding: Tensor | None = None,
+        padding: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        is_causal: bool = True,
+    ) -> Tensor:
+        """The vectors (B, T, M) of tokens (B, T), each seeing those before it and the memory.
+
+        Args:
+            memory: (B, S, M), the encoder's output.
+            memory_padding: bool (B, S), True at places of the memory to ignore; None: none.
+            padding: bool (B, T), True at tokens to ignore; None: where pad_token stands.
+            mask, is_causal: as in `Encoder.forward`, but is_causal is the default: without it each
+                token sees all that ``mask`` does not hide.
+            memory_mask: bool (T, S) or (B * H, T, S), True where token t may not see place s of the
+                memory; None: hides nothing.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `Encoder`.
+        """
+        self._check(tokens)
+        padding = self.padding_mask(tokens, padding)
+        if memory.dim() != 3 or memory.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                f"memory must have shape (batch, length, d_model) with batch {tokens.shape[0]}, as "
+                f"{self.tokens_name} has, not {list(memory.shape)}"
+            )
+        if memory_padding is not None:
+            check_padding_mask("memory_padding", memory_padding, "memory", tuple(memory.shape[:2]))
+        if memory_mask is not None:
+            check_mask("memory_mask", memory_mask, tokens.shape[1], memory.shape[1])
+        mask, is_causal = self._mask_among(tokens, mask, is_causal)
+        return self.stack(
+            self.embedding(tokens),
+            memory,
+            tgt_mask=mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=padding,
+            memory_key_padding_mask=memory_padding,
+            tgt_is_causal=is_causal,
+        )
+
+
+class _Model(torch.nn.Module):
+    """What whole models have in common.
+
+    Args:
+        given: the ``locals()`` with which ``__init__`` starts.
+        tokens: the special tokens' names, and the size of the vocabulary that each is of.
+    """
+
+    max_len: int
+    pad_token: int | None
+    end_token: int | None
+    output: OutputProjection
+
+    def __init__(self, given: dict[str, Any], tokens: dict[str, int]) -> None:
+        super().__init__()
+        no_options = ("self", "__class__", "device", "dtype")
+        self.config = {name: value for name, value in given.items() if name not in no_options}
+        for name, vocab_size in tokens.items():
+            check_token(name, given[name], vocab_size)
+        for name in ("max_len", *tokens):
+            setattr(self, name, given[name])
+
+    def _project_with(self, embedding: TokenEmbedding, given: dict[str, Any]) -> None:
+        """Make the output's projection to the tokens of an embedding."""
+        self.output = OutputProjection(
+            given["d_model"], embedding.vocab_size,
+            tied_to=embedding if given["tie_output"] else None, bias=given["output_bias"],
+            device=given["device"], dtype=given["dtype"],
+        )  # fmt: skip
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        return F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+    def _arguments(self, half: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Those arguments of `generation.generate` that follow alike from a model's own ones."""
+        end = self.end_token if given["end_token"] is None else given["end_token"]
+        if end is None:
+            raise ValueError(
+                "the end token is missing: give end_token, here or to the model (-1 here: nothing "
+                "ends a sequence)"
+            )
+        return {
+            "decoder": half.stack,
+            "method": check_method(given["method"]),
+            "embed": half.embedding.vectors,
+            "project": self.output,
+            "end_token": end,
+            "pad_token": self.pad_token,
+            "use_cache": given["use_cache"],
+        }
+
+    def _check_room(self, prompt: int, new_tokens: int) -> None:
+        check_new_tokens(new_tokens)
+        # The last token is not fed back, so it needs no position.
+        if prompt + new_tokens - 1 > self.max_len:
+            raise ValueError(
+                f"max_new_tokens={new_tokens} behind {prompt} tokens is longer than "
+                f"max_len={self.max_len}"
+            )
+
+
+class Transformer(_Model):
     """The Transformer: token ids in, logits of the next token out.
 
     ``logits = output(decoder(target, encoder(source)))``. Its parts: ``encoder`` and ``decoder``
@@ -73,29 +401,18 @@ class Transformer(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         given = dict(locals())
-        super().__init__()
-        self.config = config_of(given)
-        shared = target_vocab_size is None
         vocab_size = source_vocab_size if target_vocab_size is None else target_vocab_size
-        check_token("pad_token", pad_token, min(source_vocab_size, vocab_size))
-        check_token("start_token", start_token, vocab_size)
-        check_token("end_token", end_token, vocab_size)
+        pads = min(source_vocab_size, vocab_size)
+        super().__init__(
+            given, {"pad_token": pads, "start_token": vocab_size, "end_token": vocab_size}
+        )
         half = options_of_half(given)
-        self.max_len, self.pad_token = max_len, pad_token
-        self.start_token, self.end_token = start_token, end_token
         self.encoder = Encoder(source_vocab_size, num_layers=num_encoder_layers, **half)
         self.decoder = Decoder(vocab_size, num_layers=num_decoder_layers, **half)
         self.encoder.tokens_name, self.decoder.tokens_name = "source", "target"
-        if shared:
+        if target_vocab_size is None:
             self.decoder.embedding.table = self.encoder.embedding.table
-        self.output = OutputProjection(
-            d_model,
-            vocab_size,
-            tied_to=self.decoder.embedding if tie_output else None,
-            bias=output_bias,
-            device=device,
-            dtype=dtype,
-        )
+        self._project_with(self.decoder.embedding, given)
 
     def encode(
         self,
@@ -180,8 +497,7 @@ class Transformer(torch.nn.Module):
         target_padding: Tensor | None = None,
     ) -> Tensor:
         """``log_softmax(forward(...))`` (B, T, V), in fp32 at least."""
-        logits = self(source, target, source_padding, target_padding)
-        return F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        return self._log_softmax(self(source, target, source_padding, target_padding))
 
     def generate(
         self,
@@ -214,28 +530,158 @@ class Transformer(torch.nn.Module):
                 max_len, beams larger than the vocabulary.
             TypeError, IndexError: as `forward`.
         """
-        arguments = encoder_decoder_arguments(
-            self, source, method, max_new_tokens, source_padding, prefix, end_token, use_cache
-        )
-        return generate(**arguments)
+        return generate(**self._generation(locals()))
 
-    def stream(
-        self,
-        source: Tensor,
-        method: Method | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        source_padding: Tensor | None = None,
-        prefix: Tensor | None = None,
-        end_token: int | None = None,
-        use_cache: bool | None = None,
-    ) -> Iterator[Tensor]:
+    @takes_what(generate)
+    def stream(self, **given: Any) -> Iterator[Tensor]:
         """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
 
         Sequences that have ended give pad_token (the end token if there is none). Not for beam
         search, which knows nothing before the end.
         """
-        arguments = encoder_decoder_arguments(
-            self, source, method, max_new_tokens, source_padding, prefix, end_token, use_cache
-        )
-        return stream(**arguments)
+        return stream(**self._generation(given))
+
+    @torch.no_grad()
+    def _generation(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generation.generate` from those of `generate`; the source is encoded here."""
+        source, prefix, limit = given["source"], given["prefix"], given["max_new_tokens"]
+        arguments = self._arguments(self.decoder, given)
+        check_tokens("source", source, self.encoder.embedding.vocab_size)
+        if prefix is not None:
+            check_tokens("prefix", prefix, self.decoder.embedding.vocab_size)
+        elif self.start_token is None:
+            raise ValueError("the start token is missing: give start_token to the model, or prefix")
+        length = 1 if prefix is None else prefix.shape[1]
+        if limit is None:
+            limit = max(1, min(source.shape[1] + 50, self.max_len - length + 1))
+        self._check_room(length, limit)
+        padding = self.encoder.padding_mask(source, given["source_padding"])
+        check_source_rows("source", padding)
+        with evaluating(self):
+            memory = self.encode(source, padding)
+        return arguments | {
+            "memory": memory,
+            "memory_key_padding_mask": padding,
+            "prefix": self.start_token if prefix is None else prefix,
+            "max_new_tokens": limit,
+        }
+
+
+class LanguageModel(_Model):
+    """Decoder-only Transformer: logits of the next token from the tokens so far.
+
+    ``logits = output(encoder(tokens, is_causal=True))``.
+
+    Args:
+        vocab_size: number V of token ids.
+        d_model ... positions: as in `Encoder`.
+        tie_output, output_bias, end_token: as in `Transformer`.
+
+    Raises:
+        ValueError: an option that is unknown or out of range.
+
+    ``config`` holds the arguments, so that ``LanguageModel(**model.config)`` builds the same model.
+
+    Source: Liu et al. 2018 and Radford et al. 2018, after "Attention Is All You Need".
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = "relu",
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        *,
+        norm: str = "layer_norm",
+        final_norm: bool | None = None,
+        bias: bool = True,
+        embedding_size: int | None = None,
+        embedding_scale: float | None = None,
+        positions: str | None = "sinusoidal",
+        max_len: int = 5000,
+        tie_output: bool = False,
+        output_bias: bool = True,
+        pad_token: int | None = None,
+        end_token: int | None = None,
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        given = dict(locals())
+        super().__init__(given, {"pad_token": vocab_size, "end_token": vocab_size})
+        self.encoder = Encoder(**options_of_half(given))
+        self._project_with(self.encoder.embedding, given)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        padding: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        expected: Tensor | None = None,
+        smoothing: float = 0.0,
+        ignored: int | None = None,
+    ) -> Tensor:
+        """Logits (B, L, V) of the token after each of tokens (B, L).
+
+        With ``expected`` (B, L), losses (B, L) instead, as in `OutputProjection.forward`. Other
+        arguments and errors: as `Encoder.forward`.
+        """
+        encoded = self.encoder(tokens, padding, mask=mask, is_causal=True)
+        return self.output(encoded, expected, smoothing, ignored)
+
+    def log_probabilities(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        """``log_softmax(forward(...))`` (B, L, V), in fp32 at least."""
+        return self._log_softmax(self(tokens, padding))
+
+    def generate(
+        self,
+        prompt: Tensor,
+        method: Method | None = None,
+        *,
+        max_new_tokens: int,
+        prompt_lengths: Tensor | None = None,
+        end_token: int | None = None,
+        use_cache: bool | None = None,
+    ) -> Generated:
+        """The tokens that follow the prompts (B, P), without gradients and without dropout.
+
+        Args:
+            method, end_token, use_cache: as in `Transformer.generate`.
+            max_new_tokens: most tokens to generate for each prompt, the end token included.
+            prompt_lengths: int (B,), how many tokens of each row are its prompt; the rest is
+                padding and not looked at. None: all. Beam search wants one length for all.
+
+        Raises:
+            ValueError: no end token, an empty prompt, prompt and new tokens longer than max_len,
+                beams larger than the vocabulary.
+            TypeError, IndexError: as `Encoder.forward`.
+        """
+        return generate(**self._generation(locals()))
+
+    @takes_what(generate)
+    def stream(self, **given: Any) -> Iterator[Tensor]:
+        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+
+        Rows that have ended, or whose prompt goes on, give pad_token (the end token if there is
+        none). Not for beam search, which knows nothing before the end.
+        """
+        return stream(**self._generation(given))
+
+    def _generation(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generation.generate` from those of `generate`."""
+        prompt, limit = given["prompt"], given["max_new_tokens"]
+        arguments = self._arguments(self.encoder, given)
+        check_tokens("prompt", prompt, self.encoder.embedding.vocab_size)
+        lengths = check_lengths("prompt_lengths", given["prompt_lengths"], "prompt", prompt)
+        self._check_room(prompt.shape[1] if lengths is None else int(lengths.max()), limit)
+        return arguments | {
+            "memory": None,
+            "prefix": prompt,
+            "prefix_lengths": lengths,
+            "max_new_tokens": limit,
+        }

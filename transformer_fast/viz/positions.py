@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..models.positions import Positions, SinusoidalPositions
+from ..models.embedding import Positions, SinusoidalPositions
 from . import style
 
 

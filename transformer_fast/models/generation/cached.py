@@ -1,26 +1,359 @@
-"""A decoder that remembers keys and values, so that each new token costs one token's work."""
+"""A decoder that remembers keys and values, so that each new token costs one token's work.
+
+What a stack of layers consists of is read from torch.nn modules or ours, and kernels are chosen once
+for one shape of step: thousands of equal calls need not be checked again. Under autocast matrix
+products run in its dtype, as the public functions do it; the weights are then cast once, where they
+are bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...nn import fusion
+from ... import _native, dispatch, nn
+from ...autograd import wants_grad
+from ...dispatch import Call, select
+from ...nn import masks
+from ...nn.fusion import (
+    LINEAR,
+    Kind,
+    Layer,
+    Norm,
+    Sublayer,
+    Unreadable,
+    is_unhooked,
+    read_layer,
+    read_norm,
+)
 from ..embedding import OutputProjection
 from . import cuda_graph
-from .kernels import (
-    Linear,
-    bind_layer_norm,
-    bind_linear,
-    bind_stack,
-    empty_cache,
-    product_dtype,
+from .cuda_graph import Place
+
+_ATTENTION = (torch.nn.MultiheadAttention, nn.MultiheadAttention)
+_ENCODER_LAYER = (torch.nn.TransformerEncoderLayer, nn.TransformerEncoderLayer)
+_DECODER_LAYER = (torch.nn.TransformerDecoderLayer, nn.TransformerDecoderLayer)
+_STACK = (
+    torch.nn.TransformerEncoder,
+    torch.nn.TransformerDecoder,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
 )
-from .layers import Stack
-from .sublayers import CrossAttention, FeedForward, MemoryPlaces, SelfAttention
+
+
+class Stack(NamedTuple):
+    """The layers of a `TransformerEncoder` or `TransformerDecoder`, all alike in ``norm_first``."""
+
+    d_model: int
+    heads: int
+    norm_first: bool
+    layers: list[Layer]
+    #: The norm after the last layer, if any.
+    final_norm: Norm | None
+
+
+def read_stack(stack: Any, crossed: bool) -> Stack:
+    """What a `TransformerDecoder` (crossed) or a `TransformerEncoder` consists of.
+
+    Raises `Unreadable` if a layer is, if the layers differ, or their parameters in dtype or device.
+    """
+    if not is_unhooked(stack, _STACK):
+        raise Unreadable("the stack is hooked or has a forward of its own")
+    layers: list[Layer] = []
+    for i, module in enumerate(stack.layers):
+        if not is_unhooked(module, _DECODER_LAYER if crossed else _ENCODER_LAYER):
+            raise Unreadable(f"layers.{i} is hooked or has a forward of its own")
+        try:
+            layers.append(read_layer(module, _ATTENTION))
+        except Unreadable as reason:
+            raise Unreadable(f"layers.{i}.{reason}") from None
+    if not layers:
+        raise Unreadable("the stack has no layers")
+    first = layers[0]
+    heads, d_model = first.sublayers[0].heads, first.sublayers[0].weight2.shape[0]
+    for layer in layers:
+        if layer.norm_first != first.norm_first:
+            raise Unreadable("the layers differ in norm_first")
+        if layer.sublayers[0].heads != heads:
+            raise Unreadable("the layers differ in heads")
+    if len({(p.dtype, p.device) for p in stack.parameters()}) != 1:
+        raise Unreadable("its parameters differ in dtype or device")
+    final = None if stack.norm is None else read_norm(stack.norm, d_model)
+    return Stack(d_model, heads, first.norm_first, layers, final)
+
+
+#: (input (N, M)) -> (N, Mout)
+Linear = Callable[[Tensor], Tensor]
+#: (sub-layer's output, its residual) -> their sum, normalised if that is the stack's way
+Join = Callable[[Tensor, Tensor], Tensor]
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of matrix products with ``tensor``: its own, or autocast's."""
+    kind = tensor.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def _cast(first: Tensor, *others: Tensor | None) -> tuple[torch.dtype | None, Any]:
+    """(None, the tensors), or (autocast's dtype, the tensors in it)."""
+    dtype = product_dtype(first)
+    if dtype == first.dtype:
+        return None, (first, *others)
+    return dtype, (first.to(dtype), *(None if t is None else t.to(dtype) for t in others))
+
+
+# Each of the next functions takes the sizes of the calls to come, and gives a function that makes
+# them on the kernel that the dispatcher chooses.
+
+
+def bind_linear(rows: int, weight: Tensor, bias: Tensor | None) -> Linear:
+    dtype, (w, b) = _cast(weight, bias)
+    sample = w.new_empty((rows, w.shape[1]))
+    run = select(Call("linear", (sample, w, b, None), False)).run
+    if dtype is not None:
+        return lambda x: run(x.to(dtype), w, b, None, None)
+    return lambda x: run(x, w, b, None, None)
+
+
+def bind_feed_forward(rows: int, f: Sublayer, activation: Any) -> Linear:
+    dtype, (w1, b1, w2, b2) = _cast(f.weight1, f.bias1, f.weight2, f.bias2)
+    sample = w1.new_empty((rows, w1.shape[1]))
+    call = Call("feed_forward", (sample, w1, b1, w2, b2), False, activation=activation)
+    run = select(call).run
+    if dtype is not None:
+        return lambda x: run(x.to(dtype), w1, b1, w2, b2, activation, 0.0, None)
+    return lambda x: run(x, w1, b1, w2, b2, activation, 0.0, None)
+
+
+def bind_attention(
+    query: Tensor, key: Tensor, mask: Tensor | None, key_lengths: Tensor | None, is_causal: bool
+) -> Callable[..., Any]:
+    """The kernel's own function; its arguments are those of ``reference.attention``."""
+    tensors = (query, key, key)
+    call = Call(
+        "attention", tensors, False, mask=mask, is_causal=is_causal, key_lengths=key_lengths
+    )
+    return select(call).run
+
+
+def bind_layer_norm(sample: Tensor, norm: Norm) -> Linear:
+    """Layer norm of (N, M), N and M the sample's."""
+    if norm.module is not None:
+        return norm.module
+    shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
+    run = select(Call("layer_norm", (sample, weight, bias), False)).run
+    return lambda x: run(x, shape, weight, bias, eps)
+
+
+def bind_enter(sample: Tensor, norm: Norm, norm_first: bool) -> Linear | None:
+    """What comes before a sub-layer: pre-norm stacks' norm, or nothing."""
+    return bind_layer_norm(sample, norm) if norm_first else None
+
+
+def bind_join(sample: Tensor, norm: Norm, norm_first: bool) -> Join:
+    """What comes behind a sub-layer: the residual connection, and post-norm stacks' norm."""
+    casts = product_dtype(sample) != sample.dtype
+    module = norm.module
+    if norm_first:
+        return torch.add
+    if module is not None:
+        return lambda y, residual: module(y + residual)
+    shape, weight, bias, eps = sample.shape[-1:], norm.weight, norm.bias, norm.eps
+    run = select(Call("add_layer_norm", (sample, sample, weight, bias), False)).run
+    if casts:
+        return lambda y, x: run(y.to(x.dtype), x, shape, weight, bias, eps, 0.0, None)[0]
+    return lambda y, x: run(y, x, shape, weight, bias, eps, 0.0, None)[0]
+
+
+def bind_stack(
+    sample: Tensor,
+    cache: Tensor,
+    stack: Stack,
+    memories: Sequence[Tensor],
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+) -> Callable[..., Tensor] | None:
+    """All layers in one call, or None where they have to be composed of single kernels."""
+    parameters: list[Tensor | None] = []
+    eps: list[float] = []
+    activation = stack.layers[0].activation
+    for layer in stack.layers:
+        for one in layer.sublayers:
+            if one.norm.module is not None or layer.activation != activation:
+                return None
+            # The memory's keys and values are there already.
+            first = one.of_query() if one.kind == Kind.CROSS_ATTENTION else one[1:3]
+            parameters += *first, *one[3:5], *one.norm[:2]
+            eps.append(one.norm.eps)
+    tensors = (sample, cache, *memories, *parameters)
+    call = Call("decode_step", tensors, wants_grad(*tensors), activation=activation)
+    kernel = dispatch.find(call)
+    if kernel is None or sample.shape[0] == 0 or dispatch.is_traced():
+        return None
+    return kernel.run(  # type: ignore[no-any-return]
+        parameters, eps, stack.norm_first, activation, sample.shape[0], memories, mask, key_lengths
+    )
+
+
+def empty_cache(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory for keys and values, on the CPU of that kept for large tensors.
+
+    Every step touches all of it, a little in each of thousands of places.
+    """
+    none = like.new_empty(0, dtype=dtype)
+    if _native.module is None or type(none) is not Tensor or not none.is_cpu:
+        return like.new_empty(shape, dtype=dtype)
+    return torch.ops.transformer_fast.cpu_uninitialized(none, shape)
+
+
+# The three sub-layers of a step, each one function from the layer's stream to itself. x is
+# (R * T, M): R sequences, T new tokens each. A step gives norm(x + sublayer(x)), or
+# x + sublayer(norm(x)) in a pre-norm stack. ``bind`` chooses kernels and comes before the first step
+# of each shape.
+
+
+class _Attention:
+    """What both attentions have: projections, and what stands around them."""
+
+    def __init__(self, weights: Sublayer, norm_first: bool) -> None:
+        self.weights, self.norm_first = weights, norm_first
+        self.heads = weights.heads
+        self.width = weights.weight1.shape[1]
+        self.size = self.width // self.heads
+        self.scale = self.size**-0.5
+
+    def _bind(self, sample: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        w, rows = self.weights, sample.shape[0]
+        self.project_in = bind_linear(rows, weight, bias)
+        self.project_out = bind_linear(rows, w.weight2, w.bias2)
+        self.enter = bind_enter(sample, w.norm, self.norm_first)
+        self.join = bind_join(sample, w.norm, self.norm_first)
+
+
+class SelfAttention(_Attention):
+    """Attention of the new tokens to themselves and to all before them."""
+
+    def bind(self, sample: Tensor, keys: Tensor, rows: int, length: int) -> None:
+        """For (R * T, M) like ``sample``, and keys like (R, H, places, D)."""
+        self._bind(sample, self.weights.weight1, self.weights.bias1)
+        # Tokens that come together are the first ones, so the causal mask begins where they do.
+        self.causal = length > 1
+        query = keys.new_empty((rows, self.heads, length, self.size))
+        self.attention = bind_attention(query, keys, None, None, self.causal)
+        lengths = torch.empty(rows, dtype=torch.int64, device=keys.device)
+        self.attention_at = bind_attention(query, keys, None, lengths, False)
+        self.shape = (rows, length, 3, self.heads, self.size)
+
+    def step(self, x: Tensor, cache: Tensor, start: int, place: Place | None = None) -> Tensor:
+        """``cache`` (2, R, H, places, D) has the keys and values of ``start`` tokens so far.
+
+        ``place``: of one token, with nothing in the step that changes from one to the next.
+        """
+        qkv = self.project_in(x if self.enter is None else self.enter(x))
+        qkv = qkv.view(self.shape).permute(2, 0, 3, 1, 4)
+        attention, lengths, causal = self.attention, None, self.causal
+        if place is None:
+            length = self.shape[1]
+            cache.narrow(3, start, length).copy_(qkv.narrow(0, 1, 2))
+            keys, values = cache.narrow(3, 0, start + length).unbind(0)
+        else:
+            attention, lengths, causal = self.attention_at, place.lengths, False
+            cache.index_copy_(3, place.position, qkv.narrow(0, 1, 2).to(cache.dtype))
+            keys, values = cache.narrow(3, 0, place.places).unbind(0)
+        y = attention(
+            qkv.select(0, 0), keys, values, None, lengths, causal, self.scale, 0.0, None, False,
+            False,
+        )[0]  # fmt: skip
+        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        return self.join(y, x)
+
+
+@dataclass
+class MemoryPlaces:
+    """Which places of the memory are real, in the cheapest form that says it."""
+
+    #: int64 (B,): the real ones come first. None: see mask.
+    lengths: Tensor | None
+    #: bool (B, 1, 1, S), True = may attend. None: all, or see lengths.
+    mask: Tensor | None
+
+    @staticmethod
+    def of(padding: Tensor | None) -> MemoryPlaces:
+        """From a mask (B, S), True at padding."""
+        lengths, mask = (None, None) if padding is None else masks.of_real(padding)
+        return MemoryPlaces(lengths, mask)
+
+    def keep(self, sources: Tensor) -> MemoryPlaces:
+        lengths, mask = (
+            None if t is None else t.index_select(0, sources) for t in (self.lengths, self.mask)
+        )
+        return MemoryPlaces(lengths, mask)
+
+
+class CrossAttention(_Attention):
+    """Attention to the memory, whose keys and values are computed once.
+
+    The beams of a source are further queries to that source's keys, so nothing is copied for them.
+    """
+
+    def __init__(self, weights: Sublayer, norm_first: bool, memory: Tensor) -> None:
+        super().__init__(weights, norm_first)
+        width = self.width
+        w, b = weights.weight1, weights.bias1
+        sources, places, _ = memory.shape
+        project = bind_linear(sources * places, w[width:], None if b is None else b[width:])
+        both = project(memory.reshape(sources * places, width))
+        both = both.view(sources, places, 2, self.heads, self.size)
+        # (2, B, H, S, D): each head's keys lie together, since every step reads them all.
+        both = both.permute(2, 0, 3, 1, 4)
+        self.memory = empty_cache(both, tuple(both.shape), both.dtype).copy_(both)
+
+    def keep(self, sources: Tensor) -> None:
+        self.memory = self.memory.index_select(1, sources)
+
+    def bind(self, sample: Tensor, places: MemoryPlaces) -> None:
+        rows = sample.shape[0]
+        self.keys, self.values = self.memory.unbind(0)
+        sources = self.keys.shape[0]
+        self.mask, self.lengths = places.mask, places.lengths
+        self.shape = (sources, rows // max(sources, 1), self.heads, self.size)
+        self._bind(sample, *self.weights.of_query())
+        query = self.keys.new_empty(self.shape).transpose(1, 2)
+        self.attention = bind_attention(query, self.keys, self.mask, self.lengths, False)
+
+    def step(self, x: Tensor) -> Tensor:
+        query = self.project_in(x if self.enter is None else self.enter(x))
+        query = query.view(self.shape).transpose(1, 2)
+        y = self.attention(
+            query, self.keys, self.values, self.mask, self.lengths, False, self.scale, 0.0, None,
+            False, False,
+        )[0]  # fmt: skip
+        y = self.project_out(y.transpose(1, 2).reshape(-1, self.width))
+        return self.join(y, x)
+
+
+class FeedForward:
+    """The position-wise feed-forward network."""
+
+    def __init__(self, weights: Sublayer, activation: Any, norm_first: bool) -> None:
+        self.weights, self.activation, self.norm_first = weights, activation, norm_first
+
+    def bind(self, sample: Tensor) -> None:
+        """For (R * T, M) like ``sample``; ``step`` is then x -> x."""
+        norm, norm_first = self.weights.norm, self.norm_first
+        enter, join = bind_enter(sample, norm, norm_first), bind_join(sample, norm, norm_first)
+        network = bind_feed_forward(sample.shape[0], self.weights, self.activation)
+        if enter is None:
+            self.step: Linear = lambda x: join(network(x), x)
+        else:
+            self.step = lambda x: join(network(enter(x)), x)
+
 
 #: (tokens (R, T), position of the first) -> vectors (R, T, M)
 Embed = Callable[[Tensor, int], Tensor]
@@ -30,13 +363,13 @@ Project = Callable[[Tensor], Tensor]
 
 def bind_project(project: Any, rows: int) -> Linear:
     """``project`` for (R, M), on our kernels where it is a plain matrix."""
-    if fusion.is_unhooked(project, fusion.LINEAR):
+    if is_unhooked(project, LINEAR):
         return bind_linear(rows, project.weight, project.bias)
-    if fusion.is_unhooked(project, (OutputProjection,)):
+    if is_unhooked(project, (OutputProjection,)):
         last = bind_linear(rows, project.weight, project.bias)
         if project.projection is None:
             return last
-        if fusion.is_unhooked(project.projection, fusion.LINEAR):
+        if is_unhooked(project.projection, LINEAR):
             first = bind_linear(rows, project.projection.weight, None)
             return lambda x: last(first(x))
     return lambda x: project(x[:, None]).squeeze(1)

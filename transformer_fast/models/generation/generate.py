@@ -1,28 +1,105 @@
-"""Generation for torch.nn's decoders and ours."""
+"""Generation for torch.nn's decoders and ours, and what it is asked for, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...nn.fusion import Unreadable
-from ..tokens import check_padding_mask
-from .beam import beam_search
-from .cached import CachedDecoder, Embed, Project
-from .checks import (
-    check_lengths,
-    check_method,
-    check_new_tokens,
-    check_prompt,
-    check_source_rows,
-)
-from .incremental import StepDecoder, Task, generate_incrementally, one_by_one
-from .layers import read_stack
-from .methods import BeamSearch, Generated, Method
+from ..tokens import check_ids, check_padding_mask
+from .cached import CachedDecoder, Embed, Project, read_stack
+from .methods import BeamSearch, Generated, Greedy, Method, Sampling
 from .recomputed import RecomputedDecoder
+from .search import StepDecoder, Task, beam_search, generate_incrementally, one_by_one
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def takes_what(other: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Gives a function the signature of another one; it gets all arguments by their names."""
+    signature = inspect.signature(other)
+
+    def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return function(**given.arguments)
+
+        result = inspect.signature(function).return_annotation
+        called.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+def check_method(method: Method | None) -> Method:
+    if method is None:
+        return Greedy()
+    if not isinstance(method, (Greedy, Sampling, BeamSearch)):
+        raise TypeError(
+            "method must be Greedy(), Sampling(...), BeamSearch(...) or None, not "
+            f"{type(method).__name__}"
+        )
+    return method
+
+
+def check_prompt(name: str, prompt: Any) -> Tensor:
+    check_ids(name, prompt)
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(
+            f"{name} must have shape (batch, length) with at least one token, not "
+            f"{list(prompt.shape)}"
+        )
+    return prompt.long()  # type: ignore[no-any-return]
+
+
+def check_lengths(name: str, lengths: Any, prompt_name: str, prompt: Tensor) -> Tensor | None:
+    """Lengths of the prompts, on the CPU; None if all are as long as the tensor."""
+    if lengths is None:
+        return None
+    if (
+        not isinstance(lengths, Tensor)
+        or lengths.is_floating_point()
+        or lengths.dtype == torch.bool
+    ):
+        kind = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise TypeError(f"{name} must be an integer Tensor, not {kind}")
+    if tuple(lengths.shape) != (prompt.shape[0],):
+        raise ValueError(
+            f"{name} must have shape [{prompt.shape[0]}], one length per row of {prompt_name}, not "
+            f"{list(lengths.shape)}"
+        )
+    lengths = lengths.cpu().long()
+    if lengths.numel() == 0 or bool((lengths == prompt.shape[1]).all()):
+        return None
+    if int(lengths.min()) < 1 or int(lengths.max()) > prompt.shape[1]:
+        raise ValueError(
+            f"{name} must lie in [1, {prompt.shape[1]}], the length of {prompt_name}, but has "
+            f"{int(lengths.min())} to {int(lengths.max())}"
+        )
+    return lengths
+
+
+def check_source_rows(name: str, padding: Tensor | None) -> None:
+    """Raise where a row of a source is nothing but padding."""
+    if padding is not None and padding.numel():
+        empty = padding.all(dim=1).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(f"{name} is empty: row {empty[0]} has nothing but padding")
+
+
+def check_new_tokens(max_new_tokens: Any) -> None:
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
+        raise TypeError(f"max_new_tokens must be an int, not {type(max_new_tokens).__name__}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
 
 
 def _nothing(method: Method, prompt: Tensor) -> Generated:
@@ -161,10 +238,7 @@ def generate(
         TypeError, ValueError: an argument that does not fit, beams larger than the vocabulary, an
             empty memory, no end token.
     """
-    steps, task, chosen = _prepare(
-        decoder, memory, method, embed, project, prefix, prefix_lengths, max_new_tokens, end_token,
-        pad_token, memory_key_padding_mask, use_cache,
-    )  # fmt: skip
+    steps, task, chosen = _prepare(**locals())
     if task.prompt.shape[0] == 0:
         return _nothing(chosen, task.prompt)
     if not isinstance(chosen, BeamSearch):
@@ -174,21 +248,8 @@ def generate(
     return beam_search(steps, task, chosen)
 
 
-def stream(
-    decoder: torch.nn.Module,
-    memory: Tensor | None,
-    method: Method | None = None,
-    *,
-    embed: Embed,
-    project: Project,
-    prefix: int | Tensor,
-    max_new_tokens: int,
-    end_token: int,
-    pad_token: int | None = None,
-    prefix_lengths: Tensor | None = None,
-    memory_key_padding_mask: Tensor | None = None,
-    use_cache: bool | None = None,
-) -> Iterator[Tensor]:
+@takes_what(generate)
+def stream(**given: Any) -> Iterator[Tensor]:
     """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
 
     Rows that have ended, or whose prefix goes on, give pad_token. Not for beam search, which knows
@@ -196,10 +257,7 @@ def stream(
 
     Arguments and errors: as in `generate`.
     """
-    if isinstance(method, BeamSearch):
+    if isinstance(given["method"], BeamSearch):
         raise ValueError("beam search cannot stream: its tokens are known at the end only")
-    steps, task, chosen = _prepare(
-        decoder, memory, method, embed, project, prefix, prefix_lengths, max_new_tokens, end_token,
-        pad_token, memory_key_padding_mask, use_cache,
-    )  # fmt: skip
+    steps, task, chosen = _prepare(**given)
     return one_by_one(steps, task, chosen) if task.prompt.shape[0] else iter(())

@@ -1,11 +1,16 @@
-"""How the next token is chosen, and what generation gives back."""
+"""How the next token is chosen, from logits, and what generation gives back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Union
 
+import torch
 from torch import Tensor
+
+from ...dispatch import Call, find, is_traced
 
 
 class Generated(NamedTuple):
@@ -93,3 +98,96 @@ class BeamSearch:
 
 
 Method = Union[Greedy, Sampling, BeamSearch]  # noqa: UP007 - evaluated by Python 3.10 too
+
+
+_BLOCK = 64
+#: How many tokens top_p sorts first, before it sorts the whole vocabulary.
+_FIRST = 256
+
+
+def _in_blocks(logits: Tensor) -> bool:
+    # torch's topk over long CPU rows is not vectorised; maxima of blocks are.
+    return logits.device.type == "cpu" and logits.shape[-1] >= 16 * _BLOCK
+
+
+def bind_best(sample: Tensor) -> Callable[[Tensor], Tensor]:
+    """The index (R,) of each row's highest logit (R, V), the first of equals; for logits like these."""
+    kernel = None if is_traced() else find(Call("argmax", (sample,), False))
+    return partial(torch.argmax, dim=-1) if kernel is None else kernel.run
+
+
+def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest logits of each row (R, V), highest first, and their indices; both (R, k)."""
+    rows, size = logits.shape
+    blocks = size // _BLOCK
+    if not _in_blocks(logits) or 4 * k >= blocks:
+        values, indices = logits.topk(k, dim=-1)
+        return values, indices
+    body = logits[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK)
+    # The k highest values lie in the k blocks with the highest maxima.
+    block = body.amax(dim=-1).topk(k, dim=-1).indices
+    found = body.gather(1, block[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+    found = torch.cat((found, logits[:, blocks * _BLOCK :]), dim=1)
+    values, place = found.topk(k, dim=-1)
+    column = block.gather(1, (place // _BLOCK).clamp_(max=k - 1)) * _BLOCK + place % _BLOCK
+    rest = place - k * _BLOCK
+    return values, torch.where(rest >= 0, rest + blocks * _BLOCK, column)
+
+
+def _pick(values: Tensor, draws: Tensor) -> Tensor:
+    """Index (R,) drawn in proportion to values (R, n) >= 0, by one uniform draw (R,) in [0, 1)."""
+    sums = values.cumsum(dim=-1)
+    total = sums[:, -1]
+    # Below the total even after rounding, so that no value of 0 is ever picked.
+    place = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(sums, place[:, None], right=True).squeeze(1)
+    return found.clamp_(max=values.shape[1] - 1)  # NaN is not below anything
+
+
+def _pick_nucleus(values: Tensor, total: Tensor, top_p: float, draws: Tensor) -> Tensor:
+    """`_pick` of values, highest first, as far as they have top_p of the total (R, 1)."""
+    before = values.cumsum(dim=-1) - values
+    return _pick(values.masked_fill(before >= top_p * total, 0.0), draws)
+
+
+def sampler(method: Sampling, vocab_size: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function from logits (R, V) and uniform draws (R,) in [0, 1) to tokens (R,)."""
+    temperature, top_k, top_p = method.temperature, method.top_k, method.top_p
+
+    def values_of(logits: Tensor, highest: Tensor) -> Tensor:
+        return ((logits - highest) / temperature).exp()
+
+    def from_all(logits: Tensor, draws: Tensor) -> Tensor:
+        return _pick(values_of(logits, logits.amax(dim=-1, keepdim=True)), draws)
+
+    def from_top(logits: Tensor, draws: Tensor) -> Tensor:
+        assert top_k is not None
+        scores, tokens = top(logits, top_k)
+        values = values_of(scores, scores[:, :1])
+        if top_p is None:
+            place = _pick(values, draws)
+        else:
+            place = _pick_nucleus(values, values.sum(dim=-1, keepdim=True), top_p, draws)
+        return tokens.gather(1, place[:, None]).squeeze(1)
+
+    def from_nucleus(logits: Tensor, draws: Tensor) -> Tensor:
+        assert top_p is not None
+        scores, tokens = top(logits, min(_FIRST, vocab_size))
+        highest = scores[:, :1]
+        total = values_of(logits, highest).sum(dim=-1, keepdim=True)
+        values = values_of(scores, highest)
+        place = _pick_nucleus(values, total, top_p, draws)
+        found = tokens.gather(1, place[:, None]).squeeze(1)
+        flat = (values.sum(dim=-1, keepdim=True) < top_p * total).squeeze(1).nonzero().squeeze(1)
+        if flat.numel():
+            # Rows whose first tokens have not enough of it: all their tokens are sorted.
+            scores, tokens = logits[flat].sort(dim=-1, descending=True)
+            values = values_of(scores, scores[:, :1])
+            place = _pick_nucleus(values, total[flat], top_p, draws[flat])
+            found[flat] = tokens.gather(1, place[:, None]).squeeze(1)
+        return found
+
+    draw = from_top if top_k is not None and top_k < vocab_size else from_all
+    if draw is from_all and top_p is not None:
+        draw = from_nucleus
+    return lambda logits, draws: draw(logits.float(), draws)
