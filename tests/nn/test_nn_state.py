@@ -186,9 +186,9 @@ def test_submodules_are_torchs_own(name: str) -> None:
 
 
 def test_our_files_keep_their_names() -> None:
-    module = importlib.import_module("transformer_fast.nn.layer_norm")
-    assert module.__name__ == "transformer_fast.nn.layer_norm"
-    assert module is sys.modules["transformer_fast.nn.layer_norm"]
+    module = importlib.import_module("transformer_fast.nn.multihead_attention")
+    assert module.__name__ == "transformer_fast.nn.multihead_attention"
+    assert module is sys.modules["transformer_fast.nn.multihead_attention"]
 
 
 def test_unknown_names() -> None:

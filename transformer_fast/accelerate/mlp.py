@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import functional
 from ..nn import fusion
-from ..nn.tracing import is_torchs
+from ..nn.drop_in import is_torchs
 from . import torch_nn
 from .change import ClassChange
 from .hugging_face.layers import activation_name, is_conv1d, is_faster_transposed

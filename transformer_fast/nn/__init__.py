@@ -10,18 +10,20 @@ Where the native kernels are missing, on macOS, Windows and ARM for example, the
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as _torch_nn
 
 from .. import functional as functional
-from . import alias as _alias
-from .embedding import Embedding as Embedding
-from .layer_norm import *
-from .layer_norm import __all__ as _norms
-from .linear import Linear as Linear
-from .loss import CrossEntropyLoss as CrossEntropyLoss
 from .multihead_attention import MultiheadAttention as MultiheadAttention
+from .ops import *
+from .ops import __all__ as _ops
 from .transformer import Transformer as Transformer
 from .transformer import TransformerDecoder as TransformerDecoder
 from .transformer import TransformerEncoder as TransformerEncoder
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
     from torch.nn import *  # type: ignore[no-redef,assignment]
 
 _OURS = (
-    "CrossEntropyLoss",
-    "Embedding",
-    "Linear",
     "MultiheadAttention",
     "Transformer",
     "TransformerDecoder",
@@ -42,13 +41,50 @@ _OURS = (
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "functional",
-    *_norms,
+    *_ops,
 )
 _THEIRS = tuple(name for name in dir(_torch_nn) if not name.startswith("_"))
 
 __all__ = sorted({*_OURS, *_THEIRS})
 
-_alias.install(__name__, _torch_nn.__name__, {"functional": functional})
+
+class _SameModule(Loader):
+    """Gives an existing module; ``import`` must not mark it as loaded under the second name."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+class _Finder(MetaPathFinder):
+    """Finds what we have no file for among `torch.nn`'s own modules, under their second name.
+
+    Without this ``import transformer_fast.nn.utils.rnn`` would fail, or load a second copy.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent, _, _ = fullname.rpartition(".")
+        if parent == __name__:
+            if PathFinder.find_spec(fullname, path) is not None:
+                return None  # a file of ours
+        elif not parent.startswith(__name__ + "."):
+            return None
+        theirs = _torch_nn.__name__ + fullname.removeprefix(__name__)
+        if importlib.util.find_spec(theirs) is None:
+            return None
+        return ModuleSpec(fullname, _SameModule(importlib.import_module(theirs)))
+
+
+sys.modules[f"{__name__}.functional"] = functional
+# In front: the usual finder would load torch's files a second time.
+sys.meta_path.insert(0, _Finder())
 
 
 if not TYPE_CHECKING:  # so that type checkers report names that do not exist
@@ -61,4 +97,4 @@ if not TYPE_CHECKING:  # so that type checkers report names that do not exist
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(_torch_nn)})
+    return sorted({*__all__, *dir(_torch_nn)})

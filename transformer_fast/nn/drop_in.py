@@ -1,13 +1,18 @@
-"""State of modules whose class `transformer_fast.accelerate` has swapped."""
+"""What drop-in modules have in common: their state where `transformer_fast.accelerate` has swapped
+their class, and the calls that `torch.nn` runs: of nested tensors, in torch.fx, without kernels."""
 
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.fx import Proxy
 from torch.nn.utils.parametrize import is_parametrized
+
+from .. import _native, dispatch
 
 #: The attribute that holds the class the module had before, and the one it was given.
 RECORD = "_classes_of_accelerate"
@@ -60,3 +65,36 @@ def _remade(module: DropIn) -> tuple[Any, Any]:
 def _give_state(module: Any, state: Any) -> None:
     if state is not None:
         module.__setstate__(state)
+
+
+def is_torchs(input: Any) -> bool:
+    """Whether a module called on ``input`` should leave the call to `by_torch`."""
+    return (
+        isinstance(input, Proxy)
+        or getattr(input, "is_nested", False)
+        or (_native.module is None and without_kernels(input))
+    )
+
+
+def without_kernels(input: Any) -> bool:
+    """Whether the native module is missing where ``input`` is, so that `torch.nn`'s own forward is the
+    fastest. A named backend and strict mode ask for the package's ops."""
+    return (
+        _native.module is None
+        and getattr(input, "is_cpu", False)
+        and dispatch.named_backend() is None
+        and not dispatch.is_strict()
+    )
+
+
+def by_torch(
+    module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The result of ``forward``, torch's own; for torch.fx one node that calls ``module``.
+
+    torch.fx does not look into the modules of torch.nn, and so must not look into ours.
+    """
+    if isinstance(args[0], Proxy):
+        tracer: Any = args[0].tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+    return forward(*args, **kwargs)

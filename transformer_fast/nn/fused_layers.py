@@ -188,12 +188,11 @@ def try_run(
     x: Tensor,
     own: Masks,
     memory: Tensor | None = None,
-    cross: Masks = Masks(),  # noqa: B008 - it cannot be changed
-    network: bool = True,
-    kind: type | None = None,
+    *rest: Any,
+    **named: Any,
 ) -> Tensor | None:
     """x through all layers, or None; arguments as in `find`."""
-    found = find(modules, x, own, memory, cross, network, kind)
+    found = find(modules, x, own, memory, *rest, **named)
     return None if found is None else run(found, x, memory)
 
 

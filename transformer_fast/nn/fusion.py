@@ -17,8 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
-from .layer_norm import LayerNorm
-from .linear import Linear
+from .ops import LayerNorm, Linear
 
 LINEAR = (Linear, torch.nn.Linear, NonDynamicallyQuantizableLinear)
 LAYER_NORM = (LayerNorm, torch.nn.LayerNorm)

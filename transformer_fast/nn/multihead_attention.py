@@ -13,8 +13,7 @@ from ..autograd import savable
 from ..functional import _check
 from ..functional.attention import attend
 from . import fusion, masks
-from .drop_in import DropIn
-from .tracing import by_torch, is_torchs
+from .drop_in import DropIn, by_torch, is_torchs
 
 _in_one_call: Any = torch._native_multi_head_attention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from .. import _native, dispatch
 from . import fused_layers, masks, ragged
-from .drop_in import DropIn
+from .drop_in import DropIn, by_torch, is_torchs, without_kernels
 from .fused_layers import Masks
-from .layer_norm import LayerNorm
-from .tracing import by_torch, is_torchs, without_kernels
+from .ops import LayerNorm
 from .transformer_layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -263,27 +262,8 @@ class Transformer(DropIn, torch.nn.Transformer):
             activation, custom_encoder, custom_decoder, *layer[5:],
         )  # fmt: skip
 
-    def forward(
-        self,
-        src: Tensor,
-        tgt: Tensor,
-        src_mask: Tensor | None = None,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        src_is_causal: bool | None = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
-    ) -> Tensor:
-        """The decoder's output, of tgt's shape; arguments as in `TransformerDecoder`.
+    if not TYPE_CHECKING:  # for type checkers it is torch's
 
-        Raises:
-            RuntimeError: src and tgt differ in batch size, or their width is not d_model.
-        """
-        return by_torch(
-            self, super().forward, src, tgt, src_mask, tgt_mask, memory_mask,
-            src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask, src_is_causal,
-            tgt_is_causal, memory_is_causal,
-        )  # fmt: skip
+        @functools.wraps(torch.nn.Transformer.forward)
+        def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return by_torch(self, super().forward, src, *args, **kwargs)

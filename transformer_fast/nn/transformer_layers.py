@@ -12,10 +12,9 @@ from .. import dispatch
 from ..autograd import wants_grad
 from ..functional._check import autocast
 from . import fused_layers, fusion, masks
-from .drop_in import DropIn
-from .layer_norm import LayerNorm
+from .drop_in import DropIn, by_torch, is_torchs
 from .multihead_attention import MultiheadAttention
-from .tracing import by_torch, is_torchs
+from .ops import LayerNorm
 
 _Layer = TypeVar("_Layer", bound=type[torch.nn.Module])
 

@@ -1,0 +1,166 @@
+"""Drop-in modules of `torch.nn` that are one op each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, fast_path
+from ..autograd import wants_grad
+from ..functional._pointwise import EMBEDDING_BACKWARD
+from ..functional.cross_entropy import cross_entropy
+from ..functional.layer_norm import layer_norm, rms_norm
+from ..functional.linear import linear
+from .drop_in import DropIn, by_torch, is_torchs
+
+__all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
+
+
+class Linear(DropIn, torch.nn.Linear):
+    """`torch.nn.Linear`, run by `transformer_fast.functional.linear`.
+
+    ``y = x W^T + b`` over the last dimension: (*, in_features) to (*, out_features), W of shape
+    (out_features, in_features). Arguments, attributes and state_dict are torch's.
+
+    Source: "Attention Is All You Need", sections 3.2.2 (projections) and 3.4.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Module.__getattr__ takes a tenth of a small call.
+        parameters = self._parameters
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # parametrised
+            weight, bias = self.weight, self.bias  # type: ignore[assignment]
+        if type(input) is not Tensor and is_torchs(input):
+            return by_torch(self, super().forward, input)
+        return linear(input, weight, bias)  # type: ignore[arg-type]
+
+
+class LayerNorm(DropIn, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm`, run by `transformer_fast.functional.layer_norm`.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the trailing
+    ``normalized_shape``, with the biased variance and fp32 statistics for half types. Arguments,
+    attributes and state_dict are torch's.
+
+    Source: Ba, Kiros, Hinton 2016; "Attention Is All You Need", section 3.1.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Module.__getattr__ takes a tenth of a small call.
+        parameters = self._parameters
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # parametrised
+            weight, bias = self.weight, self.bias
+        if type(input) is not Tensor and is_torchs(input):
+            return by_torch(self, super().forward, input)
+        return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNorm(DropIn, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, run by `transformer_fast.functional.rms_norm`.
+
+    ``y = x / sqrt(mean(x^2) + eps) * weight`` over the trailing ``normalized_shape``, with fp32
+    statistics for half types. Arguments, attributes and state_dict are torch's.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_torchs(x):
+            return by_torch(self, super().forward, x)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class _LookUp(torch.autograd.Function):
+    """torch's look-up with our gradient of the table."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, tokens: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.padding = table.shape[0], padding
+        return torch.nn.functional.embedding(tokens, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        if grad.requires_grad and torch.is_grad_enabled():  # torch's can be differentiated again
+            found = torch.ops.aten.embedding_dense_backward(
+                grad, tokens, ctx.rows, ctx.padding, False
+            )
+        else:
+            found = EMBEDDING_BACKWARD.of["cpu"](grad, tokens, ctx.rows, ctx.padding)
+        return found, None, None
+
+
+class Embedding(DropIn, torch.nn.Embedding):
+    """`torch.nn.Embedding`, whose gradient comes from a kernel of ours on the CPU.
+
+    ``y[i] = table[tokens[i]]``: tokens (*), int64, to (*, embedding_dim). Its gradient is a table of
+    zeros but for the rows looked up, each the sum over its places in order: torch's numbers, bit for
+    bit. The kernel takes float32 tables; ``sparse``, ``max_norm``, ``scale_grad_by_freq``, other
+    dtypes, other devices, and calls that torch.compile or a transform of torch.func traces, are
+    torch's. Arguments, attributes and state_dict are torch's.
+
+    Source: "Attention Is All You Need", section 3.4.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Module.__getattr__ takes a tenth of a small call.
+        table = self._parameters.get("weight")
+        grad = None if self.max_norm is not None else fast_path.plain(input, table)
+        if (
+            table is not None
+            and grad is not None
+            and (
+                not grad
+                or table.numel() + 8 * input.numel() * table.shape[-1]
+                < fast_path.EMBEDDING.below[1]
+            )
+        ):
+            padding = -1 if self.padding_idx is None else self.padding_idx
+            return torch.embedding(table, input, padding, self.scale_grad_by_freq, self.sparse)
+        if is_torchs(input):
+            return by_torch(self, super().forward, input)
+        if not self._has_kernel(input):
+            return super().forward(input)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        return _LookUp.apply(self.weight, input, padding)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _has_kernel(self, input: Tensor) -> bool:
+        return (
+            type(input) is Tensor
+            and input.dtype == torch.int64
+            and input.is_cpu
+            and not (self.sparse or self.scale_grad_by_freq or self.max_norm is not None)
+            and not dispatch.is_traced()
+            and wants_grad(self.weight)
+            and dispatch.find(dispatch.Call("embedding", (self.weight,), True)) is not None
+        )
+
+
+class CrossEntropyLoss(DropIn, torch.nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss`, run by `transformer_fast.functional.cross_entropy`.
+
+    ``(1 - s) * -log p[target] + s * mean of -log p`` with ``p = softmax(input)``, reduced over what
+    is not ``ignore_index``. Arguments and attributes are torch's; with class weights, or
+    probabilities as target, PyTorch computes.
+
+    Source: "Attention Is All You Need", section 5.4.
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if type(input) is not Tensor and is_torchs(input):
+            return by_torch(self, super().forward, input, target)
+        return cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
