@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_fast import _native, reference, testing
 from transformer_fast.specs import OPS
-from transformer_fast.testing.gradients import upstream
+from transformer_fast.testing import upstream
 from transformer_fast.testing.parity import compare
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..specs import OPS
 from ..testing import GRADIENT_FACTOR, OUTPUT_FACTOR, Parity, oracle, promote, require_grad
-from ..testing.gradients import upstream
 from ..testing.oracle import FACTORS, as_results
-from ..testing.parity import Named, Truth, find_truth
+from ..testing.parity import Named, Truth, find_truth, upstream
 from .benchmark_case import Arguments
 
 Results = tuple["Tensor | None", ...]

@@ -14,13 +14,17 @@ The parts work by themselves too, in a loop of your own. ``torchrun`` needs two 
 `process_group` and `parallelise`.
 """
 
-from .activation_checkpointing import checkpoint_activations
 from .batches import PairBatch, PairCollator, TokenBatches, pad_sequences
-from .checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from .checkpoint import (
+    CheckpointError,
+    random_state,
+    read_checkpoint,
+    set_random_state,
+    write_checkpoint,
+)
 from .loss import NextTokenLoss, label_smoothing_loss
 from .optimizer import adamw, clip_gradients, linear_schedule, paper_schedule, parameter_groups
-from .position import random_state, set_random_state
-from .processes import parallelise, process_group
+from .processes import checkpoint_activations, parallelise, process_group
 from .trainer import History, Trainer, evaluate
 
 __all__ = [

@@ -22,13 +22,13 @@ from ..cli.console import progress as progress_bar
 from . import processes
 from .checkpoint import (
     CheckpointError,
+    Position,
     load_whole_state,
     read_checkpoint,
     whole_state,
     write_checkpoint,
 )
 from .optimizer import clip_gradients, scale_gradients
-from .position import Position
 from .processes import without_sync
 
 #: ``objective(model, batch)``: the sum of the losses, and the number of tokens it is the sum over.
