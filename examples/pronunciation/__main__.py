@@ -27,9 +27,16 @@ import transformer_fast
 from transformer_fast import models, training
 
 from . import dictionary as data
-from .race import picture, race
-from .score import evaluate, pronounce
-from .setting import Setting, make_loader, make_model, make_trainer
+from .model import (
+    Setting,
+    evaluate,
+    make_loader,
+    make_model,
+    make_trainer,
+    picture,
+    pronounce,
+    race,
+)
 
 _SHOWN = 12
 

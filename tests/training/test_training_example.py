@@ -16,9 +16,8 @@ import torch
 
 from examples.pronunciation import __main__ as page
 from examples.pronunciation import dictionary as data
-from examples.pronunciation import score as scores
 from examples.pronunciation.dictionary import Entry
-from examples.pronunciation.setting import Setting
+from examples.pronunciation.model import Setting, edit_distance, score
 
 #: One letter, one phoneme: a language that is easily learnt.
 SOUNDS = dict(
@@ -93,15 +92,15 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_scores_by_hand() -> None:
-    assert scores.edit_distance("", "abc") == scores.edit_distance("abc", "") == 3
-    assert scores.edit_distance("kitten", "sitting") == 3
-    assert scores.edit_distance("abc", "abc") == 0
+    assert edit_distance("", "abc") == edit_distance("abc", "") == 3
+    assert edit_distance("kitten", "sitting") == 3
+    assert edit_distance("abc", "abc") == 0
     entries = [
         Entry("read", [("R", "IY", "D"), ("R", "EH", "D")]),
         Entry("cat", [("K", "AE", "T")]),
         Entry("a", [("AH",), ("EY",)]),
     ]
-    found = scores.score(entries, [("R", "EH", "D"), ("K", "T"), ("EY", "EY")])
+    found = score(entries, [("R", "EH", "D"), ("K", "T"), ("EY", "EY")])
     assert found.phoneme_error_rate == pytest.approx(2 / 7)
     assert found.word_error_rate == pytest.approx(2 / 3)
     assert "28.57%" in str(found)

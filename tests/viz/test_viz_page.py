@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib import image
 
-PAGE = Path(__file__).parents[2] / "examples" / "pictures.py"
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("example_pictures", PAGE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from examples import pictures
 
 
 def test_all_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "pictures"
-    load().main(["--out", str(folder), "--steps", "2"])
+    pictures.main(["--out", str(folder), "--steps", "2"])
     files = sorted(folder.glob("*.png"))
     names = [file.stem for file in files]
     for start in ("attention_cross", "layers_", "positions", "masks_"):
@@ -42,4 +31,4 @@ def test_all_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_command_it_tells() -> None:
-    assert "python examples/pictures.py --out build/pictures" in PAGE.read_text(encoding="utf-8")
+    assert "python examples/pictures.py --out build/pictures" in pictures.__doc__

@@ -1,1 +1,0 @@
-"""Grapheme to phoneme on the CMU Pronouncing Dictionary; ``python -m examples.pronunciation``."""
