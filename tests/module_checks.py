@@ -157,7 +157,7 @@ def _jitter(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def reference_error(
-    theirs: torch.nn.Module, args: Any, kwargs: Any, oracle: tuple[list[Tensor], list[Tensor]]
+    theirs: Any, args: Any, kwargs: Any, oracle: tuple[list[Tensor], list[Tensor]]
 ) -> tuple[float, float]:
     """Torch's error in outputs and in gradients (if the oracle has any).
 
@@ -167,14 +167,17 @@ def reference_error(
     """
     generator = torch.Generator().manual_seed(0)
     outputs = grads = 0.0
-    kept = [(parameter, parameter.detach().clone()) for parameter in theirs.parameters()]
+    own = theirs.parameters() if isinstance(theirs, torch.nn.Module) else ()
+    kept = [(parameter, parameter.detach().clone()) for parameter in own]
     try:
         for draw in range(4):
             given = args
             if draw:
                 _write((parameter, _jitter(values, generator)) for parameter, values in kept)
-                moved = {id(x): _jitter(x, generator) for x in args}
-                given = tuple(moved[id(x)] for x in args)
+                moved = {
+                    id(x): _jitter(x, generator) for x in tensors(args) if x.is_floating_point()
+                }
+                given = tree_map(lambda x: moved.get(id(x), x), args)  # noqa: B023
             found, found_grads = run(theirs, given, kwargs, grad=bool(oracle[1]))
             outputs = max(outputs, relative_error(found, oracle[0]))
             grads = max(grads, relative_error(found_grads, oracle[1]))

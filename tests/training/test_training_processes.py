@@ -1,50 +1,56 @@
-"""Two gloo processes on one machine: the numbers of one process with the whole batch."""
+"""Two gloo processes on one machine: the numbers of one process, by training with the whole batch,
+DTensor in training and inference, and FSDP2."""
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import simt_build
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from training_case import make_loader, make_model, make_pairs, make_trainer, torchrun
 
-from transformer_fast import training
+from transformer_fast import _native, dispatch, functional, nn, testing, training
+from transformer_fast.backends import cuda
+from transformer_fast.specs import OPS
+from transformer_fast.testing import call_of, require_grad
 
 pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    not (dist.is_available() and dist.is_gloo_available()),
     reason="needs torch.distributed with gloo",
 )
 STEPS = 6
+#: Of each op so many cases of the op table.
+CASES = 6
 
 
-def worker(strategy: str, folder: Path) -> None:
+def train(strategy: str, folder: Path) -> None:
     """What each process runs, as a user's script would."""
-    torch.set_num_threads(1)
-    with training.process_group("cpu") as device:
-        model = make_model(0.0).to(device)
-        if strategy == "fsdp":
-            training.checkpoint_activations(model)  # which changes no number
-        model = training.parallelise(model, strategy)
-        trainer = make_trainer(model, folder / "run.pt")
-        trainer.fit(make_loader(make_pairs()), steps=STEPS // 2)
-        again = training.parallelise(make_model(0.0, seed=7).to(device), strategy)
-        trainer = make_trainer(again, folder / "run.pt")
-        assert trainer.resume()
-        valid = make_loader(make_pairs(20, seed=1))
-        history = trainer.fit(make_loader(make_pairs()), steps=STEPS, validation=valid)
-        name = f"history{torch.distributed.get_rank()}.json"
-        (folder / name).write_text(json.dumps(history.state_dict()))
-        unequal = make_loader(make_pairs(), 60 if torch.distributed.get_rank() else 120)
-        try:
-            trainer.position.epoch, trainer.position.batch = 9, 0
-            trainer.fit(unequal, steps=STEPS + 1)
-        except ValueError as error:
-            assert "as many in each process" in str(error)  # noqa: PT017
-        else:
-            raise AssertionError("unequal numbers of batches went unnoticed")
+    model = make_model(0.0)
+    if strategy == "fsdp":
+        training.checkpoint_activations(model)  # which changes no number
+    model = training.parallelise(model, strategy)
+    trainer = make_trainer(model, folder / "run.pt")
+    trainer.fit(make_loader(make_pairs()), steps=STEPS // 2)
+    trainer = make_trainer(
+        training.parallelise(make_model(0.0, seed=7), strategy), folder / "run.pt"
+    )
+    assert trainer.resume()
+    valid = make_loader(make_pairs(20, seed=1))
+    history = trainer.fit(make_loader(make_pairs()), steps=STEPS, validation=valid)
+    (folder / f"history{dist.get_rank()}.json").write_text(json.dumps(history.state_dict()))
+    unequal = make_loader(make_pairs(), 60 if dist.get_rank() else 120)
+    trainer.position.epoch, trainer.position.batch = 9, 0
+    with pytest.raises(ValueError, match="as many in each process"):
+        trainer.fit(unequal, steps=STEPS + 1)
 
 
 class BothRanks:
@@ -83,5 +89,209 @@ def test_two_processes_are_one_with_the_whole_batch(strategy: str, tmp_path: Pat
         torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-4)
 
 
+def mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (2,))
+
+
+def placed(tensor: Tensor, on: Any, dim: int | None) -> Tensor:
+    """The same tensor of each process as a DTensor, differentiably; None: replicated."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(tensor, on, [Replicate()], run_check=False)
+    return whole if dim is None else whole.redistribute(on, [Shard(dim)])
+
+
+def ways(arguments: tuple[Any, ...]) -> Iterator[dict[int, int]]:
+    """Which arguments to shard in which dimension: each alone in each, and all in the first or last."""
+    tensors = {
+        number: value
+        for number, value in enumerate(arguments)
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
+
+    def fits(number: int, dim: int) -> bool:
+        return tensors[number].dim() > dim and tensors[number].shape[dim] >= 2
+
+    yield {}
+    for number, tensor in tensors.items():
+        yield from ({number: dim} for dim in range(tensor.dim()) if fits(number, dim))
+    yield {number: 0 for number in tensors if fits(number, 0)}
+    yield {n: t.dim() - 1 for n, t in tensors.items() if fits(n, t.dim() - 1)}
+
+
+def ops(folder: Path) -> None:
+    """Every op on DTensors, results and gradients held to the error budget."""
+    kernels = (kernel for op in OPS for kernel in dispatch.kernels(op))
+    hold({kernel.op: kernel for kernel in kernels if kernel.backend == "cpu"})
+
+
+def cuda_ops(folder: Path) -> None:
+    """The same with the operators of CUDA C++, on the machine of tests/cuda."""
+    torch.ops.load_library(str(simt_build.library()))
+    cuda.define_operators()
+    hold({kernel.op: kernel for kernel in cuda.kernels("cpu", None)})
+
+
+def hold(kernels: dict[str, dispatch.Kernel]) -> None:
+    on = mesh()
+    for op, kernel in kernels.items():
+        spec, run = OPS[op], kernel.run
+        small = [case for case in spec.cases if "dropout" not in case.name][:CASES]
+        dropped = [case for case in spec.cases if "dropout" in case.name][:1]
+        for case in (*small, *dropped):
+            arguments = case.build(
+                torch.float32, torch.device("cpu"), torch.Generator().manual_seed(1)
+            )
+            if dispatch.why_not(kernel, call_of(op, require_grad(op, arguments))):
+                continue
+            for way in ways(arguments):
+
+                def sharded(
+                    *given: Any, way: dict[int, int] = way, run: Callable[..., Any] = run
+                ) -> Any:
+                    found = run(
+                        *(
+                            placed(value, on, way.get(number))
+                            if isinstance(value, Tensor) and value.dim() > 0
+                            else value
+                            for number, value in enumerate(given)
+                        )
+                    )
+                    if isinstance(found, Tensor):
+                        return found.full_tensor()
+                    return tuple(None if x is None else x.full_tensor() for x in found)
+
+                try:
+                    with torch.no_grad():
+                        testing.check(op, sharded(*arguments), arguments)
+                    testing.check_gradients(op, sharded, arguments)
+                except Exception as error:
+                    raise AssertionError(f"{op}, {case.name}, {way}: {error}") from error
+
+
+class Layer(torch.nn.Module):
+    """Attention with maps of its own and a network, as one writes them for tensor parallelism."""
+
+    def __init__(self, names: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = names.LayerNorm(32), names.LayerNorm(32)
+        self.q, self.k, self.v = names.Linear(32, 32), names.Linear(32, 32), names.Linear(32, 32)
+        self.out = names.Linear(32, 32)
+        self.up, self.down = names.Linear(32, 64), names.Linear(64, 32)
+        self.attend = (
+            functional if names is nn else torch.nn.functional
+        ).scaled_dot_product_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (m(y).unflatten(-1, (-1, 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+def plan(local: bool) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    cut = {"input_layouts": Shard(1), "use_local_output": local}
+    return {
+        "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        "norm1": SequenceParallel(),
+        "norm2": SequenceParallel(),
+        **{name: ColwiseParallel(**cut) for name in ("q", "k", "v", "up")},
+        "out": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def trained(layer: torch.nn.Module, rates: float = 0.1) -> tuple[list[float], Tensor]:
+    optimizer, losses = torch.optim.SGD(layer.parameters(), lr=rates), []
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        x = torch.randn(2, 6, 32, generator=generator)
+        y = whole(layer(x))
+        loss = (y - x.flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, whole(layer(torch.randn(2, 6, 32, generator=generator)))
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def layers(folder: Path) -> None:
+    """Column-, row- and sequence-parallel drop-in modules; heads sharded, as DTensors and local."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    def exchanges(layer: torch.nn.Module) -> dict[Any, int]:
+        with CommDebugMode() as exchanged, torch.no_grad():
+            layer(torch.randn(2, 6, 32))
+        return dict(exchanged.get_comm_counts())
+
+    theirs = parallelize_module(Layer(torch.nn), mesh(), plan(local=True))
+    for local in (False, True):
+        torch.manual_seed(0)
+        alone = Layer(nn)
+        cut = parallelize_module(copy.deepcopy(alone), mesh(), plan(local))
+        losses, result = trained(cut)
+        expected, true = trained(alone)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(result, true)
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(whole(cut.get_parameter(name)), parameter)
+        # Not by gathering what is sharded: as many exchanges as torch's own modules need.
+        assert exchanges(cut) == exchanges(theirs), local
+
+
+def fully_sharded(folder: Path) -> None:
+    """FSDP2 of the drop-in modules: after some steps the weights of one process, to rounding."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    alone = torch.nn.Sequential(
+        nn.Linear(32, 32), nn.TransformerEncoder(layer, 2), nn.LayerNorm(32)
+    )
+    cut = copy.deepcopy(alone)
+    for part in cut[1].layers:
+        fully_shard(part, mesh=mesh())
+    fully_shard(cut, mesh=mesh())
+    losses, _ = trained(cut)
+    expected, _ = trained(alone)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(whole(cut.get_parameter(name)), parameter, rtol=1e-5, atol=1e-6)
+
+
+CHECKS = {function.__name__: function for function in (ops, cuda_ops, layers, fully_sharded)}
+
+
+@pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+@pytest.mark.parametrize("what", CHECKS)
+def test_two_processes_have_the_numbers_of_one(what: str, tmp_path: Path) -> None:
+    if what == "cuda_ops":
+        if simt_build.WHY_NOT is not None:
+            pytest.skip(simt_build.WHY_NOT)
+        if _native.cuda_why_not is None:
+            pytest.skip("the operators of the GPU are loaded")
+        simt_build.library()  # not while the two wait for each other
+    torchrun(Path(__file__), [what, str(tmp_path)])
+
+
 if __name__ == "__main__":
-    worker(sys.argv[1], Path(sys.argv[2]))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    with training.process_group("cpu"):
+        CHECKS[what](folder) if what in CHECKS else train(what, folder)

@@ -63,9 +63,8 @@ def torchrun(script: Path, arguments: list[str]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     here = script.resolve()
-    paths = os.pathsep.join(
-        [str(here.parents[2]), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    )
+    folders = here.parents[2], here.parent, here.parents[1] / "cuda"
+    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(
             [sys.executable, str(here), *arguments],
