@@ -94,7 +94,7 @@ SHARES = {
     "test_fuzz_layers": 10,
     "test_fuzz_ops": 10,
     "test_kernels_repeat": 10,
-    "test_nn_compile": 50,
+    "test_nn_transforms": 70,
     "test_nn_samples": 20,
     "test_compile_backend": 30,
     "test_packed_weights": 15,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,39 +39,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def small(**options: Any) -> models.Transformer:
+def small(kind: Any = models.Transformer, **options: Any) -> Any:
     """A small model in evaluation mode, none of its parameters zero."""
     arguments: dict[str, Any] = {
-        "source_vocab_size": 23,
-        "target_vocab_size": 19,
         "d_model": 16,
         "nhead": 2,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 2,
-        "dim_feedforward": 24,
-        "max_len": 64,
-        "pad_token": PAD,
-        "start_token": START,
-        "end_token": END,
-    }
-    model = models.Transformer(**(arguments | options)).eval()
-    randomise(model)
-    return model
-
-
-def small_language_model(**options: Any) -> models.LanguageModel:
-    arguments: dict[str, Any] = {
-        "vocab_size": 19,
-        "d_model": 16,
-        "nhead": 2,
-        "num_layers": 2,
         "dim_feedforward": 24,
         "max_len": 64,
         "end_token": END,
     }
-    model = models.LanguageModel(**(arguments | options)).eval()
+    if kind is models.Transformer:
+        arguments |= {"source_vocab_size": 23, "target_vocab_size": 19, "pad_token": PAD}
+        arguments |= {"num_encoder_layers": 2, "num_decoder_layers": 2, "start_token": START}
+    else:
+        arguments |= {"vocab_size": 19, "num_layers": 2}
+    model = kind(**(arguments | options)).eval()
     randomise(model)
     return model
+
+
+small_language_model = functools.partial(small, models.LanguageModel)
 
 
 def randomise(model: torch.nn.Module) -> None:

@@ -28,10 +28,9 @@ from module_checks import check_budget
 from torch import Tensor
 
 from transformer_fast import _native, models, nn, use_backend
-from transformer_fast.models.generation import cached, search
-from transformer_fast.models.generation.cached import CachedDecoder, read_stack
+from transformer_fast.models.generation import decoders, search
+from transformer_fast.models.generation.decoders import CachedDecoder, RecomputedDecoder, read_stack
 from transformer_fast.models.generation.methods import bind_best, sampler, top
-from transformer_fast.models.generation.recomputed import RecomputedDecoder
 
 LENGTHS = [7, 3, 5, 1, 6]
 
@@ -242,7 +241,7 @@ def test_autocast(method: Any) -> None:
     source, target = tokens(23, LENGTHS), tokens(19, [6] * 5)
     memory, padding = model.encode(source).detach(), source == PAD
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        steps = one_by_one_decoder(model, memory, padding)
+        steps = step_decoder(model, memory, padding)
         logits = [steps.start(target[:, :2])] + [steps.step(t) for t in target[:, 2:].unbind(1)]
         expected = model.output(model.decode(target, memory, padding))[:, 1:]
         assert logits[0].dtype == expected.dtype == torch.bfloat16
@@ -253,19 +252,22 @@ def test_autocast(method: Any) -> None:
         assert model.generate(source, method, max_new_tokens=5).tokens.shape[0] == 5
 
 
-def one_by_one_decoder(model: Any, memory: Tensor, padding: Tensor) -> CachedDecoder:
-    stack, embed = read_stack(model.decoder.stack, True), model.decoder.embedding.vectors
-    return CachedDecoder(stack, embed, model.output, memory, padding, 20)
+def step_decoder(model: Any, memory: Tensor, padding: Tensor, cached: bool = True) -> Any:
+    around = model.decoder.embedding.vectors, model.output, memory, padding
+    if not cached:
+        return RecomputedDecoder(model.decoder.stack, True, *around)
+    return CachedDecoder(read_stack(model.decoder.stack, True), *around, 20)
 
 
-def test_cached_logits_are_those_of_forward() -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_logits_of_steps_are_those_of_forward(cached: bool) -> None:
     """Closer than tokens can tell: a wrong scale or a lost key would show."""
     model = small()
     source, target = tokens(23, LENGTHS), tokens(19, [9] * 5)
     memory, padding = model.encode(source), source == PAD
     expected = model(source, target)
     with torch.no_grad():
-        steps = one_by_one_decoder(model, memory, padding)
+        steps = step_decoder(model, memory, padding, cached)
         logits = [steps.start(target[:, :3])] + [steps.step(t) for t in target[:, 3:].unbind(1)]
         torch.testing.assert_close(torch.stack(logits, 1), expected[:, 2:])
         # Rows that leave, and rows that change places.
@@ -273,15 +275,21 @@ def test_cached_logits_are_those_of_forward() -> None:
         steps.spread(2)
         steps.reorder(torch.tensor([1, 1, 2, 3]))
         more = steps.step(torch.tensor([5, 6, 7, 8]))
-    longer = torch.cat((target[[4, 4, 1, 1]], torch.tensor([[5], [6], [7], [8]])), 1)
-    torch.testing.assert_close(more, model(source[[4, 4, 1, 1]], longer)[:, -1])
+        longer = torch.cat((target[[4, 4, 1, 1]], torch.tensor([[5], [6], [7], [8]])), 1)
+        torch.testing.assert_close(more, model(source[[4, 4, 1, 1]], longer)[:, -1])
+        # Of sequences that differ, some change places and a source leaves.
+        steps.reorder(torch.tensor([1, 0, 3, 3]))
+        steps.keep(torch.tensor([1]))
+        more = steps.step(torch.tensor([3, 9]))
+    longer = torch.cat((longer[[3, 3]], torch.tensor([[3], [9]])), 1)
+    torch.testing.assert_close(more, model(source[[1, 1]], longer)[:, -1])
 
 
 def test_memory_is_not_copied_for_beams() -> None:
     model = small()
     source = tokens(23, LENGTHS)
     with torch.no_grad():
-        steps = one_by_one_decoder(model, model.encode(source), source == PAD)
+        steps = step_decoder(model, model.encode(source), source == PAD)
         steps.start(torch.full((5, 1), START))
         before = [cross.memory.data_ptr() for _, cross, _ in steps.layers if cross is not None]
         steps.spread(4)
@@ -333,31 +341,6 @@ def test_no_look_between_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         found = model.generate(source, method, max_new_tokens=20)
         assert torch.equal(found.tokens, right.tokens)
         assert torch.equal(found.lengths, right.lengths)
-
-
-def test_both_decoders_are_interchangeable() -> None:
-    model = small()
-    source = tokens(23, LENGTHS)
-    memory, padding = model.encode(source).detach(), source == PAD
-    ids = tokens(19, [4] * 5)
-    with torch.no_grad():
-        one = one_by_one_decoder(model, memory, padding)
-        two = RecomputedDecoder(
-            model.decoder.stack,
-            True,
-            model.decoder.embedding.vectors,
-            model.output,
-            memory,
-            padding,
-        )
-        for decoder in (one, two):
-            decoder.start(ids[:, :2])
-            decoder.spread(3)
-            decoder.step(ids[:, 2].repeat_interleave(3) + torch.arange(3).repeat(5))
-            decoder.reorder(torch.arange(15).view(5, 3)[:, [2, 0, 0]].flatten())
-            decoder.keep(torch.tensor([0, 3]))
-        token = torch.arange(3, 9)
-        torch.testing.assert_close(one.step(token), two.step(token))
 
 
 SIZES = [1, 7, 1023, 1024, 1025, 1087, 2048, 5003]
@@ -683,17 +666,17 @@ def test_early_stop_stops_earlier() -> None:
 def test_beams_move_what_they_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and once all beams descend from one hypothesis only what is behind it is copied."""
     moved: list[tuple[int, int]] = []
-    right = cached.select_rows
+    right = decoders.select_rows
 
     def select_rows(cache: Tensor, rows: Tensor, start: int, end: int, out: Tensor) -> None:
         moved.append((start, end))
         right(cache, rows, start, end, out)
 
-    monkeypatch.setattr(cached, "select_rows", select_rows)
+    monkeypatch.setattr(decoders, "select_rows", select_rows)
     beams, places = 3, 6
     cache = torch.full((2, 2, 6, 1, places, 1), torch.nan)
     cache[:, :, :, :, 0] = torch.arange(2).repeat_interleave(beams)[:, None, None].float()
-    moves = cached.Reordering(cache, beams)
+    moves = decoders.Reordering(cache, beams)
     expected = [[float(row // beams)] for row in range(6)]
     for place, order in enumerate(
         ([0, 0, 0, 4, 4, 4], [1, 1, 0, 5, 3, 3], [0, 0, 1, 4, 4, 5], [2, 1, 0, 3, 3, 3]), 1

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import models
-from transformer_fast.models.generation import cached, cuda_graph, search
+from transformer_fast.models.generation import cuda_graph, decoders, search
 
 
 def storage(x: Tensor) -> Any:
@@ -102,7 +102,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch, looks: int = 1):
     """Within the block CPU tensors are decoded as those on a GPU are."""
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graph, "wanted", lambda x: True)
-        patch.setattr(cached, "bind_stack", lambda *given: None)
+        patch.setattr(decoders, "bind_stack", lambda *given: None)
         patch.setattr(search.Task, "looks", property(lambda task: looks))
         yield
 
@@ -191,8 +191,8 @@ def test_a_step_on_a_device_never_waits(crossed, norm_first, monkeypatch):
         else:
             model = small_language_model(norm_first=norm_first)
             half, memory = model.encoder, None
-        weights = cached.read_stack(half.stack, crossed)
-        decoder = cached.CachedDecoder(
+        weights = decoders.read_stack(half.stack, crossed)
+        decoder = decoders.CachedDecoder(
             weights, half.embedding.vectors, model.output, memory, None, 40
         )
         decoder.start(torch.empty(2, 3, dtype=torch.int64))

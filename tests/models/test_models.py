@@ -36,19 +36,21 @@ def test_traced_models_look_for_padding(example: list[int]) -> None:
         torch.testing.assert_close(traced(source, target), model(source, target))
 
 
+def check_forward(model: models.Transformer, padded: bool, **args: Any) -> None:
+    source = tokens(19, [7, 3, 5] if padded else [7, 7, 7])
+    target = tokens(19, [2, 6, 4] if padded else [6, 6, 6])
+    plain = plain_forward(model, source, target, torch.float32, **args)
+    exact = plain_forward(model, source, target, torch.float64, **args)
+    real = target != PAD
+    for grad in (True, False):  # without gradients other kernels may run
+        with torch.set_grad_enabled(grad):
+            check_budget(model(source, target, **args)[real], plain[real], exact[real])
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("padded", [False, True])
 def test_forward_is_that_of_plain_pytorch(options: dict[str, Any], padded: bool) -> None:
-    model = small(**options)
-    source = tokens(19, [7, 3, 5] if padded else [7, 7, 7])
-    target = tokens(19, [2, 6, 4] if padded else [6, 6, 6])
-    got = model(source, target)
-    plain = plain_forward(model, source, target, torch.float32)
-    exact = plain_forward(model, source, target, torch.float64)
-    real = target != PAD
-    check_budget(got[real], plain[real], exact[real])
-    with torch.no_grad():  # where other kernels may run
-        check_budget(model(source, target)[real], plain[real], exact[real])
+    check_forward(small(**options), padded)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -57,9 +59,6 @@ def test_forward_is_that_of_plain_pytorch(options: dict[str, Any], padded: bool)
 def test_masks_hide_besides_padding_and_causality(
     given: tuple[str, ...], is_causal: bool, padded: bool
 ) -> None:
-    model = small()
-    source = tokens(19, [7, 3, 5] if padded else [7, 7, 7])
-    target = tokens(19, [2, 6, 4] if padded else [6, 6, 6])
     sizes = {"source": (7, 7), "target": (6, 6), "memory": (6, 7), "heads": (6, 6, 6)}
     masks = {
         "target_mask" if name == "heads" else f"{name}_mask": torch.rand(sizes[name]) < 0.4
@@ -67,13 +66,7 @@ def test_masks_hide_besides_padding_and_causality(
     }
     for mask in masks.values():
         mask[..., 0] = False  # every query sees something, which torch wants
-    args = {**masks, "is_causal": is_causal}
-    expected = plain_forward(model, source, target, torch.float32, **args)
-    exact = plain_forward(model, source, target, torch.float64, **args)
-    real = target != PAD
-    check_budget(model(source, target, **args)[real], expected[real], exact[real])
-    with torch.no_grad():
-        check_budget(model(source, target, **args)[real], expected[real], exact[real])
+    check_forward(small(), padded, **masks, is_causal=is_causal)
 
 
 def test_masks_of_a_decoder_only_model() -> None:
@@ -243,19 +236,13 @@ def test_learned_positions_are_trained() -> None:
 
 def test_encoder_alone() -> None:
     """Encoder-only: a classifier that takes the mean over real tokens."""
-    encoder = models.Encoder(23, 16, 2, 2, 24, 0.0, "gelu", norm_first=True, pad_token=PAD)
+    options = {
+        "d_model": 16, "nhead": 2, "dim_feedforward": 24, "activation": "gelu",
+        "layer_norm_eps": 1e-5, "norm_first": True, "norm": "layer_norm", "bias": True,
+    }  # fmt: skip
+    encoder = models.Encoder(23, num_layers=2, dropout=0.0, pad_token=PAD, **options)
     source = tokens(23, [7, 3, 5])
     hidden = encoder(source)
-    options = {
-        "d_model": 16,
-        "nhead": 2,
-        "dim_feedforward": 24,
-        "activation": "gelu",
-        "layer_norm_eps": 1e-5,
-        "norm_first": True,
-        "norm": "layer_norm",
-        "bias": True,
-    }
     results = []
     for dtype in (torch.float32, torch.float64):
         stack = plain_stack(encoder, options, 2, False).to(dtype).train()

@@ -611,11 +611,11 @@ def test_signatures(cls: type) -> None:
 def test_padded_places_hold_what_torch_has_there(training, fast, nested, late):
     """Zeros in inference on nested tensors, else values."""
     make = {"num_layers": 2, "enable_nested_tensor": nested, "mask_check": True}
-    theirs = torch.nn.TransformerEncoder(
-        torch.nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
-    )
-    ours = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
+    theirs, ours = (
+        names.TransformerEncoder(
+            names.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), **make
+        )
+        for names in (torch.nn, nn)
     )
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 7, 32)
@@ -689,13 +689,8 @@ def test_same_distribution_as_torch(where: str, norm_first: bool) -> None:
     torch.manual_seed(0)
     draws = 4000
     x = torch.randn(1, 3, M).expand(draws, -1, -1)
-    theirs = torch.nn.TransformerEncoderLayer(
-        M, H, HIDDEN, 0.0, norm_first=norm_first, batch_first=True
-    )
-    ours = nn.TransformerEncoderLayer(M, H, HIDDEN, 0.0, norm_first=norm_first, batch_first=True)
-    ours.load_state_dict(theirs.state_dict())
     moments = []
-    for layer in (theirs, ours):
+    for layer in pair(LAYERS[0], norm_first=norm_first):
         module = getattr(layer, where)
         setattr(module, "dropout" if where == "self_attn" else "p", 0.4)
         with torch.no_grad():

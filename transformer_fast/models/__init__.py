@@ -5,30 +5,14 @@ logits = model(source, target)
 found = model.generate(source, models.BeamSearch(4))
 """
 
-from .attention_weights import attention_weights
-from .embedding import LearnedPositions, OutputProjection, SinusoidalPositions, TokenEmbedding
-from .generation import BeamSearch, Generated, Greedy, Sampling, generate, stream
-from .hand_written import HandWritten
-from .transformer import AnnotatedLayerNorm, Decoder, Encoder, LanguageModel, Transformer
-from .weights import load_weights
+from .attention_weights import *
+from .embedding import *
+from .generation import *
+from .hand_written import *
+from .transformer import *
+from .weights import *
 
-__all__ = [
-    "AnnotatedLayerNorm",
-    "BeamSearch",
-    "Decoder",
-    "Encoder",
-    "Generated",
-    "Greedy",
-    "HandWritten",
-    "LanguageModel",
-    "LearnedPositions",
-    "OutputProjection",
-    "Sampling",
-    "SinusoidalPositions",
-    "TokenEmbedding",
-    "Transformer",
-    "attention_weights",
-    "generate",
-    "load_weights",
-    "stream",
-]
+#: All classes and functions above.
+__all__ = sorted(
+    n for n, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)
+)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["attention_weights"]
+
 #: Those of MultiheadAttention.forward's arguments that may come by position, from the fifth on.
 _OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
 

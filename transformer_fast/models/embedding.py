@@ -11,6 +11,8 @@ from .. import functional
 from ..nn import Embedding
 from .tokens import check_ids
 
+__all__ = ["LearnedPositions", "OutputProjection", "SinusoidalPositions", "TokenEmbedding"]
+
 
 class Positions(torch.nn.Module):
     """A table (max_len, M) of position vectors; ``forward(length, start)`` gives (length, M).

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..functional import padding_mask
 from .generation import Generated, Method, generate
+from .generation.decoders import evaluating
 from .generation.generate import check_source_rows
-from .generation.recomputed import evaluating
 from .tokens import check_ids
+
+__all__ = ["HandWritten"]
 
 
 class HandWritten(torch.nn.Module):

@@ -15,6 +15,7 @@ from ..functional import causal_mask
 from ..functional.layer_norm import annotated_layer_norm
 from .embedding import OutputProjection, TokenEmbedding, make_positions
 from .generation import Generated, Method, generate, stream
+from .generation.decoders import evaluating
 from .generation.generate import (
     check_lengths,
     check_method,
@@ -22,8 +23,9 @@ from .generation.generate import (
     check_source_rows,
     takes_what,
 )
-from .generation.recomputed import evaluating
 from .tokens import check_mask, check_padding_mask, check_token, check_tokens, padding_mask
+
+__all__ = ["AnnotatedLayerNorm", "Decoder", "Encoder", "LanguageModel", "Transformer"]
 
 
 class AnnotatedLayerNorm(torch.nn.Module):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+__all__ = ["load_weights"]
+
 #: What others call a part, as a regular expression, and what it is called here. Every row is
 #: applied to every name, in this order; upper and lower case are one.
 NAMES: dict[str, str] = {

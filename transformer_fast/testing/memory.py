@@ -12,6 +12,8 @@ from torch.utils import deterministic
 
 from .. import _native
 
+__all__ = ["all_among_nan", "among_nan", "nan_memory"]
+
 
 @contextmanager
 def nan_memory() -> Iterator[None]:

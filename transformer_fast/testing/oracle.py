@@ -15,6 +15,8 @@ from ..autograd import wants_grad
 from ..dispatch import Call
 from ..specs import OPS
 
+__all__ = ["call_of", "oracle", "promote", "require_grad"]
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: So many bytes of results `remembered` keeps of a function.

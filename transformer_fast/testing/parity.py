@@ -32,6 +32,21 @@ from .oracle import (
 )
 from .oracle import oracle as reference_in_fp64
 
+__all__ = [
+    "GRADIENT_FACTOR",
+    "OUTPUT_FACTOR",
+    "Parity",
+    "Truth",
+    "check",
+    "check_gradients",
+    "gradients",
+    "measure",
+    "measure_gradients",
+    "truth_of",
+    "truth_of_gradients",
+    "upstream",
+]
+
 #: How many times the reference's error a kernel's results, and its gradients, may have.
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0

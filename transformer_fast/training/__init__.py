@@ -14,40 +14,14 @@ The parts work by themselves too, in a loop of your own. ``torchrun`` needs two 
 `process_group` and `parallelise`.
 """
 
-from .batches import PairBatch, PairCollator, TokenBatches, pad_sequences
-from .checkpoint import (
-    CheckpointError,
-    random_state,
-    read_checkpoint,
-    set_random_state,
-    write_checkpoint,
-)
-from .loss import NextTokenLoss, label_smoothing_loss
-from .optimizer import adamw, clip_gradients, linear_schedule, paper_schedule, parameter_groups
-from .processes import checkpoint_activations, parallelise, process_group
-from .trainer import History, Trainer, evaluate
+from .batches import *
+from .checkpoint import *
+from .loss import *
+from .optimizer import *
+from .processes import *
+from .trainer import *
 
-__all__ = [
-    "CheckpointError",
-    "History",
-    "NextTokenLoss",
-    "PairBatch",
-    "PairCollator",
-    "TokenBatches",
-    "Trainer",
-    "adamw",
-    "checkpoint_activations",
-    "clip_gradients",
-    "evaluate",
-    "label_smoothing_loss",
-    "linear_schedule",
-    "pad_sequences",
-    "paper_schedule",
-    "parallelise",
-    "parameter_groups",
-    "process_group",
-    "random_state",
-    "read_checkpoint",
-    "set_random_state",
-    "write_checkpoint",
-]
+#: All classes and functions above.
+__all__ = sorted(
+    n for n, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)
+)

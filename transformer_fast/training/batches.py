@@ -11,6 +11,8 @@ from torch.utils.data import Sampler
 
 from . import processes
 
+__all__ = ["PairBatch", "PairCollator", "TokenBatches", "pad_sequences"]
+
 
 class TokenBatches(Sampler[list[int]]):
     """A batch sampler: lists of indices whose padded size is at most ``max_tokens`` tokens.

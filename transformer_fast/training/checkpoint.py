@@ -21,6 +21,14 @@ import torch
 
 from . import processes
 
+__all__ = [
+    "CheckpointError",
+    "random_state",
+    "read_checkpoint",
+    "set_random_state",
+    "write_checkpoint",
+]
+
 fcntl: ModuleType | None
 try:
     import fcntl

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..functional import cross_entropy
 from ..models import LanguageModel, Transformer
 
+__all__ = ["NextTokenLoss", "label_smoothing_loss"]
+
 _FORWARDS = (Transformer.forward, LanguageModel.forward)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+__all__ = ["adamw", "clip_gradients", "linear_schedule", "paper_schedule", "parameter_groups"]
+
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters: matrices with weight decay; vectors and embedding tables without.

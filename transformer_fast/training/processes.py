@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+__all__ = ["checkpoint_activations", "parallelise", "process_group"]
+
 STRATEGIES = ("ddp", "fsdp")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from ..cli.console import progress as progress_bar
 from . import processes
@@ -30,6 +31,8 @@ from .checkpoint import (
 )
 from .optimizer import clip_gradients, scale_gradients
 from .processes import without_sync
+
+__all__ = ["History", "Trainer", "evaluate"]
 
 #: ``objective(model, batch)``: the sum of the losses, and the number of tokens it is the sum over.
 Objective = Callable[[torch.nn.Module, Any], tuple[Tensor, Tensor]]
@@ -46,15 +49,7 @@ Advance = Callable[[float, float, float], None]
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on the device: tensors, tuples, lists and dicts of them."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(on_device(part, device) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(on_device(part, device) for part in batch)
-    if isinstance(batch, dict):
-        return {name: on_device(part, device) for name, part in batch.items()}
-    return batch
+    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

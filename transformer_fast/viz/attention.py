@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models import Encoder, LanguageModel, Transformer, attention_weights
-from ..models.generation.recomputed import evaluating
+from ..models.generation.decoders import evaluating
 from . import style
 
 Vocabulary = Sequence[str] | Mapping[int, str]

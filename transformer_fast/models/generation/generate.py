@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ...nn.fusion import Unreadable
 from ..tokens import check_ids, check_padding_mask
-from .cached import CachedDecoder, Embed, Project, read_stack
+from .decoders import CachedDecoder, Embed, Project, RecomputedDecoder, StepDecoder, read_stack
 from .methods import BeamSearch, Generated, Greedy, Method, Sampling
-from .recomputed import RecomputedDecoder
-from .search import StepDecoder, Task, beam_search, generate_incrementally, one_by_one
+from .search import Task, beam_search, generate_incrementally, one_by_one
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -5,25 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .decoders import StepDecoder
 from .methods import BeamSearch, Generated, Method, Sampling, bind_best, sampler, top
 
 # Asking a GPU whether all sequences have ended makes the host wait for it.
 _GPU_STEPS_BETWEEN_LOOKS = 8
-
-
-class StepDecoder(Protocol):
-    """What searches need: `CachedDecoder` or `RecomputedDecoder`."""
-
-    def start(self, tokens: Tensor) -> Tensor: ...
-    def step(self, tokens: Tensor) -> Tensor: ...
-    def spread(self, beams: int) -> None: ...
-    def reorder(self, rows: Tensor) -> None: ...
-    def keep(self, sources: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)

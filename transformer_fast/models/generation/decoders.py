@@ -1,14 +1,16 @@
-"""A decoder that remembers keys and values, so that each new token costs one token's work.
+"""What searches step: a decoder that remembers keys and values, so that each new token costs one
+token's work, and one that computes all tokens again: for any stack, and to check the cache.
 
-What a stack of layers consists of is read from torch.nn modules or ours, and kernels are chosen once
-for one shape of step: thousands of equal calls need not be checked again. Under autocast matrix
-products run in its dtype, as the public functions do it; the weights are then cast once, where they
-are bound.
+Of the first, what a stack of layers consists of is read from torch.nn modules or ours, and kernels
+are chosen once for one shape of step: thousands of equal calls need not be checked again. Under
+autocast matrix products run in its dtype, as the public functions do it; the weights are then cast
+once, where they are bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from ... import _native, dispatch, nn
 from ...autograd import wants_grad
 from ...dispatch import Call, select
+from ...functional import causal_mask
 from ...nn import masks
 from ...nn.fusion import (
     LINEAR,
@@ -425,11 +428,48 @@ class Reordering:
         return int(differ.int().argmax()) if bool(differ.any()) else length
 
 
-class CachedDecoder:
-    """Logits of the next token, R sequences at a time, without computing the past again.
+class StepDecoder:
+    """Logits of the next token, R sequences at a time.
 
     ``start`` takes the first tokens, ``step`` one more of each sequence. B sources may have several
     sequences each (beams), all in one tensor of R = B * beams rows, a source's side by side.
+    """
+
+    beams = 1
+
+    def start(self, tokens: Tensor) -> Tensor:
+        """Logits (R, V) of the token after the first ones, (R, P)."""
+        raise NotImplementedError
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (R, V) of the token after these, (R,)."""
+        raise NotImplementedError
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence r continues as sequence ``rows[r]`` was, one of the same source."""
+        raise NotImplementedError
+
+    def _rows(self) -> Tensor:
+        """The numbers of the rows (R,), where they are."""
+        raise NotImplementedError
+
+    def _select(self, rows: Tensor) -> None:
+        """Go on with these rows."""
+        raise NotImplementedError
+
+    def spread(self, beams: int) -> None:
+        """Make ``beams`` equal sequences of each."""
+        self.beams *= beams
+        self._select(self._rows().repeat_interleave(beams))
+
+    def keep(self, sources: Tensor) -> None:
+        """Go on with these sources only, and their sequences."""
+        beam = torch.arange(self.beams, device=sources.device)
+        self._select((sources[:, None] * self.beams + beam).flatten())
+
+
+class CachedDecoder(StepDecoder):
+    """Does not compute the past again.
 
     Args:
         stack: what `read_stack` found.
@@ -451,7 +491,6 @@ class CachedDecoder:
         self.stack, self.embed, self.project, self.capacity = stack, embed, project, capacity
         self.places = MemoryPlaces.of(memory_padding)
         self.length = 0  # tokens seen so far
-        self.beams = 1
         self.layers: list[tuple[SelfAttention, CrossAttention | None, FeedForward]] = []
         norm_first = stack.norm_first
         for layer in stack.layers:
@@ -468,7 +507,6 @@ class CachedDecoder:
         self.reordering = Reordering()
 
     def start(self, tokens: Tensor) -> Tensor:
-        """Logits (R, V) of the token after the first ones, (R, P)."""
         rows, length = tokens.shape
         x = self.embed(tokens, 0)
         size = self.stack.d_model // self.stack.heads
@@ -477,7 +515,6 @@ class CachedDecoder:
         return self._run(x, rows, length)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (R, V) of the token after these, (R,)."""
         logits = self._run(self.embed(tokens.unsqueeze(1), self.length), tokens.shape[0], 1)
         if self.beams > 1:
             self.reordering.wrote(self.length - 1)
@@ -533,26 +570,20 @@ class CachedDecoder:
                 x, self.capacity, lambda *step: self._logits(self._layer_by_layer(*step))
             )
 
-    def spread(self, beams: int) -> None:
-        """Make ``beams`` equal sequences of each."""
-        self.beams *= beams
-        rows = torch.arange(self.cache.shape[2], device=self.cache.device)
-        self._rebuild(rows.repeat_interleave(beams))
-
     def reorder(self, rows: Tensor) -> None:
-        """Sequence r continues as sequence ``rows[r]`` was, one of the same source."""
         self.cache = self.reordering.apply(self.cache, rows, self.length)
 
     def keep(self, sources: Tensor) -> None:
-        """Go on with these sources only, and their sequences."""
-        beam = torch.arange(self.beams, device=sources.device)
-        self._rebuild((sources[:, None] * self.beams + beam).flatten())
+        super().keep(sources)
         self.places = self.places.keep(sources)
         for _, cross, _ in self.layers:
             if cross is not None:
                 cross.keep(sources)
 
-    def _rebuild(self, rows: Tensor) -> None:
+    def _rows(self) -> Tensor:
+        return torch.arange(self.cache.shape[2], device=self.cache.device)
+
+    def _select(self, rows: Tensor) -> None:
         """A cache of these rows; only what has been written so far is copied."""
         shape = list(self.cache.shape)
         shape[2] = rows.shape[0]
@@ -561,3 +592,87 @@ class CachedDecoder:
         self.cache = new
         self.reordering = Reordering(new, self.beams)
         self._bound = None
+
+
+@contextmanager
+def evaluating(*modules: object) -> Iterator[None]:
+    """Within the block, dropout and the like are off; then every module is as it was."""
+    trained = [
+        part
+        for module in modules
+        if isinstance(module, torch.nn.Module)
+        for part in module.modules()
+        if part.training
+    ]
+    try:
+        for part in trained:
+            part.training = False
+        yield
+    finally:
+        for part in trained:
+            part.training = True
+
+
+class RecomputedDecoder(StepDecoder):
+    """For a stack whose layers can only be called.
+
+    Args:
+        stack: called as torch.nn.TransformerDecoder is where there is a memory, else as
+            torch.nn.TransformerEncoder is.
+        batch_first: whether the stack takes (R, T, M); else it takes (T, R, M).
+        embed, project, memory, memory_padding: as in `CachedDecoder`.
+    """
+
+    def __init__(
+        self,
+        stack: torch.nn.Module,
+        batch_first: bool,
+        embed: Embed,
+        project: Project,
+        memory: Tensor | None,
+        memory_padding: Tensor | None,
+    ) -> None:
+        self.stack, self.batch_first = stack, batch_first
+        self.embed, self.project = embed, project
+        self.memory, self.memory_padding = memory, memory_padding
+        self.tokens = torch.empty(0)
+
+    def start(self, tokens: Tensor) -> Tensor:
+        self.tokens = tokens
+        return self._run()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self.tokens = torch.cat((self.tokens, tokens[:, None]), dim=1)
+        return self._run()
+
+    def _run(self) -> Tensor:
+        with evaluating(self.stack, self.embed, self.project):
+            x = self._swap(self.embed(self.tokens, 0))
+            mask = causal_mask(self.tokens.shape[1], true_means="hidden", device=x.device)
+            if self.memory is None:
+                y = self.stack(x, mask=mask, is_causal=True)
+            else:
+                y = self.stack(
+                    x,
+                    self._swap(self.memory),
+                    tgt_mask=mask,
+                    tgt_is_causal=True,
+                    memory_key_padding_mask=self.memory_padding,
+                )
+            return self.project(self._swap(y)[:, -1:]).squeeze(1)
+
+    def _swap(self, x: Tensor) -> Tensor:
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def reorder(self, rows: Tensor) -> None:
+        self.tokens = self.tokens.index_select(0, rows)
+
+    def _rows(self) -> Tensor:
+        return torch.arange(self.tokens.shape[0], device=self.tokens.device)
+
+    def _select(self, rows: Tensor) -> None:
+        self.tokens = self.tokens.index_select(0, rows)
+        if self.memory is not None:
+            self.memory = self.memory.index_select(0, rows)
+        if self.memory_padding is not None:
+            self.memory_padding = self.memory_padding.index_select(0, rows)
