@@ -2,7 +2,7 @@
 
 import pytest
 
-from transformer_fast.accelerate import converters
+from transformer_fast.accelerate import swap
 from transformer_fast.accelerate.graph import backend
 
 
@@ -10,5 +10,5 @@ from transformer_fast.accelerate.graph import backend
 def as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """No converters but ours. The rest of a rewritten graph runs as it is written: inductor takes
     seconds for each graph."""
-    monkeypatch.setattr(converters, "_registered", {})
+    monkeypatch.setattr(swap, "_converters", {})
     monkeypatch.setattr(backend, "INNER", None)

@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from module_checks import assert_same_numbers, check_budget
 from torch import Tensor
 
 from transformer_fast import _native, accelerate, nn, restore
-from transformer_fast.accelerate.hugging_face import attention, layers, models
+from transformer_fast.accelerate import hugging_face
 from transformer_fast.backends import cpu_packing
 from transformer_fast.testing import GRADIENT_FACTOR
 
@@ -25,14 +25,149 @@ pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install transformer_fast[peers])"
 )
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.bert import modeling_bert as bert
 from transformers.models.marian import modeling_marian as marian
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-VOCABULARY, B, T, S = 41, 3, 5, 9
+VOCABULARY, B, T, S, WIDTH = 41, 3, 5, 9, 64
 needs_native = pytest.mark.skipif(_native.module is None, reason="the native kernels are missing")
+
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ENCODER = {
+    **_TOKENS, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+_DECODER = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 16}
+_BOTH = {
+    **_TOKENS, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96,
+    "decoder_start_token_id": 1, "init_std": 0.2, "forced_eos_token_id": None,
+}  # fmt: skip
+_T5 = {
+    **_TOKENS, "d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12, "initializer_factor": 2.0,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 32, "patch_size": 8, "initializer_range": 0.2,
+}  # fmt: skip
+_SOUND = {
+    **_ENCODER, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}  # fmt: skip
+
+#: Those whose layers are known: class and configuration.
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "marian": ("MarianMTModel", {
+        **_BOTH, "max_position_embeddings": 64, "activation_function": "swish",
+    }),
+    "bart": ("BartForConditionalGeneration", {**_BOTH, "max_position_embeddings": 64}),
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "t5, gated": ("T5ForConditionalGeneration", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "bert": ("BertForMaskedLM", _ENCODER),
+    "llama": ("LlamaForCausalLM", _DECODER),
+}  # fmt: skip
+TRANSLATORS = ["marian", "bart", "t5", "t5, gated"]
+
+#: Configurations by class; the attention of each has something that others' have not.
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "RobertaModel": _ENCODER,
+    "DistilBertModel": {
+        "vocab_size": VOCABULARY, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4,
+    },
+    "ModernBertModel": {**_ENCODER, "local_attention": 4},
+    "GPT2LMHeadModel": {**_TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "GPTNeoXForCausalLM": _ENCODER,
+    "MistralForCausalLM": {**_DECODER, "sliding_window": 4},
+    "Qwen3ForCausalLM": _DECODER,
+    "GemmaForCausalLM": _DECODER,
+    "Gemma3ForCausalLM": {
+        **_DECODER, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Phi3ForCausalLM": {**_ENCODER, "num_key_value_heads": 2},
+    "M2M100ForConditionalGeneration": {**_BOTH, "max_position_embeddings": 64},
+    "WhisperForConditionalGeneration": {
+        **_BOTH, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64,
+        "suppress_tokens": None, "begin_suppress_tokens": None,
+    },
+    "ViTModel": _VISION,
+    "SiglipVisionModel": _VISION,
+    "Dinov2Model": _VISION,
+    "BeitModel": {**_VISION, "use_relative_position_bias": True},
+    "Wav2Vec2Model": _SOUND,
+}  # fmt: skip
+
+
+GENERATE = [name for name in ATTENTIONS if "CausalLM" in name or "LMHead" in name or "Cond" in name]
+
+
+def build(name: str, p: float | None = None, **settings: Any) -> Any:
+    """The model with random weights; ``p``: all its dropout."""
+    name, given = LAYERS.get(name, (name, ATTENTIONS.get(name, _DECODER)))
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = kind.config_class(**{**given, **settings})
+    for key, value in list(vars(config).items()):
+        if p is not None and "drop" in key and isinstance(value, float):
+            setattr(config, key, p)
+    return kind(config).eval()
+
+
+def inputs_of(name: str, padding: str = "right") -> dict[str, Tensor]:
+    mask = torch.ones(B, S, dtype=torch.int64)
+    mask[1, 5:], mask[2, 1:] = 0, 0
+    mask = mask.flip(1) if padding == "left" else mask
+    tokens = torch.randint(3, VOCABULARY, (B, S)).masked_fill(mask == 0, 0)
+    found = {"input_ids": tokens, "attention_mask": mask}
+    if ATTENTIONS.get(name, {}).get("image_size"):
+        found = {"pixel_values": torch.randn(B, 3, 32, 32)}
+    elif name.startswith("Wav2Vec2"):
+        mask = torch.ones(B, 400, dtype=torch.int64)
+        mask[1, 300:] = 0
+        found = {"input_values": torch.randn(B, 400), "attention_mask": mask}
+    elif name.startswith("Whisper"):
+        found = {"input_features": torch.randn(B, 8, 32)}
+    elif padding == "none":
+        del found["attention_mask"]
+    if name in TRANSLATORS or "ConditionalGeneration" in name:
+        found["decoder_input_ids"] = torch.randint(3, VOCABULARY, (B, T))
+    if name in TRANSLATORS:
+        found["decoder_attention_mask"] = torch.ones(B, T, dtype=torch.int64)
+        found["decoder_attention_mask"][0, 3:] = 0
+    return found
+
+
+class First(torch.nn.Module):
+    """A model's first output at real tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        first: Tensor = self.model(**inputs)[0]
+        mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+        is_theirs = mask is not None and mask.shape == first.shape[:2]
+        return first * mask.unsqueeze(-1) if is_theirs else first
+
+
+def _is_model(module: torch.nn.Module, name: str = "") -> bool:
+    return isinstance(module, transformers.PreTrainedModel)
+
+
+def _attentions(model: torch.nn.Module) -> list[str]:
+    return [m.config._attn_implementation for m in model.modules() if _is_model(m)]
+
+
+def _same(ours: torch.nn.Module, theirs: torch.nn.Module, inputs: dict[str, Tensor]) -> None:
+    assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
+    assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
 
 
 @pytest.fixture(autouse=True)
@@ -43,109 +178,73 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
-def _bart_like(kind: str, p: float) -> Any:
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-        decoder_ffn_dim=48, pad_token_id=0, eos_token_id=1, decoder_start_token_id=2,
-        forced_eos_token_id=None, bos_token_id=2, max_position_embeddings=32, dropout=p,
-        attention_dropout=p, activation_dropout=p, init_std=0.3,
-        activation_function="gelu" if kind == "Bart" else "swish",
-    )  # fmt: skip
-    name = "BartForConditionalGeneration" if kind == "Bart" else "MarianMTModel"
-    return getattr(transformers, name)(config)
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of our function whether it had a mask."""
+    found: list[bool] = []
+    ours = hugging_face.attention
 
+    def counted(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *a: Any, **k_: Any) -> Any:
+        found.append(mask is not None)
+        return ours(module, q, k, v, mask, *a, **k_)
 
-def _t5(act: str, p: float) -> Any:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-        dropout_rate=p, feed_forward_proj=act, pad_token_id=0, eos_token_id=1,
-        decoder_start_token_id=0, relative_attention_num_buckets=8,
-        relative_attention_max_distance=12, initializer_factor=2.0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _bert(p: float) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=48, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
-        max_position_embeddings=32, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
-
-
-def _llama(p: float) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attention_dropout=p,
-        max_position_embeddings=32, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-MODELS: dict[str, Callable[[float], Any]] = {
-    "marian": lambda p: _bart_like("Marian", p),
-    "bart": lambda p: _bart_like("Bart", p),
-    "t5": lambda p: _t5("relu", p),
-    "t5, gated": lambda p: _t5("gated-gelu", p),
-    "bert": _bert,
-    "llama": _llama,
-}
-TRANSLATORS = [name for name in MODELS if name not in ("bert", "llama")]
-
-
-def _inputs(name: str) -> dict[str, Tensor]:
-    tokens = torch.randint(3, VOCABULARY, (B, S))
-    mask = torch.ones(B, S, dtype=torch.int64)
-    mask[1, 5:], mask[2, 1:] = 0, 0
-    found = {"input_ids": tokens.masked_fill(mask == 0, 0), "attention_mask": mask}
-    if name in TRANSLATORS:
-        found["decoder_input_ids"] = torch.randint(3, VOCABULARY, (B, T))
-        found["decoder_attention_mask"] = torch.ones(B, T, dtype=torch.int64)
-        found["decoder_attention_mask"][0, 3:] = 0
+    monkeypatch.setattr(hugging_face, "attention", counted)
     return found
 
 
-class Logits(torch.nn.Module):
-    """What counts of a model's output: logits at real tokens."""
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_same_numbers(name: str, padding: str, calls: list[bool]) -> None:
+    theirs = First(build(name, 0.0))
+    ours = copy.deepcopy(theirs)
+    report = accelerate(ours, filter_fn=_is_model)
+    assert all(_is_model(ours.get_submodule(entry.name)) for entry in report.swapped)
+    assert set(_attentions(ours)) == {hugging_face.NAME}
+    _same(ours, theirs, inputs_of(name, padding))
+    assert len(calls) >= 2
+    restore(ours)
+    assert set(_attentions(ours)) == {"sdpa"}
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        logits = self.model(**inputs, use_cache=False).logits
-        mask = inputs.get("decoder_attention_mask", inputs["attention_mask"])
-        return logits * mask.unsqueeze(-1)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_the_same_logits_and_gradients(name: str) -> None:
-    theirs = Logits(MODELS[name](0.0))
+    theirs = First(build(name, 0.0))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     assert not report.left
     swapped = [e for e in report.swapped if "hugging_face" in e.now]
-    assert len(swapped) == sum(type(m).__name__ in layers.CLASSES for m in theirs.modules())
+    assert len(swapped) == sum(type(m).__name__ in hugging_face.CLASSES for m in theirs.modules())
     assert swapped
-    assert all(m.config._attn_implementation == "transformer_fast" for m in _models(ours))
-    inputs = _inputs(name)
-    assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
-    assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
+    assert set(_attentions(ours)) == {hugging_face.NAME}
+    _same(ours, theirs, inputs_of(name))
 
 
-def _models(module: torch.nn.Module) -> list[Any]:
-    return [m for m in module.modules() if isinstance(m, transformers.PreTrainedModel)]
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [(name, {"num_beams": beams}) for name in TRANSLATORS for beams in (1, 3)]
+    + [(name, {"cache_implementation": c}) for name in GENERATE for c in ("dynamic", "static")],
+)
+def test_generate_gives_the_same_tokens(
+    name: str, settings: dict[str, Any], calls: list[bool]
+) -> None:
+    model = build(name)
+    padding = "right" if name in TRANSLATORS else "left"
+    arguments = {k: v for k, v in inputs_of(name, padding).items() if not k.startswith("decoder")}
+    arguments |= {**settings, "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**arguments)
+    accelerate(model)
+    assert torch.equal(model.generate(**arguments), expected)
+    assert calls
+    assert len(expected.unique()) > 2
 
 
 def test_the_learned_bias_gets_its_gradient() -> None:
-    theirs = Logits(MODELS["t5"](0.0))
+    theirs = First(build("t5", 0.0))
     ours, exact = copy.deepcopy(theirs), copy.deepcopy(theirs).double()
     accelerate(ours)
     grads = []
     for model in (ours, theirs, exact):
-        model(**_inputs("t5")).square().mean().backward()
+        model(**inputs_of("t5")).square().mean().backward()
         biases = [p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n]
         assert len(biases) == 2
         assert all(bias.abs().max() > 0 for bias in biases)
@@ -153,38 +252,25 @@ def test_the_learned_bias_gets_its_gradient() -> None:
     check_budget(*grads, GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", TRANSLATORS)
-def test_generate_gives_the_same_tokens(name: str, beams: int) -> None:
-    model = MODELS[name](0.0).eval()
-    inputs = {k: v for k, v in _inputs(name).items() if not k.startswith("decoder")}
-    arguments = {**inputs, "max_new_tokens": 12, "num_beams": beams, "do_sample": False}
-    expected = model.generate(**arguments)
-    accelerate(model)
-    assert torch.equal(model.generate(**arguments), expected)
-    assert expected.shape[1] > 3
-    assert len(expected.unique()) > 2
-
-
 @pytest.mark.parametrize("name", TRANSLATORS)
 def test_masks_have_to_be_registered_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the attention alone, padding is attended to without a word."""
-    model = Logits(MODELS[name](0.0)).eval()
-    inputs = _inputs(name)
+    model = First(build(name, 0.0))
+    inputs = inputs_of(name)
     with torch.no_grad():
         expected = model(**inputs)
         accelerate(model)
         torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-4)
         registry = transformers.AttentionMaskInterface._global_mapping
-        monkeypatch.delitem(registry, attention.NAME)
+        monkeypatch.delitem(registry, hugging_face.NAME)
         assert (model(**inputs) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_dropout_and_checkpointing(name: str) -> None:
-    model = Logits(MODELS[name](0.2)).train()
+    model = First(build(name, 0.2)).train()
     accelerate(model)
-    inputs = _inputs(name)
+    inputs = inputs_of(name)
     runs = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -200,11 +286,11 @@ def test_dropout_and_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "bert", "t5"])
 def test_hidden_states_and_attentions(name: str) -> None:
-    model = MODELS[name](0.0).eval()
+    model = build(name, 0.0)
     ours = copy.deepcopy(model)
     accelerate(ours)
     model.set_attn_implementation("eager")
-    asked = {**_inputs(name), "output_hidden_states": True, "output_attentions": True}
+    asked = {**inputs_of(name), "output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         expected, got, exact = (m(**asked) for m in (model, ours, copy.deepcopy(model).double()))
     assert set(got.keys()) == set(expected.keys())
@@ -212,12 +298,12 @@ def test_hidden_states_and_attentions(name: str) -> None:
         check_budget(got[key], expected[key], exact[key])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    model = MODELS[name](0.0).eval()
+    model = build(name, 0.0)
     as_it_was = form(model)
-    before = [m.config._attn_implementation for m in _models(model)]
-    inputs = _inputs(name)
+    before = _attentions(model)
+    inputs = inputs_of(name)
     with torch.no_grad():
         expected = model(**inputs).logits
         report = accelerate(model)
@@ -229,26 +315,26 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert len(restore(model)) == len(report.swapped)
         assert torch.equal(model(**inputs).logits, expected)
     assert form(model) == as_it_was
-    assert [m.config._attn_implementation for m in _models(model)] == before
+    assert _attentions(model) == before
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_pickles_load_without_this_library(name: str, tmp_path: Path) -> None:
-    model = MODELS[name](0.0).eval()
+    model = build(name, 0.0)
     accelerate(model)
-    again = check_without_this_library(model, _inputs(name), tmp_path)
-    assert all(m.config._attn_implementation == "sdpa" for m in _models(again))
+    again = check_without_this_library(model, inputs_of(name), tmp_path)
+    assert set(_attentions(again)) == {"sdpa"}
     assert restore(again) == []
     assert accelerate(again).swapped
     copied = copy.deepcopy(again)
-    assert all(m.config._attn_implementation == "transformer_fast" for m in _models(copied))
-    assert len(restore(copied)) == len(restore(again)) >= len(_models(again))
-    assert all(m.config._attn_implementation == "sdpa" for m in _models(copied))
+    assert set(_attentions(copied)) == {"transformer_fast"}
+    assert len(restore(copied)) == len(restore(again)) >= len(_attentions(again))
+    assert set(_attentions(copied)) == {"sdpa"}
 
 
 def test_verify() -> None:
-    model = MODELS["marian"](0.1)
-    report = accelerate(model, verify={**_inputs("marian"), "use_cache": False})
+    model = build("marian", 0.1)
+    report = accelerate(model, verify={**inputs_of("marian"), "use_cache": False})
     assert report.verified, str(report)
 
 
@@ -259,7 +345,7 @@ def test_hooked_and_replaced_modules_are_called() -> None:
 
     calls: list[str] = []
     for name in ("marian", "bert"):
-        theirs = Logits(MODELS[name](0.0)).eval()
+        theirs = First(build(name, 0.0))
         if name == "marian":
             layer = theirs.model.model.encoder.layers[0]
             layer.fc1.__class__ = Doubled
@@ -273,15 +359,15 @@ def test_hooked_and_replaced_modules_are_called() -> None:
         accelerate(theirs)
         restore(theirs)
         accelerate(ours)
-        assert_same_numbers(ours, theirs, (), _inputs(name), grad=False)
+        assert_same_numbers(ours, theirs, (), inputs_of(name), grad=False)
         calls.clear()
         accelerate(theirs)
-        theirs(**_inputs(name))
+        theirs(**inputs_of(name))
         assert calls == [name]
 
 
 def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["marian"](0.0)
+    model = build("marian", 0.0)
     with monkeypatch.context() as patch:
         # Not the module imported above: transformers replaces itself when it loads a model.
         patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
@@ -296,7 +382,7 @@ def test_unknown_versions_and_attentions_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_layers_that_take_other_arguments_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["marian"](0.0)
+    model = build("marian", 0.0)
     kind = type(model.model.encoder.layers[0])
 
     def forward(self: Any, hidden_states: Tensor, new_argument: Tensor) -> Tensor:
@@ -314,7 +400,7 @@ def test_attention_of_a_cache_longer_than_the_queries() -> None:
     module = torch.nn.Module()
     module.is_causal = True
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8)
-    output, weights = attention.attention(module, q, k, k, None, output_attentions=True)
+    output, weights = hugging_face.attention(module, q, k, k, None, output_attentions=True)
     assert output.shape == (2, 3, 4, 8)
     assert output.is_contiguous()
     repeated = k[:, :, :3].repeat_interleave(2, dim=1)
@@ -324,7 +410,7 @@ def test_attention_of_a_cache_longer_than_the_queries() -> None:
     torch.testing.assert_close(output, expected.transpose(1, 2))
     assert weights is not None
     bias = torch.randn(1, 4, 3, 7)
-    output, _ = attention.attention(module, q, k, k, None, position_bias=bias)
+    output, _ = hugging_face.attention(module, q, k, k, None, position_bias=bias)
     hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, repeated, repeated, attn_mask=bias[..., :3].masked_fill(hidden, -torch.inf)
@@ -337,7 +423,7 @@ def test_activations_are_known_by_what_they_compute() -> None:
     known = {}
     for name, function in transformers.activations.ACT2FN.items():
         activation = transformers.activations.ACT2FN[name]
-        found = layers.activation_name(activation)
+        found = hugging_face.activation_name(activation)
         if found is not None:
             known[name] = found
             ours = nn.functional.linear(x[:, None], torch.ones(1, 1).double(), activation=found)
@@ -349,10 +435,10 @@ def test_activations_are_known_by_what_they_compute() -> None:
 
 
 def test_only_loaded_libraries_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert models.is_loaded()
+    model = build("bert", 0.0)
+    assert hugging_face.is_model(model)
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
-    assert not models.is_loaded()
-    assert not models.is_model(torch.nn.Linear(1, 1))
+    assert not hugging_face.is_model(model)
 
 
 SENTENCES = [
@@ -397,6 +483,95 @@ def test_real_weights() -> None:
     assert similar[0, 2] > 0.5 > similar[0, 3]  # two birds, and a matrix
 
 
+def test_dropout_of_weights() -> None:
+    model = build("GPT2LMHeadModel", attn_pdrop=0.4, embd_pdrop=0.0, resid_pdrop=0.0)
+    inputs = inputs_of("GPT2LMHeadModel")
+    accelerate(model)
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.train()
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def test_weights_are_given() -> None:
+    """Only 'eager' has them in transformers."""
+    model = build("Qwen3ForCausalLM")
+    inputs = inputs_of("Qwen3ForCausalLM")
+    accelerate(model)
+    with torch.no_grad():
+        got = model(**inputs, output_attentions=True).attentions
+        restore(model)
+        model.set_attn_implementation("eager")
+        expected = model(**inputs, output_attentions=True).attentions
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_arguments_go_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may change the numbers, in this version or the next."""
+    model = build("Qwen3ForCausalLM")
+    inputs = inputs_of("Qwen3ForCausalLM")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        accelerate(model, filter_fn=_is_model)
+        monkeypatch.setattr(hugging_face.functional, "scaled_dot_product_attention", None)
+        with pytest.raises(TypeError):
+            model(**inputs)
+        assert torch.equal(model(**inputs, s_aux=torch.ones(4)).logits, expected)
+        with pytest.raises(ValueError, match="softcap"):
+            model(**inputs, softcap=2.0)
+
+
+def test_queries_that_see_nothing_and_batches_of_one() -> None:
+    module = torch.nn.Module()
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 6)
+    seen = torch.rand(2, 1, 3, 7) < 0.7
+    seen[1, :, 1] = False
+    for mask in (seen, seen.float().masked_fill(~seen, torch.finfo(torch.float32).min)):
+        expected, _ = sdpa_attention_forward(module, q, k, v, mask)
+        output, weights = hugging_face.attention(module, q, k, v, mask)
+        torch.testing.assert_close(output, expected)
+        assert weights is None
+
+
+class Asking(qwen3.Qwen3ForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation in ("eager", "sdpa"):
+            return super().forward(*args, **kwargs)
+        raise AssertionError
+
+
+def test_models_that_ask_for_their_attention_by_name() -> None:
+    model = Asking(transformers.Qwen3Config(**_DECODER))
+    report = accelerate(model)
+    for place in ("", "model"):  # the two share a config
+        assert report[place].reason == "Asking does something else for 'sdpa' than for other names"
+    assert set(_attentions(model)) == {"sdpa"}
+    assert report["lm_head"].outcome == "swapped"
+
+    gemma = build(
+        "Gemma4ForCausalLM", hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY,
+        num_kv_shared_layers=0,
+    )  # fmt: skip
+    assert accelerate(gemma)["model"].reason.startswith("Gemma4TextModel does something else")
+    assert set(_attentions(gemma)) == {"sdpa"}
+
+
+def test_attention_that_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Gemma2ForCausalLM")
+    assert "its attention is 'eager'" in accelerate(model)[""].reason  # for its soft cap
+    sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
+    model = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
+    assert "ResNetModel does not look" in accelerate(model)[""].reason
+    model = transformers.FalconModel(transformers.FalconConfig(**_ENCODER, alibi=False))
+    assert "FalconModel does not look" in accelerate(model)[""].reason
+
+    model = build("Qwen3ForCausalLM")
+    local = transformers.AttentionInterface()
+    local["sdpa"] = lambda *args, **kwargs: None
+    monkeypatch.setattr(qwen3, "ALL_ATTENTION_FUNCTIONS", local)
+    assert "is not transformers' own" in accelerate(model)[""].reason
+    assert set(_attentions(model)) == {"sdpa"}
+
+
 class Further(marian.MarianEncoderLayer):
     """Overrides nothing."""
 
@@ -437,14 +612,8 @@ class OwnAttention(marian.MarianAttention):
         return self.out_proj(attended), None
 
 
-def _same(ours: torch.nn.Module, theirs: torch.nn.Module, name: str) -> None:
-    inputs = _inputs(name)
-    assert_same_numbers(ours.eval(), theirs.eval(), (), inputs, grad=False)
-    assert_same_numbers(ours.train(), theirs.train(), (), inputs, grad=True)
-
-
-def _with(name: str, place: str, kind: type) -> Logits:
-    model = Logits(MODELS[name](0.0))
+def _with(name: str, place: str, kind: type) -> First:
+    model = First(build(name, 0.0))
     model.get_submodule(place).__class__ = kind
     return model
 
@@ -468,7 +637,7 @@ def test_layers_that_override(name: str, place: str, kind: type, reason: str) ->
     assert entry.outcome == "left"
     assert reason in entry.reason
     assert type(ours.get_submodule(place)) is kind
-    _same(ours, theirs, name)
+    _same(ours, theirs, inputs_of(name))
 
 
 def test_layers_that_override_nothing() -> None:
@@ -478,14 +647,14 @@ def test_layers_that_override_nothing() -> None:
     assert entry.now == "transformer_fast.accelerate.hugging_face.EncoderLayer"
     layer = ours.get_submodule(LAYER)
     assert isinstance(layer, Further)
-    assert layer.width() == 32
-    _same(ours, theirs, "marian")
+    assert layer.width() == WIDTH
+    _same(ours, theirs, inputs_of("marian"))
     restore(ours)
     assert type(layer) is Further
 
 
 def test_methods_replaced_on_the_instance() -> None:
-    model = MODELS["bert"](0.0)
+    model = build("bert", 0.0)
     layer = model.bert.encoder.layer[0]
     layer.feed_forward_chunk = lambda x: x
     entry = accelerate(model)["bert.encoder.layer.0"]
@@ -498,7 +667,7 @@ def test_attention_that_overrides() -> None:
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     assert report["model"].outcome == report[LAYER].outcome == "swapped"
-    _same(ours, theirs, "marian")
+    _same(ours, theirs, inputs_of("marian"))
 
 
 def test_what_the_layers_run_on_is_told() -> None:
@@ -507,7 +676,7 @@ def test_what_the_layers_run_on_is_told() -> None:
         ("bert", {"add_layer_norm", "feed_forward", "attention", "layer_norm"}),
         ("t5", {"feed_forward", "attention"}),
     ):
-        entries = accelerate(MODELS[name](0.1)).swapped
+        entries = accelerate(build(name, 0.1)).swapped
         layers = [e for e in entries if "hugging_face" in e.now]
         if name == "marian":
             assert all(set(e.inference) == set(e.training) == ops for e in layers)
@@ -545,11 +714,7 @@ def test_conv1d_keeps_a_packed_copy_in_inference(dtype: torch.dtype) -> None:
 
 
 def test_gpt2() -> None:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=192, n_layer=1, n_head=4, n_positions=16,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.3,
-    )  # fmt: skip
-    theirs = Logits(transformers.GPT2LMHeadModel(config))
+    theirs = First(build("GPT2LMHeadModel", 0.0, n_embd=192, n_layer=1))
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     block = "model.transformer.h.0"
@@ -558,7 +723,7 @@ def test_gpt2() -> None:
     mlp = report[f"{block}.mlp"]
     assert mlp.now == "transformer_fast.accelerate.mlp.FeedForward"
     assert set(mlp.inference) == {"feed_forward"}
-    _same(ours, theirs, "gpt2")
+    _same(ours, theirs, inputs_of("GPT2LMHeadModel"))
     restore(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()]
 
@@ -582,12 +747,12 @@ def test_gelu_by_its_formula(kind: str) -> None:
 @pytest.mark.parametrize("name", ["t5", "t5, gated"])
 def test_t5_with_its_last_map_in_float32(name: str) -> None:
     """As `from_pretrained` loads it in half precision."""
-    theirs = MODELS[name](0.0).bfloat16().eval().encoder.block[0].layer[1].DenseReluDense
+    theirs = build(name, 0.0).bfloat16().encoder.block[0].layer[1].DenseReluDense
     theirs.wo.float()
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     assert {entry.name for entry in report.swapped} >= {"wo"}
     if name == "t5":
         assert "different dtypes" in report[""].reason
-    x = torch.randn(2, 5, 32, dtype=torch.bfloat16)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.bfloat16)
     assert_same_numbers(ours, theirs, (x,), {}, grad=False)

@@ -139,12 +139,12 @@ HUGGING_FACE = [
 @pytest.mark.parametrize(("name", "targets"), HUGGING_FACE)
 def test_hugging_face(name: str, targets: Any, wrapped_first: bool) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from test_hugging_face import MODELS, Logits, _inputs
+    from test_hugging_face import First, build, inputs_of
 
-    ours, theirs, report = _pair(MODELS[name](0.0), targets, wrapped_first)
+    ours, theirs, report = _pair(build(name, 0.0).train(), targets, wrapped_first)
     assert {e.kind for e in report.left} <= set()
-    inputs = _inputs(name)
-    assert_same_numbers(Logits(ours), Logits(theirs), (), inputs, grad=True)
+    inputs = inputs_of(name)
+    assert_same_numbers(First(ours), First(theirs), (), inputs, grad=True)
     ours.eval(), theirs.eval()
     with torch.no_grad():
         expected = theirs.merge_and_unload()(**inputs).logits

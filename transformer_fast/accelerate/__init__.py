@@ -3,8 +3,7 @@
 `accelerate` and `restore` swap the classes of a living model's modules and back.
 """
 
-from .converters import register_converter
 from .report import Entry, Report
-from .swap import accelerate, accelerated, restore
+from .swap import accelerate, accelerated, register_converter, restore
 
 __all__ = ["Entry", "Report", "accelerate", "accelerated", "register_converter", "restore"]

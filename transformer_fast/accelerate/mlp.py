@@ -19,9 +19,9 @@ from torch import Tensor
 from .. import functional
 from ..nn import fusion
 from ..nn.drop_in import is_torchs
-from . import torch_nn
-from .change import ClassChange
-from .hugging_face.layers import activation_name, is_conv1d, is_faster_transposed
+from . import classes
+from .classes import ClassChange
+from .hugging_face import activation_name, is_conv1d, is_faster_transposed
 from .parts import Example, FusedLayer, Op, Part, dropout_p
 
 _DROPOUT = (*fusion.DROPOUT, torch.nn.Identity)
@@ -154,14 +154,14 @@ def find(name: str, module: torch.nn.Module, cache: Cache) -> ClassChange | str 
     if len({child.weight.dtype for child in module.children() if _is_linear(child)}) > 1:
         return "its weights have different dtypes, which no kernel multiplies"
     reason = (
-        torch_nn.sharded(module)
-        or torch_nn.parametrised(module)
-        or torch_nn.weights(module)
-        or torch_nn.replaced_forward(module)
+        classes.sharded(module)
+        or classes.parametrised(module)
+        or classes.weights(module)
+        or classes.replaced_forward(module)
     )
     if reason is not None:
         return reason
-    made = torch_nn.subclass(
+    made = classes.subclass(
         kind, (FeedForward, kind), _network=net, _input=parameters[0].name,
         _count=len(module._modules), __signature__=inspect.signature(kind),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from ..functional.layer_norm import NORMS
 from ..nn import fusion
 from ..nn.drop_in import DropIn
 from ..nn.fusion import Part
-from .hugging_face import models
 
 
 class Op(NamedTuple):
@@ -93,7 +93,7 @@ def _examples(module: Any, like: Tensor, training: bool) -> list[Example]:
     def attention(heads: Tensor, p: float) -> Example:
         return "attention", (heads,) * 3, {"dropout_p": p if training else 0.0}
 
-    if models.is_model(module):
+    if is_model(module):
         p = getattr(module.config, "attention_dropout", None)
         return [attention(x(1, 1, 1, 64), float(p or 0.0))]
     for op, norm in NORMS.items():
@@ -138,3 +138,9 @@ def parts(module: torch.nn.Module, names: str, kinds: tuple[type, ...]) -> list[
 
 def dropout_p(dropout: Any) -> float:
     return float(getattr(dropout, "p", 0.0))
+
+
+def is_model(module: torch.nn.Module) -> bool:
+    """Whether it is a whole model of transformers (or one of the models inside another)."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return loaded is not None and isinstance(module, loaded.PreTrainedModel)

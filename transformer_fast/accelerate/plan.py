@@ -10,17 +10,17 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..nn.drop_in import RECORD
-from . import converters, mlp, torch_nn
-from .change import Change, ClassChange, class_of_ours
-from .hugging_face import models
+from . import classes, hugging_face, mlp
+from .classes import Change, ClassChange, class_of_ours
 from .parts import explain_parts, in_parts
 from .report import Entry, Report
+from .swap import converted, why_not_converted
 
 
 def recorded(name: str, module: torch.nn.Module) -> list[Change]:
     """The changes that the module remembers."""
     found: list[Change] = []
-    attention = models.recorded(name, module)
+    attention = hugging_face.recorded(name, module)
     if attention is not None:
         found.append(attention)
     classes = module.__dict__.get(RECORD)
@@ -30,20 +30,20 @@ def recorded(name: str, module: torch.nn.Module) -> list[Change]:
 
 
 def _find(
-    name: str, module: torch.nn.Module, refused: models.Refused, cache: mlp.Cache
+    name: str, module: torch.nn.Module, refused: hugging_face.Refused, cache: mlp.Cache
 ) -> Change | str | None:
     """The change, a sentence why the module stays as it is, or None: its class is unknown."""
-    target = converters.convert(module)
-    if target is None and models.is_loaded():
-        found = models.find(name, module, refused)
+    target = converted(module)
+    if target is None:
+        found = hugging_face.find(name, module, refused)
         if found is not None:
-            return torch_nn.replaced_forward(module) or found
-    target = target or torch_nn.convert(module) or converters.why_not_converted(module)
+            return classes.replaced_forward(module) or found
+    target = target or classes.class_for(module) or why_not_converted(module)
     if target is None:
         return mlp.find(name, module, cache)
     if isinstance(target, str):
         return target
-    reason = torch_nn.replaced_forward(module)
+    reason = classes.replaced_forward(module)
     return reason or ClassChange(name, module, type(module), target)
 
 
@@ -54,7 +54,7 @@ def make_plan(
 ) -> list[Change]:
     """The changes for all modules of the model; every module that is known gets an entry."""
     changes: list[Change] = []
-    refused = models.refused(model) if models.is_loaded() else {}
+    refused = hugging_face.refused(model)
     read: set[torch.nn.Module] = set()
     cache: mlp.Cache = {}
     for name, module in model.named_modules():
@@ -62,8 +62,8 @@ def make_plan(
             continue
         kind = type(module).__name__
         known = recorded(name, module)
-        if known or torch_nn.is_ours(module):
-            own = None if known else torch_nn.overrides_ours(module)
+        if known or classes.is_ours(module):
+            own = None if known else classes.overrides_ours(module)
             if own is not None:
                 report.entries.append(Entry(name, kind, "left", reason=own))
             else:
@@ -115,7 +115,7 @@ def _count_weights(model: torch.nn.Module, report: Report) -> None:
     for module in _modules(model):  # parents before children
         if module in left:
             ours -= set(_modules(module))
-        elif torch_nn.is_ours(module) or RECORD in module.__dict__:
+        elif classes.is_ours(module) or RECORD in module.__dict__:
             inner = [] if isinstance(module, _STACKS) else _modules(module)
             # It calls those of unknown classes.
             ours |= {module, *(child for child in inner if _package(child) in _SILENT)}
@@ -165,7 +165,7 @@ def _remarks(model: torch.nn.Module, report: Report) -> list[str]:
     for entry in report.swapped:
         parent, _, _ = entry.name.rpartition(".")
         layer = model.get_submodule(parent) if entry.name else None
-        is_theirs = isinstance(layer, torch.nn.TransformerEncoderLayer) and not torch_nn.is_ours(
+        is_theirs = isinstance(layer, torch.nn.TransformerEncoderLayer) and not classes.is_ours(
             layer
         )
         if is_theirs and entry.name.endswith("self_attn"):

@@ -1,6 +1,7 @@
-"""`accelerate`, `restore` and `accelerated`: swapping the classes of a living model's modules.
+"""`accelerate`, `restore`, `accelerated` and `register_converter`: swapping the classes of a living
+model's modules.
 
-Light to import: `transformer_fast` does so. The work is in `plan`, `change` and `verify`.
+Light to import: `transformer_fast` does so. The work is in `plan`, `classes` and `verify`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import torch
 from .report import Report
 
 if TYPE_CHECKING:
-    from .change import Change
+    from .classes import Change
 
 Filter = Callable[[torch.nn.Module, str], bool]
+#: Takes a module, gives the class to swap it to, or a sentence that says why not.
+Converter = Callable[[torch.nn.Module], "type[torch.nn.Module] | str"]
+
+_converters: dict[type[torch.nn.Module], Converter] = {}
 
 
 def accelerate(
@@ -62,7 +67,7 @@ def accelerate(
         TypeError: ``model`` is not a module. Whatever the model raises during ``verify``. The model
             is then as it was.
     """
-    from .change import apply_all, undo_all
+    from .classes import apply_all, undo_all
     from .plan import make_plan, tell
 
     _require_module(model)
@@ -94,7 +99,7 @@ def restore(model: torch.nn.Module) -> list[str]:
         TypeError: ``model`` is not a module.
         RuntimeError: a module's class was changed again since; then nothing is restored.
     """
-    from .change import undo_all
+    from .classes import undo_all
 
     _require_module(model)
     changes = _changes_of(model)
@@ -110,7 +115,7 @@ def accelerated(
 
     Gives the `Report`. Arguments and errors: as in `accelerate`.
     """
-    from .change import undo_all
+    from .classes import undo_all
 
     _require_module(model)
     before = {change.name for change in _changes_of(model)}
@@ -131,3 +136,72 @@ def _changes_of(model: torch.nn.Module) -> list[Change]:
 def _require_module(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
+
+def register_converter(
+    cls: type[torch.nn.Module], converter: Converter | type[torch.nn.Module] | None
+) -> None:
+    """Teach `accelerate` a class of yours.
+
+    Args:
+        cls: modules of exactly this class are converted; subclasses are not.
+        converter: a subclass of ``cls`` to swap to (same attributes, faster forward), or a function
+            from a module to such a subclass or to a sentence that says why this one stays as it is.
+            None forgets what was registered for ``cls``.
+
+    Raises:
+        TypeError: ``cls`` is not a module class, or ``converter`` is neither.
+
+    An example, for attention written by hand::
+
+        class FastAttention(MyAttention):
+            def forward(self, x, mask=None):
+                ...transformer_fast.functional.scaled_dot_product_attention(q, k, v, mask)...
+
+        transformer_fast.accelerate.register_converter(MyAttention, FastAttention)
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        raise TypeError(f"cls must be a subclass of torch.nn.Module, not {cls!r}")
+    if converter is None:
+        _converters.pop(cls, None)
+        return
+    if isinstance(converter, type):
+        _check_class(cls, converter)
+        target = converter
+        _converters[cls] = lambda module: target
+    elif callable(converter):
+        _converters[cls] = converter
+    else:
+        raise TypeError(
+            f"converter must be a subclass of {cls.__name__} or a function, not {converter!r}"
+        )
+
+
+def _check_class(before: type, after: object) -> None:
+    if not (isinstance(after, type) and issubclass(after, before)):
+        raise TypeError(
+            f"a converter of {before.__name__} must give a subclass of it or a sentence, "
+            f"not {after!r}"
+        )
+
+
+def converted(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
+    """What the converter of exactly the module's class says; None if there is none."""
+    converter = _converters.get(type(module))
+    if converter is None:
+        return None
+    target = converter(module)
+    if not isinstance(target, str):
+        _check_class(type(module), target)
+    return target
+
+
+def why_not_converted(module: torch.nn.Module) -> str | None:
+    """Of an instance of a subclass of a registered class: that it is one."""
+    for base in type(module).__mro__[1:]:
+        if base in _converters:
+            return (
+                f"a converter is registered for {base.__name__}, and not for its subclass "
+                f"{type(module).__name__}"
+            )
+    return None

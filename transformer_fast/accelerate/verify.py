@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .change import Change, undone
+from .classes import Change, undone
 from .report import Report
 
 

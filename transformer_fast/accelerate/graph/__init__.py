@@ -1,6 +1,6 @@
 """Rewriting the graphs of hand-written Transformers: the backend of `torch.compile`.
 
-`backend.compile_backend` is the entry; `rewrite.rewrite` lists what is done, one file each.
+`backend.compile_backend` is the entry, and `backend.rewrite` all that is done to a graph.
 
 An installed package is found by its entry point. So that ``torch.compile(backend=...)`` knows the
 name in a checkout on ``PYTHONPATH`` too, it is entered into Dynamo's registry as well.

@@ -1,33 +1,438 @@
 """Recognising attention written by hand: everything around one softmax over keys.
 
-From the softmax upwards: scaling, masks and biases, down to the product of queries and keys
-(`scores`). Downwards: dropout, the product with the values, and whoever looks at the weights.
+From the softmax upwards: scaling, masks and biases, down to the product of queries and keys.
+Downwards: dropout, the product with the values, and whoever looks at the weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from . import run_time
 from .editor import Editor
-from .nodes import dtype, is_number, rank
-from .ops import Op, read
-from .products import Product, weighted_sum
-from .scale import scale_on_the_way
-from .scores import Mask, NotAttentionError, Scores, fill_choices, peel
+from .nodes import dtype, is_number, is_single, only_user, rank, shape
+from .ops import Op, calls, constant, is_view, mutates, permutation, read
+
+#: A fill as low as this hides: exp of the difference to any usual score is 0.
+_HIDES = -9000.0
+
+
+class NotAttentionError(Exception):
+    """Why a softmax is not the middle of an attention that our op can do; str() is a sentence."""
+
+
+def rewrite_softmax(editor: Editor) -> None:
+    """Put torch.softmax in for ``exp(x - max(x)) / sum(exp(x - max(x)))``."""
+    for node, op in calls(editor.graph, "div"):
+        powers, total = read(op["input"]), read(op["other"])
+        if powers is None or powers.name != "exp" or total is None or total.name != "sum":
+            continue
+        dim = _kept_dim(total)
+        if total["input"] is not op["input"] or dim is None or total["dtype"] is not None:
+            continue
+        input = _without_maximum(powers["input"], dim)
+        if isinstance(input, Node) and editor.memory.may_replace(node, [input]):
+            editor.replace(node, editor.call(node, torch.softmax, input, dim, like=node))
+
+
+def _kept_dim(op: Op) -> int | None:
+    """The one dimension that is reduced and kept."""
+    dim = op["dim"]
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    return dim if isinstance(dim, int) and op["keepdim"] is True else None
+
+
+def _without_maximum(node: Any, dim: int) -> Any:
+    """x of ``x - max(x)``; of anything else, itself."""
+    op = read(node)
+    if op is None or op.name != "sub":
+        return node
+    largest = read(op["other"])
+    if largest is not None and largest.name == "detach":
+        largest = read(largest["input"])
+    if largest is not None and largest.name == "getitem" and largest["index"] == 0:
+        largest = read(largest["input"])
+    if largest is None or largest.name not in ("max", "amax") or _kept_dim(largest) != dim:
+        return node
+    return op["input"] if largest["input"] is op["input"] else node
+
+
+class Mask(NamedTuple):
+    node: Node
+    #: The shape it is spread over, if it is another than that of the scores.
+    over: tuple[Any, ...] | None
+    #: The order of its dimensions that is the scores'; empty: as they are.
+    order: tuple[int, ...] = ()
+
+
+@dataclass
+class Scores:
+    """What stands between the product of queries and keys and the softmax."""
+
+    product: Product
+    #: The shape that the product has.
+    shape: tuple[Any, ...] | None
+    nodes: set[Node] = field(default_factory=set)
+    scale: float = 1.0
+    #: One-element tensors and run-time numbers: (node, whether it divides).
+    factors: list[tuple[Node, bool]] = field(default_factory=list)
+    #: Tensors that are added, and what they are multiplied by.
+    added: list[tuple[Mask, float]] = field(default_factory=list)
+    #: (condition, whether it hides where it is True, value filled in)
+    fills: list[tuple[Mask, bool, float]] = field(default_factory=list)
+    #: The shape in which they are looked at, if it is another than the product's.
+    seen_as: tuple[Any, ...] | None = None
+
+    def inputs(self) -> list[Node]:
+        """Masks and factors."""
+        masks = [mask for mask, _ in self.added] + [mask for mask, *_ in self.fills]
+        return [mask.node for mask in masks] + [node for node, _ in self.factors]
+
+    def mask(self, node: Node, order: tuple[int, ...]) -> Mask:
+        return Mask(node, self.seen_as, order)
+
+
+def peel(node: Any, after: float, order: tuple[int, ...] = ()) -> Scores:
+    """The scores behind ``node``, which is multiplied by ``after`` before the softmax.
+
+    ``order``: in which the softmax has the node's dimensions; empty: as they are.
+    """
+    if not isinstance(node, Node):
+        raise NotAttentionError("its input is not computed from queries and keys")
+    product = _split_product(node)
+    if product is not None:
+        if order != tuple(range(len(order))):
+            raise NotAttentionError("its scores are permuted")
+        scores = Scores(product, shape(node), {node}, after * product.scale)
+        if product.added is not None:
+            scores.added.append((scores.mask(product.added, ()), after))
+        _require_one_user(node)
+        return scores
+    op = read(node)
+    if op is None and not is_view(node):
+        raise NotAttentionError(f"its scores come from {_name(node)}")
+    _require_one_user(node)
+    if op is None and order:
+        raise NotAttentionError("its scores are reshaped while they are permuted")
+    scores = _peel_view(node, after) if op is None else _peel_op(node, op, after, order)
+    scores.nodes.add(node)
+    return scores
+
+
+def _peel_view(node: Node, after: float) -> Scores:
+    """Scores in another shape for a while, with the keys still in the last dimension."""
+    before = node.args[0]
+    now, then = shape(node), shape(before)
+    if str(node.target) not in ("view", "reshape") or not now or not then or now[-1] != then[-1]:
+        raise NotAttentionError(f"its scores come from {_name(node)}")
+    if not all(isinstance(size, int) for size in (*now, *then)):
+        raise NotAttentionError("its scores are reshaped to sizes that vary")
+    scores = peel(before, after)
+    scores.seen_as = None if now == scores.shape else now
+    return scores
+
+
+def _require_one_user(node: Node) -> None:
+    if only_user(node) is None:
+        raise NotAttentionError("its scores are used elsewhere too")
+
+
+def _peel_op(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
+    if op.name in ("float", "to", "type_as", "contiguous", "clone"):
+        if dtype(node) not in (dtype(op["input"]), torch.float32):
+            raise NotAttentionError(f"its scores are converted to {dtype(node)}")
+        return peel(op["input"], after, order)
+    if op.name in ("mul", "div"):
+        return _peel_factor(node, op, after, order)
+    if op.name in ("add", "sub"):
+        return _peel_added(node, op, after, order)
+    if op.name in ("masked_fill", "where"):
+        return _peel_fill(node, op, after, order)
+    dims = permutation(op, rank(node))
+    if dims is not None:
+        found = peel(op["input"], after, tuple(dims[i] for i in order or range(len(dims))))
+        if found.seen_as is not None:
+            raise NotAttentionError("its scores are reshaped while they are permuted")
+        return found
+    raise NotAttentionError(f"its scores come from {_name(node)}")
+
+
+def _peel_factor(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
+    divides = op.name == "div"
+    for scores, factor in _sides(op, both=not divides):
+        number = factor if is_number(factor) else _filled_with(factor)
+        if number is not None:
+            if number == 0:
+                break
+            return peel(scores, after / number if divides else after * number, order)
+        alike = is_single(factor) if order else _is_the_same_for_all_keys(factor, node)
+        if alike and shape(scores) == shape(node):
+            found = peel(scores, after, order)
+            if found.added or found.fills:
+                raise NotAttentionError("a tensor scales its scores after they are masked")
+            if found.seen_as is not None:
+                raise NotAttentionError("a tensor scales its scores while they are reshaped")
+            found.factors.append((factor, divides))
+            return found
+    raise NotAttentionError("its scores are multiplied by more than a number")
+
+
+def _is_the_same_for_all_keys(factor: Any, scores: Node) -> bool:
+    """A number or tensor that queries can be multiplied by as well."""
+    if is_single(factor):
+        return True
+    sizes, dimensions = shape(factor), rank(scores)
+    if sizes is None or dimensions is None or not 0 < len(sizes) <= dimensions:
+        return False
+    return isinstance(sizes[-1], int) and sizes[-1] == 1
+
+
+def _peel_added(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
+    reason = NotAttentionError("its scores are a sum of unknown things")
+    for scores, added in _sides(op, both=op.name == "add"):
+        if shape(scores) != shape(node) or not isinstance(added, Node):
+            continue
+        kind = dtype(added)
+        if kind is None or not kind.is_floating_point or (rank(added) or 0) > (rank(node) or 0):
+            continue
+        try:
+            found = peel(scores, after, order)
+        except NotAttentionError as why:
+            reason = why
+            continue
+        if any(math.isfinite(value) for *_, value in found.fills):
+            raise NotAttentionError("something is added to its scores after a finite fill")
+        found.added.append((found.mask(added, order), after if op.name == "add" else -after))
+        return found
+    raise reason
+
+
+def fill_choices(op: Op) -> list[tuple[Any, Any, bool, Any]]:
+    """(what is filled, condition, whether it fills where that is True, with what)"""
+    if op.name == "masked_fill":
+        return [(op["input"], op["mask"], True, op["value"])]
+    return [
+        (op["input"], op["condition"], False, op["other"]),
+        (op["other"], op["condition"], True, op["input"]),
+    ]
+
+
+def _peel_fill(node: Node, op: Op, after: float, order: tuple[int, ...]) -> Scores:
+    for scores, condition, hides, filled in fill_choices(op):
+        number = _filled_with(filled)
+        if number is None or not isinstance(condition, Node) or shape(scores) != shape(node):
+            continue
+        if (rank(condition) or 0) > (rank(node) or 0):
+            continue
+        if not number * after <= _HIDES:
+            raise NotAttentionError(f"its scores are filled with {number:g}, which does not hide")
+        found = peel(scores, after, order)
+        if found.factors and after < 0:
+            break
+        others = {value for *_, value in found.fills}
+        if others - {number * after}:
+            raise NotAttentionError("its scores are filled with several values")
+        found.fills.append((found.mask(condition, order), hides, number * after))
+        return found
+    raise NotAttentionError("what its scores are filled with is not known while compiling")
+
+
+def _filled_with(x: Any) -> float | None:
+    """The number, if it is known; tensors of several elements are not asked."""
+    if isinstance(x, Node) and (not is_single(x) or any(mutates(user) for user in x.users)):
+        return None
+    return constant(x)
+
+
+def _sides(op: Op, both: bool) -> Iterator[tuple[Any, Any]]:
+    yield op["input"], op["other"]
+    if both:
+        yield op["other"], op["input"]
+
+
+def _name(node: Node) -> str:
+    if node.op == "placeholder":
+        return "outside this graph"
+    target = node.target
+    return f"{target if isinstance(target, str) else getattr(target, '__name__', target)}"
+
+
+# The two products, written as matmul, bmm, baddbmm or einsum.
+
+
+@dataclass
+class Operand:
+    """Queries, keys or values, and the order of dimensions that gives (..., length, size)."""
+
+    node: Node
+    order: tuple[int, ...]
+
+    def put(self, editor: Editor, before: Node) -> Node:
+        """The node in that order, in front of ``before``."""
+        if self.order == tuple(range(len(self.order))):
+            return self.node
+        op = read(self.node)
+        there = None if op is None else permutation(op, len(self.order))
+        if op is not None and there is not None and [there[d] for d in self.order] == sorted(there):
+            inner: Node = op["input"]  # the node undoes the order
+            return inner
+        return editor.call(before, torch.permute, self.node, self.order, like=self.node)
+
+
+@dataclass
+class Product:
+    """``scores = queries keys^T``, and what comes with it."""
+
+    queries: Operand
+    keys: Operand
+    scale: float = 1.0
+    added: Node | None = None
+
+
+def _split_product(node: Node) -> Product | None:
+    """Queries and keys of a product that may be scores, or None."""
+    op = read(node)
+    if op is None:
+        return None
+    if op.name == "matmul":
+        return _of_matmul(op["input"], op["other"])
+    if op.name == "baddbmm":
+        product = _of_matmul(op["batch1"], op["batch2"])
+        beta, alpha = op.args.get("beta", 1), op.args.get("alpha", 1)
+        if product is None or not (is_number(beta) and is_number(alpha)) or beta not in (0, 1):
+            return None
+        product.scale = float(alpha)
+        product.added = op["input"] if beta else None
+        return product
+    letters = _letters(op)
+    if letters is None:
+        return None
+    one, two, result = letters
+    first, second = op["input"], op["other"]
+    if len(result) < 2:
+        return None
+    *batch, q, k = list(result)
+    if k in one and k not in two:  # keys first
+        one, two, first, second = two, one, second, first
+    summed = [letter for letter in one if letter in two and letter not in result]
+    if len(summed) != 1 or set(one) != {*batch, q, *summed} or set(two) != {*batch, k, *summed}:
+        return None
+    return Product(
+        Operand(first, _order(one, [*batch, q, *summed])),
+        Operand(second, _order(two, [*batch, k, *summed])),
+    )
+
+
+def _of_matmul(left: object, right: object) -> Product | None:
+    size = rank(left)
+    if not (isinstance(left, Node) and isinstance(right, Node)) or size is None or size < 2:
+        return None
+    if not _spreads(shape(right), shape(left)):
+        return None
+    as_it_is = tuple(range(size))
+    swapped = (*as_it_is[:-2], size - 1, size - 2)
+    return Product(Operand(left, as_it_is), Operand(right, swapped))
+
+
+def _spreads(one: tuple[Any, ...] | None, over: tuple[Any, ...] | None) -> bool:
+    """Whether keys or values are there for each of the queries' batches and heads, or for all."""
+    if one is None or over is None or len(one) != len(over):
+        return False
+    pairs = zip(one[:-2], over[:-2], strict=True)
+    return all(a == b or (isinstance(a, int) and a == 1) for a, b in pairs)
+
+
+def _letters(op: Op) -> tuple[str, str, str] | None:
+    """The two inputs and the result of an einsum in which no letter stands twice in one of them."""
+    if op.name != "einsum":
+        return None
+    inputs, result = op["equation"].split("->")
+    one, two = inputs.split(",")
+    return (one, two, result) if all(len(set(x)) == len(x) for x in (one, two, result)) else None
+
+
+def _order(have: Sequence[str], want: Sequence[str]) -> tuple[int, ...]:
+    return tuple(have.index(letter) for letter in want)
+
+
+def _weighted_sum(node: Node, weights: Node) -> tuple[Operand, tuple[int, ...]] | None:
+    """The values that ``node`` multiplies the weights with, and the order of its dimensions, or None."""
+    op = read(node)
+    if op is None or op["input"] is op["other"]:
+        return None
+    values = op["other"] if op["input"] is weights else op["input"]
+    if not isinstance(values, Node):
+        return None
+    if op.name == "matmul":
+        if op["input"] is not weights or not _spreads(shape(values), shape(weights)):
+            return None
+        as_it_is = tuple(range(rank(values) or 0))
+        return Operand(values, as_it_is), as_it_is
+    letters = _letters(op)
+    if letters is None:
+        return None
+    one, two, result = letters
+    if op["other"] is weights:
+        one, two = two, one
+    *batch, q, k = list(one)
+    size = [letter for letter in two if letter not in one]
+    if k in result or len(size) != 1 or set(two) != {*batch, k, *size}:
+        return None
+    ours = [*batch, q, *size]
+    if set(result) != set(ours):
+        return None
+    return Operand(values, _order(two, [*batch, k, *size])), _order(ours, result)
+
+
+def _scale_on_the_way(editor: Editor, product: Product, last: Node) -> float:
+    """Take multiplications of queries and keys by numbers out, ``q / sqrt(d)``; what they multiply by.
+
+    ``last``: the last call before which the product's inputs will be read.
+    """
+    scale = 1.0
+    for side in (product.queries, product.keys):
+        while (found := _scaling(side.node)) is not None:
+            node, inner, factor = found
+            if not editor.memory.may_replace(side.node, [inner], last):
+                break
+            scale *= factor
+            if node is side.node:
+                side.node = inner
+            else:
+                editor.replace(node, inner)
+    return scale
+
+
+def _scaling(node: Node) -> tuple[Node, Node, float] | None:
+    """The nearest scaling behind views that lead to nowhere else: it, its input, the factor."""
+    while only_user(node) is not None:
+        op = read(node)
+        if op is not None and op.name in ("mul", "div") and not mutates(node):
+            factor, inner = op["other"], op["input"]
+            if op.name == "mul" and is_number(inner):
+                factor, inner = inner, factor
+            if not is_number(factor) or factor == 0 or not isinstance(inner, Node):
+                return None
+            return node, inner, 1.0 / factor if op.name == "div" else float(factor)
+        if not is_view(node) or not isinstance(node.args[0], Node):
+            return None
+        node = node.args[0]
+    return None
+
+
+# Putting ours in.
 
 
 def rewrite_attention(editor: Editor) -> None:
     """Put our attention in for every one in the graph; tell of each softmax that is left."""
-    for node in list(editor.graph.nodes):
-        op = read(node)
-        if op is None or op.name != "softmax" or len(node.users) == 0:
-            continue
+    for node, op in calls(editor.graph, "softmax"):
         try:
             _rewrite(editor, node, op)
         except NotAttentionError as reason:
@@ -46,30 +451,29 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
         raise NotAttentionError("its scores are reshaped before it")
     nodes = scores.nodes | {softmax}
     weights, dropout_p, dropped = _downwards(softmax, nodes, scores)
-    product = next((u for u in weights.users if weighted_sum(u, weights) is not None), None)
-    if product is None:
+    sums = ((u, *found) for u in weights.users if (found := _weighted_sum(u, weights)) is not None)
+    product, values, result_order = next(sums, (None, None, ()))
+    if product is None or values is None:
         raise NotAttentionError("its result is not multiplied with values")
-    found = weighted_sum(product, weights)
-    assert found is not None
     nodes |= {product}
-    inputs = [scores.product.left, scores.product.right, found.values, *scores.inputs()]
-    if not editor.memory.may_replace(product, inputs):
+    operands = [scores.product.queries, scores.product.keys, values]
+    if not editor.memory.may_replace(
+        product, [*(each.node for each in operands), *scores.inputs()]
+    ):
         raise NotAttentionError("something is written in place between its parts")
-    _check_tensors(editor, scores.product, found.values)
+    _check_tensors(editor, [each.node for each in operands])
 
     # As early as possible: the weights may be looked at before they meet the values.
-    point = softmax if editor.last([softmax, found.values]) is softmax else product
+    point = softmax if editor.last([softmax, values.node]) is softmax else product
     seen_later = [u for u in weights.users if u is not product]
     seen_before = [u for u in softmax.users if u not in nodes] if dropped else []
     if point is product and (seen_later or seen_before):
         raise NotAttentionError("its weights are shown before its values are known")
-    scale = scores.scale * scale_on_the_way(editor, scores.product, product)
-    query = scores.product.queries(editor, point)
+    scale = scores.scale * _scale_on_the_way(editor, scores.product, product)
+    query, key, value = (each.put(editor, point) for each in operands)
     for factor, divides in scores.factors:
         function = torch.div if divides else torch.mul
         query = editor.call(point, function, query, factor, like=query)
-    key = scores.product.keys(editor, point)
-    value = found.permuted_values(editor, point)
     hidden, added = _masks(editor, scores, softmax, point)
 
     def attend(p: float, need_weights: bool) -> Node:
@@ -77,7 +481,10 @@ def _rewrite(editor: Editor, softmax: Node, op: Op) -> None:
         return editor.call(point, run_time.attention, *arguments, like=product)
 
     both = attend(dropout_p, bool(seen_later))
-    product.replace_all_uses_with(found.result(editor, editor.item(both, 0, product)))
+    output = editor.item(both, 0, product)
+    if result_order != tuple(sorted(result_order)):
+        output = editor.call(output.next, torch.permute, output, result_order, like=product)
+    product.replace_all_uses_with(output)
     if seen_later:
         shown = _shown(editor, both, weights, product)
         for user in seen_later:
@@ -100,8 +507,7 @@ def _shown(editor: Editor, both: Node, weights: Node, output: Node) -> Node:
     """The weights in the dtype that the user's have."""
     node = editor.item(both, 1, weights)
     if dtype(weights) != dtype(output):
-        with editor.graph.inserting_after(node):
-            node = editor.graph.call_method("to", (node, dtype(weights)))
+        node = editor.method(node.next, "to", node, dtype(weights))
     return node
 
 
@@ -149,14 +555,13 @@ def _hide_again(op: Op, weights: Node, scores: Scores) -> None:
     raise NotAttentionError("its weights are filled where its scores are not")
 
 
-def _check_tensors(editor: Editor, product: Product, values: Node) -> None:
-    kinds = {dtype(n) for n in (product.left, product.right, values)}
+def _check_tensors(editor: Editor, operands: list[Node]) -> None:
+    kinds = {dtype(n) for n in operands}
     if len(kinds) > 1 and not editor.has_autocast():
         raise NotAttentionError("queries, keys and values have several dtypes")
     if any(kind is None or not kind.is_floating_point for kind in kinds):
         raise NotAttentionError("queries, keys and values are not floating-point tensors")
-    ranks = {rank(n) for n in (product.left, product.right, values)}
-    if len(ranks) > 1:
+    if len({rank(n) for n in operands}) > 1:
         raise NotAttentionError("queries, keys and values have different numbers of dimensions")
 
 

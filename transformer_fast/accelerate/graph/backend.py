@@ -1,17 +1,35 @@
-"""``torch.compile(model, backend="transformer_fast")``."""
+"""``torch.compile(model, backend="transformer_fast")``, and all that is done to a captured graph."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
 
+from ... import functional
+from . import run_time
+from .attention import rewrite_attention, rewrite_softmax
+from .canonicalize import canonicalize
+from .editor import Editor
+from .feed_forward import (
+    name_linear,
+    rewrite_activations,
+    rewrite_convolutions,
+    rewrite_feed_forward,
+    rewrite_linear,
+    rewrite_patches,
+)
 from .inner import compile_rest, why_not
+from .nodes import rank
+from .norm import rewrite_add_norm, rewrite_norms
+from .ops import read
 from .report import GraphReport, remember
-from .rewrite import rewrite
 
 _log = logging.getLogger("transformer_fast")
 
@@ -78,3 +96,89 @@ def _options(
     if isinstance(inner, str):
         inner = torch._dynamo.lookup_backend(inner)
     return inner, tell
+
+
+def rewrite(module: GraphModule) -> GraphReport:
+    """Put our ops in for what is recognised, in place; what is not stays as it is.
+
+    ``module`` is a graph as torch.compile gives it to a backend: every node knows the value it had
+    while the graph was captured (``meta["example_value"]``).
+    """
+    report = GraphReport()
+    canonicalize(module.graph)
+    editor = Editor(module.graph, report)
+    for step in _STEPS:
+        step(editor)
+    _tell_of_the_rest(editor)
+    report.others = Counter(
+        str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+        for node in module.graph.nodes
+        if node.op == "call_method" or (node.op == "call_function" and not _is_ours(node.target))
+    )
+    module.graph.lint()
+    module.recompile()
+    for child in module.children():
+        # What is checkpointed or branched over is a graph within the graph.
+        if isinstance(child, GraphModule):
+            inner = rewrite(child)
+            report.rewritten += inner.rewritten
+            report.left += inner.left
+            report.others += inner.others
+    return report
+
+
+def _tell_of_the_rest(editor: Editor) -> None:
+    """Calls that do what our ops do, and that stay nevertheless."""
+    for node in editor.graph.nodes:
+        if node.target is torch._native_multi_head_attention:
+            reason = "it is a module of torch.nn, which transformer_fast.accelerate(model) swaps"
+            editor.left("attention", node, reason)
+        op = read(node)
+        if op is not None and op.name in ("matmul", "addmm"):
+            weight = op["mat2" if op.name == "addmm" else "other"]
+            if isinstance(weight, Node) and weight.op == "placeholder" and rank(weight) == 2:
+                reason = "it is a product with a (in, out) matrix, and our kernels read (out, in)"
+                editor.left("linear", node, reason)
+
+
+def _is_ours(target: object) -> bool:
+    return (getattr(target, "__module__", "") or "").startswith("transformer_fast.")
+
+
+def rewrite_calls_of_torchs(editor: Editor) -> None:
+    """`F.scaled_dot_product_attention`, where the user calls it already, and modules in one call."""
+    for node in editor.graph.nodes:
+        op, args, kwargs = "attention", node.args, node.kwargs
+        function: Callable[..., Any] = functional.scaled_dot_product_attention
+        if node.target is F.multi_head_attention_forward:
+            function = run_time.multi_head_attention_forward
+            bound = inspect.signature(node.target).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = (), bound.arguments
+            if kwargs.pop("static_k") is not None or kwargs.pop("static_v") is not None:
+                continue
+        elif node.target is torch._transformer_encoder_layer_fwd:
+            op, function = "encoder_layer", run_time.encoder_layer
+            schema = torch.ops.aten._transformer_encoder_layer_fwd.default._schema
+            names = [argument.name for argument in schema.arguments]
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        elif node.target is not F.scaled_dot_product_attention:
+            continue
+        node.target, node.args, node.kwargs = function, args, kwargs
+        editor.found(op, node)
+
+
+#: In this order.
+_STEPS: tuple[Callable[[Editor], None], ...] = (
+    rewrite_softmax,
+    rewrite_attention,
+    rewrite_calls_of_torchs,
+    rewrite_norms,
+    rewrite_activations,
+    rewrite_convolutions,
+    rewrite_patches,
+    name_linear,
+    rewrite_feed_forward,
+    rewrite_add_norm,
+    rewrite_linear,
+)

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from .memory import Memory
 from .nodes import dtype, is_number, only_user, rank, shape, value
-from .ops import Op, constant, mutates, read
+from .ops import Op, calls, constant, mutates, read
 
 
 def canonicalize(graph: Graph) -> None:
@@ -105,10 +105,7 @@ _APART: dict[Any, Any] = {
 def name_constants(graph: Graph) -> None:
     """``torch.full_like(scores, c)`` as one number without scores, where it is chosen."""
     memory = Memory(graph)
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or op.name != "where":
-            continue
+    for node, op in calls(graph, "where"):
         for name, other in (("input", "other"), ("other", "input")):
             choice, number = op[name], constant(op[name])
             if number is None or not isinstance(choice, Node) or shape(choice) == ():
@@ -149,11 +146,8 @@ def merge_equal(graph: Graph) -> None:
     """Compute masks once: pure calls of the same ops on the same nodes become one node."""
     memory = Memory(graph)
     seen: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or op.name not in _MERGED or mutates(node):
-            continue
-        if memory.is_written([node, *node.all_input_nodes]):
+    for node, op in calls(graph, "eq", "ne", "not", "bool", "unsqueeze"):
+        if mutates(node) or memory.is_written([node, *node.all_input_nodes]):
             continue
         key = (op.name, map_arg(tuple(sorted(op.args.items())), lambda n: n.name))
         try:
@@ -165,17 +159,13 @@ def merge_equal(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-_MERGED = frozenset({"eq", "ne", "not", "bool", "unsqueeze"})
-
-
 def remove_idle_calls(graph: Graph) -> None:
     """Dropouts that drop nothing (evaluation, p = 0) and casts to the same dtype give their input."""
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or not isinstance(op["input"], Node):
+    for node, op in calls(graph, "dropout", "to", "float"):
+        if not isinstance(op["input"], Node):
             continue
         drops_nothing = op.name == "dropout" and (op["training"] is False or op["p"] == 0)
-        if drops_nothing or (op.name in ("to", "float") and _is_idle_cast(node, op)):
+        if drops_nothing or (op.name != "dropout" and _is_idle_cast(node, op)):
             node.replace_all_uses_with(op["input"])
             graph.erase_node(node)
 
@@ -213,10 +203,7 @@ _NEED_STRIDES = frozenset({"as_strided", "view", "view_as", "view_as_complex"})
 
 def name_dtypes(graph: Graph) -> None:
     """``x.type_as(y)`` as ``x.to(dtype)``: it reads nothing of y but that."""
-    for node in list(graph.nodes):
-        op = read(node)
-        if op is None or op.name != "type_as":
-            continue
+    for node, op in calls(graph, "type_as"):
         here, there = value(op["input"]), value(op["other"])
         if not isinstance(there, torch.Tensor) or here.device != there.device:
             continue

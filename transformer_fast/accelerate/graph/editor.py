@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .memory import Memory
-from .nodes import only_user
+from .nodes import only_user, value
 from .ops import is_view, mutates, read
 from .report import Found, GraphReport, where
 
@@ -28,6 +28,18 @@ class Editor:
             node = self.graph.call_function(function, args, kwargs)
         node.meta = dict(like.meta)
         return node
+
+    def method(self, before: Node, name: str, of: Node, *args: Any) -> Node:
+        """A new call of a method of the tensor ``of`` in front of ``before``."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_method(name, (of, *args))
+        node.meta = {**of.meta, "example_value": getattr(value(of), name)(*args)}
+        return node
+
+    def replace(self, old: Node, new: Node, *parts: Any) -> None:
+        """Have the users of ``old`` use ``new``; take out ``old``, and the parts that only it used."""
+        old.replace_all_uses_with(new)
+        self.remove([old, *parts])
 
     def item(self, of: Node, index: int, like: Node) -> Node:
         """Element ``index`` of the tuple that ``of`` gives."""

@@ -1,7 +1,12 @@
-"""Recognising feed-forward networks, and what is left of linear maps with activations."""
+"""Recognising linear maps and feed-forward networks: products and convolutions, and activations,
+torch's or written by hand."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +20,95 @@ from ...functional._operator import Operator
 from ...functional.feed_forward import PACKED as FEED_FORWARD
 from ...functional.linear import CODES
 from ...functional.linear import PACKED as LINEAR
-from .activation import activation_of
 from .editor import Editor
+from .memory import is_fresh
 from .nodes import dtype, is_number, only_user, rank, shape, value
-from .ops import read
+from .ops import Op, calls, constant, is_view, permutation, read
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+_GATES: dict[str, Callable[[float], float]] = {
+    "erf": math.erf, "tanh": math.tanh, "sigmoid": _sigmoid
+}  # fmt: skip
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "neg": operator.neg, "pow": operator.pow, "sqrt": math.sqrt, **_GATES,
+}  # fmt: skip
+#: What activations written by hand compute of a number.
+_BY_HAND: dict[str, Callable[[float], float]] = {
+    "gelu": lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * _sigmoid(x),
+}
+#: Largest difference: constants are written with five digits or more. (Both GELUs differ by 5e-4.)
+_ROUNDING = 3e-5
+_LARGEST_FORMULA = 16
+
+
+def rewrite_activations(editor: Editor) -> None:
+    """Put torch's own function in for each by hand; `rewrite_feed_forward` then knows it."""
+    for node, _ in calls(editor.graph, "mul", "div"):
+        name, x = _by_hand(node) or ("", node)
+        if not name or not editor.memory.may_replace(node, [x]):
+            continue
+        if name == "silu":
+            new = editor.call(node, F.silu, x, like=node)
+        else:
+            approximate = "tanh" if name == "gelu_tanh" else "none"
+            new = editor.call(node, F.gelu, x, approximate=approximate, like=node)
+        editor.replace(node, new)
+
+
+def _by_hand(node: Node) -> tuple[str, Node] | None:
+    """The activation that ``node`` computes and its input, known by its values at some numbers."""
+    formula, names = [node], set()
+    for each in formula:
+        op = read(each)
+        if op is not None and op.name in _ARITHMETIC and len(formula) <= _LARGEST_FORMULA:
+            names.add(op.name)
+            formula += [n for n in each.all_input_nodes if n not in formula]
+    if not names & _GATES.keys():
+        return None
+    for x in formula[1:]:
+        if (shape(x), dtype(x)) != (shape(node), dtype(node)):
+            continue
+        for name, activation in _BY_HAND.items():
+            if all(
+                abs(_at(node, formula, {x: i / 3}) - activation(i / 3)) < _ROUNDING
+                for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11)
+            ):
+                return name, x
+    return None
+
+
+def _at(node: Any, formula: Sequence[Node], known: dict[Any, float]) -> float:
+    """The node's value where the ``known`` ones have theirs; NaN if it depends on others as well."""
+    if node in known:
+        return known[node]
+    found = constant(node)
+    if found is None:
+        op, found = read(node), math.nan
+        if op is not None and op.name in _ARITHMETIC and node in formula:
+            given = (op[name] for name in ("input", "other", "exponent") if name in op.args)
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+                found = _ARITHMETIC[op.name](*(_at(each, formula, known) for each in given))
+    known[node] = found
+    return found
+
+
+def activation_of(node: object) -> tuple[str, Node] | None:
+    """The name by which kernels know the activation that ``node`` computes, and its input."""
+    op = read(node)
+    if op is None or not isinstance(op["input"], Node):
+        return None
+    if op.name in ("relu", "silu"):
+        return op.name, op["input"]
+    if op.name == "gelu" and op.args.get("approximate", "none") in ("none", "tanh"):
+        return ("gelu_tanh" if op["approximate"] == "tanh" else "gelu"), op["input"]
+    return None
 
 
 def name_linear(editor: Editor) -> None:
@@ -28,8 +118,8 @@ def name_linear(editor: Editor) -> None:
     """
     if torch.is_grad_enabled():
         return
-    for node in list(editor.graph.nodes):
-        found = _product(node)
+    for node, op in calls(editor.graph, "addmm", "matmul"):
+        found = _product(op)
         if found is None:
             continue
         x, weight, bias = found
@@ -39,23 +129,17 @@ def name_linear(editor: Editor) -> None:
             whole, last = x, node
         if not editor.memory.may_replace(node, [whole, weight, bias]):
             continue
-        with editor.graph.inserting_before(node):
-            turned = editor.graph.call_method("t", (weight,))
-        turned.meta = {"example_value": value(weight).t()}
+        turned = editor.method(node, "t", weight)
         new = editor.call(node, F.linear, whole, turned, bias, like=last)
-        last.replace_all_uses_with(new)
-        editor.remove([last, node, x])
+        editor.replace(last, new, node, x)
 
 
-def _product(node: Node) -> tuple[Node, Node, Node | None] | None:
+def _product(op: Op) -> tuple[Node, Node, Node | None] | None:
     """x, the parameter and the bias."""
-    op = read(node)
-    if op is None or not node.users:
-        return None
-    if op.name == "addmm" and len(op.args) == 3:
-        x, weight, bias = op["mat1"], op["mat2"], op["input"]
-    elif op.name == "matmul":
+    if op.name == "matmul":
         x, weight, bias = op["input"], op["other"], None
+    elif len(op.args) == 3:
+        x, weight, bias = op["mat1"], op["mat2"], op["input"]
     else:
         return None
     is_matrix = isinstance(value(weight), torch.nn.Parameter) and rank(weight) == 2
@@ -89,10 +173,7 @@ def _is_reshaped(node: Node) -> bool:
 
 def rewrite_feed_forward(editor: Editor) -> None:
     """``linear2(dropout(activation(linear1(x))))`` as one call."""
-    for node in list(editor.graph.nodes):
-        op = read(node)
-        if op is None or op.name != "linear" or not node.users:
-            continue
+    for node, op in calls(editor.graph, "linear"):
         hidden, p = _dropped(op["input"])
         found = activation_of(hidden)
         if found is None or hidden is None or only_user(hidden) is None:
@@ -111,8 +192,7 @@ def rewrite_feed_forward(editor: Editor) -> None:
             node, functional.feed_forward, first["input"], first["weight"], first["bias"],
             op["weight"], op["bias"], activation=name, dropout_p=p, like=node,
         )  # fmt: skip
-        node.replace_all_uses_with(new)
-        editor.remove([node, op["input"], hidden, before])
+        editor.replace(node, new, op["input"], hidden, before)
         editor.found("feed_forward", node)
 
 
@@ -147,9 +227,8 @@ def dropout_of(node: Node) -> tuple[Node, float] | None:
 
 def rewrite_linear(editor: Editor) -> None:
     """The linear maps that are left, with the activation behind them."""
-    for node in list(editor.graph.nodes):
-        op = read(node)
-        if op is None or op.name != "linear" or not node.users or rank(op["input"]) is None:
+    for node, op in calls(editor.graph, "linear"):
+        if rank(op["input"]) is None:
             continue
         weight, activation, last = op["weight"], None, node
         if dtype(weight) != dtype(op["input"]) and not editor.has_autocast():
@@ -162,8 +241,7 @@ def rewrite_linear(editor: Editor) -> None:
             node, functional.linear, op["input"], weight, op["bias"], activation=activation,
             like=last,
         )  # fmt: skip
-        last.replace_all_uses_with(new)
-        editor.remove([last, node])
+        editor.replace(last, new, node)
         editor.found("linear", node)
 
 
@@ -201,3 +279,155 @@ def packed_call(node: Node) -> tuple[Operator, list[Any], int] | None:
     arguments += [None] * (operator is LINEAR)  # no residual
     rows = given[0].numel() // max(1, given[0].shape[-1])
     return operator, [*arguments, CODES[activation]], rows
+
+
+# Convolutions over single positions, and over patches side by side.
+
+#: What works on each element alone, so that it may come before or after a transposition.
+_ELEMENTWISE = frozenset({"relu", "gelu", "silu", "dropout"})
+
+
+def rewrite_convolutions(editor: Editor) -> None:
+    """Put linear maps in for pairs of convolutions that make up a feed-forward network."""
+    for second, _ in calls(editor.graph, "conv"):
+        op = _as_linear(second)
+        if op is None:
+            continue
+        between: list[Node] = []
+        node = op["input"]
+        while (step := read(node)) is not None and step.name in _ELEMENTWISE:
+            between.append(node)
+            node = step["input"]
+        first = _as_linear(node)
+        chain = [*between, node]
+        if first is None or not between or any(only_user(n) is None for n in chain):
+            continue
+        inputs = [first[n] for n in ("input", "weight", "bias")] + [op["weight"], op["bias"]]
+        if editor.memory.may_replace(second, inputs):
+            _rewrite(editor, first, between[::-1], op, second)
+
+
+def rewrite_patches(editor: Editor) -> None:
+    """Put linear maps in for patch embeddings."""
+    for node, _ in calls(editor.graph, "conv"):
+        op = _side_by_side(node)
+        sizes = () if op is None else (*value(op["input"]).shape, *value(op["weight"]).shape)
+        if op is None or rank(node) == 3 or not all(isinstance(n, int) for n in sizes):
+            continue
+        flat = only_user(node)
+        tokens = None if flat is None else only_user(flat)
+        if flat is None or tokens is None or _unswapped(tokens) is not flat:
+            continue
+        # Whoever looks at the tokens as a convolution lays them out gets them so.
+        if not all(is_fresh(user) for user in tokens.users):
+            continue
+        x, weight = value(op["input"]), value(op["weight"])
+        kernel = weight.shape[2:]
+        grid = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
+        is_flat = is_view(flat) or flat.target is torch.flatten
+        if (
+            is_flat
+            and shape(flat) == (len(x), len(weight), math.prod(grid))
+            and x.device.type == "cpu"
+        ):
+            patches = _patches(editor, node, op["input"], grid, kernel)
+            editor.replace(tokens, _linear(editor, node, patches, op), flat, node)
+
+
+def _patches(
+    editor: Editor, before: Node, x: Node, grid: Sequence[int], kernel: Sequence[int]
+) -> Node:
+    """(B, C, H, W) as (B, patches, C * height * width of a patch)."""
+    batch, channels, *sizes = value(x).shape
+    split = [n for pair in zip(grid, kernel, strict=True) for n in pair]
+    dims = range(2, 2 + len(split), 2)
+    rows, depth = math.prod(grid), channels * math.prod(kernel)
+    steps: list[tuple[Any, ...]] = [
+        ("narrow", dim, 0, n * k)
+        for dim, (size, n, k) in enumerate(zip(sizes, grid, kernel, strict=True), 2)
+        if size != n * k
+    ]
+    steps += [
+        ("reshape", (batch, channels, *split)),
+        ("permute", (0, *dims, 1, *(d + 1 for d in dims))),
+        # Not a view, which inductor takes as a division of the index of each element.
+        ("contiguous",),
+        ("as_strided", (batch, rows, depth), (rows * depth, depth, 1)),
+    ]
+    for name, *args in steps:
+        x = editor.method(before, name, x, *args)
+    return x
+
+
+def _as_linear(node: Any) -> Op | None:
+    """A convolution that is a linear map of each position."""
+    op = _side_by_side(node)
+    return op if op is not None and rank(node) == 3 and shape(op["weight"])[2] == 1 else None  # type: ignore[index]
+
+
+def _side_by_side(node: Any) -> Op | None:
+    """A convolution of a batch whose windows lie side by side: its stride is the kernel's size."""
+    op = read(node)
+    if op is None or op.name != "conv":
+        return None
+    x, weight = value(op["input"]), shape(op["weight"])
+    if weight is None or rank(op["input"]) != len(weight):
+        return None
+    # What torch.func maps over has dimensions of its own.
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    # "same" is for strides of 1, and then nothing is padded.
+    unpadded = _is(op["padding"], 0) or op["padding"] in ("same", "valid")
+    plain = unpadded and all(_is(op[name], 1) for name in ("dilation", "groups"))
+    stride, kernel = op["stride"], list(weight[2:])
+    strides = list(stride) if _is_sequence(stride) else [stride or 1] * len(kernel)
+    return op if plain and strides == kernel else None
+
+
+def _is(given: Any, wanted: int) -> bool:
+    return given is None or (set(given) == {wanted} if _is_sequence(given) else given == wanted)
+
+
+def _is_sequence(given: Any) -> bool:
+    return isinstance(given, tuple | list)
+
+
+def _rewrite(editor: Editor, first: Op, between: list[Node], second: Op, last: Node) -> None:
+    x = _unswapped(first["input"]) or editor.method(last, "transpose", first["input"], 1, 2)
+    y = _linear(editor, last, x, first)
+    for node in between:
+        op = read(node)
+        assert op is not None
+        args = {**op.args, "input": y}
+        if "inplace" in args:
+            args["inplace"] = False
+        function = getattr(F, op.name)
+        meta = y.meta
+        y = editor.call(last, function, args.pop("input"), like=node, **args)
+        y.meta["example_value"] = meta["example_value"]
+    y = _linear(editor, last, y, second)
+    for user in list(last.users):
+        if _unswapped(user) is last:
+            editor.replace(user, y)
+    if last.users:
+        # Whatever comes then may count on the layout that a convolution gives.
+        swapped = editor.method(last, "transpose", y, 1, 2)
+        last.replace_all_uses_with(editor.method(last, "contiguous", swapped))
+    editor.remove([last, *between])
+
+
+def _linear(editor: Editor, before: Node, x: Node, conv: Op) -> Node:
+    weight = editor.method(before, "flatten", conv["weight"], 1)
+    y = editor.call(before, F.linear, x, weight, conv["bias"], like=before)
+    known = value(x)
+    y.meta["example_value"] = known.new_empty((*known.shape[:-1], value(weight).shape[0]))
+    return y
+
+
+def _unswapped(node: Any) -> Node | None:
+    """x of ``x.transpose(1, 2)``."""
+    op = read(node)
+    if op is None or rank(node) != 3 or permutation(op, 3) != [0, 2, 1]:
+        return None
+    inner = op["input"]
+    return inner if isinstance(inner, Node) else None

@@ -14,10 +14,9 @@ from torch.fx import Node
 from ... import functional
 from ...functional.layer_norm import NORMS, add_annotated_layer_norm, annotated_layer_norm
 from .editor import Editor
-from .factors import plus
 from .feed_forward import dropout_of
 from .nodes import dtype, is_number, only_user, rank, shape, value
-from .ops import Op, mutates, read
+from .ops import Op, calls, mutates, plus, read
 
 #: How each norm is reported, and the same behind a residual connection.
 _OURS: dict[Any, tuple[str, Any]] = {
@@ -43,25 +42,17 @@ class _Norm:
 
 def rewrite_norms(editor: Editor) -> None:
     """One call for each norm: of one of ours, or the Annotated Transformer's."""
-    for node in list(editor.graph.nodes):
-        op = read(node)
-        if op is None or not node.users:
-            continue
-        if op.name in NORMS and _plain_arguments(op):
+    for node, op in calls(editor.graph, *NORMS, "div", "mul"):
+        if op.name in NORMS:
+            sizes = op["normalized_shape"]
+            if not (isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in sizes)):
+                continue
             parameters = inspect.signature(NORMS[op.name].pytorch).parameters.values()
             arguments = [op.args.get(each.name, each.default) for each in parameters]
             ours = getattr(functional, op.name)
-            node.replace_all_uses_with(editor.call(node, ours, *arguments, like=node))
-            editor.remove([node])
-        elif op.name in ("div", "mul"):
-            norm = _standardised(node, op)
-            if norm is not None:
-                _replace(editor, node, norm)
-
-
-def _plain_arguments(op: Op) -> bool:
-    sizes = op["normalized_shape"]
-    return isinstance(sizes, (tuple, list)) and all(isinstance(n, int) for n in sizes)
+            editor.replace(node, editor.call(node, ours, *arguments, like=node))
+        elif (norm := _standardised(op)) is not None:
+            _replace(editor, node, norm)
 
 
 def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
@@ -71,7 +62,9 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
         return
     last = _with_affine(core, norm, width)
     for name in ("weight", "bias"):
-        setattr(norm, name, _widened(editor, last, getattr(norm, name), width))
+        parameter = getattr(norm, name)
+        if parameter is not None and shape(parameter) != (width,):  # one number for all
+            setattr(norm, name, editor.method(last, "expand", parameter, width))
     if not editor.memory.may_replace(last, [norm.input, norm.weight, norm.bias]):
         editor.left(norm.op, last, "something is written in place between its parts")
         return
@@ -93,8 +86,7 @@ def _replace(editor: Editor, core: Node, norm: _Norm) -> None:
     else:
         arguments = (norm.weight, norm.bias, norm.eps, norm.unbiased)
         new = editor.call(last, annotated_layer_norm, norm.input, *arguments, like=last)
-    last.replace_all_uses_with(new)
-    editor.remove([last])
+    editor.replace(last, new)
 
 
 def _behind_casts(core: Node, norm: _Norm) -> Node:
@@ -147,18 +139,8 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
         last = user
 
 
-def _widened(editor: Editor, before: Node, parameter: Node | None, width: int) -> Node | None:
-    """One number for all, as some write it, as one for each."""
-    if parameter is None or shape(parameter) == (width,):
-        return parameter
-    with editor.graph.inserting_before(before):
-        node = editor.graph.call_method("expand", (parameter, width))
-    node.meta = {"example_value": value(parameter).expand(width)}
-    return node
-
-
-def _standardised(node: Node, op: Op) -> _Norm | None:
-    """The norm whose division ``node`` is."""
+def _standardised(op: Op) -> _Norm | None:
+    """The norm whose division it is."""
     top, spread = op["input"], op["other"]
     if op.name == "div":
         root = read(spread)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ...functional.layer_norm import NORMS
 from .nodes import is_number, rank
@@ -254,6 +254,14 @@ _SPECIAL: dict[Any, Callable[[Node], Op | None]] = {
 }
 
 
+def calls(graph: Graph, *names: str) -> Iterator[tuple[Node, Op]]:
+    """The calls of these ops whose result is used, as the graph was at first."""
+    for node in list(graph.nodes):
+        op = read(node)
+        if op is not None and op.name in names and node.users:
+            yield node, op
+
+
 def constant(x: Any) -> float | None:
     """A number known while compiling, given as such or as a tensor made of it."""
     if is_number(x):
@@ -265,12 +273,40 @@ def constant(x: Any) -> float | None:
         return float(op["value"]) if is_number(op["value"]) else None
     if op.name in ("ones_like", "zeros_like"):
         return float(op.name == "ones_like")
+    if op.name not in ("neg", "sqrt", "mul") or (one := constant(op["input"])) is None:
+        return None
     if op.name == "neg":
-        inner = constant(op["input"])
-        return None if inner is None else -inner
-    if op.name == "mul":
-        one, other = constant(op["input"]), constant(op["other"])
-        return None if one is None or other is None else one * other
+        return -one
+    if op.name == "sqrt":
+        return one**0.5 if one >= 0 else None
+    other = constant(op["other"])
+    return None if other is None else one * other
+
+
+def plus(node: object) -> tuple[float, Node] | None:
+    """``(c, x)`` of ``x + c`` with a number c, or None."""
+    op = read(node)
+    if op is None or op.name != "add":
+        return None
+    for x, number in ((op["input"], op["other"]), (op["other"], op["input"])):
+        if is_number(number) and isinstance(x, Node):
+            return float(number), x
+    return None
+
+
+def permutation(op: Op, size: int | None) -> list[int] | None:
+    """Where each dimension of a permuted tensor comes from; None: nothing is permuted."""
+    if size is None:
+        return None
+    if op.name == "transpose":
+        there = list(range(size))
+        a, b = op["dim0"], op["dim1"]
+        if not (isinstance(a, int) and isinstance(b, int)):
+            return None
+        there[a], there[b] = there[b], there[a]
+        return there
+    if op.name == "permute" and isinstance(op["dims"], (tuple, list)):
+        return [d % size for d in op["dims"]]
     return None
 
 

@@ -1,13 +1,18 @@
-"""What rewritten graphs call: attention with masks as users write them."""
+"""What rewritten graphs call: attention with masks as users write them, and modules of torch.nn that a
+captured graph holds as one call, run by those of `transformer_fast.nn`."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ... import nn
 from ...functional._check import autocast
 from ...functional.attention import attend
 from ...reference import values_are_known
@@ -145,3 +150,93 @@ def _as_added(mask: Mask, like: Tensor) -> Tensor:
     assert visible is not None
     zero = torch.zeros((), dtype=like.dtype, device=like.device)
     return torch.where(visible, zero, -math.inf)
+
+
+#: The arguments of torch's functions that are parameters of its modules.
+_ATTENTION = {
+    name: name.replace(".", "_")
+    for name in (
+        "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "q_proj_weight", "k_proj_weight",
+        "v_proj_weight", "out_proj.weight", "out_proj.bias",
+    )
+}  # fmt: skip
+_ENCODER_LAYER = {
+    "self_attn.in_proj_weight": "qkv_weight", "self_attn.in_proj_bias": "qkv_bias",
+    "self_attn.out_proj.weight": "proj_weight", "self_attn.out_proj.bias": "proj_bias",
+    "norm1.weight": "norm_weight_1", "norm1.bias": "norm_bias_1",
+    "norm2.weight": "norm_weight_2", "norm2.bias": "norm_bias_2",
+    "linear1.weight": "ffn_weight_1", "linear1.bias": "ffn_bias_1",
+    "linear2.weight": "ffn_weight_2", "linear2.bias": "ffn_bias_2",
+}  # fmt: skip
+
+
+def multi_head_attention_forward(**given: Any) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward` without ``static_k`` and ``static_v``; all arguments by name."""
+    module = _filled(
+        _attention(int(given["embed_dim_to_check"]), int(given["num_heads"])),
+        {name: given[argument] for name, argument in _ATTENTION.items()},
+        training=given["training"], dropout=given["dropout_p"], add_zero_attn=given["add_zero_attn"],
+        _qkv_same_embed_dim=not given["use_separate_proj_weight"],
+    )  # fmt: skip
+    found: tuple[Tensor, Tensor | None] = module.forward(
+        given["query"], given["key"], given["value"], given["key_padding_mask"],
+        given["need_weights"], given["attn_mask"], given["average_attn_weights"],
+        given["is_causal"],
+    )  # fmt: skip
+    return found
+
+
+def encoder_layer(
+    *, src: Tensor, mask: Tensor | None = None, mask_type: int | None = None, **given: Any
+) -> Tensor:
+    """`torch._transformer_encoder_layer_fwd`, which is for inference; all arguments by name."""
+    layer = _filled(
+        # While a graph is captured, eps may be symbolic.
+        _encoder_layer(
+            int(given["embed_dim"]), int(given["num_heads"]), len(given["ffn_weight_1"]),
+            given["use_gelu"], float(given["eps"]), given["norm_first"],
+        ),
+        {name: given[argument] for name, argument in _ENCODER_LAYER.items()},
+    )  # fmt: skip
+    if mask is not None and mask_type != 1 and mask.dim() == 4:
+        # One mask for all batches and heads is not written out for each.
+        is_one = mask.stride()[:2] == (0, 0) and mask.shape[0] > 0
+        mask = mask[0, 0] if is_one else mask.flatten(0, 1)
+    hidden = None if mask is None else mask.to(torch.bool)
+    masks = {"src_key_padding_mask" if mask_type == 1 else "src_mask": hidden}
+    found: Tensor = layer.forward(src, **masks)
+    return found
+
+
+@functools.cache
+def _attention(width: int, heads: int) -> Any:
+    return nn.MultiheadAttention(width, heads, device="meta")
+
+
+@functools.cache
+def _encoder_layer(
+    width: int, heads: int, hidden: int, gelu: bool, eps: float, norm_first: bool
+) -> Any:
+    return nn.TransformerEncoderLayer(
+        width, heads, hidden, 0.0, F.gelu if gelu else F.relu, eps, True, norm_first, device="meta"
+    ).eval()
+
+
+def _filled(module: Any, parameters: Mapping[str, Tensor | None], **attributes: Any) -> Any:
+    """A module like ``module`` with other parameters, by their qualified names."""
+    own: dict[str, Tensor | None] = {}
+    inner: dict[str, dict[str, Tensor | None]] = {}
+    for name, tensor in parameters.items():
+        child, _, of_child = name.partition(".")
+        if of_child:
+            inner.setdefault(child, {})[of_child] = tensor
+        else:
+            own[name] = tensor
+    filled = object.__new__(type(module))
+    children = {
+        n: _filled(child, inner.get(n, {})) for n, child in module._modules.items() if child
+    }
+    # What the template has as a plain None would hide a parameter.
+    rest = {name: value for name, value in module.__dict__.items() if name not in own}
+    filled.__dict__ = {**rest, **attributes, "_parameters": own, "_modules": children}
+    return filled

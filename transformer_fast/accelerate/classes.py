@@ -1,17 +1,110 @@
-"""torch.nn modules and what they are swapped to: our subclasses, or a reason not to."""
+"""Changing the class of a living module: to which of ours, or why not, and back again."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import parametrize
 
 from .. import nn
 from ..nn import fusion
+from ..nn.drop_in import RECORD
 from ..nn.transformer_layers import may_have_shortcut
+
+
+class Change(Protocol):
+    """A change of one module; ``apply`` and ``undo`` either do all of it or raise."""
+
+    name: str
+    module: torch.nn.Module
+
+    @property
+    def now(self) -> str:
+        """What the module runs as then, for the report."""
+
+    def apply(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+@dataclass
+class ClassChange:
+    """The module gets another class and remembers its own; all it holds stays where it is."""
+
+    name: str
+    module: torch.nn.Module
+    before: type
+    after: type
+
+    @property
+    def now(self) -> str:
+        return class_of_ours(self.after)
+
+    def apply(self) -> None:
+        self.module.__dict__[RECORD] = (self.before, self.after)
+        try:
+            self.module.__class__ = self.after
+        except BaseException:
+            self.module.__dict__.pop(RECORD, None)
+            raise
+
+    def undo(self) -> None:
+        if type(self.module) is not self.after:
+            raise RuntimeError(
+                f"{self.name or 'the model'} cannot be restored: since accelerate its class was "
+                f"changed again, to {type(self.module).__name__}; take that back first"
+            )
+        self.module.__class__ = self.before
+        self.module.__dict__.pop(RECORD, None)
+
+
+def apply_all(changes: Sequence[Change]) -> None:
+    """All changes, or none if one of them raises."""
+    _all_or_none(changes, lambda c: c.apply(), lambda c: c.undo())
+
+
+def undo_all(changes: Sequence[Change]) -> None:
+    """All changes taken back, or none if one of them raises."""
+    _all_or_none(list(reversed(changes)), lambda c: c.undo(), lambda c: c.apply())
+
+
+def _all_or_none(
+    changes: Sequence[Change], do: Callable[[Change], Any], reverse: Callable[[Change], Any]
+) -> None:
+    done: list[Change] = []
+    try:
+        for change in changes:
+            do(change)
+            done.append(change)
+    except BaseException:
+        for change in reversed(done):
+            reverse(change)
+        raise
+
+
+@contextmanager
+def undone(changes: Sequence[Change]) -> Iterator[None]:
+    """Within the block the model is as it was before."""
+    undo_all(changes)
+    try:
+        yield
+    finally:
+        apply_all(changes)
+
+
+def class_of_ours(cls: type) -> str:
+    """The name of the class, ours or the user's, that does the work."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("transformer_fast."):
+            parts = base.__module__.split(".")
+            return ".".join([*parts[: 3 if parts[1] == "accelerate" else 2], base.__name__])
+    return f"{cls.__module__}.{cls.__qualname__}"
+
 
 #: What stays torch's; see `accelerate`. Linear maps of swapped layers do, too: `plan`.
 _LEFT = ("CrossEntropyLoss", "Embedding", "functional")
@@ -32,7 +125,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _subclasses: dict[tuple[Any, ...], type[torch.nn.Module]] = {}
 
 
-def convert(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
+def class_for(module: torch.nn.Module) -> type[torch.nn.Module] | str | None:
     """The class to swap to, a sentence why not, or None for a module that is none of torch's."""
     base = next((cls for cls in type(module).__mro__ if cls in _CLASSES), None)
     if type(module) is torch.nn.modules.linear.NonDynamicallyQuantizableLinear:

@@ -1,0 +1,572 @@
+"""Models of Hugging Face's transformers, without importing it before the user does.
+
+Whole models get another attention, by the registry that they look it up in, and layers another class. The
+classes go between a class of transformers and its methods, as `transformer_fast.nn` does with torch's:
+hooked, replaced or parametrised modules inside are called.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import functional
+from ..fast_path import LINEAR, plain
+from ..nn import fusion
+from . import classes
+from .classes import Change, ClassChange
+from .parts import Example, FusedLayer, Op, Part, dropout_p, is_model, parts
+
+#: Tested with these; others are left as they are.
+_VERSIONS = ((5, 0), (6, 0))
+#: Those whose layers are known.
+MODELS = ("bart", "bert", "llama", "marian", "t5")
+#: The attribute that remembers what a model's attention was.
+_RECORD = "_attention_before_accelerate"
+#: The attribute of a config that names the attention.
+_NAME_OF_ATTENTION = "_attn_implementation_internal"
+
+
+class _Before:
+    """What a model remembers. Loading a pickle of it puts that back, and leaves None in its place.
+
+    So a pickle of a model holds the model as it was, and loads where this library is not installed.
+    """
+
+    def __init__(self, config: Any, attention: str) -> None:
+        self.config, self.attention = config, attention
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return setattr, (self.config, _NAME_OF_ATTENTION, self.attention)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Before:
+        return _Before(deepcopy(self.config, memo), self.attention)
+
+
+@dataclass
+class AttentionChange:
+    """The model's attention goes through our name in the registries."""
+
+    name: str
+    module: Any
+    before: str
+
+    @property
+    def now(self) -> str:
+        return f"{type(self.module).__name__} with the attention of transformer_fast"
+
+    def apply(self) -> None:
+        _register()
+        setattr(self.module.config, _NAME_OF_ATTENTION, NAME)
+        self.module.__dict__[_RECORD] = _Before(self.module.config, self.before)
+
+    def undo(self) -> None:
+        setattr(self.module.config, _NAME_OF_ATTENTION, self.before)
+        self.module.__dict__.pop(_RECORD, None)
+
+
+def recorded(name: str, module: torch.nn.Module) -> AttentionChange | None:
+    before = module.__dict__.get(_RECORD)
+    return None if before is None else AttentionChange(name, module, before.attention)
+
+
+def _version_reason() -> str | None:
+    import transformers
+
+    parts = transformers.__version__.split(".")
+    version = (int(parts[0]), int(parts[1]))
+    low, high = _VERSIONS
+    if low <= version < high:
+        return None
+    return (
+        f"transformers {transformers.__version__} is not known here; versions {low[0]}.{low[1]} up "
+        f"to {high[0]}.{high[1]} are"
+    )
+
+
+def class_of_theirs(module: torch.nn.Module) -> type | None:
+    """The class of transformers that the module is of, if it is one of a known model or of all."""
+    for kind in type(module).__mro__:
+        path = kind.__module__.split(".")
+        if path in (["transformers", "pytorch_utils"], ["transformers", "activations"]):
+            return kind
+        if path[:2] == ["transformers", "models"] and path[2:3] and path[2] in MODELS:
+            return kind
+    return None
+
+
+#: Why no model with this config gets another attention, by the config's id.
+Refused = dict[int, str]
+
+
+def refused(root: torch.nn.Module) -> Refused:
+    """For the models in ``root``: some share their config, which names the attention."""
+    models: list[Any] = [module for module in root.modules() if is_model(module)]
+    reasons = ((id(model.config), _why_not(model)) for model in models)
+    return {config: reason for config, reason in reasons if reason is not None}
+
+
+def find(name: str, module: torch.nn.Module, refused: Refused) -> Change | str | None:
+    """The change of a model or a layer, why it stays, or None: it is neither."""
+    return _find_model(name, module, refused) if is_model(module) else _find_layer(name, module)
+
+
+def _find_model(name: str, model: Any, refused: Refused) -> Change | str | None:
+    """The change of a model's attention, or why it stays."""
+    reason = _version_reason()
+    if reason is not None:
+        return reason
+    if not (model._can_set_attn_implementation() and _registries(model)):
+        return f"{type(model).__name__} does not look its attention up in the registry"
+    before = model.config._attn_implementation
+    if before != "sdpa":
+        return f"its attention is {before!r}, and only 'sdpa' is replaced"
+    return refused.get(id(model.config)) or AttentionChange(name, model, before)
+
+
+def _find_layer(name: str, module: torch.nn.Module) -> Change | str | None:
+    """The change of a layer's class, or why it stays; None if it is no layer that is known."""
+    theirs = class_of_theirs(module)
+    if theirs is None:
+        return None
+    ours = CLASSES.get(theirs.__name__)
+    if ours is None:
+        return None
+    reason = _version_reason() or classes.parametrised(module) or classes.sharded(module)
+    if reason is not None:
+        return reason
+    kind = type(module)
+    for method in {"forward", "feed_forward_chunk"} & vars(ours).keys():
+        known = getattr(theirs, method, None)
+        if known is None or [*inspect.signature(known).parameters] != [
+            *inspect.signature(getattr(ours, method)).parameters
+        ]:
+            return f"{theirs.__name__}.{method} of this transformers takes other arguments"
+        if method in module.__dict__:
+            return f"its {method} was replaced on the instance"
+        if _unwrapped(getattr(kind, method)) is not _unwrapped(known):
+            return f"{kind.__name__} has its own {method}"
+    made = classes.subclass(kind, (ours, kind))
+    return made if isinstance(made, str) else ClassChange(name, module, kind, made)
+
+
+def _unwrapped(function: Any) -> Any:
+    """Without what transformers itself puts around the forward of each subclass of its layers."""
+    while getattr(function, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+        function = function.__wrapped__
+    return function
+
+
+# Whether models find their attention in the registry, whatever its name.
+
+
+def _classes(model: torch.nn.Module) -> Iterable[type]:
+    """The classes of all modules in the model, and their bases.
+
+    Without those of torch and of transformers' core, which knows all registered names.
+    """
+    return dict.fromkeys(
+        kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if kind.__module__.split(".")[0] not in ("builtins", "torch", "transformers")
+        or kind.__module__.startswith("transformers.models.")
+    )
+
+
+def _registries(model: torch.nn.Module) -> list[Any]:
+    """The registries of attention functions that the code of the model looks into."""
+    found = (sys.modules.get(kind.__module__) for kind in _classes(model))
+    registries = (getattr(code, "ALL_ATTENTION_FUNCTIONS", None) for code in found)
+    return [registry for registry in registries if registry is not None]
+
+
+def _why_not(model: torch.nn.Module) -> str | None:
+    """Why another name than 'sdpa' would change more than which function is called."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if any(found.get("sdpa") is not sdpa_attention_forward for found in _registries(model)):
+        return "what is registered as its attention 'sdpa' is not transformers' own"
+    for kind in _classes(model):
+        if kind.__name__ in _asking_for_sdpa(kind.__module__):
+            return f"{kind.__name__} does something else for 'sdpa' than for other names"
+    return None
+
+
+@cache
+def _asking_for_sdpa(code: str) -> frozenset[str]:
+    """The classes in a Python module that compare something with the name."""
+    try:
+        source = inspect.getsource(sys.modules[code])
+    except (KeyError, OSError, TypeError):
+        return frozenset()
+    if re.search("[\"']sdpa[\"']", source) is None:
+        return frozenset()
+    return frozenset(
+        kind.name
+        for kind in ast.walk(ast.parse(source))
+        if isinstance(kind, ast.ClassDef)
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Compare)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and part.value == "sdpa"
+    )
+
+
+#: The name of our attention.
+NAME = "transformer_fast"
+
+
+def _register() -> None:
+    """Make the name known to both registries; does nothing if it is.
+
+    A model whose attention alone is registered gets no mask at all, and attends to padding without a
+    word.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+#: Arguments that transformers' function for 'sdpa' ignores, and the one that asks for weights.
+_KNOWN = frozenset({
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "seq_idx",
+    "sliding_window", "use_cache",
+})  # fmt: skip
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What attention modules of transformers call; returns (B, T, H, D) and the weights or None.
+
+    query (B, H, T, D), key and value (B, H or fewer, S, D); attention_mask as `sdpa_mask` makes it:
+    bool, True = may attend, or float and added. The weights are there if output_attentions asks.
+    With an argument that is not known here it is transformers' function for 'sdpa'.
+    """
+    if any(found is not None and name not in _KNOWN for name, found in kwargs.items()):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            position_bias=position_bias, **kwargs,
+        )  # fmt: skip
+    length, keys = query.shape[2], key.shape[2]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal) and attention_mask is None and length > 1
+    if causal and keys > length:  # a cache of fixed size; what lies behind is not there yet
+        key, value = key[:, :, :length], value[:, :, :length]
+        position_bias = None if position_bias is None else position_bias[..., :length]
+    mask = _mask(attention_mask, position_bias, causal, query, key)
+    found = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        dropout_p=dropout,
+        is_causal=causal and position_bias is None,
+        scale=scaling,
+        enable_gqa=key.shape[1] < query.shape[1],
+        need_weights=bool(kwargs.get("output_attentions")),
+    )
+    output, weights = found if isinstance(found, tuple) else (found, None)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _mask(
+    mask: Tensor | None, bias: Tensor | None, causal: bool, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """Mask and learned bias as one mask for our function."""
+    if mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+        mask = mask[:, :, :1]  # padding alone, expanded to all queries
+    if bias is None:
+        return mask
+    # A finite number, as in transformers: a row that sees nothing there is no row of zeros here.
+    lowest = torch.finfo(query.dtype).min
+    if causal:
+        places = (query.shape[2], key.shape[2])
+        mask = torch.ones(places, dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, lowest) if mask.dtype == torch.bool else bias + mask
+
+
+# Layers.
+
+#: Ours by the name of theirs.
+CLASSES: dict[str, type[FusedLayer]] = {}
+
+
+def _stands_for(*names: str) -> Callable[[type[FusedLayer]], type[FusedLayer]]:
+    def register(ours: type[FusedLayer]) -> type[FusedLayer]:
+        CLASSES.update(dict.fromkeys(names, ours))
+        return ours
+
+    return register
+
+
+#: Activation classes of transformers, by name, that compute what our kernels know.
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "AccurateGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+
+
+def activation_name(activation: Any) -> str | None:
+    """The name by which kernels know an activation of transformers."""
+    kind = type(activation)
+    if kind.__module__ == "transformers.activations" and fusion.is_unhooked(activation, (kind,)):
+        return _ACTIVATIONS.get(kind.__name__)
+    return fusion.activation_name(activation)
+
+
+def _feed_forward(x: Tensor, first: Any, activation: Any, dropout_p: float, second: Any) -> Tensor:
+    name = activation_name(activation)
+    if name is not None and all(fusion.is_unhooked(m, fusion.LINEAR) for m in (first, second)):
+        return functional.feed_forward(
+            x, first.weight, first.bias, second.weight, second.bias, activation=name,
+            dropout_p=dropout_p,
+        )  # fmt: skip
+    return second(F.dropout(activation(first(x)), dropout_p))
+
+
+def _add_norm(x: Tensor, dropout_p: float, residual: Tensor, norm: Any) -> Tensor:
+    if fusion.is_unhooked(norm, fusion.LAYER_NORM) and x.shape == residual.shape:
+        return functional.add_layer_norm(
+            x, residual, norm.normalized_shape, norm.weight, norm.bias, norm.eps,
+            dropout_p=dropout_p,
+        )[0]  # fmt: skip
+    return norm(residual + F.dropout(x, dropout_p))
+
+
+@_stands_for("T5LayerNorm", "LlamaRMSNorm")
+class RMSNorm(FusedLayer):
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
+        return functional.rms_norm(
+            hidden_states, self.weight.shape, self.weight, self.variance_epsilon
+        )
+
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        shape = self.weight.shape
+        return [("rms_norm", (x(1, *shape), shape, self.weight), {})]
+
+
+class _PostNorm(FusedLayer):
+    """What the encoder and decoder layers of BART and Marian share."""
+
+    self_attn: Any
+    encoder_attn: Any
+    fc1: Any
+    fc2: Any
+    activation_fn: Any
+    dropout: float
+    activation_dropout: float
+    _norms = "self_attn_layer_norm final_layer_norm"
+
+    def _p(self, name: str) -> float:
+        return float(getattr(self, name)) if self.training else 0.0
+
+    def _residual(self, x: Tensor, residual: Tensor, norm: str) -> Tensor:
+        return _add_norm(x, self._p("dropout"), residual, getattr(self, norm))
+
+    def _whole_feed_forward(self, x: Tensor) -> Tensor:
+        p = self._p("activation_dropout")
+        y = _feed_forward(x, self.fc1, self.activation_fn, p, self.fc2)
+        return self._residual(y, x, "final_layer_norm")
+
+    def _fused(self) -> list[Op]:
+        known = "activation_fn", self.activation_fn, activation_name
+        linears = parts(self, "fc1 fc2", fusion.LINEAR)
+        return [
+            Op("add_layer_norm", parts(self, self._norms, fusion.LAYER_NORM), self.dropout),
+            Op("feed_forward", linears, self.activation_dropout, known),
+        ]
+
+
+@_stands_for("BartEncoderLayer", "MarianEncoderLayer")
+class EncoderLayer(_PostNorm):
+    """Attention, then FFN, a norm behind each."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+        x = self._residual(attended, hidden_states, "self_attn_layer_norm")
+        x = self._whole_feed_forward(x)
+        if x.dtype == torch.float16 and not torch.isfinite(x).all():
+            most = torch.finfo(x.dtype).max - 1000
+            x = torch.clamp(x, min=-most, max=most)
+        return x
+
+
+@_stands_for("BartDecoderLayer", "MarianDecoderLayer")
+class DecoderLayer(_PostNorm):
+    """Attention, attention to the encoder, FFN, a norm behind each."""
+
+    _norms = f"{_PostNorm._norms} encoder_attn_layer_norm"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        x = self._residual(attended, hidden_states, "self_attn_layer_norm")
+        if encoder_hidden_states is not None:
+            attended, _ = self.encoder_attn(
+                x,
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            x = self._residual(attended, x, "encoder_attn_layer_norm")
+        return self._whole_feed_forward(x)
+
+
+@_stands_for("BertSelfOutput", "BertOutput")
+class Output(FusedLayer):
+    """Projection, dropout, residual, norm."""
+
+    dense: Any
+    dropout: Any
+    LayerNorm: Any
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        x = fusion.linear(self.dense, hidden_states)
+        return self._end(x, input_tensor)
+
+    def _end(self, x: Tensor, residual: Tensor) -> Tensor:
+        return fusion.add_norm(x, self.dropout, residual, self.LayerNorm)[0]
+
+    def _fused(self) -> list[Op]:
+        norm = parts(self, "LayerNorm", fusion.LAYER_NORM) + parts(self, "dropout", fusion.DROPOUT)
+        return [Op("add_layer_norm", norm, dropout_p(self.dropout))]
+
+
+@_stands_for("BertLayer")
+class BertLayer(FusedLayer):
+    """Its FFN is spread over two modules, which are called if anybody could tell."""
+
+    def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
+        inner: Any = self.intermediate
+        output: Any = self.output
+        untouched = _is_untouched(inner, "BertIntermediate") and _is_untouched(output, "BertOutput")
+        name = activation_name(inner.intermediate_act_fn) if untouched else None
+        if name is None or not isinstance(output, Output):
+            return output(inner(attention_output), attention_output)
+        y = _feed_forward(
+            attention_output, inner.dense, inner.intermediate_act_fn, 0.0, output.dense
+        )
+        return output._end(y, attention_output)
+
+    def _fused(self) -> list[Op]:
+        inner: Any = self.intermediate
+        output: Any = self.output
+        known = type(inner).__name__ == "BertIntermediate", isinstance(output, Output)
+        found = [
+            Part(name, part, (type(part),) if ok else ())
+            for name, part, ok in zip(
+                ("intermediate", "output"), (inner, output), known, strict=True
+            )
+        ]
+        if not all(known):
+            return [Op("feed_forward", found, 0.0)]
+        found += [Part(f"{name}.dense", part.dense, fusion.LINEAR) for name, part, _ in found]
+        activation = "intermediate.intermediate_act_fn", inner.intermediate_act_fn, activation_name
+        return [Op("feed_forward", found, 0.0, activation)]
+
+
+def _is_untouched(module: Any, name: str) -> bool:
+    return type(module).__name__ == name and fusion.is_unhooked(module, (type(module),))
+
+
+@_stands_for("AccurateGELUActivation", "FastGELUActivation", "NewGELUActivation")
+class GELUTanh(FusedLayer):
+    """One op in place of the eight of its formula."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not input.is_floating_point():
+            return super().forward(input)  # type: ignore[misc, no-any-return]
+        return F.gelu(input, approximate="tanh")
+
+
+@_stands_for("Conv1D")
+class Conv1D(FusedLayer):
+    """GPT-2's linear map, whose weight is (in_features, out_features)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_faster_transposed(self, x):
+            return functional.linear(x, self.weight.t(), self.bias)
+        return super().forward(x)
+
+    def _examples(self, x: Callable[..., Tensor], training: bool) -> list[Example]:
+        if training:
+            return []
+        return [("linear", (x(64, self.weight.shape[0]), self.weight.t(), self.bias), {})]
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether it is a Conv1D of transformers, swapped or not, and no subclass of the user's."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_faster_transposed(module: Any, x: Any) -> bool:
+    """Whether `functional.linear` with the transposed weight of a Conv1D takes less time.
+
+    It does where there is a packed copy: in inference. PyTorch's product of few numbers or of one row
+    in float32 was measured to be faster.
+    """
+    weight, bias = module.weight, module.bias
+    if plain(x, weight, bias) is not False or torch.is_autocast_enabled("cpu"):
+        return False
+    if x.dtype != weight.dtype or weight.dim() != 2:
+        return False
+    many = weight.numel() > LINEAR.weights and x.numel() > weight.shape[0]
+    return many or x.dtype != torch.float32
