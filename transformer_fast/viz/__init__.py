@@ -18,11 +18,9 @@ except ModuleNotFoundError as missing:
         "pip install transformer_fast[viz]"
     ) from missing
 
-from .attention import attention_maps, model_attention
+from .curves import loss_curves, positional_encoding
 from .diagram import model_diagram
-from .loss import loss_curves
-from .masks import masks
-from .positions import positional_encoding
+from .maps import attention_maps, masks, model_attention
 
 __all__ = [
     "attention_maps",
