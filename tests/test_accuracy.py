@@ -163,6 +163,18 @@ def test_not_finite_fails_first(bad):
     assert found.where == f"x[1] is {bad:g}, not -4"
 
 
+@pytest.mark.parametrize(
+    ("got", "true", "ok"),
+    [(math.inf, 65400.0, True), (-math.inf, -65400.0, True), (math.inf, -65400.0, False),
+     (math.inf, 64000.0, False), (math.nan, 65400.0, False)],
+)  # fmt: skip
+def test_an_error_within_the_limit_may_overflow(got, true, ok):
+    # The limit is 176: 2 * 56, and eps * 65400.
+    wide = torch.tensor([true, 1.0], dtype=torch.float64)
+    expected = (wide * (1 - 0.8e-3)).half()
+    assert compare("x", torch.tensor([got, 1.0]).half(), expected, wide, 2.0).ok == ok
+
+
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 def test_where_the_oracle_is_not_finite_the_result_must_be_the_same(special):
     true = torch.tensor([1.0, special], dtype=torch.float64)
