@@ -54,19 +54,16 @@ def small(kind: Any = models.Transformer, **options: Any) -> Any:
     else:
         arguments |= {"vocab_size": 19, "num_layers": 2}
     model = kind(**(arguments | options)).eval()
-    randomise(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (
+                parameter.dim() == 1
+            ):  # biases start as zeros, norms as ones: that would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 
 
 small_language_model = functools.partial(small, models.LanguageModel)
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Biases start as zeros and norms as ones, which would hide mistakes."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
 
 
 def lively(model: Any, towards_end: float = 0.0) -> Any:

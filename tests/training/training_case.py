@@ -36,12 +36,9 @@ def make_model(dropout: float = 0.1, seed: int = 0) -> models.Transformer:
     )  # fmt: skip
 
 
-def lengths_of(pairs: Pairs) -> list[tuple[int, int]]:
-    return [(len(source), len(target) + 1) for source, target in pairs]
-
-
 def make_loader(pairs: Pairs, max_tokens: int = 120, **options: Any) -> DataLoader:
-    sampler = training.TokenBatches(lengths_of(pairs), max_tokens, **options)
+    lengths = [(len(source), len(target) + 1) for source, target in pairs]
+    sampler = training.TokenBatches(lengths, max_tokens, **options)
     collate = training.PairCollator(PAD, START, END)
     return DataLoader(pairs, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
