@@ -536,7 +536,7 @@ class Transformer(_Model):
 
     @takes_what(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
-        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+        """The tokens of `generate`, (B,) at a time, as soon as each step knows them. Arguments: as there.
 
         Sequences that have ended give pad_token (the end token if there is none). Not for beam
         search, which knows nothing before the end.
@@ -667,7 +667,7 @@ class LanguageModel(_Model):
 
     @takes_what(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
-        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+        """The tokens of `generate`, (B,) at a time, as soon as each step knows them. Arguments: as there.
 
         Rows that have ended, or whose prompt goes on, give pad_token (the end token if there is
         none). Not for beam search, which knows nothing before the end.
