@@ -536,7 +536,9 @@ class Transformer(_Model):
 
     @takes_what(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
-        """The tokens of `generate`, (B,) at a time, as soon as each step knows them. Arguments: as there.
+        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+
+        Arguments: as in `generate`.
 
         Sequences that have ended give pad_token (the end token if there is none). Not for beam
         search, which knows nothing before the end.
@@ -667,7 +669,9 @@ class LanguageModel(_Model):
 
     @takes_what(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
-        """The tokens of `generate`, (B,) at a time, as soon as each step knows them. Arguments: as there.
+        """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
+
+        Arguments: as in `generate`.
 
         Rows that have ended, or whose prompt goes on, give pad_token (the end token if there is
         none). Not for beam search, which knows nothing before the end.
