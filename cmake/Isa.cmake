@@ -34,22 +34,30 @@ endforeach()
 
 set(TF_KERNEL_OBJECTS "")
 
-# tf_add_kernel(<path> <isa>...): builds csrc/cpu/<path>_kernel.cpp once for each instruction set
-# listed that is the best of them for one of TF_ISAS, into namespace tf::<isa>.
+# What the macros of csrc/cpu/core/isa.h declare a kernel for.
+set(TF_KERNEL baseline avx2 avx512)
+set(TF_KERNEL_AMX ${TF_KERNEL} avx512_bf16 amx)
+set(TF_KERNEL_UNITS avx512_bf16 amx)
+set(TF_KERNEL_BF16X3 amx)
+
+# tf_add_kernel(<path> <macro>...): builds csrc/cpu/<path>_kernel.cpp, into namespace tf::<isa>, once
+# for each instruction set that is, of those of one of the macros, the best for one of TF_ISAS.
 function(tf_add_kernel path)
   get_filename_component(name ${path} NAME)
   set(wanted "")
-  foreach(chosen ${TF_ISAS})
-    set(best "")
-    foreach(isa baseline avx2 avx512 avx512_bf16 amx)
-      if(isa IN_LIST ARGN)
-        set(best ${isa})
-      endif()
-      if(isa STREQUAL chosen)
-        break()
-      endif()
+  foreach(macro ${ARGN})
+    foreach(chosen ${TF_ISAS})
+      set(best "")
+      foreach(isa baseline avx2 avx512 avx512_bf16 amx)
+        if(isa IN_LIST ${macro})
+          set(best ${isa})
+        endif()
+        if(isa STREQUAL chosen)
+          break()
+        endif()
+      endforeach()
+      list(APPEND wanted ${best})
     endforeach()
-    list(APPEND wanted ${best})
   endforeach()
   list(REMOVE_DUPLICATES wanted)
   foreach(isa ${wanted})

@@ -11,8 +11,7 @@
 #include <vector>
 
 #include "build_config.h"
-#include "cpu/core/caching_allocator.h"
-#include "cpu/core/empty.h"
+#include "cpu/core/allocator.h"
 #include "cpu/core/fingerprint.h"
 #include "cpu/core/isa.h"
 #include "cpu/probe/probe.h"
@@ -87,10 +86,6 @@ long direct_rows(const std::string& element, long elements) {
   throw std::invalid_argument("direct_rows: no kernel multiplies " + element);
 }
 
-tf::Isa isa_or_current(const std::optional<std::string>& name) {
-  return name ? tf::find_isa(name->c_str(), "isa") : tf::current_isa();
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -139,25 +134,21 @@ PYBIND11_MODULE(_C, m) {
   m.def("release_kept", &tf::release_cached,
         "Frees all cached memory; returns whether there was any.");
 
-  m.def(
-      "probe_fma",
-      [](int threads, const std::optional<std::string>& isa) {
-        const tf::Isa chosen = isa_or_current(isa);
-        py::gil_scoped_release release;
-        return tf::probe_fma(threads, chosen);
-      },
-      py::arg("threads"), py::arg("isa") = py::none(),
-      "Peak fp32 multiply-add rate in GFLOP/s; isa None means the one in use.");
-  m.def(
-      "probe_bf16_dot",
-      [](int threads, const std::optional<std::string>& isa) {
-        const tf::Isa chosen = isa_or_current(isa);
-        py::gil_scoped_release release;
-        return tf::probe_bf16_dot(threads, chosen);
-      },
-      py::arg("threads"), py::arg("isa") = py::none(),
-      "Peak bf16 dot-product rate in GFLOP/s: vdpbf16ps on avx512_bf16, tiles on amx. Raises "
-      "ValueError for other instruction sets.");
+  const auto def_probe = [&](const char* name, double (*probe)(int, tf::Isa), const char* doc) {
+    m.def(
+        name,
+        [probe](int threads, const std::optional<std::string>& isa) {
+          const tf::Isa chosen = isa ? tf::find_isa(isa->c_str(), "isa") : tf::current_isa();
+          py::gil_scoped_release release;
+          return probe(threads, chosen);
+        },
+        py::arg("threads"), py::arg("isa") = py::none(), doc);
+  };
+  def_probe("probe_fma", &tf::probe_fma,
+            "Peak fp32 multiply-add rate in GFLOP/s; isa None means the one in use.");
+  def_probe("probe_bf16_dot", &tf::probe_bf16_dot,
+            "Peak bf16 dot-product rate in GFLOP/s: vdpbf16ps on avx512_bf16, tiles on amx. Raises "
+            "ValueError for other instruction sets.");
   m.def("probe_read_bandwidth", &tf::probe_read_bandwidth, py::arg("bytes"), py::arg("threads"),
         py::call_guard<py::gil_scoped_release>(),
         "Rate of reading a buffer of that many bytes over and over, in GB/s.");

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/simd/dropout.h"
+#include "cpu/core/types.h"
 #include "cuda/launch.cuh"
 
 #ifdef TF_SIMT

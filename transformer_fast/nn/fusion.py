@@ -62,7 +62,7 @@ class Unreadable(Exception):  # noqa: N818 - a reason, not an error
 
 
 class Kind(IntEnum):
-    """As in ``csrc/cpu/layers/layer_runner.h``."""
+    """As in ``csrc/cpu/layers/layers.cpp``."""
 
     SELF_ATTENTION = 0
     CROSS_ATTENTION = 1

@@ -1,7 +1,8 @@
-// Helpers of the operators: scratch memory, parallel loops, views of tensors as rows.
+// Helpers of the operators: registration, scratch memory, parallel loops, views of tensors as rows.
 #pragma once
 
 #include <sys/mman.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -14,13 +15,43 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
-#include "cpu/core/caching_allocator.h"
-#include "cpu/core/element.h"
-#include "cpu/core/empty.h"
+#include "cpu/core/allocator.h"
+#include "cpu/core/types.h"
 
 namespace tf {
+
+// Number of running operators; negative while set_isa() stores its choice.
+extern std::atomic<long> running_operators;
+
+void wait_for_set_isa();
+
+class RunningOperator {
+ public:
+  RunningOperator() {
+    if (running_operators.fetch_add(1, std::memory_order_acquire) < 0) wait_for_set_isa();
+  }
+  ~RunningOperator() { running_operators.fetch_sub(1, std::memory_order_release); }
+  RunningOperator(const RunningOperator&) = delete;
+  RunningOperator& operator=(const RunningOperator&) = delete;
+};
+
+template <auto operator_>
+struct OnOneIsa;
+
+template <class Result, class... Args, Result (*operator_)(Args...)>
+struct OnOneIsa<operator_> {
+  static Result run(Args... args) {
+    const RunningOperator running;
+    return operator_(std::forward<Args>(args)...);
+  }
+};
+
+// Registers an operator, in place of TORCH_BOX: the instruction set, on which packed layouts and
+// scratch sizes depend, cannot change during a call.
+#define TF_BOX(function) TORCH_BOX(&tf::OnOneIsa<function>::run)
 
 // Per-thread buffer that grows and is reused, so that its pages are faulted in once. Aligned to at
 // least 64 bytes. trim() frees it after calls that needed more than kKeep bytes. Under sanitizers
@@ -178,6 +209,18 @@ inline void* offset_ptr(void* first, Element type, int64_t elements) {
 inline int checked_activation(const char* op, int64_t activation) {
   STD_TORCH_CHECK(activation >= 0 && activation <= 4, op, ": there is no activation ", activation);
   return static_cast<int>(activation);
+}
+
+// p in [0, 1]; the seed, an int64 scalar, is read only if 0 < p < 1.
+inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor>& seed) {
+  STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": dropout_p must be between 0 and 1, not ", p);
+  if (p == 0.0) return {};
+  if (p == 1.0) return {true, 0, 0, 0.0f};  // all are kept, times 0
+  STD_TORCH_CHECK(seed.has_value(), op, ": dropout needs a seed");
+  STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
+                  op, ": seed must be an int64 scalar on the CPU");
+  return {true, static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())),
+          dropout_threshold(p), static_cast<float>(1.0 / (1.0 - p))};
 }
 
 // A tensor as `rows` rows of its last dimension, `stride` elements apart; copied only if no such

@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "cpu/core/box.h"
+#include "cpu/core/host.h"
 
 #ifdef __linux__
 #include <sys/syscall.h>

@@ -9,7 +9,7 @@
 // and a caller, compiled once, writes TF_DISPATCH(layer_norm_rows, input, output, rows).
 #pragma once
 
-#include "cpu/core/element.h"
+#include "cpu/core/types.h"
 
 namespace tf {
 
@@ -21,7 +21,7 @@ constexpr int kIsaCount = 5;
 // std::runtime_error if it names one that the CPU does not support.
 Isa current_isa();
 
-// Selects by name for the whole process, once no operator is running (box.h; std::runtime_error
+// Selects by name for the whole process, once no operator is running (std::runtime_error
 // after a timeout). Throws std::invalid_argument for unknown or unsupported names.
 void set_isa(const char* name);
 
@@ -39,7 +39,7 @@ void set_batch_invariant(bool on);
 // batch_invariant() for kernel files, which must not reference C++ symbols outside their namespace.
 extern "C" bool tf_batch_invariant();
 
-// Whether fp32 products of `rows` rows run on bfloat16 units as bf16x3 (bf16x3.h), which requires
+// Whether fp32 products of `rows` rows run on bfloat16 units as bf16x3 (bf16_pairs.h), which requires
 // AMX. The thresholds were measured.
 //
 // For operands that are split during the call.
@@ -64,7 +64,7 @@ const CpuFeatures& cpu_features();
 }  // namespace tf
 
 // Declares a kernel function for each of its builds: one macro per list of instruction sets, which
-// must match the list given to tf_add_kernel() in CMakeLists.txt.
+// must match the list of that name in cmake/Isa.cmake.
 #define TF_DECLARE_IN(isa, ...) \
   namespace isa {               \
   __VA_ARGS__;                  \
@@ -75,12 +75,10 @@ const CpuFeatures& cpu_features();
   TF_DECLARE_IN(avx2, __VA_ARGS__)     \
   TF_DECLARE_IN(avx512, __VA_ARGS__)
 
-#define TF_KERNEL_BF16(...) TF_KERNEL(__VA_ARGS__) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__)
-
-#define TF_KERNEL_AMX(...) TF_KERNEL_BF16(__VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
-
 // Requires bfloat16 units: vdpbf16ps or AMX.
 #define TF_KERNEL_UNITS(...) TF_DECLARE_IN(avx512_bf16, __VA_ARGS__) TF_DECLARE_IN(amx, __VA_ARGS__)
+
+#define TF_KERNEL_AMX(...) TF_KERNEL(__VA_ARGS__) TF_KERNEL_UNITS(__VA_ARGS__)
 
 // fp32 emulated by bf16x3, which is faster than FMA on AMX only.
 #define TF_KERNEL_BF16X3(...) TF_DECLARE_IN(amx, __VA_ARGS__)

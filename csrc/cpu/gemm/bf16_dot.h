@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cpu/gemm/bf16_pairs.h"
-#include "cpu/gemm/bf16x3.h"
 
 namespace tf::TF_ISA {
 namespace {

@@ -11,8 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/probe/probe_kernel.h"
-
 namespace tf {
 namespace {
 

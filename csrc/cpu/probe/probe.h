@@ -22,4 +22,16 @@ double probe_read_bandwidth(std::size_t bytes, int threads);
 // memcpy of `bytes` to another buffer of that size; bytes read plus bytes written, in GB/s.
 double probe_copy_bandwidth(std::size_t bytes, int threads);
 
+// The inner loops; the probes add threads and clocks.
+//
+// Runs independent multiply-adds for `iterations` rounds; returns the number of flops done.
+TF_KERNEL_AMX(double fma_flops(long iterations))
+
+// The same with bf16 pairs accumulated in fp32: vdpbf16ps, or AMX tiles in the amx build. Returns 0
+// where the instruction set has neither.
+TF_KERNEL_AMX(double bf16_dot_flops(long iterations))
+
+// Sum of data[0 .. count): reads each cache line once.
+TF_KERNEL_AMX(float sum_floats(const float* data, long count))
+
 }  // namespace tf

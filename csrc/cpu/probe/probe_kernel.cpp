@@ -1,32 +1,18 @@
 // Roofline loops. The arithmetic is inline assembly on twelve accumulators: enough to cover a
 // latency of 4 cycles on 2 ports, and nothing that a compiler could fold, contract or eliminate.
-#include "cpu/probe/probe_kernel.h"
-
-#include <immintrin.h>
-
-#include <cstdint>
-
-#ifdef TF_EMULATED_TILES
-#include "cpu/simd/amx_emulation.h"
-#endif
+#include "cpu/probe/probe.h"
+#include "cpu/simd/vec.h"
 
 namespace tf::TF_ISA {
 namespace {
 
 constexpr int kAccumulators = 12;
 
-#if defined(__AVX512F__)
-using Vec = __m512;
-#define TF_MULTIPLY_ADD(i) "vfmadd231ps %12, %13, %" #i "\n\t"
-#elif defined(__AVX2__)
-using Vec = __m256;
+#ifdef __FMA__
 #define TF_MULTIPLY_ADD(i) "vfmadd231ps %12, %13, %" #i "\n\t"
 #else
-using Vec = __m128;
 #define TF_MULTIPLY_ADD(i) "mulps %12, %" #i "\n\taddps %13, %" #i "\n\t"
 #endif
-constexpr int kLanes = sizeof(Vec) / sizeof(float);
-
 #ifdef __AVX512F__
 #define TF_REGISTER "+v"
 #define TF_INPUT "v"
@@ -44,20 +30,13 @@ constexpr int kLanes = sizeof(Vec) / sizeof(float);
                  TF_REGISTER(acc[9]), TF_REGISTER(acc[10]), TF_REGISTER(acc[11]) \
                : TF_INPUT(x), TF_INPUT(y))
 
-Vec broadcast(float value) {
-  Vec result;
-  for (int lane = 0; lane < kLanes; ++lane) result[lane] = value;
-  return result;
-}
-
 }  // namespace
 
 double fma_flops(long iterations) {
   Vec acc[kAccumulators];
-  for (Vec& a : acc) a = broadcast(0.0f);
+  for (Vec& a : acc) a = zero();
   // Bounded: sums of 2^-40, or the fixed point a = a / 2 + 1/2 of the SSE form.
-  const Vec x = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f),
-            y = broadcast(kLanes > 4 ? 0x1p-20f : 0.5f);
+  const Vec x = set1(kLanes > 4 ? 0x1p-20f : 0.5f), y = set1(kLanes > 4 ? 0x1p-20f : 0.5f);
   for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_MULTIPLY_ADD, acc, x, y);
   return 2.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
@@ -98,8 +77,8 @@ double bf16_dot_flops(long iterations) {
 double bf16_dot_flops(long iterations) {
 #define TF_DOT(i) "vdpbf16ps %12, %13, %" #i "\n\t"
   Vec acc[kAccumulators];
-  for (Vec& a : acc) a = broadcast(0.0f);
-  const Vec x = broadcast(0.0f), y = broadcast(0.0f);
+  for (Vec& a : acc) a = zero();
+  const Vec x = zero(), y = zero();
   for (long i = 0; i < iterations; ++i) TF_ACCUMULATE(TF_DOT, acc, x, y);
 #undef TF_DOT
   return 4.0 * kLanes * kAccumulators * static_cast<double>(iterations);
@@ -114,14 +93,11 @@ double bf16_dot_flops(long) { return 0.0; }
 float sum_floats(const float* data, long count) {
   constexpr int kStreams = 8;
   Vec sums[kStreams];
-  for (Vec& s : sums) s = broadcast(0.0f);
+  for (Vec& s : sums) s = zero();
   long i = 0;
   for (; i + kStreams * kLanes <= count; i += kStreams * kLanes) {
-    for (int stream = 0; stream < kStreams; ++stream) {
-      Vec value;
-      __builtin_memcpy(&value, data + i + stream * kLanes, sizeof(Vec));
-      sums[stream] += value;
-    }
+    for (int stream = 0; stream < kStreams; ++stream)
+      sums[stream] += load(data + i + stream * kLanes);
   }
   float total = 0.0f;
   for (; i < count; ++i) total += data[i];

@@ -2,7 +2,7 @@
 // to nearest even on store. For kernel files only.
 #pragma once
 
-#include "cpu/core/element.h"
+#include "cpu/core/types.h"
 #include "cpu/simd/vec.h"
 
 namespace tf::TF_ISA {

@@ -2,7 +2,7 @@
 // for kernel files only. Same pattern as transformer_fast/reference/dropout.py.
 #pragma once
 
-#include "cpu/simd/dropout.h"
+#include "cpu/core/types.h"
 #include "cpu/simd/vec.h"
 
 namespace tf::TF_ISA {

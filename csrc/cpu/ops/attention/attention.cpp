@@ -1,14 +1,11 @@
 // Operators attention and attention_training.
 #include "cpu/ops/attention/attention.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 #include <vector>
 
-#include "cpu/core/box.h"
+#include "cpu/core/host.h"
 #include "cpu/ops/attention/attention_host.h"
-#include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
 namespace {

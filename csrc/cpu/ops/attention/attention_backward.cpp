@@ -1,13 +1,10 @@
 // Operator attention_backward.
-#include <torch/csrc/stable/library.h>
-
 #include <atomic>
 #include <tuple>
 
-#include "cpu/core/box.h"
+#include "cpu/core/host.h"
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_host.h"
-#include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
 namespace {

@@ -1,7 +1,538 @@
-// Attention backward on bfloat16 units.
-#include "cpu/ops/attention/attention_backward_rows.h"
+// Attention backward on the GEMM engine (engine.h): packed operands, and P and dS of a block of
+// queries against a tile of keys, panel by panel. Scores are computed as in
+// attention_lowp_kernel.cpp, bit for bit. While the matrix unit computes the products of one panel,
+// the vector unit computes P and dS of the previous one.
+#include "cpu/gemm/engine.h"
+#include "cpu/gemm/interleave.h"
+#include "cpu/ops/attention/attention_backward_loop.h"
+#include "cpu/ops/attention/attention_scores.h"
+#include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
+namespace {
+
+// Probabilities below 2^kNegligible count as 0, so that their bf16x3 components do not underflow.
+constexpr float kNegligible = -99.5f;
+constexpr long kPad = 16;
+constexpr long kRows = 96;  // per block of queries
+
+// Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
+inline long keys_per_tile(const AttentionBackwardArgs& args) {
+  const long size = args.size + args.value_size;
+  return size <= 128 ? 512 : size <= 256 ? 256 : 128;
+}
+
+template <class T>
+struct BackwardWorkspace {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+  // Strides in floats: of a block's rows as read; of the sums for keys, one column per key.
+  long tile_keys, wide, sum_stride, query_stride;
+  long key_panel, value_panel, column_panel;
+  // Of the tile: keys and values as columns, keys as rows; of the block: queries and dO, and both
+  // transposed; of a panel: P and dS as right operands; of the block: dS as left operand.
+  Operand *keys, *values, *key_rows, *query, *grad, *query_transposed, *grad_transposed, *p, *ds,
+      *ds_rows;
+  float *scores[2], *slopes[2];  // products of a panel: Q K^T and dO V^T
+  // Per row of the block; norm is applied either to dO or to the exponents of P.
+  float *neg_shift, *norm, *log2_norm, *delta, *dominant;
+  float *read, *grad_key, *grad_value, *grad_query, *bias;
+  KeepBits* keep;  // per row: keep bits of two panels of probabilities
+  bool* started;   // per panel: whether its sums for keys are initialised
+  long bytes = 0;
+
+  BackwardWorkspace(const AttentionBackwardArgs& args, void* scratch)
+      : tile_keys(keys_per_tile(args)),
+        wide(round_up(max(args.size, args.value_size), kPanel) + kPad),
+        sum_stride(tile_keys + kPad),
+        query_stride(round_up(args.size, kPanel) + kPad),
+        key_panel(P::panel_size(args.size)),
+        value_panel(P::panel_size(args.value_size)),
+        column_panel(P::panel_size(tile_keys)) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    const long size_up = round_up(args.size, kPanel), value_up = round_up(args.value_size, kPanel);
+    take(keys, tile_keys / kPanel * key_panel);
+    take(values, tile_keys / kPanel * value_panel);
+    take(key_rows, size_up / kPanel * column_panel);
+    take(query, P::block_size(kRows, args.size));
+    take(grad, P::block_size(kRows, args.value_size));
+    take(query_transposed, P::block_size(size_up, kRows));
+    take(grad_transposed, P::block_size(value_up, kRows));
+    take(p, P::panel_size(kRows));
+    take(ds, P::panel_size(kRows));
+    take(ds_rows, P::block_size(kRows, tile_keys));
+    for (int slot = 0; slot < 2; ++slot) {
+      take(scores[slot], kRows * kPanel);
+      take(slopes[slot], kRows * kPanel);
+    }
+    take(neg_shift, kRows);
+    take(norm, kRows);
+    take(log2_norm, kRows);
+    take(delta, kRows);
+    take(dominant, kRows);
+    take(read, kRows * wide);
+    take(grad_key, size_up * sum_stride);
+    take(grad_value, value_up * sum_stride);
+    take(grad_query, kRows * query_stride);
+    take(bias, kPanel + 16);
+    take(keep, kRows);
+    take(started, tile_keys / kPanel);
+  }
+};
+
+// Whether any of `rows` rows of n values is out of range of the products.
+template <class T>
+bool any_out_of_range(const T* from, long stride, long rows, long n) {
+  typename Product<T>::RangeCheck check;
+  for (long i = 0; i < rows; ++i)
+    for (long j = 0; j < n; j += kLanes) check.add(load_some(from + i * stride + j, n - j));
+  return check.any();
+}
+
+// A tile of keys, packed.
+template <class T>
+struct BackwardTile : KeyRange {
+  using P = Product<T>;
+  const AttentionBackwardArgs& args;
+  const BackwardWorkspace<T>& work;
+
+  BackwardTile(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
+               const KeyRange& range)
+      : KeyRange(range), args(call), work(place) {
+    for (long i = 0; i < work.tile_keys / kPanel; ++i) work.started[i] = false;
+  }
+
+  bool pack() {
+    const long k_stride = args.key_stride[2], v_stride = args.value_stride[2];
+    const T* k = static_cast<const T*>(args.key) +
+                 head_offset(args.key_starts, args.key_stride, b, key_head) + start * k_stride;
+    const T* v = static_cast<const T*>(args.value) +
+                 head_offset(args.key_starts, args.value_stride, b, key_head) + start * v_stride;
+    if (any_out_of_range(k, k_stride, count, args.size) ||
+        any_out_of_range(v, v_stride, count, args.value_size))
+      return false;
+    for (long s = 0; s < count; s += kPanel) {
+      const long here = min(kPanel, count - s);
+      P::pack_rows(k + s * k_stride, k_stride, here, args.size,
+                   work.keys + s / kPanel * work.key_panel);
+      P::pack_rows(v + s * v_stride, v_stride, here, args.value_size,
+                   work.values + s / kPanel * work.value_panel);
+    }
+    if (args.grad_query != nullptr)
+      for (long j = 0; j < args.size; j += kPanel)
+        P::pack_columns(k + j, k_stride, min(kPanel, args.size - j), count,
+                        work.key_rows + j / kPanel * work.column_panel);
+    return true;
+  }
+
+  // dK and dV.
+  void write() const {
+    write(work.grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
+    write(work.grad_value, args.value_size, 1.0f, args.grad_value, args.grad_value_stride);
+  }
+
+ private:
+  void write(const float* sums, long n, float scale, void* tensor, const long* stride) const {
+    if (tensor == nullptr) return;
+    T* grad = static_cast<T*>(tensor) + head_offset(args.key_starts, stride, b, key_head) +
+              start * stride[2];
+    alignas(64) float transposed[kLanes * kLanes];
+    for (long s = 0; s < rows; s += kLanes)
+      for (long d = 0; d < n; d += kLanes) {
+        const bool any = work.started[s / kPanel];
+        if (any)
+          transpose_block(sums + d * work.sum_stride + s, work.sum_stride, transposed, kLanes);
+        for (long i = 0; i < min(kLanes, rows - s); ++i)
+          store_some(grad + (s + i) * stride[2] + d,
+                     any ? load(transposed + i * kLanes) * set1(scale) : zero(), n - d);
+      }
+  }
+};
+
+// P and dS of a block of queries against a tile of keys. Derived::differentiate_rows(until)
+// computes those of the pending panel, in `parts` parts from done_ on; Derived::finish_pending()
+// the rest.
+template <class T, class Derived>
+class BackwardRows : protected Scores {
+ public:
+  BackwardRows(const AttentionBackwardArgs& call, const BackwardWorkspace<T>& place,
+               const BlockMask& mask)
+      : Scores(call, mask, place.scores), args(call), work(place) {}
+
+ protected:
+  using P = Product<T>;
+
+  // Processes the panels in order; returns false if the rows are out of range of the products.
+  bool take(const BackwardTile<T>& tile, long count, long parts) {
+    if (!load_rows()) return false;
+    auto& derived = static_cast<Derived&>(*this);
+    const long steps = P::steps(rows, args.size) + P::steps(rows, args.value_size);
+    const long share = (parts + steps - 1) / max(1, steps);
+    pending_.count = 0;
+    done_ = parts;
+    const long panels = (count + kPanel - 1) / kPanel;
+    for (Panel panel = panel_from(tile.start, 0); panel.count > 0;) {
+      const long index = (panel.start - tile.start) / kPanel;
+      prefetch(index, panels);
+      const auto meanwhile = [&]() __attribute__((always_inline)) {
+        derived.differentiate_rows(min(parts, done_ + share));
+      };
+      P::multiply_to(work.query, args.size, rows, args.size, work.keys + index * work.key_panel,
+                     false, scores[panel.slot], kPanel, meanwhile);
+      P::multiply_to(work.grad, args.value_size, rows, args.value_size,
+                     work.values + index * work.value_panel, false, work.slopes[panel.slot], kPanel,
+                     meanwhile);
+      derived.finish_pending();
+      panel.draws = pending_.count == 0 || panel.start / kDraw != pending_.start / kDraw;
+      pending_ = panel;
+      done_ = 0;
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot);
+    }
+    derived.finish_pending();
+    return true;
+  }
+
+  // P (after dropout) and dS of a row of a panel.
+  TF_INLINE void differentiate(const Panel& panel, long i, const float* shared, Vec (&p)[2],
+                               Vec (&ds)[2]) const {
+    if (i >= rows) {
+      p[0] = p[1] = ds[0] = ds[1] = zero();
+      return;
+    }
+    const float* s = scores[panel.slot] + i * kPanel;
+    Vec x[2];
+    if (panel.unmasked) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = scaled(s + u * kLanes);
+    } else {
+      apply_mask(panel, i, shared, x);
+    }
+    const Vec neg_shift = set1(work.neg_shift[i]), log2_norm = set1(work.log2_norm[i]);
+    const Vec delta = set1(work.delta[i]);
+    const float* slopes = work.slopes[panel.slot] + i * kPanel;
+    const long row = row_of(i);
+    Vec f[2];
+    if (args.dropout.on)
+      panel_factors(args.dropout, row, panel.start, panel.draws, work.keep[i], f[0], f[1]);
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      const Vec y = fma(x[u] + neg_shift, set1(kLog2E), log2_norm);
+      const auto none = less(y, set1(kNegligible));
+      const Vec undropped = select(none, zero(), exp2(y, T{}));
+      Vec slope = load_slope(panel, i, slopes, u);
+      p[u] = undropped;
+      if (args.dropout.on) {
+        p[u] = undropped * f[u];
+        slope = drop(slope, f[u]);
+      }
+      ds[u] = select(none, zero(), undropped * (slope - delta));
+    }
+    refine(panel, i, p, ds);
+  }
+
+  // Refines dS of keys that dominate a row.
+  TF_INLINE void refine(const Panel& panel, long i, const Vec (&p)[2], Vec (&ds)[2]) const {
+    const Vec dominant = set1(work.dominant[i]);
+    if (any(less(dominant, max(p[0], p[1])))) refine_some(panel, i, p, ds);
+  }
+  [[gnu::noinline]] void refine_some(const Panel& panel, long i, const Vec (&p)[2],
+                                     Vec (&ds)[2]) const {
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float norm = work.norm[i];
+    TF_UNROLL for (int u = 0; u < 2; ++u) {
+      float weight[kLanes], slope[kLanes];
+      store(weight, p[u]);
+      store(slope, ds[u]);
+      for (int j = 0; j < kLanes; ++j) {
+        if (!(weight[j] > work.dominant[i])) continue;
+        const float probability = weight[j] / factor * norm;
+        slope[j] = probability * dominant_slope<T>(args, probability, block_mask.b, block_mask.head,
+                                                   block_mask.first + i,
+                                                   panel.start + u * kLanes + j, factor);
+      }
+      ds[u] = load(slope);
+    }
+  }
+
+  // A vector of dP, times norm.
+  TF_INLINE Vec load_slope(const Panel& panel, long i, const float* slopes, int u) const {
+    const Vec slope = load(slopes + u * kLanes);
+    const long left = panel.count - u * kLanes;
+    if (args.grad_weights == nullptr || left <= 0) return slope;
+    const float* extra = args.grad_weights + row_of(i) * args.keys + panel.start + u * kLanes;
+    return fma(set1(work.norm[i]), load_some(extra, left), slope);
+  }
+
+  const AttentionBackwardArgs& args;
+  const BackwardWorkspace<T>& work;
+  const long pairs_ = round_up(rows, kPairDepth) / 2;
+  Panel pending_{};  // scores are computed, P and dS are not
+  long done_ = 0;    // parts of it that are done
+
+ private:
+  const T* at(const void* tensor, const long* strides) const {
+    return static_cast<const T*>(tensor) +
+           head_offset(args.query_starts, strides, block_mask.b, block_mask.head) +
+           block_mask.first * strides[2];
+  }
+
+  // Packs queries and dO, and both transposed for dK and dV. In fp32 dO is multiplied by norm
+  // instead of P. Reduced types would round the product, and dP must be exact where values are far
+  // from 0, since dS is a small difference of it. There norm is added to the exponents.
+  bool load_rows() const {
+    constexpr bool grad_takes_norm = sizeof(T) == sizeof(float);
+    const long row = row_of(0);
+    for (long i = 0; i < rows; ++i) {
+      const float norm = args.norm[row + i];
+      work.norm[i] = grad_takes_norm ? norm : 1.0f;
+      work.log2_norm[i] = grad_takes_norm || norm == 1.0f ? 0.0f : __builtin_log2f(norm);
+    }
+    if (!load_operand(at(args.query, args.query_stride), args.query_stride[2], args.size, nullptr,
+                      work.query, args.grad_key != nullptr ? work.query_transposed : nullptr) ||
+        !load_operand(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size,
+                      grad_takes_norm ? work.norm : nullptr, work.grad,
+                      args.grad_value != nullptr ? work.grad_transposed : nullptr))
+      return false;
+    const float factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    for (long i = 0; i < rows; ++i) {
+      const float shift = args.shift[row + i];
+      work.neg_shift[i] = shift == -kInf ? 0.0f : -shift;
+      work.delta[i] = args.delta[row + i] * work.norm[i];
+      // Same scaling as P: with dropout, without the norm applied to dO.
+      work.dominant[i] = args.dominant * factor / work.norm[i];
+    }
+    return true;
+  }
+
+  // Packs rows of n values, multiplied by factors if given, as left operands, and transposed if
+  // requested; returns false if any is out of range of the products.
+  bool load_operand(const T* from, long stride, long n, const float* factors,
+                    typename P::Operand* block, typename P::Operand* transposed) const {
+    typename P::RangeCheck check;
+    for (long i = 0; i < 2 * pairs_; ++i) {
+      float* row = work.read + i * work.wide;
+      const Vec factor = set1(i < rows && factors != nullptr ? factors[i] : 1.0f);
+      for (long j = 0; j < n; j += kPanel, row += kPanel) {
+        Vec x[2] = {zero(), zero()};
+        if (i < rows) {
+          TF_UNROLL for (int u = 0; u < 2; ++u) {
+            const long left = n - j - u * kLanes;
+            if (left > 0) x[u] = load_some(from + i * stride + j + u * kLanes, left) * factor;
+            check.add(x[u]);
+          }
+          P::put(P::chunk(block, n, i, j), x[0], x[1]);
+        }
+        store(row, x[0]);
+        store(row + kLanes, x[1]);
+      }
+    }
+    if (transposed != nullptr) transpose(n, transposed);
+    return !check.any();
+  }
+
+  void transpose(long n, typename P::Operand* block) const {
+    alignas(64) float transposed[2][kLanes * kLanes];
+    for (long i = 0; i < 2 * pairs_; i += kPanel)
+      for (long j = 0; j < n; j += kLanes) {
+        TF_UNROLL for (int u = 0; u < 2; ++u) transpose_block(
+            work.read + (i + u * kLanes) * work.wide + j, work.wide, transposed[u], kLanes);
+        for (long d = 0; d < kLanes; ++d)
+          P::put(P::chunk(block, kRows, j + d, i), load(transposed[0] + d * kLanes),
+                 load(transposed[1] + d * kLanes));
+      }
+  }
+
+  // Prefetches a share, for one of `panels` panels, of the rows that the next block reads.
+  void prefetch(long panel, long panels) const {
+    const long next = min(2 * rows, query_count(args, block_mask.b) - block_mask.first);
+    const long begin = min(next, rows + rows * panel / panels);
+    const long end = min(next, rows + rows * (panel + 1) / panels);
+    const auto fetch = [&](const T* from, long stride, long n) {
+      for (long i = begin; i < end; ++i) fetch_row(from + i * stride, n);
+    };
+    fetch(at(args.query, args.query_stride), args.query_stride[2], args.size);
+    fetch(at(args.grad, args.grad_stride), args.grad_stride[2], args.value_size);
+  }
+};
+
+// Attention backward on the GEMM engine, panel by panel of keys (formulas in
+// attention_backward_kernel.cpp). dV^T = dO^T P and dK^T = Q^T dS take P and dS as right operands,
+// a panel at a time while they are in the first-level cache; dQ = dS K takes all panels of the
+// tile.
+
+// For the gradients of query, key and value. Parts are pairs of rows.
+template <class T>
+class BackwardBlock : BackwardRows<T, BackwardBlock<T>> {
+  using Rows = BackwardRows<T, BackwardBlock<T>>;
+  friend Rows;
+
+ public:
+  using Rows::Rows;
+
+  bool pass(const BackwardTile<T>& tile, long count) {
+    start_ = tile.start;
+    return take(tile, count, pairs_);
+  }
+
+  // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
+  void accumulate_dq(const BackwardTile<T>&, long, float* to, long stride, bool accumulate) const {
+    for (long j = 0; j < args.size; j += kPanel)
+      P::multiply_to(work.ds_rows, work.tile_keys, rows, covered_,
+                     work.key_rows + j / kPanel * work.column_panel, false, work.grad_query + j,
+                     work.query_stride, [] {});
+    write_dq(work.grad_query, work.query_stride, rows, args.size, args.scale, to, stride,
+             accumulate);
+  }
+
+ private:
+  using Rows::args, Rows::work, Rows::rows, Rows::pairs_, Rows::pending_, Rows::done_;
+  using Rows::take, Rows::differentiate, Rows::shared_mask;
+  using typename Rows::P;
+
+  // P and dS of the pending panel's pairs of rows up to `until`. Not inlined: it has many call
+  // sites in the tile loop.
+  [[gnu::noinline]] void differentiate_rows(long until) {
+    const long from = done_;
+    if (until <= from) return;
+    done_ = until;
+    const float* shared = shared_mask(pending_);
+    const long column = pending_.start - start_;
+    for (long pair = from; pair < until; ++pair) {
+      const long first = P::pair_row(pair, 0), second = P::pair_row(pair, 1);
+      Vec p[2][2], ds[2][2];
+      differentiate(pending_, first, shared, p[0], ds[0]);
+      differentiate(pending_, second, shared, p[1], ds[1]);
+      P::put_pair(work.p, pair, p[0], p[1]);
+      P::put_both(P::chunk(work.ds_rows, work.tile_keys, first, column),
+                  P::chunk(work.ds_rows, work.tile_keys, second, column), work.ds, pair, ds[0],
+                  ds[1]);
+    }
+  }
+
+  // Completes the pending panel: accumulates dK and dV.
+  void finish_pending() {
+    if (pending_.count == 0) return;
+    differentiate_rows(pairs_);
+    const long column = pending_.start - start_;
+    // Fully masked panels contribute zeros to dQ.
+    for (; covered_ < column; covered_ += kPanel)
+      for (long i = 0; i < rows; ++i)
+        P::put(P::chunk(work.ds_rows, work.tile_keys, i, covered_), zero(), zero());
+    covered_ = column + kPanel;
+    bool& started = work.started[column / kPanel];
+    const auto add_products = [&](const void* wanted, const auto* transposed, const auto* panel,
+                                  long n, float* sums) {
+      if (wanted != nullptr)
+        P::multiply_to(transposed, kRows, n, rows, panel, started, sums + column, work.sum_stride,
+                       [] {});
+    };
+    add_products(args.grad_value, work.grad_transposed, work.p, args.value_size, work.grad_value);
+    add_products(args.grad_key, work.query_transposed, work.ds, args.size, work.grad_key);
+    started = true;
+  }
+
+  long start_ = 0;    // of the tile
+  long covered_ = 0;  // keys of the tile whose dS are stored
+};
+
+// For the gradient of the mask. Parts are rows.
+template <class T>
+class BackwardMaskBlock : BackwardRows<T, BackwardMaskBlock<T>> {
+  using Rows = BackwardRows<T, BackwardMaskBlock<T>>;
+  friend Rows;
+
+ public:
+  using Rows::Rows;
+
+  bool pass(const BackwardTile<T>& tile, long count, const MaskSums& sums) {
+    sums_ = &sums;
+    return take(tile, count, rows);
+  }
+
+ private:
+  using Rows::rows, Rows::pending_, Rows::done_, Rows::block_mask;
+  using Rows::take, Rows::differentiate, Rows::shared_mask;
+
+  [[gnu::noinline]] void differentiate_rows(long until) {
+    const long from = done_;
+    if (until <= from) return;
+    done_ = until;
+    const float* shared = shared_mask(pending_);
+    // Summed over the block's rows first if they all have the same destination.
+    const bool together = sums_->stride == 0 && sums_->by_column;
+    for (long i = from; i < until; ++i) {
+      Vec p[2], ds[2];
+      differentiate(pending_, i, shared, p, ds);
+      if (!together) {
+        float row[kPanel];
+        TF_UNROLL for (int u = 0; u < 2; ++u) store(row + u * kLanes, ds[u]);
+        sums_->add(block_mask.first + i, pending_.start, row, pending_.count);
+        continue;
+      }
+      TF_UNROLL for (int u = 0; u < 2; ++u) {
+        float* sum = together_ + u * kLanes;
+        store(sum, i == 0 ? ds[u] : load(sum) + ds[u]);
+      }
+      if (i + 1 == rows) sums_->add(block_mask.first, pending_.start, together_, pending_.count);
+    }
+  }
+
+  void finish_pending() {
+    if (pending_.count > 0) differentiate_rows(rows);
+  }
+
+  const MaskSums* sums_ = nullptr;
+  float together_[kPanel];
+};
+
+// For loop_keys() and loop_mask().
+template <class T>
+struct Bf16Products {
+  using Workspace = BackwardWorkspace<T>;
+  using Tile = BackwardTile<T>;
+  using Block = BackwardBlock<T>;
+  using Mask = BackwardMaskBlock<T>;
+  static long query_rows(const AttentionBackwardArgs&) { return kRows; }
+};
+
+// Calls f(workspace) with denormals flushed and the tile registers configured.
+template <class T, class F>
+bool on_tiles(const AttentionBackwardArgs& args, void* scratch, const F& f) {
+  const unsigned mode = flush_denormals();
+  Product<T>::enter();
+  const bool did = f(BackwardWorkspace<T>(args, scratch));
+  Product<T>::leave();
+  restore_denormals(mode);
+  return did;
+}
+
+template <class T>
+constexpr AttentionBackwardKernels kKernels{
+    .keys_per_tile = keys_per_tile,
+    .queries_per_block = Bf16Products<T>::query_rows,
+    .scratch =
+        [](const AttentionBackwardArgs& args) { return BackwardWorkspace<T>(args, nullptr).bytes; },
+    .keys =
+        [](const AttentionBackwardArgs& args, long b, long key_head, long begin, long end,
+           float* part, void* scratch) {
+          return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+            return loop_keys<Bf16Products<T>>(args, work, keys_per_tile(args), b, key_head, begin,
+                                              end, part);
+          });
+        },
+    .mask =
+        [](const AttentionBackwardArgs& args, long b, long h, long tile, long begin, long end,
+           void* scratch) {
+          return on_tiles<T>(args, scratch, [&](const BackwardWorkspace<T>& work) {
+            return loop_mask<Bf16Products<T>>(args, work, keys_per_tile(args), b, h, tile, begin,
+                                              end);
+          });
+        }};
+
+}  // namespace
 
 // float with AMX only.
 const AttentionBackwardKernels* bf16_attention_backward_kernels([[maybe_unused]] Element type) {

@@ -1,8 +1,391 @@
-// Attention backward in fp32, and what all types share.
-#include "cpu/ops/attention/attention_backward_block.h"
+// Attention backward on the fp32 tiles of gemm.h (Dao et al. 2022): a tile of keys against a block
+// of queries. With P the probabilities and M the dropout factors:
+//
+//   dV = (P M)^T dO,  dP = M (dO V^T + dW),  dS = P (dP - delta),  dQ = scale dS K,
+//   dK = scale dS^T Q
+//
+// where delta, the row sum of P dP, is the row sum of dO O + W dW. Scores and dP are computed in
+// register tiles, P and dS from them in cache, then three products have P and dS as left operands.
+// The order of summation is fixed.
+#include "cpu/ops/attention/attention_backward_loop.h"
+#include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
 namespace {
+
+#if defined(__AVX512F__)
+constexpr long kQueryBlock = 8 * kTileRows;
+#else
+constexpr long kQueryBlock = 16 * kTileRows;
+#endif
+constexpr long kKeyTile = 256;
+constexpr long kPad = 16;
+constexpr long kScoreStride = kKeyTile + kPad;
+// Marks masked elements of P and dS; -0 in arithmetic.
+constexpr float kMasked = -0.0f;
+// Exponents below this count as masked: their share of a row is below 2^-100, and products with it
+// could be denormal, which costs hundreds of cycles on some CPUs.
+constexpr float kNegligible = -69.0f;
+
+// Keys per tile: fewer where heads are so wide that a tile would leave the second-level cache.
+long keys_per_tile(const AttentionBackwardArgs& args) {
+  return args.size + args.value_size <= 256 ? kKeyTile : kKeyTile / 2;
+}
+
+struct Workspace {
+  long size_up, value_up;
+  float *keys_transposed, *values_transposed, *keys, *query_packed, *grad_packed, *query, *grad;
+  float *p, *ds, *grad_key, *grad_value, *grad_query, *bias, *factors;
+  long floats = 0;
+
+  Workspace(const AttentionBackwardArgs& args, float* scratch)
+      : size_up(round_up(args.size, kPanel)), value_up(round_up(args.value_size, kPanel)) {
+    const auto take = [&](long count) {
+      float* place = scratch != nullptr ? scratch + floats : nullptr;
+      floats += round_up(count, 16);
+      return place;
+    };
+    const long packed_rows = kQueryBlock / kTileRows * kPackedRows;
+    keys_transposed = take(kKeyTile * args.size);
+    values_transposed = take(kKeyTile * args.value_size);
+    keys = take(kKeyTile * size_up);
+    query_packed = take(packed_rows * round_up(args.size, kLanes));
+    grad_packed = take(packed_rows * round_up(args.value_size, kLanes));
+    query = take(kQueryBlock * size_up);
+    grad = take(kQueryBlock * value_up);
+    p = take(kQueryBlock * kScoreStride);
+    ds = take(kQueryBlock * kScoreStride);
+    grad_key = take(kKeyTile * (size_up + kPad));
+    grad_value = take(kKeyTile * (value_up + kPad));
+    grad_query = take(kQueryBlock * (size_up + kPad));
+    bias = take(kScoreStride);
+    factors = take(kScoreStride);
+    take(kPanel * max(size_up, value_up));  // room for prefetching
+  }
+};
+
+// Copies rows of n values, row i multiplied by factors[i] if given, into panels of `capacity` rows;
+// returns whether any is NaN or inf.
+bool copy_panels(const float* from, long stride, long rows, long n, const float* factors, float* to,
+                 long capacity) {
+  // x - x is 0 for finite x and NaN otherwise, and NaN propagates through the sum.
+  Vec nonfinite = zero();
+  for (long j = 0; j < n; j += kPanel) {
+    float* panel = to + j * capacity;
+    for (long i = 0; i < rows; ++i) {
+      const Vec factor = set1(factors != nullptr ? factors[i] : 1.0f);
+      TF_UNROLL for (int v = 0; v < kPanel; v += kLanes) {
+        const long have = n - j - v;
+        const Vec x = have > 0 ? load_some(from + i * stride + j + v, have) * factor : zero();
+        store(panel + i * kPanel + v, x);
+        nonfinite = nonfinite + (x - x);
+      }
+    }
+  }
+  return !(reduce_add(nonfinite) == 0.0f);
+}
+
+// Packs panels of kQueryBlock rows as left operand.
+void pack_a_panels(const float* panels, long rows, long n, float* to) {
+  for (long j = 0; j < n; j += kPanel)
+    pack_a(panels + j * kQueryBlock, kPanel, rows, min(kPanel, n - j), to + j * kPackedRows,
+           kPackedRows * round_up(n, kLanes));
+}
+
+// Sums over queries for each key of a tile: c (m x n) accumulates A^T B over blocks of k queries, A
+// (k, m) with rows kScoreStride apart, B (k, n) in panels of kQueryBlock rows.
+struct KeySums {
+  float* sums;
+  long stride;
+  bool started = false;
+
+  // Clears the sums of keys that the first block, of `m` of the tile's `rows` keys, does not write.
+  void start(long m, long rows, bool whole) {
+    if (!started) clear(sums + (whole ? 0 : m) * stride, (rows - (whole ? 0 : m)) * stride);
+  }
+
+  void add(const float* a, long m, const float* b, long k, long n, long rows) {
+    start(m, rows, false);
+    // A strip of A stays in the first-level cache for all panels; the next one is prefetched.
+    each_tile(m, [&](long, long i, long count) {
+      const char* ahead = reinterpret_cast<const char*>(a + i + 2 * count - 1);
+      for (long j = 0; j < n; j += kPanel) {
+        const float* panel = b + j * kQueryBlock;
+        float* to = sums + i * stride + j;
+        kTiles<Form::columns>[n - j > kLanes ? 1 : 0][count - 1](
+            a + i, kScoreStride, panel, k, to, stride, started,
+            {ahead, kScoreStride * static_cast<long>(sizeof(float))});
+      }
+    });
+    started = true;
+  }
+
+  // The same element by element, skipping masked ones: rows of B contain NaN or inf.
+  void add_nonfinite(const float* a, long m, const float* b, long k, long n, long rows) {
+    start(m, rows, true);
+    started = true;
+    for (long i = 0; i < k; ++i)
+      for (long s = 0; s < m; ++s) {
+        const float x = a[i * kScoreStride + s];
+        if (x == 0.0f && __builtin_signbit(x)) continue;
+        for (long j = 0; j < n; ++j)
+          sums[s * stride + j] +=
+              x * b[j / kPanel * kPanel * kQueryBlock + i * kPanel + j % kPanel];
+      }
+  }
+
+  void write(long rows, long n, float scale, float* to, long to_stride) {
+    start(0, rows, true);
+    for (long i = 0; i < rows; ++i) {
+      long d = 0;
+      for (; d + kLanes <= n; d += kLanes)
+        store(to + i * to_stride + d, load(sums + i * stride + d) * set1(scale));
+      for (; d < n; ++d) to[i * to_stride + d] = sums[i * stride + d] * scale;
+    }
+  }
+};
+
+// A tile of keys, packed.
+struct KeyTile : KeyRange {
+  const AttentionBackwardArgs& args;
+  const Workspace& work;
+  bool nonfinite = false;  // its keys contain NaN or inf
+  KeySums grad_key = {work.grad_key, work.size_up + kPad};
+  KeySums grad_value = {work.grad_value, work.value_up + kPad};
+
+  KeyTile(const AttentionBackwardArgs& call, const Workspace& place, const KeyRange& range)
+      : KeyRange(range), args(call), work(place) {}
+
+  bool pack() {
+    const float* k = static_cast<const float*>(args.key) +
+                     head_offset(args.key_starts, args.key_stride, b, key_head) +
+                     start * args.key_stride[2];
+    const float* v = static_cast<const float*>(args.value) +
+                     head_offset(args.key_starts, args.value_stride, b, key_head) +
+                     start * args.value_stride[2];
+    for (long s = 0; s < count; s += kPanel) {
+      const long rows = min(kPanel, count - s);
+      pack_rows(k + s * args.key_stride[2], args.key_stride[2], rows, args.size,
+                work.keys_transposed + s * args.size);
+      pack_rows(v + s * args.value_stride[2], args.value_stride[2], rows, args.value_size,
+                work.values_transposed + s * args.value_size);
+    }
+    nonfinite = copy_panels(k, args.key_stride[2], count, args.size, nullptr, work.keys, kKeyTile);
+    return true;
+  }
+
+  // dK and dV.
+  void write() {
+    const auto put = [&](KeySums& sums, long n, float scale, void* grad, const long* stride) {
+      if (grad != nullptr)
+        sums.write(rows, n, scale,
+                   static_cast<float*>(grad) + head_offset(args.key_starts, stride, b, key_head) +
+                       start * stride[2],
+                   stride[2]);
+    };
+    put(grad_key, args.size, args.scale, args.grad_key, args.grad_key_stride);
+    put(grad_value, args.value_size, 1.0f, args.grad_value, args.grad_value_stride);
+  }
+};
+
+// A block of queries of one head, and its P and dS against a tile of keys.
+struct Block {
+  const AttentionBackwardArgs& args;
+  const Workspace& work;
+  const BlockMask block_mask;
+  bool nonfinite_query = false, nonfinite_grad = false;  // contain NaN or inf
+  // As in the forward, so that scores are bit-identical.
+  bool scaled = args.mask != nullptr || !(args.scale > 0.0f && args.scale < kInf);
+  float factor = scaled ? 1.0f : args.scale;
+  long row = (block_mask.b * args.heads + block_mask.head) * args.queries + block_mask.first;
+
+  Block(const AttentionBackwardArgs& call, const Workspace& place, const BlockMask& mask)
+      : args(call), work(place), block_mask(mask) {}
+
+  bool pass(KeyTile& tile, long count) {
+    load_rows();
+    differentiate(tile.start, count);
+    accumulate_dk_dv(tile, count);
+    return true;
+  }
+
+  // dO is multiplied by norm instead of P.
+  void load_rows() {
+    const long rows = block_mask.rows;
+    const float* q =
+        static_cast<const float*>(args.query) +
+        head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
+        block_mask.first * args.query_stride[2];
+    const float* g =
+        static_cast<const float*>(args.grad) +
+        head_offset(args.query_starts, args.grad_stride, block_mask.b, block_mask.head) +
+        block_mask.first * args.grad_stride[2];
+    nonfinite_query =
+        copy_panels(q, args.query_stride[2], rows, args.size, nullptr, work.query, kQueryBlock);
+    nonfinite_grad = copy_panels(g, args.grad_stride[2], rows, args.value_size, args.norm + row,
+                                 work.grad, kQueryBlock);
+    pack_a_panels(work.query, rows, args.size, work.query_packed);
+    pack_a_panels(work.grad, rows, args.value_size, work.grad_packed);
+  }
+
+  static void scores(const float* packed, long size, long rows, const float* panels, long count,
+                     float* to) {
+    for (long j = 0; j < count; j += kPanel)
+      panel_rows<Form::packed>(packed, kPackedRows * round_up(size, kLanes), rows,
+                               panels + j * size, size, to + j, kScoreStride,
+                               min(kPanel, count - j), false, panels + (j + kPanel) * size);
+  }
+
+  // P M and dS for keys [start, start + count), kMasked where masked, in work.p and work.ds.
+  void differentiate(long start, long count) const {
+    const long rows = block_mask.rows;
+    scores(work.query_packed, args.size, rows, work.keys_transposed, count, work.p);
+    scores(work.grad_packed, args.value_size, rows, work.values_transposed, count, work.ds);
+    const float* shared = nullptr;
+    if (args.mask != nullptr && args.mask_stride[2] == 0)
+      shared = block_mask.mask_row(0, start, count);
+    for (long i = 0; i < rows; ++i) {
+      float* s = work.p + i * kScoreStride;
+      const long visible = block_mask.visible(i, start, count);
+      if (args.mask != nullptr) {
+        block_mask.add_mask(s, shared != nullptr ? shared : block_mask.mask_row(i, start, visible),
+                            visible);
+      } else if (scaled) {
+        for (long j = 0; j < visible; ++j) s[j] *= args.scale;
+      }
+      for (long j = visible; j < round_up(count, kLanes); ++j) s[j] = -kInf;
+      differentiate_row(i, start, count);
+    }
+  }
+
+  void differentiate_row(long i, long start, long count) const {
+    float* p = work.p + i * kScoreStride;
+    float* ds = work.ds + i * kScoreStride;
+    const float shift = args.shift[row + i];
+    const Vec neg_shift = set1(shift == -kInf ? 0.0f : -shift), times = set1(factor);
+    const Vec norm = set1(args.norm[row + i]), delta = set1(args.delta[row + i]) * norm;
+    const float* extra =
+        args.grad_weights != nullptr ? args.grad_weights + (row + i) * args.keys + start : nullptr;
+    if (args.dropout.on)
+      dropout_factors(args.dropout, static_cast<uint64_t>(row + i), static_cast<uint64_t>(start),
+                      count, work.factors);
+    for (long j = 0; j < count; j += kLanes) {
+      const Vec x = fma(load(p + j), times, zero()) + neg_shift;
+      const auto none = less(x, set1(kNegligible));  // true for -inf (masked)
+      Vec weight = select(none, zero(), exp(x)), slope = load(ds + j);
+      if (extra != nullptr) slope = fma(norm, load_some(extra + j, count - j), slope);
+      const Vec undropped = weight;
+      if (args.dropout.on) {
+        const Vec f = load(work.factors + j);
+        weight = weight * f;
+        slope = drop(slope, f);
+      }
+      // Adding 0 turns -0 into 0: only masked elements are kMasked.
+      const Vec score = fma(undropped, slope - delta, zero());
+      store(p + j, select(none, set1(kMasked), weight));
+      store(ds + j, select(none, set1(kMasked), score));
+    }
+    // norm is an upper bound of the probabilities if shift is the row max, as in fp32.
+    if (args.norm[row + i] > 0.5f || args.dominant != kDominantInFloat) refine_row(i, start, count);
+  }
+
+  // Refines dS of keys that dominate a row.
+  void refine_row(long i, long start, long count) const {
+    const float* p = work.p + i * kScoreStride;
+    const float norm = args.norm[row + i], factor = args.dropout.on ? args.dropout.scale : 1.0f;
+    const float dominant = args.dominant * factor / norm;
+    for (long j = 0; j < count; ++j) {
+      if (j % kLanes == 0 && !any(less(set1(dominant), load(p + j)))) {
+        j += kLanes - 1;
+      } else if (p[j] > dominant) {
+        const float probability = p[j] / factor * norm;
+        work.ds[i * kScoreStride + j] =
+            probability * dominant_slope<float>(args, probability, block_mask.b, block_mask.head,
+                                                block_mask.first + i, start + j, factor);
+      }
+    }
+  }
+
+  // dQ: dS times the keys of the tile, stored or accumulated in rows of `to`.
+  void accumulate_dq(const KeyTile& tile, long count, float* to, long stride,
+                     bool accumulate) const {
+    const long n = args.size, c_stride = work.size_up + kPad;
+    if (tile.nonfinite) {
+      clear(work.grad_query, block_mask.rows * c_stride);
+      query_nonfinite(count);
+    } else {
+      for (long j = 0; j < n; j += kPanel)
+        panel_rows<Form::rows>(work.ds, kScoreStride, block_mask.rows, work.keys + j * kKeyTile,
+                               count, work.grad_query + j, c_stride, min(kPanel, n - j), false,
+                               work.keys + (j + kPanel) * kKeyTile);
+    }
+    write_dq(work.grad_query, c_stride, block_mask.rows, n, args.scale, to, stride, accumulate);
+  }
+
+  void query_nonfinite(long count) const {
+    for (long i = 0; i < block_mask.rows; ++i)
+      for (long s = 0; s < count; ++s) {
+        const float x = work.ds[i * kScoreStride + s];
+        if (x == 0.0f && __builtin_signbit(x)) continue;
+        for (long d = 0; d < args.size; ++d)
+          work.grad_query[i * (work.size_up + kPad) + d] +=
+              x * work.keys[d / kPanel * kPanel * kKeyTile + s * kPanel + d % kPanel];
+      }
+  }
+
+  // Accumulates dK and dV of the tile over this block.
+  void accumulate_dk_dv(KeyTile& tile, long count) const {
+    const auto add = [&](KeySums& sums, const float* a, const float* b, long n, bool nonfinite) {
+      if (nonfinite) {
+        sums.add_nonfinite(a, count, b, block_mask.rows, n, tile.rows);
+      } else {
+        sums.add(a, count, b, block_mask.rows, n, tile.rows);
+      }
+    };
+    if (args.grad_value != nullptr)
+      add(tile.grad_value, work.p, work.grad, args.value_size, nonfinite_grad);
+    if (args.grad_key != nullptr)
+      add(tile.grad_key, work.ds, work.query, args.size, nonfinite_query);
+  }
+};
+
+// The same for the gradient of a mask.
+struct MaskBlock {
+  Block block;
+
+  MaskBlock(const AttentionBackwardArgs& args, const Workspace& work, const BlockMask& block_mask)
+      : block(args, work, block_mask) {}
+
+  bool pass(const KeyTile& tile, long count, const MaskSums& sums) {
+    block.load_rows();
+    block.differentiate(tile.start, count);
+    const BlockMask& block_mask = block.block_mask;
+    float* ds = block.work.ds;
+    if (sums.stride == 0 && sums.by_column) {
+      // Summed over the block's rows first: they all have the same destination.
+      for (long i = 1; i < block_mask.rows; ++i)
+        for (long s = 0; s < count; ++s) ds[s] += ds[i * kScoreStride + s];
+      sums.add(block_mask.first, tile.start, ds, count);
+      return true;
+    }
+    for (long i = 0; i < block_mask.rows; ++i)
+      sums.add(block_mask.first + i, tile.start, ds + i * kScoreStride, count);
+    return true;
+  }
+};
+
+// For loop_keys() and loop_mask().
+struct Products {
+  using Workspace = TF_ISA::Workspace;
+  using Tile = KeyTile;
+  using Block = TF_ISA::Block;
+  using Mask = MaskBlock;
+
+  // Smaller blocks with causal masking.
+  static long query_rows(const AttentionBackwardArgs& args) {
+    return args.causal ? kQueryBlock / 2 : kQueryBlock;
+  }
+};
 
 template <class T>
 void typed_delta(const AttentionBackwardArgs& args, long begin, long end) {

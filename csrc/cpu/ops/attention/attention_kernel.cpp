@@ -1,8 +1,9 @@
 // Attention by online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in fp32. Keys are
 // transposed and values copied into panels once per call; then each block of queries loops over
 // tiles of keys: scores in the register tiles of gemm.h, softmax by rows in cache, probabilities
-// times values in the same register tiles. Not on the GEMM engine (attention_product.h): there the
-// backward was measured to take 2 to 14 % longer, and the forward 2 to 11 % with few queries.
+// times values in the same register tiles. Not on the GEMM engine (attention_lowp_kernel.cpp):
+// there the backward was measured to take 2 to 14 % longer, and the forward 2 to 11 % with few
+// queries.
 #include "cpu/ops/attention/attention.h"
 #include "cpu/ops/attention/attention_mask.h"
 #include "cpu/simd/philox.h"

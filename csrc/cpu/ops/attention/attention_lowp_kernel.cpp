@@ -1,7 +1,607 @@
-// Attention for bfloat16 and float16, and for fp32 with bf16x3.
-#include "cpu/ops/attention/attention_product.h"
+// Attention on the GEMM engine (engine.h), panel by panel of keys, with one pass over the scores.
+// The online softmax of attention_kernel.cpp subtracts the largest score so far and rescales its
+// sums when a larger one appears. Here the largest score of a row's first visible panel is
+// subtracted throughout: the exponent range is wide, and if it does not suffice, which the result
+// shows, the block is recomputed with the true maximum. While the matrix unit computes one panel of
+// scores, the vector unit computes the exponentials of the previous one.
+#include "cpu/gemm/engine.h"
+#include "cpu/gemm/interleave.h"
+#include "cpu/ops/attention/attention.h"
+#include "cpu/ops/attention/attention_mask.h"
+#include "cpu/ops/attention/attention_scores.h"
+#include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {
+namespace {
+
+// Prefetches the keys and values that this thread is expected to pack next into the second-level
+// cache, some rows at a time.
+template <class T>
+class KeyPrefetcher {
+ public:
+  // After those of the given head; distributed over `turns` calls.
+  KeyPrefetcher(const AttentionArgs& args, long b, long key_head, long turns) : args_(args) {
+    // More would evict the current working set.
+    constexpr long kMaxBytes = 256 * 1024;
+    const long next = b * args.key_heads + key_head + args.next_head;
+    const long bytes = args.keys * (args.size + args.value_size) * static_cast<long>(sizeof(T));
+    if (args.next_head == 0 || bytes > kMaxBytes || args.key_starts != nullptr ||
+        next >= args.batch * args.key_heads)
+      return;
+    b = next / args.key_heads;
+    key_head = next % args.key_heads;
+    k_ = static_cast<const T*>(args.key) + head_offset(nullptr, args.key_stride, b, key_head);
+    v_ = static_cast<const T*>(args.value) + head_offset(nullptr, args.value_stride, b, key_head);
+    rows_ = args.key_lengths == nullptr ? args.keys : max(0, min(args.keys, args.key_lengths[b]));
+    share_ = (rows_ + turns - 1) / max(1, turns);
+  }
+
+  void prefetch_some() {
+    for (const long until = min(rows_, at_ + share_); at_ < until; ++at_) {
+      fetch_row(k_ + at_ * args_.key_stride[2], args_.size);
+      fetch_row(v_ + at_ * args_.value_stride[2], args_.value_size);
+    }
+  }
+
+ private:
+  const AttentionArgs& args_;
+  const T *k_ = nullptr, *v_ = nullptr;
+  long rows_ = 0, share_ = 0, at_ = 0;
+};
+
+// Keys per group: their probabilities are stored, then multiplied by the values; groups start at
+// multiples of it.
+template <class T>
+constexpr long kGroupKeys = Product<T>::kIsBf16x3 ? 128 : 256;
+template <class T>
+struct Workspace {
+  using P = Product<T>;
+  using Operand = typename P::Operand;
+
+  long rows = round_up(P::kBlockRows, 16), sum_stride, key_panel, value_panel;
+  Operand *keys, *values, *query, *weights;
+  float *scores[2], *sums;
+  // Per row, kLanes partial sums of the probabilities: rounded as in the product with the values,
+  // and unrounded, for the backward and the returned probabilities.
+  float *total, *exact;
+  float* neg_max;  // per row: added to scores before the exponential
+  float* bias;
+  KeepBits* keep;            // per row: keep bits of two panels of probabilities
+  bool* has_max;             // per row: whether `neg_max` is set
+  bool* recomputed;          // per row: recomputed, with the slower exponents()
+  bool* fp32_scores;         // per row: recomputed with fp32 scores
+  unsigned char* nonfinite;  // per panel of keys: its values contain NaN or inf
+  long bytes = 0;
+
+  Workspace(const AttentionArgs& args, void* scratch)
+      : sum_stride(round_up(args.value_size, kPanel) + 16),
+        key_panel(P::panel_size(args.size)),
+        value_panel(P::panel_size(round_up(args.keys, kPanel))) {
+    const auto take = [&](auto*& place, long count) {
+      void* at = scratch == nullptr ? nullptr : static_cast<char*>(scratch) + bytes;
+      place = static_cast<decltype(+place)>(at);
+      bytes += round_up(count * static_cast<long>(sizeof(*place)), 64);
+    };
+    take(keys, round_up(args.keys, kPanel) / kPanel * key_panel);
+    take(values, round_up(args.value_size, kPanel) / kPanel * value_panel);
+    take(query, P::block_size(rows, args.size));
+    take(weights, P::block_size(rows, kGroupKeys<T>));
+    take(scores[0], rows * kPanel);
+    take(scores[1], rows * kPanel);
+    take(sums, rows * sum_stride);
+    take(total, rows * kLanes);
+    if (P::kRounds && (args.shift != nullptr || args.weights != nullptr)) {
+      take(exact, rows * kLanes);
+    } else {
+      exact = total;
+    }
+    take(neg_max, rows);
+    take(bias, kPanel + 16);
+    take(keep, rows);
+    take(has_max, rows);
+    take(recomputed, rows);
+    take(fp32_scores, rows);
+    take(nonfinite, args.keys / kPanel + 1);
+  }
+};
+
+// Finds panels whose values contain NaN or inf or, with bf16x3, numbers that are not representable.
+template <class T>
+void find_nonfinite(const AttentionArgs& args, const T* value, long keys,
+                    unsigned char* nonfinite) {
+  for (long start = 0; start < keys; start += kPanel) {
+    Vec sum = zero();
+    for (long s = start; s < min(keys, start + kPanel); ++s) {
+      const T* row = value + s * args.value_stride[2];
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load_some(row + j, args.value_size - j);
+        sum = sum + (x - x);  // 0 for finite x, NaN for the others, and NaN stays
+        if constexpr (Product<T>::kIsBf16x3)
+          sum = select(Product<T>::not_representable(x), set1(kInf) - set1(kInf), sum);
+      }
+    }
+    nonfinite[start / kPanel] = any(is_nan(sum));
+  }
+}
+
+template <class T>
+void pack(const AttentionArgs& args, const Workspace<T>& work, long b, long head, long keys) {
+  using P = Product<T>;
+  const T* k =
+      static_cast<const T*>(args.key) + head_offset(args.key_starts, args.key_stride, b, head);
+  for (long s = 0; s < keys; s += kPanel)
+    P::pack_rows(k + s * args.key_stride[2], args.key_stride[2], min(kPanel, keys - s), args.size,
+                 work.keys + s / kPanel * work.key_panel);
+  const T* v =
+      static_cast<const T*>(args.value) + head_offset(args.key_starts, args.value_stride, b, head);
+  for (long j = 0; j < args.value_size; j += kPanel) {
+    const long columns = min(kPanel, args.value_size - j);
+    auto* panel = work.values + j / kPanel * work.value_panel;
+    if constexpr (P::kIsBf16x3) {
+      P::pack_representable_columns(v + j, args.value_stride[2], columns, keys, panel);
+    } else {
+      P::pack_columns(v + j, args.value_stride[2], columns, keys, panel);
+    }
+  }
+  find_nonfinite(args, v, keys, work.nonfinite);
+}
+
+// Smaller scores are not used as row max: usually they stand for masked keys.
+constexpr float kMinRowMax = -1e30f;
+// Beyond this, a row max cannot hold the logarithm of a sum as well without rounding.
+constexpr float kFar = 256.0f;
+// A larger row sum means that the row max is too far off. In fp32 the rounding errors of the
+// exponents grow with the distance, and dO divided by the row sum in the backward must stay normal.
+// Otherwise the reciprocal must not underflow: it is flushed to 0 from 2^126 on, where the row sum
+// itself is still finite.
+constexpr float kMaxTotal = 1e6f, kMaxLowpTotal = 0x1p96f;
+
+// One block of queries of one head against the packed keys.
+template <class T>
+class Block : Scores {
+ public:
+  Block(const AttentionArgs& call, const Workspace<T>& place, const BlockMask& mask, long key_head,
+        KeyPrefetcher<T>& next)
+      : Scores(call, mask, place.scores),
+        args(call),
+        work(place),
+        key_head_(key_head),
+        next_(next) {}
+
+  void run() {
+    begin();
+    if (!pass()) {
+      find_maxima();
+      clear();
+      pass();
+    }
+    if (args.weights != nullptr) write_weights();
+  }
+
+ private:
+  using P = Product<T>;
+  static constexpr long kWidth = kGroupKeys<T>, kGroup = kWidth / kPanel;
+
+  // Column of a panel's probabilities in work.weights.
+  static long column(const Panel& panel) { return panel.start % kWidth; }
+
+  struct Group {
+    Panel panel[kGroup];
+    long count = 0;
+  };
+
+  // Sets the row max to the largest score of this panel, if it has a visible one.
+  void set_row_max(long i, const Vec (&x)[2]) {
+    const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+    if (highest > kMinRowMax) {
+      work.neg_max[i] = -highest;
+      work.has_max[i] = true;
+      --rows_without_max_;
+    } else if (highest != -kInf) {
+      low_scores_ = true;
+    }
+  }
+
+  TF_INLINE void put(const Panel& panel, long i, Vec (&e)[2]) const {
+    // Sums the rounded probabilities, so that O is a weighted mean of the values: a key with all of
+    // a row's probability gives exactly its value.
+    float* total = work.total + i * kLanes;
+    store(total, P::add(load(total), e[0], e[1]));
+    if (P::kRounds && work.exact != work.total) {
+      float* exact = work.exact + i * kLanes;
+      store(exact, load(exact) + (e[0] + e[1]));
+    }
+    if (args.dropout.on) drop_row(panel, i, e);
+    // Infinities are detected in their sums.
+    auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
+    if constexpr (P::kIsBf16x3) {
+      P::put_finite(chunk, e[0], e[1]);
+    } else {
+      P::put(chunk, e[0], e[1]);
+    }
+  }
+
+  // Kept elements are not scaled yet: see kept_factor().
+  TF_INLINE void drop_row(const Panel& panel, long i, Vec (&e)[2]) const {
+    const KeepBits bits =
+        panel_bits(args.dropout, row_of(i), panel.start, panel.draws, work.keep[i]);
+    TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = where_set(bits >> u * kLanes, e[u]);
+  }
+  float kept_factor() const { return args.dropout.on ? args.dropout.scale : 1.0f; }
+
+  template <class Meanwhile>
+  void score(const Panel& panel, const Meanwhile& meanwhile) const {
+    P::multiply_to(work.query, args.size, rows, args.size,
+                   work.keys + panel.start / kPanel * work.key_panel, false, scores[panel.slot],
+                   kPanel, meanwhile);
+    if constexpr (P::kIsBf16x3)
+      if (exact_max_) score_fp32(panel);
+  }
+
+  // Recomputes the rows whose queries or keys are infinite, or nearly.
+  void score_fp32(const Panel& panel) const {
+    for (long i = 0; i < rows; ++i) {
+      if (!work.fp32_scores[i]) continue;
+      const auto query = [&](long d) {
+        return P::value(P::chunk(work.query, args.size, i, d / kPanel * kPanel), d % kPanel);
+      };
+      Vec low, high;
+      P::fp32_row(query, args.size, work.keys + panel.start / kPanel * work.key_panel, low, high);
+      float* s = scores[panel.slot] + i * kPanel;
+      store(s, low);
+      store(s + kLanes, high);
+    }
+  }
+
+  // Scores minus the row max as exponents of 2. Results must not depend on which rows form a block,
+  // so the arithmetic is that of unmasked panels. Its order of multiplications differs from
+  // apply_mask(), so scores of about 1e9 differ from their own maximum by more than the exponent
+  // range; recomputed rows get exactly 0 for their largest score, and so do all rows if the
+  // backward will recompute them.
+  TF_INLINE void exponents(const Panel& panel, long i, Vec (&x)[2]) const {
+    const Vec neg_max = set1(work.neg_max[i]);
+    if (args.mask != nullptr || for_backward() || work.recomputed[i]) {
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exponent(x[u], neg_max);
+      return;
+    }
+    const float* s = scores[panel.slot] + i * kPanel;
+    TF_UNROLL for (int u = 0; u < 2; ++u) x[u] =
+        fma(load(s + u * kLanes), set1(args.scale * kLog2E), neg_max * set1(kLog2E));
+    mask_out_of_range(panel, i, x);
+  }
+
+  // With bf16x3, the backward computes probabilities from scores in the same steps.
+  bool for_backward() const { return P::kIsBf16x3 && args.shift != nullptr; }
+
+  // Computes the probabilities of rows up to `until` of the pending panel. Not inlined: it has many
+  // call sites in the tile loop.
+  [[gnu::noinline]] void exp_rows(long until) {
+    const long from = done_;
+    if (until <= from) return;
+    done_ = until;
+    const float* s = work.scores[pending_.slot] + from * kPanel;
+    if (pending_.unmasked && rows_without_max_ == 0 && args.mask == nullptr && !exact_max_ &&
+        !for_backward()) {
+      const Vec factor = set1(args.scale * kLog2E), base = set1(kLog2E);
+      for (long i = from; i < until; ++i, s += kPanel) {
+        const Vec neg_max = set1(work.neg_max[i]) * base;
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] =
+            exp2(fma(load(s + u * kLanes), factor, neg_max), T{});
+        put(pending_, i, e);
+      }
+      return;
+    }
+    if (pending_.unmasked && rows_without_max_ == 0) {
+      for (long i = from; i < until; ++i, s += kPanel) {
+        Vec e[2];
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = scaled(s + u * kLanes);
+        exponents(pending_, i, e);
+        TF_UNROLL for (int u = 0; u < 2; ++u) e[u] = exp2(e[u], T{});
+        put(pending_, i, e);
+      }
+      return;
+    }
+    const float* shared = shared_mask(pending_);
+    for (long i = from; i < until; ++i) {
+      Vec x[2];
+      apply_mask(pending_, i, shared, x);
+      if (!work.has_max[i]) set_row_max(i, x);
+      exponents(pending_, i, x);
+      TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exp2(x[u], T{});
+      put(pending_, i, x);
+    }
+  }
+
+  // Calls f(row, key, probability) for the keys of a panel that are visible to a row.
+  template <class F>
+  void each_visible(const Panel& panel, const F& f) const {
+    for (long i = 0; i < rows; ++i) {
+      const long visible = block_mask.visible(i, panel.start, panel.count);
+      const float* mask =
+          args.mask == nullptr ? nullptr : block_mask.mask_row(i, panel.start, visible);
+      const auto* chunk = P::chunk(work.weights, kWidth, i, column(panel));
+      for (long s = 0; s < visible; ++s)
+        if (mask == nullptr || mask[s] != -kInf) f(i, panel.start + s, P::value(chunk, s));
+    }
+  }
+
+  // P V of panels whose values contain NaN or inf: masked keys are skipped. With bf16x3, only the
+  // values that were packed as 0 are missing.
+  void accumulate_pv_nonfinite(const Panel& panel) const {
+    const T* value = static_cast<const T*>(args.value) +
+                     head_offset(args.key_starts, args.value_stride, block_mask.b, key_head_);
+    each_visible(panel, [&](long i, long key, float p) {
+      float* sums = work.sums + i * work.sum_stride;
+      for (long j = 0; j < args.value_size; ++j) {
+        if constexpr (P::kIsBf16x3) {
+          const float v = value[key * args.value_stride[2] + j];
+          if (P::not_representable(v)) sums[j] = fma(p, v, sums[j]);
+        } else {
+          const float v = P::element(work.values + j / kPanel * work.value_panel, key, j % kPanel);
+          sums[j] = fma(p, v, sums[j]);
+        }
+      }
+    });
+  }
+
+  // Accumulates P V of adjacent panels.
+  void accumulate_pv_adjacent(const Panel& first, const Panel& last) const {
+    const long keys = last.start + last.count - first.start;
+    for (long j = 0; j < args.value_size; j += kPanel)
+      P::multiply_to(P::chunk(work.weights, kWidth, 0, column(first)), kWidth, rows, keys,
+                     work.values + j / kPanel * work.value_panel + P::panel_size(first.start), true,
+                     work.sums + j, work.sum_stride, [] {});
+  }
+
+  bool is_nonfinite(const Panel& panel) const { return work.nonfinite[panel.start / kPanel]; }
+
+  void accumulate_pv(const Group& group) const {
+    const Panel* end = group.panel + group.count;
+    if (P::kIsBf16x3) {
+      if (group.count > 0) accumulate_pv_adjacent(group.panel[0], end[-1]);
+      for (const Panel* panel = group.panel; panel < end; ++panel)
+        if (is_nonfinite(*panel)) accumulate_pv_nonfinite(*panel);
+      return;
+    }
+    for (const Panel *from = group.panel, *to; from < end; from = to) {
+      to = from + 1;
+      if (is_nonfinite(*from)) {
+        accumulate_pv_nonfinite(*from);
+        continue;
+      }
+      while (to < end && to->start == to[-1].start + kPanel && !is_nonfinite(*to)) ++to;
+      accumulate_pv_adjacent(*from, to[-1]);
+    }
+  }
+
+  // With bf16x3, each group is summed separately, so its fully masked panels are included: sums
+  // must not depend on which rows form a block.
+  void add_to(Group& group, const Panel& panel) const {
+    if (P::kIsBf16x3 && group.count > 0)
+      for (long start = group.panel[group.count - 1].start + kPanel; start < panel.start;
+           start += kPanel)
+        for (long i = 0; i < rows; ++i)
+          P::put(P::chunk(work.weights, kWidth, i, start % kWidth), zero(), zero());
+    group.panel[group.count++] = panel;
+  }
+
+  void clear() {
+    for (long i = 0; i < round_up(rows, 16); ++i) {
+      for (long j = 0; j < args.value_size; j += kLanes)
+        store(work.sums + i * work.sum_stride + j, zero());
+      store(work.total + i * kLanes, zero());
+      store(work.exact + i * kLanes, zero());
+    }
+  }
+
+  void begin() {
+    const T* query =
+        static_cast<const T*>(args.query) +
+        head_offset(args.query_starts, args.query_stride, block_mask.b, block_mask.head) +
+        block_mask.first * args.query_stride[2];
+    P::fill(query, args.query_stride[2], rows, args.size, work.query);
+    clear();
+    for (long i = 0; i < rows; ++i) {
+      work.neg_max[i] = 0.0f;
+      work.has_max[i] = work.recomputed[i] = work.fp32_scores[i] = false;
+    }
+    rows_without_max_ = rows;
+  }
+
+  // Calls f(row, scores) with all scores of the rows without a row max.
+  template <class F>
+  void each_row_without_max(const F& f) const {
+    for (Panel panel = panel_from(0, 0); panel.count > 0;
+         panel = panel_from(panel.start + kPanel, 0)) {
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        if (work.has_max[i]) continue;
+        Vec x[2];
+        apply_mask(panel, i, shared, x);
+        f(i, x);
+      }
+    }
+  }
+
+  // Computes the true row max of every row whose first one did not suffice.
+  void find_maxima() {
+    for (long i = 0; i < rows; ++i) {
+      work.recomputed[i] = !work.has_max[i];
+      work.fp32_scores[i] = work.recomputed[i] && !for_backward();
+      if (!work.has_max[i]) work.neg_max[i] = kInf;
+    }
+    // The backward uses bf16x3 scores, so as many rows as possible keep them.
+    if (for_backward())
+      each_row_without_max([&](long i, const Vec(&x)[2]) {
+        TF_UNROLL for (int u = 0; u < 2; ++u) work.fp32_scores[i] |=
+            any(is_nan(x[u])) || any(equal(x[u], set1(kInf)));
+      });
+    exact_max_ = true;
+    each_row_without_max([&](long i, const Vec(&x)[2]) {
+      const float highest = reduce_max(max(x[0], max(x[1], set1(-kInf))));
+      if (-highest < work.neg_max[i]) work.neg_max[i] = -highest;
+    });
+    for (long i = 0; i < rows; ++i) {
+      if (work.neg_max[i] == kInf) work.neg_max[i] = 0.0f;
+      work.has_max[i] = true;
+    }
+    rows_without_max_ = 0;
+  }
+
+  // Processes the whole block; returns false if a row max did not suffice.
+  bool pass() {
+    const long steps = P::steps(rows, args.size);
+    const long share = steps > 0 ? (rows + steps - 1) / steps : 0;
+    Group group;  // including the pending panel
+    pending_.count = 0;
+    done_ = rows;
+    for (Panel panel = panel_from(0, 0); panel.count > 0;) {
+      next_.prefetch_some();
+      score(panel, [&]() __attribute__((always_inline)) { exp_rows(min(rows, done_ + share)); });
+      exp_rows(rows);
+      if (group.count > 0 && panel.start / kWidth != group.panel[0].start / kWidth) {
+        accumulate_pv(group);
+        group.count = 0;
+      }
+      add_to(group, panel);
+      panel.draws = pending_.count == 0 || panel.start / kDraw != pending_.start / kDraw;
+      pending_ = panel;
+      done_ = 0;
+      panel = panel_from(panel.start + kPanel, 1 - panel.slot);
+    }
+    exp_rows(rows);
+    accumulate_pv(group);
+    return finish();
+  }
+
+  bool finish() {
+    T* output = static_cast<T*>(args.output) +
+                head_offset(args.query_starts, args.output_stride, block_mask.b, block_mask.head) +
+                block_mask.first * args.output_stride[2];
+    bool did = true;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.total + i * kLanes));
+      const float* o = work.sums + i * work.sum_stride;
+      Vec nonfinite = set1(total - total);  // NaN if any result is not finite
+      // Sums of fully masked rows are 0 already.
+      const Vec by = set1(total == 0.0f ? 1.0f : kept_factor() / total);
+      for (long j = 0; j < args.value_size; j += kLanes) {
+        const Vec x = load(o + j);
+        nonfinite = nonfinite + (x - x);
+        store_some(output + i * args.output_stride[2] + j, x * by, args.value_size - j);
+      }
+      // Recompute rows with very low scores only, and rows whose row max was too far off or not
+      // reached: the row max itself contributes 1 to the sum.
+      const bool divides = P::kIsBf16x3 || work.neg_max[i] > kFar || work.neg_max[i] < -kFar;
+      const bool far = any(is_nan(nonfinite)) || total > (divides ? kMaxTotal : kMaxLowpTotal) ||
+                       (work.has_max[i] && total < 0.5f);
+      if (!exact_max_ && (far || (!work.has_max[i] && low_scores_))) {
+        work.has_max[i] = did = false;
+        continue;
+      }
+      if (args.shift == nullptr) continue;
+      const float exact = reduce_add(load(work.exact + i * kLanes));
+      if (total == 0.0f) {
+        args.shift[row_of(i)] = -kInf;
+        args.norm[row_of(i)] = 0.0f;
+      } else if (divides) {
+        // Exact; with the logarithm, the backward of reduced types needs no norm.
+        args.shift[row_of(i)] = -work.neg_max[i];
+        args.norm[row_of(i)] = 1.0f / exact;
+      } else {
+        args.shift[row_of(i)] = __builtin_logf(exact) - work.neg_max[i];
+        args.norm[row_of(i)] = 1.0f;
+      }
+    }
+    return did;
+  }
+
+  // Writes the probabilities, once row max and row sums are known.
+  void write_weights() {
+    rows_without_max_ = 0;
+    for (long i = 0; i < rows; ++i) {
+      const float total = reduce_add(load(work.exact + i * kLanes));
+      work.exact[i * kLanes] = total == 0.0f ? 0.0f : kept_factor() / total;
+    }
+    T* first = static_cast<T*>(args.weights) + row_of(0) * args.keys;
+    for (long start = 0; start < args.keys; start += kPanel) {
+      const Panel panel = start < block_mask.limit ? panel_from(start, 0) : Panel{};
+      const long count = min(kPanel, args.keys - start);
+      if (panel.count == 0 || panel.start != start) {
+        for (long i = 0; i < rows; ++i)
+          for (long j = 0; j < count; j += kLanes)
+            store_some(first + i * args.keys + start + j, zero(), count - j);
+        continue;
+      }
+      score(panel, [] {});
+      const float* shared = shared_mask(panel);
+      for (long i = 0; i < rows; ++i) {
+        Vec x[2];
+        apply_mask(panel, i, shared, x);
+        exponents(panel, i, x);
+        const Vec by = set1(work.exact[i * kLanes]);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = exp2(x[u], T{});
+        if (args.dropout.on) drop_row(panel, i, x);
+        TF_UNROLL for (int u = 0; u < 2; ++u) x[u] = x[u] * by;
+        TF_UNROLL for (int u = 0; u < 2; ++u) if (u * kLanes < count)
+            store_some(first + i * args.keys + start + u * kLanes, x[u], count - u * kLanes);
+      }
+    }
+  }
+
+  const AttentionArgs& args;
+  const Workspace<T>& work;
+  const long key_head_;
+  KeyPrefetcher<T>& next_;
+  bool exact_max_ = false;     // row maxima are exact
+  Panel pending_{};            // scores are computed, probabilities are not
+  long done_ = 0;              // rows of it that are done
+  long rows_without_max_ = 0;  // rows without a row max
+  bool low_scores_ = false;    // a row had scores below kMinRowMax only
+};
+
+// Queries of the heads that share a key head, block by block.
+template <class T>
+void attend(const AttentionArgs& args, long b, long key_head, long begin, long end, void* scratch) {
+  const Workspace<T> work(args, scratch);
+  const long queries = query_count(args, b);
+  const long limit = key_limit(args, b);
+  // The last key that a query of this range may attend to.
+  const bool all = end - begin >= queries || begin / queries != (end - 1) / queries;
+  const long last = all ? queries : (end - 1) % queries + 1;
+  pack<T>(args, work, b, key_head, args.causal ? min(limit, last) : limit);
+  const long group = args.heads / args.key_heads;
+  constexpr long kBlockRows = Product<T>::kBlockRows;
+  const long blocks = (end - begin + kBlockRows - 1) / kBlockRows;
+  KeyPrefetcher<T> next(args, b, key_head, blocks * ((limit + kPanel - 1) / kPanel));
+  const unsigned mode = flush_denormals();
+  Product<T>::enter();
+  for (long item = begin; item < end;) {
+    const long first = item % queries;
+    const long left = min(queries - first, end - item),
+               parts = (left + kBlockRows - 1) / kBlockRows;
+    // Divided evenly if blocks consist of tiles of gemm.h, since tiles of one or two rows sum in
+    // another order.
+    const long rows =
+        kBlockRows % kTileRows == 0 ? (left + parts - 1) / parts : min(left, kBlockRows);
+    const long visible = args.causal ? min(limit, first + rows) : limit;
+    const long head = key_head * group + item / queries;
+    Block<T>(args, work, BlockMask{args, b, head, first, rows, visible, work.bias}, key_head, next)
+        .run();
+    item += rows;
+  }
+  Product<T>::leave();
+  restore_denormals(mode);
+}
+
+template <class T>
+constexpr AttentionKernels kAttentionKernels{
+    .scratch = [](const AttentionArgs& args) { return Workspace<T>(args, nullptr).bytes; },
+    .queries = attend<T>};
+
+}  // namespace
 
 const AttentionKernels* lowp_attention_kernels(Element type) {
 #if defined(__AMX_BF16__)

@@ -1,13 +1,10 @@
 // Operators of the feed-forward network.
 #include "cpu/ops/feed_forward/feed_forward.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
-#include "cpu/core/box.h"
+#include "cpu/core/host.h"
 #include "cpu/ops/feed_forward/feed_forward_host.h"
-#include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
 namespace {

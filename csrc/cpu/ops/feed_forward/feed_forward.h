@@ -3,9 +3,8 @@
 // bfloat16 if products are in bfloat16, else kept in fp32.
 #pragma once
 
-#include "cpu/core/element.h"
 #include "cpu/core/isa.h"
-#include "cpu/simd/dropout.h"
+#include "cpu/core/types.h"
 
 namespace tf {
 

@@ -9,7 +9,7 @@
 
 #include "cpu/gemm/epilogue.h"
 #include "cpu/ops/feed_forward/feed_forward.h"
-#include "cpu/simd/activation_slope.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/philox.h"
 
 namespace tf::TF_ISA {

@@ -1,11 +1,9 @@
 // Operators of the linear layer, and weight packing.
 #include "cpu/ops/linear/linear.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
-#include "cpu/core/box.h"
+#include "cpu/core/host.h"
 #include "cpu/ops/linear/linear_host.h"
 
 namespace tf {

@@ -3,9 +3,8 @@
 // (bf16_amx.h).
 #pragma once
 
-#include "cpu/core/element.h"
 #include "cpu/core/isa.h"
-#include "cpu/simd/dropout.h"
+#include "cpu/core/types.h"
 
 namespace tf {
 

@@ -3,7 +3,7 @@
 // long and that of the weight 1.35 times (AVX-512).
 #include "cpu/gemm/gemm.h"
 #include "cpu/ops/linear/linear.h"
-#include "cpu/simd/activation_slope.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/philox.h"
 

@@ -1,8 +1,184 @@
-// Linear layer with epilogue in fp32.
-#include "cpu/ops/linear/linear_direct.h"
+// Linear layer with epilogue; for few rows it reads the weight unpacked.
+#include <type_traits>
+
+#include "cpu/ops/linear/linear_product.h"
 
 namespace tf::TF_ISA {
+namespace {
 
+// Products of unpacked operands: kDepth elements of a row at a time, summed in the lanes.
+template <class T>
+struct InPlace {
+  using Operand = Vec;
+  static constexpr long kDepth = kLanes;
+  TF_INLINE static Operand read(const T* from) { return load(from); }
+  TF_INLINE static Operand read_n(const T* from, long n) { return load_n(from, n); }
+  TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) { return fma(a, b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// vdpbf16ps takes pairs of adjacent k, as they are in memory.
+template <>
+struct InPlace<BFloat16> {
+  using Operand = __m512bh;
+  static constexpr long kDepth = 2 * kLanes;
+  TF_INLINE static Operand read(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  TF_INLINE static Operand read_n(const BFloat16* from, long n) {
+    return (__m512bh)load_values(from, n);
+  }
+  TF_INLINE static Vec add_products(Vec sum, Operand a, Operand b) {
+    return _mm512_dpbf16_ps(sum, a, b);
+  }
+};
+#endif
+
+// to[j] = the sum of x[j]'s lanes.
+template <int kCount>
+TF_INLINE void store_sums(const Vec* x, float* to) {
+#if defined(__AVX512F__)
+  if constexpr (kCount % 4 == 0) {
+    // Four at a time, transposed: half the instructions.
+    TF_UNROLL for (int j = 0; j < kCount; j += 4) {
+      const auto pair_sums = [](Vec a, Vec b) {
+        return _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+      };
+      const __m512d a = pair_sums(x[j], x[j + 1]), b = pair_sums(x[j + 2], x[j + 3]);
+      const Vec four =
+          _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+      const __m256 two = _mm512_castps512_ps256(four) + _mm512_extractf32x8_ps(four, 1);
+      _mm_storeu_ps(to + j, _mm256_castps256_ps128(two) + _mm256_extractf128_ps(two, 1));
+    }
+    return;
+  }
+#endif
+  TF_UNROLL for (int j = 0; j < kCount; ++j) to[j] = reduce_add(x[j]);
+}
+
+// Rows of x per register tile.
+constexpr long kDirectRows = 4;
+
+// kRows rows of x times kColumns rows of W; rows of sums are kPanel apart.
+template <class T, int kRows, int kColumns>
+void dot_products(const LinearArgs& args, const T* x, const T* w, float* sums) {
+  using P = InPlace<T>;
+  const long stride = args.weight_stride;
+  Vec sum[kRows][kColumns];
+  TF_UNROLL for (int i = 0; i < kRows; ++i) TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] =
+      zero();
+  const auto step = [&](long p, const auto& read) __attribute__((always_inline)) {
+    typename P::Operand b[kColumns];
+    TF_UNROLL for (int j = 0; j < kColumns; ++j) b[j] = read(w + j * stride + p);
+    TF_UNROLL for (int i = 0; i < kRows; ++i) {
+      const auto a = read(x + i * args.x_stride + p);
+      TF_UNROLL for (int j = 0; j < kColumns; ++j) sum[i][j] = P::add_products(sum[i][j], a, b[j]);
+    }
+  };
+  long p = 0;
+  for (; p + P::kDepth <= args.k; p += P::kDepth) {
+    // Prefetches the rows after the ones being read.
+    TF_UNROLL for (int j = 0; j < kColumns; ++j)
+        _mm_prefetch(reinterpret_cast<const char*>(w + (j + kColumns) * stride + p), _MM_HINT_T1);
+    step(p, [](const T* from) { return P::read(from); });
+  }
+  if (p < args.k) step(p, [&](const T* from) { return P::read_n(from, args.k - p); });
+  TF_UNROLL for (int i = 0; i < kRows; ++i) store_sums<kColumns>(sum[i], sums + i * kPanel);
+}
+
+// All rows of x times kColumns rows of W.
+template <class T, int kColumns>
+void direct_columns(const LinearArgs& args, const T* w, float* sums) {
+  const auto* x = static_cast<const T*>(args.x);
+  for (long i = 0; i < args.m; i += kDirectRows, x += kDirectRows * args.x_stride) {
+    switch (min(args.m - i, kDirectRows)) {
+      case 1:
+        dot_products<T, 1, kColumns>(args, x, w, sums + i * kPanel);
+        break;
+      case 2:
+        dot_products<T, 2, kColumns>(args, x, w, sums + i * kPanel);
+        break;
+      case 3:
+        dot_products<T, 3, kColumns>(args, x, w, sums + i * kPanel);
+        break;
+      default:
+        dot_products<T, 4, kColumns>(args, x, w, sums + i * kPanel);
+    }
+  }
+}
+
+template <class T, int kColumns>
+void direct_panels(const LinearArgs& args, long begin, long end) {
+  const RowEpilogue<T> row_epilogue(args, 0);
+  const long stride = args.weight_stride;
+  // A panel is finished after the next one's products: reading sums just written would wait.
+  float sums[2][kMaxDirectRows * kPanel] = {};
+  for (long p = begin; p <= end; ++p) {
+    const long columns = min(kPanel, args.n - p * kPanel);
+    const auto* w = static_cast<const T*>(args.weight) + p * kPanel * stride;
+    float* to = sums[p % 2];
+    for (long j = 0; p < end && j < columns;) {
+      if (j + kColumns <= columns) {
+        direct_columns<T, kColumns>(args, w + j * stride, to + j);
+        j += kColumns;
+      } else {
+        direct_columns<T, 1>(args, w + j * stride, to + j);
+        ++j;
+      }
+    }
+    if (p == begin) continue;
+    const float* from = sums[(p - 1) % 2];
+    const Epilogue<T> epilogue = row_epilogue.of_panel(p - 1);
+    for (long i = 0; i < args.m; ++i, from += kPanel)
+      row_epilogue.finish_checked(epilogue, i, p - 1, load(from), load(from + kLanes));
+  }
+}
+
+// Accumulators: up to 16 of 32 registers, or 8 of 16.
+template <class T>
+void direct(const LinearArgs& args, long column_begin, long column_end) {
+  const long begin = column_begin / kPanel, end = (column_end + kPanel - 1) / kPanel;
+#if defined(__AVX512F__)
+  // One row of x leaves little to compute: what counts is how W is read. The hardware prefetches
+  // short rows of fp32 best one after the other; longer ones (than a page) need more software
+  // prefetches in flight, for which the registers of one or two rows of x have room.
+  constexpr long kShortRow = std::is_same_v<T, float> ? 1024 : 0;
+  if (args.m == 1 && args.k <= kShortRow) return direct_panels<T, 1>(args, begin, end);
+  (args.m <= 2 ? direct_panels<T, 8> : direct_panels<T, 4>)(args, begin, end);
+#else
+  direct_panels<T, 2>(args, begin, end);
+#endif
+}
+
+// For products of operands in T.
+template <class T>
+constexpr LinearKernels kLinearKernels{
+    .in_fp32 = std::is_same_v<T, float>,
+    .layout = kPanel + (sizeof(typename PackedProduct<T>::Operand) == 2),
+    .panel = kPanel,
+    .row_unit = 1,
+    .pack_transposed_rows = kPackRows<T>,
+    .packed_bytes = packed_bytes<T>,
+    .pack = pack<T>,
+    .pack_transposed = pack_transposed<T>,
+    .row_block = row_block<T>,
+    .scratch = scratch_bytes<T>,
+    .block = block<T>,
+    .max_depth = std::is_same_v<T, float> ? 2048 : 4096,
+    .min_panels = std::is_same_v<T, float> ? 0 : 4,
+    .panels_scratch = panels_scratch<T>,
+    .fill = fill<T>,
+    .panels = panels<T>,
+    .direct_unit = kPanel,
+    .direct = direct<T>};
+
+}  // namespace
+
+// The AVX-512 build of fp32 serves the instruction sets above it.
+#if !defined(__AVX512BF16__)
 const LinearKernels* linear_kernels() { return &kLinearKernels<float>; }
+#endif
+
+const LinearKernels* lowp_linear_kernels(Element type) {
+  return type == Element::bfloat16 ? &kLinearKernels<BFloat16> : &kLinearKernels<Float16>;
+}
 
 }  // namespace tf::TF_ISA

@@ -1,14 +1,92 @@
-// Operators cross_entropy and cross_entropy_backward.
-#include <torch/csrc/stable/library.h>
+// Operators of the cross entropy of logits, and of that of a linear layer's results.
+#include "cpu/ops/loss/cross_entropy.h"
 
-#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <tuple>
 
-#include "cpu/core/box.h"
-#include "cpu/ops/loss/cross_entropy_host.h"
+#include "cpu/ops/linear/linear_host.h"
 
 namespace tf {
 namespace {
+
+// Online softmax state per row while the classes are read in parts, and the final loss.
+class CrossEntropyRows {
+ public:
+  explicit CrossEntropyRows(int64_t rows) : values_(4 * rows), rows_(rows) {}
+
+  void set(CrossEntropyArgs& args) {
+    args.row_max = values_.data();
+    args.sum = args.row_max + rows_;
+    args.shifted_sum = args.sum + rows_;
+    args.target_logit = args.shifted_sum + rows_;
+  }
+
+  // Loss, largest logit, and log of the sum of exp(logit - row_max) of each row.
+  static void finish(const CrossEntropyArgs& args, int64_t rows, float* losses, float* row_maxima,
+                     float* logs) {
+    const double s = args.smoothing;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (args.target[i] == args.ignored) {
+        losses[i] = row_maxima[i] = logs[i] = 0.0f;
+        continue;
+      }
+      const bool none = args.row_max[i] == -std::numeric_limits<float>::infinity();
+      const double log = none ? std::nan("") : std::log(static_cast<double>(args.sum[i]));
+      const double row_max = args.row_max[i];
+      double loss = log + (row_max - args.target_logit[i]);
+      if (s != 0.0) loss = (1.0 - s) * loss + s * (log - args.shifted_sum[i] / args.classes);
+      losses[i] = static_cast<float>(loss);
+      row_maxima[i] = args.row_max[i];
+      logs[i] = static_cast<float>(log);
+    }
+  }
+
+ private:
+  std::vector<float> values_;
+  int64_t rows_;
+};
+
+// Checks that each target is a class or `ignored`.
+Tensor checked_target(const char* op, const Tensor& target, int64_t rows, int64_t classes,
+                      int64_t ignored) {
+  STD_TORCH_CHECK(target.is_cpu() && target.scalar_type() == ScalarType::Long &&
+                      target.dim() == 1 && target.size(0) == rows,
+                  op, ": target must hold ", rows, " int64 on the CPU");
+  const Tensor flat = as_contiguous(target);
+  const auto* data = static_cast<const int64_t*>(flat.const_data_ptr());
+  for (int64_t i = 0; i < rows; ++i)
+    STD_TORCH_CHECK(data[i] == ignored || (data[i] >= 0 && data[i] < classes), "Target ", data[i],
+                    " is out of bounds.");
+  return flat;
+}
+
+// Checks the inputs of the backward per row: gradient of the loss, and two statistics saved by the
+// forward.
+void check_rows(const char* op, const Tensor& grad, const Tensor& known, int64_t rows) {
+  check_float(op, "grad", grad);
+  check_float(op, "known", known);
+  STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == rows, op, ": grad must be (", rows, ")");
+  STD_TORCH_CHECK(known.dim() == 2 && known.size(0) == 2 && known.size(1) == rows, op,
+                  ": known must be (2, ", rows, ")");
+}
+
+int64_t cross_entropy_grain(int64_t columns) {
+  return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, columns));
+}
+
+void run_cross_entropy(const CrossEntropyArgs& args, int64_t rows) {
+  torch::stable::parallel_for(
+      0, rows, cross_entropy_grain(args.columns),
+      [&](int64_t begin, int64_t end) { TF_DISPATCH(cross_entropy_rows, args, begin, end); });
+}
+
+void run_cross_entropy_gradient(const CrossEntropyGradientArgs& args, int64_t rows) {
+  torch::stable::parallel_for(0, rows, cross_entropy_grain(args.call.columns),
+                              [&](int64_t begin, int64_t end) {
+                                TF_DISPATCH(cross_entropy_gradient_rows, args, begin, end);
+                              });
+}
 
 void check_logits(const char* op, const Tensor& input) {
   STD_TORCH_CHECK(
@@ -76,10 +154,244 @@ Tensor cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor k
   return result;
 }
 
+// Cross entropy of x W^T + b. The logits of a vocabulary are far larger than everything else in a
+// training step, and page faults for them cost more than their arithmetic. So they are computed in
+// scratch, a part at a time. linear_cross_entropy and linear_cross_entropy_backward, fp32: some
+// rows and classes at a time; the backward recomputes the logits. linear_cross_entropy_gradients,
+// bfloat16 and float16: some rows at a time; the logits are overwritten by their gradient, so that
+// losses and gradients together take three products.
+
+// 16 MB of logits.
+constexpr int64_t kRows = 1024, kClasses = 4096;
+// Shared scratch: 0 and 1 hold packed weights.
+constexpr int kLogitsSlot = 2, kSumsSlot = 3;
+
+struct Call {
+  Rows x;
+  Tensor weight, target;
+  std::optional<Tensor> bias;
+  int64_t classes, k, ignored;
+  double smoothing;
+
+  Call(const char* op, const Tensor& input, const Tensor& w, const std::optional<Tensor>& b,
+       const Tensor& t, int64_t ignore_index, double label_smoothing)
+      : weight(w),
+        bias(as_contiguous(b)),
+        classes(w.dim() == 2 ? w.size(0) : 0),
+        k(w.dim() == 2 ? w.size(1) : 0),
+        ignored(ignore_index),
+        smoothing(label_smoothing) {
+    check_float(op, "input", input);
+    STD_TORCH_CHECK(input.dim() == 2, op, ": input must be (rows, inputs)");
+    check_weight(op, "weight", w, input.size(1), b);
+    target = checked_target(op, t, input.size(0), classes, ignored);
+    x = as_rows(input);
+    x.rows = input.size(0);
+  }
+
+  const void* rows_from(int64_t row) const {
+    return offset_ptr(x.data, Element::float32, row * x.stride);
+  }
+
+  // Calls f(args, first row, rows, weights of the classes) with the logits in args.
+  template <class F>
+  void each_part(const F& f) const {
+    Tensor whole = weight;
+    for (int64_t row = 0; row < x.rows; row += kRows) {
+      const int64_t m = std::min(kRows, x.rows - row);
+      for (int64_t first = 0; first < classes; first += kClasses) {
+        const int64_t n = std::min(kClasses, classes - first);
+        const Tensor part = torch::stable::narrow(whole, 0, first, n);
+        float* logits = shared_scratch(kLogitsSlot).floats(m * n);
+        run_linear({Element::float32, rows_from(row), nullptr,
+                    offset_ptr(data_of(bias), Element::float32, first), nullptr, logits, m, k, n,
+                    x.stride, 0, n, 0},
+                   part, std::nullopt, 0);
+        CrossEntropyArgs args{};
+        args.type = Element::float32;
+        args.logits = logits;
+        args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
+        args.stride = args.columns = n;
+        args.first = first;
+        args.classes = classes;
+        args.ignored = ignored;
+        args.smoothing = static_cast<float>(smoothing);
+        f(args, row, m, part);
+      }
+    }
+    trim_shared_scratch();
+  }
+};
+
+std::tuple<Tensor, Tensor> linear_cross_entropy(Tensor input, Tensor weight,
+                                                std::optional<Tensor> bias, Tensor target,
+                                                int64_t ignored, double smoothing) {
+  const Call call("linear_cross_entropy", input, weight, bias, target, ignored, smoothing);
+  const int64_t rows = call.x.rows;
+  Tensor losses = empty_tensor(input, {rows}), known = empty_tensor(input, {2, rows});
+  if (call.classes == 0) {  // all rows are ignored
+    for (Tensor* tensor : {&losses, &known}) torch::stable::zero_(*tensor);
+    return {losses, known};
+  }
+  float* row_maxima = static_cast<float*>(known.mutable_data_ptr());
+  CrossEntropyRows so_far(std::min(kRows, rows));
+  call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor&) {
+    so_far.set(args);
+    run_cross_entropy(args, m);
+    if (args.first + args.columns == args.classes)
+      CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
+                               row_maxima + row, row_maxima + rows + row);
+  });
+  return {losses, known};
+}
+
+// Gradients of input, weight and bias; empty where not wanted.
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
+    Tensor grad, Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor target,
+    Tensor known, int64_t ignored, double smoothing, bool want_input, bool want_weight,
+    bool want_bias) {
+  const char* op = "linear_cross_entropy_backward";
+  const Call call(op, input, weight, bias, target, ignored, smoothing);
+  const int64_t rows = call.x.rows, n = call.classes, k = call.k;
+  check_rows(op, grad, known, rows);
+  grad = as_contiguous(grad);
+  known = as_contiguous(known);
+  Tensor grad_input = want_input ? empty_tensor(input, {rows, k}) : empty_tensor(input, {0});
+  Tensor grad_weight = want_weight ? empty_tensor(weight, {n, k}) : empty_tensor(weight, {0});
+  Tensor grad_bias = empty_tensor(weight, {want_bias ? n : 0});
+  if (rows == 0 || n == 0) {
+    for (Tensor* tensor : {&grad_input, &grad_weight, &grad_bias}) torch::stable::zero_(*tensor);
+    return {grad_input, grad_weight, grad_bias};
+  }
+  const auto* row_maxima = static_cast<const float*>(known.const_data_ptr());
+  auto* dx = static_cast<float*>(grad_input.mutable_data_ptr());
+  auto* dw = static_cast<float*>(grad_weight.mutable_data_ptr());
+  auto* db = static_cast<float*>(grad_bias.mutable_data_ptr());
+  call.each_part([&](CrossEntropyArgs& args, int64_t row, int64_t m, const Tensor& part) {
+    float* logits = const_cast<float*>(static_cast<const float*>(args.logits));
+    run_cross_entropy_gradient(
+        {args, row_maxima + row, row_maxima + rows + row,
+         static_cast<const float*>(grad.const_data_ptr()) + row, logits, args.stride},
+        m);
+    if (want_input && k > 0) {
+      // Sums alternate between two buffers such that the last one is the result.
+      const int64_t left = (n - args.first - 1) / kClasses;
+      float* place[] = {dx + row * k, shared_scratch(kSumsSlot).floats(m * k)};
+      run_linear(
+          {args.type, logits, nullptr, nullptr, args.first > 0 ? place[(left + 1) % 2] : nullptr,
+           place[left % 2], m, args.columns, k, args.stride, k, k, 0},
+          column_panels_of(part, 1, m));
+    }
+    if (!want_weight && !want_bias) return;
+    run_weight_gradient_part({.type = args.type,
+                              .grad = logits,
+                              .x = call.rows_from(row),
+                              .grad_weight = want_weight ? dw + args.first * k : nullptr,
+                              .grad_bias = want_bias ? db + args.first : nullptr,
+                              .m = m,
+                              .n = args.columns,
+                              .k = k,
+                              .grad_stride = args.stride,
+                              .x_stride = call.x.stride,
+                              .first = row == 0},
+                             0);
+  });
+  return {grad_input, grad_weight, grad_bias};
+}
+
+// Returns the losses, and the gradients of sum over rows of grad (default 1) * loss: of input in
+// its dtype, of weight and bias in fp32. Empty where not wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_gradients(
+    std::optional<Tensor> grad, Tensor input, Tensor weight, std::optional<Tensor> bias,
+    Tensor target, int64_t part_rows, int64_t ignored, double smoothing, bool want_input,
+    bool want_weight, bool want_bias) {
+  const char* op = "linear_cross_entropy_gradients";
+  STD_TORCH_CHECK(input.is_cpu() && is_reduced_float(input) && input.dim() == 2, op,
+                  ": input must be (rows, inputs), bfloat16 or float16, and on the CPU");
+  check_weight(op, "weight", weight, input.size(1), bias, input.scalar_type());
+  STD_TORCH_CHECK(part_rows > 0, op, ": part_rows must be positive");
+  const int64_t rows = input.size(0), n = weight.size(0), k = weight.size(1);
+  target = checked_target(op, target, rows, n, ignored);
+  if (grad) {
+    check_float(op, "grad", *grad);
+    STD_TORCH_CHECK(grad->dim() == 1 && grad->size(0) == rows, op, ": grad must be (", rows, ")");
+    grad = as_contiguous(*grad);
+  }
+  bias = as_contiguous(bias);
+  Tensor losses = empty_float_tensor(input, {rows});
+  Tensor grad_input = want_input ? empty_tensor(input, {rows, k}) : empty_tensor(input, {0});
+  Tensor grad_weight = want_weight ? empty_float_tensor(weight, {n, k}) : empty_tensor(weight, {0});
+  Tensor grad_bias = want_bias ? empty_float_tensor(weight, {n}) : empty_tensor(weight, {0});
+  if (rows == 0 || n == 0) {
+    for (Tensor* tensor : {&losses, &grad_input, &grad_weight, &grad_bias})
+      torch::stable::zero_(*tensor);
+    return {losses, grad_input, grad_weight, grad_bias};
+  }
+  const Element type = element_of(input);
+  const Rows x = as_rows(input);
+  const Panels panels = panels_of(weight, std::nullopt, 0, rows);
+  const bool through = want_input && k > 0, sums = want_weight || want_bias;
+  const Panels columns = through ? column_panels_of(weight, 1, rows) : Panels{};
+  // No part is marked as the last one, so the kernel does not round: the fp32 sums are the result.
+  WeightGradientArgs gradient{};
+  gradient.type = type;
+  gradient.sums = floats_if(want_weight, grad_weight);
+  gradient.bias_sums = floats_if(want_bias, grad_bias);
+  gradient.grad_weight = gradient.sums;
+  gradient.grad_bias = gradient.bias_sums;
+  gradient.n = gradient.grad_stride = n;
+  gradient.k = k;
+  gradient.x_stride = x.stride;
+  gradient.last = false;
+
+  // Parts of about equal size.
+  const int64_t parts = (rows + part_rows - 1) / part_rows;
+  const int64_t max_rows = (rows + parts - 1) / parts;
+  CrossEntropyRows so_far(max_rows);
+  std::vector<float> ones(grad ? 0 : max_rows, 1.0f), known(2 * max_rows);
+  void* logits = bytes_of(shared_scratch(kLogitsSlot), 2 * max_rows * n);
+  for (int64_t row = 0; row < rows; row += max_rows) {
+    const int64_t m = std::min(max_rows, rows - row);
+    const void* x_rows = offset_ptr(x.data, type, row * x.stride);
+    run_linear({type, x_rows, nullptr, data_of(bias), nullptr, logits, m, k, n, x.stride, 0, n, 0},
+               panels);
+    CrossEntropyArgs args{};
+    args.type = type;
+    args.logits = logits;
+    args.target = static_cast<const int64_t*>(target.const_data_ptr()) + row;
+    args.stride = args.columns = args.classes = n;
+    args.ignored = ignored;
+    args.smoothing = static_cast<float>(smoothing);
+    so_far.set(args);
+    run_cross_entropy(args, m);
+    CrossEntropyRows::finish(args, m, static_cast<float*>(losses.mutable_data_ptr()) + row,
+                             known.data(), known.data() + m);
+    if (!through && !sums) continue;
+    const float* scale =
+        grad ? static_cast<const float*>(grad->const_data_ptr()) + row : ones.data();
+    run_cross_entropy_gradient({args, known.data(), known.data() + m, scale, logits, n}, m);
+    if (through)
+      run_linear({type, logits, nullptr, nullptr, nullptr,
+                  offset_ptr(grad_input.mutable_data_ptr(), type, row * k), m, n, k, n, k, k, 0},
+                 columns);
+    if (!sums) continue;
+    gradient.grad = logits;
+    gradient.m = m;
+    gradient.first = row == 0;
+    gradient.x = x_rows;
+    run_weight_gradient_part(gradient, kSumsSlot);
+  }
+  trim_shared_scratch();
+  return {losses, grad_input, grad_weight, grad_bias};
+}
+
 }  // namespace
 }  // namespace tf
 
 STABLE_TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("cross_entropy.cpu", TF_BOX(&tf::cross_entropy));
   m.impl("cross_entropy_backward.cpu", TF_BOX(&tf::cross_entropy_backward));
+  m.impl("linear_cross_entropy.cpu", TF_BOX(&tf::linear_cross_entropy));
+  m.impl("linear_cross_entropy_backward.cpu", TF_BOX(&tf::linear_cross_entropy_backward));
+  m.impl("linear_cross_entropy_gradients.cpu", TF_BOX(&tf::linear_cross_entropy_gradients));
 }

@@ -1,8 +1,7 @@
 // Cross entropy: each block of a row of logits is read twice, the second time from cache.
-#include "cpu/ops/loss/cross_entropy_kernel.h"
-
 #include <cmath>
 
+#include "cpu/ops/loss/cross_entropy.h"
 #include "cpu/simd/convert.h"
 
 namespace tf::TF_ISA {

@@ -2,14 +2,10 @@
 // of norms.
 #include "cpu/ops/norm/layer_norm.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <tuple>
 
-#include "cpu/core/box.h"
 #include "cpu/core/host.h"
-#include "cpu/ops/pointwise/dropout_host.h"
 
 namespace tf {
 

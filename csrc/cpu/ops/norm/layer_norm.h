@@ -2,9 +2,8 @@
 // connection and dropout, forward and backward.
 #pragma once
 
-#include "cpu/core/element.h"
 #include "cpu/core/isa.h"
-#include "cpu/simd/dropout.h"
+#include "cpu/core/types.h"
 
 namespace tf {
 

@@ -3,9 +3,8 @@
 
 #include <cstdint>
 
-#include "cpu/core/element.h"
 #include "cpu/core/isa.h"
-#include "cpu/simd/dropout.h"
+#include "cpu/core/types.h"
 
 namespace tf {
 

@@ -2,8 +2,8 @@
 // softmax is online, so the logits of a row need not be in memory together.
 #pragma once
 
-#include "cpu/core/element.h"
 #include "cpu/core/isa.h"
+#include "cpu/core/types.h"
 
 namespace tf {
 

@@ -1,11 +1,24 @@
-// Dropout parameters of the kernels: whether an element is dropped depends on (seed, row, column)
-// only.
+// Types of the kernels' arguments: elements of tensors, dropout.
 #pragma once
 
 #include <cstdint>
 
 namespace tf {
 
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+enum class Element { boolean, float32, bfloat16, float16 };
+
+constexpr long element_bytes(Element element) {
+  return element == Element::boolean ? 1 : element == Element::float32 ? 4 : 2;
+}
+
+// Whether an element is dropped depends on (seed, row, column) only.
 struct Dropout {
   bool on;  // false: no dropout, the other members are unused
   uint64_t seed;

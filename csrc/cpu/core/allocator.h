@@ -1,4 +1,5 @@
-// Allocates uninitialised tensors for the results of operators.
+// Allocates the uninitialised results of operators. Freed blocks of large ones are cached and
+// reused, since mapping a page anew costs more than writing it several times.
 #pragma once
 
 #include <sys/mman.h>
@@ -6,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -15,6 +17,32 @@ namespace tf {
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+constexpr size_t kHugePage = size_t{2} << 20;
+// Smaller tensors are allocated by PyTorch.
+#ifdef TF_SANITIZE
+constexpr int64_t kMinCachedBytes = INT64_MAX;  // the sanitizer checks what malloc returns
+#else
+constexpr int64_t kMinCachedBytes = int64_t{256} << 10;
+#endif
+
+struct CachedBlock {
+  void* data;  // nullptr: out of memory
+  size_t bytes;
+};
+
+// Returns an uninitialised block of at least `bytes`. Thread-safe, as is cached_free().
+CachedBlock cached_allocate(size_t bytes);
+void cached_free(const CachedBlock& block);
+
+// Frees all cached blocks, for use when an allocation fails; returns whether there were any.
+bool release_cached();
+
+// Limit and current size of the cache in bytes; the limit is 0 by default. Lowering it frees the
+// excess at once. While it is 0, results are allocated by PyTorch and can be resized.
+void set_cache_limit(size_t bytes);
+size_t cache_limit();
+size_t cached_bytes();
 
 // Enables filling new tensors with NaN (integers with -1), for tests; returns the previous setting.
 bool fill_empty(bool fill);
