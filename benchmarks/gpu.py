@@ -230,9 +230,9 @@ def tune_items() -> list[Item]:
 def _warm(session: Session) -> None:
     items: list[Item] = [{"library": "_C_cuda"}]
     if importlib.util.find_spec("triton") is not None:
-        from transformer_fast.backends.triton import compile_cases
+        from transformer_fast.backends.triton import compile_ahead
 
-        items += [{"compiled": case.name} for case in compile_cases.cases()]
+        items += [{"compiled": case.name} for case in compile_ahead.cases()]
     jobs = session.processes(on_device.CONTEXT_BYTES)
     session.do("warm", _dealt(items, jobs), jobs)
 
@@ -294,10 +294,10 @@ def environment(item: Item, device: torch.device, clock: Clock) -> Item:
 def compile_share(item: Item, device: torch.device, clock: Clock) -> Any:
     if "library" in item:
         return _native.cuda_why_not or "loaded"
-    from transformer_fast.backends.triton import compile_cases, config
+    from transformer_fast.backends.triton import compile_ahead, config
 
-    case = next(one for one in compile_cases.cases() if one.name == item["compiled"])
-    return f"{compile_cases.warm(case, config.architecture(device))} kernels"
+    case = next(one for one in compile_ahead.cases() if one.name == item["compiled"])
+    return f"{compile_ahead.warm(case, config.architecture(device))} kernels"
 
 
 def _kernel(op: str, backend: str) -> Kernel:

@@ -65,7 +65,6 @@ SHARES = {
             "test_triton_here",
             "test_triton_launches",
             "test_triton_operators",
-            "test_triton_packed",
             "test_triton_ptx",
         ),
         0,
@@ -103,7 +102,6 @@ SHARES = {
     "test_attention": 60,
     "test_autograd": 60,
     "test_cuda_operators": 30,
-    "test_triton_cross_entropy": 30,
     "test_viz_diagram": 50,
     # Tests on these backends.
     "triton": 4,

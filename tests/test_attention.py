@@ -37,7 +37,7 @@ from transformer_fast.backends import cpu
 from transformer_fast.backends.triton import config
 from transformer_fast.measure.memory import peak
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import (
     GRADIENT_FACTOR,
     OUTPUT_FACTOR,

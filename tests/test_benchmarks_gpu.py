@@ -18,7 +18,7 @@ from harness import python
 
 from benchmarks import gpu
 from transformer_fast import dispatch, reference
-from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.attention import arrange
 from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
 from transformer_fast.specs.spec import case
 

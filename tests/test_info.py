@@ -86,10 +86,10 @@ def test_triton_is_looked_for_without_importing_it(monkeypatch):
 
 _COMPILE_ONE = """
 from transformer_fast.__main__ import main
-from transformer_fast.backends.triton import compile_cases
+from transformer_fast.backends.triton import compile_ahead
 
-one = next(case for case in compile_cases.cases() if case.name.startswith("layer_norm"))
-compile_cases.cases = lambda: [one]
+one = next(case for case in compile_ahead.cases() if case.name.startswith("layer_norm"))
+compile_ahead.cases = lambda: [one]
 main(["info", "--kernels", "80", "90"])
 """
 

@@ -25,7 +25,7 @@ from transformer_fast.reference import (
 )
 from transformer_fast.reference.dropout import draw_seed, philox_numbers, threshold
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.attention import arrange
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing.oracle import as_results, is_floating
 

@@ -15,7 +15,7 @@ import transformer_fast
 from transformer_fast import _native, nn
 from transformer_fast import functional as F
 from transformer_fast.backends import cpu, cpu_packing
-from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import gradients
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))

@@ -7,7 +7,7 @@ import torch
 from test_cuda_operators import DTYPES, SEED, hold, ops, rows_of, the_kernel
 
 from transformer_fast import dispatch
-from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import call_of
 
 

@@ -19,7 +19,7 @@ from test_cuda_operators import DTYPES, SEED, hold, rows_of, the_kernel
 from test_cuda_sanitized import nvcc
 
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention_cases import arrange
+from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import check
 
 sys.path.append(str(Path(__file__).parents[1] / "triton"))

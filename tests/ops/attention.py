@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention_cases import _attention, arrange
+from transformer_fast.specs.attention import _attention, arrange
 from transformer_fast.testing import upstream
 
 from .row import Row, size_of, some, wrong

@@ -47,7 +47,7 @@ if WHY_NOT is None:
     with switched_on():
         import triton.experimental.gluon  # the interpreter imports it at its first run
 
-        import transformer_fast.backends.triton.compile_cases  # noqa: F401 - imports all kernels
+        import transformer_fast.backends.triton.compile_ahead  # noqa: F401 - imports all kernels
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:

@@ -85,9 +85,9 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 import torch, transformer_fast
-from transformer_fast.backends.triton import compile_cases, config
-cases = compile_cases.cases
-compile_cases.cases = lambda *sizes: [one for one in cases(*sizes) if "_norm" in one.name]
+from transformer_fast.backends.triton import compile_ahead, config
+cases = compile_ahead.cases
+compile_ahead.cases = lambda *sizes: [one for one in cases(*sizes) if "_norm" in one.name]
 try:
     transformer_fast.warm(device=torch.device("cpu"))
 except RuntimeError as error:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from emulated import flat
 from harness import python
+from test_triton_ptx import flat
 
 if TYPE_CHECKING:
     from transformer_fast.backends.triton.stub import Machine

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import _native, fast_path
 from ..dispatch import Call, Kernel, PreferLater, register, rows
-from ..functional import _pointwise as _pointwise  # its operators
 from ..functional._operator import OPERATORS
 from ..functional.attention import LOG_SUM_EXP, attention_on
 from ..functional.cross_entropy import LINEAR_FORWARD, LossFunction, cross_entropy_on

@@ -1,7 +1,7 @@
 """Whole layers and stacks, and whole decoding steps, in one CPU call, for inference.
 
-The operators are in ``csrc/cpu/layers/layers.cpp`` and ``decode_stack.cpp``: projections,
-attention, residual and norm by the same kernels as the ops', with what lies between kept in scratch.
+The operators are in ``csrc/cpu/layers/layers.cpp``: projections, attention, residual and norm by the
+same kernels as the ops', with what lies between kept in scratch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _native
 from ..dispatch import Call, Kernel
-from ..functional._pointwise import ARGMAX, EMBEDDING_BACKWARD
+from ..functional._operator import ARGMAX, EMBEDDING_BACKWARD
 from ..functional.linear import CODES
 from .cpu import register_kernel
 from .cpu_packing import PackedWeights
@@ -69,7 +69,7 @@ def layers(
 
     Args:
         owner: what packed copies of the weights are remembered by, as long as it lives.
-        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layer_runner.h``.
+        kinds: of a layer's sub-layers, those of ``csrc/cpu/layers/layers.cpp``.
         parameters: of each sub-layer those of two linear maps (weight, bias), and of the norm. The
             maps of attention are those of queries, keys and values, (3 M, M), and of the output,
             (M, M); a network's (F, M) and (M, F).

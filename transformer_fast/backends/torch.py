@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _native, fast_path, reference
 from ..dispatch import Call, Kernel, is_exporting, register
-from ..functional._pointwise import DROPOUT
+from ..functional._operator import DROPOUT
 from ..functional.cross_entropy import BACKWARD, FORWARD, cross_entropy_on
 from ..functional.layer_norm import NORMS
 

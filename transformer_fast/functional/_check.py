@@ -1,13 +1,17 @@
-"""Checks that several ops share; torch's exception type and wording where torch has one."""
+"""Checks that several ops share, and those of attention with the folding of its arguments to
+(B, H, L, D); torch's exception type and wording where torch has one."""
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import dispatch
 from ..reference.linear import ACTIVATIONS
@@ -180,3 +184,197 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+NAME = "scaled_dot_product_attention"
+
+_CPP_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+    torch.int64: "long int",
+    torch.int32: "int",
+    torch.int16: "short int",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _CPP_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _raise_like_torch(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, otherwise: Exception
+) -> NoReturn:
+    # One query is enough to fail and costs little. The path of plain matrix products is the one
+    # that checks its sizes.
+    with sdpa_kernel([SDPBackend.MATH]):
+        same_error_as(
+            lambda: F.scaled_dot_product_attention(
+                query[..., :1, :], key, value, enable_gqa=enable_gqa
+            ),
+            otherwise,
+        )
+
+
+def check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {_dtype_name(mask.dtype)} and  query.dtype: "
+            f"{_dtype_name(query.dtype)} instead."
+        )
+
+
+def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{_dtype_name(query.dtype)} key.dtype: {_dtype_name(key.dtype)} and value.dtype: "
+            f"{_dtype_name(value.dtype)} instead."
+        )
+    if not query.device == key.device == value.device:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+        )
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise RuntimeError(
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
+            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if not query.is_floating_point():
+        wrong = ValueError(f"query must have a floating-point dtype, not {query.dtype}")
+        _raise_like_torch(query, key, value, False, wrong)
+
+
+def check_flags(is_causal: bool, enable_gqa: bool) -> None:
+    require_bool(NAME, "is_causal", is_causal)
+    require_bool(NAME, "enable_gqa", enable_gqa)
+
+
+def check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Of (B, H, T, D), (B, Hkv, S, D) and (B, Hkv, S, Dv)."""
+    q, k, v = query.shape, key.shape, value.shape
+    wrong = None
+    if q[-1] != k[-1]:
+        wrong = (
+            f"query and key must have the same head size (last dimension), but got "
+            f"{q[-1]} and {k[-1]}"
+        )
+    elif k[-2] != v[-2]:
+        wrong = (
+            f"key and value must have the same length (dimension -2), but got {k[-2]} and {v[-2]}"
+        )
+    elif v[1] != k[1]:
+        wrong = f"key and value must have the same number of heads, but got {k[1]} and {v[1]}"
+    elif q[1] != k[1] and (k[1] == 0 or q[1] % k[1]):
+        wrong = (
+            "Number of heads in key and value must divide the number of heads in query, but got "
+            f"{k[1]} and {q[1]}"
+        )
+        raise RuntimeError(wrong)
+    if wrong is not None:
+        _raise_like_torch(query, key, value, enable_gqa, RuntimeError(wrong))
+
+
+def is_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether the three are (B, H, L, D) already, with nothing to broadcast."""
+    q, k, v = query.shape, key.shape, value.shape
+    return (
+        len(q) == len(k) == len(v) == 4
+        and q[0] == k[0] == v[0]
+        and (enable_gqa or q[1] == k[1] == v[1])
+    )
+
+
+def fold(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size, torch.Size]:
+    """The three as (B, H, L, D), views wherever their strides allow, what B was folded from, and the
+    leading shape of the result.
+
+    All leading dimensions broadcast, that of heads too unless ``enable_gqa``.
+    """
+    first = query, key, value
+    if max(x.dim() for x in first) <= 3 and not enable_gqa:
+        # One leading dimension is the batch, as for `key_lengths`; there is one head.
+        query, key, value = (x.unsqueeze(-3) for x in first)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unsqueeze(-3)
+    query, key, value = (
+        x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) for x in (query, key, value)
+    )
+    try:
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        heads = [x.shape[-3] for x in (query, key, value)]
+        if not enable_gqa:
+            heads = [torch.broadcast_shapes(*((h,) for h in heads))[0]] * 3
+    except RuntimeError:
+        shapes = ", ".join(str(list(x.shape)) for x in first)
+        wrong = f"the leading dimensions of query, key and value must broadcast, but got {shapes}"
+        _raise_like_torch(*first, enable_gqa, RuntimeError(wrong))
+    own = 3 if enable_gqa else 2
+    lead = torch.broadcast_shapes(*(x.shape[:-own] for x in first))
+    query, key, value = (
+        x.expand(*batch, h, *x.shape[-2:]).reshape(math.prod(batch), h, *x.shape[-2:])
+        for x, h in zip((query, key, value), heads, strict=True)
+    )
+    return query, key, value, mask, batch, torch.Size((*lead, *first[0].shape[-own:-2]))
+
+
+def mask_to_four(mask: Tensor, batch: torch.Size, sizes: tuple[int, int, int]) -> Tensor:
+    """The mask as (1 or B, 1 or H, 1 or T, 1 or S), a view wherever its strides allow."""
+    target = (*batch, *sizes)
+    for place, (given, size) in enumerate(
+        zip(reversed(mask.shape), reversed(target), strict=False)
+    ):
+        if given != 1 and given != size:  # `in` compares no symbolic sizes
+            raise RuntimeError(
+                f"The size of tensor a ({size}) must match the size of tensor b ({given}) at "
+                f"non-singleton dimension {max(len(target), mask.dim()) - 1 - place}"
+            )
+    if mask.dim() > len(target):
+        raise RuntimeError(
+            f"output with shape {list(target)} doesn't match the broadcast shape "
+            f"{list(torch.broadcast_shapes(target, mask.shape))}"
+        )
+    if mask.dim() == len(target) == 4:
+        return mask
+    mask = mask.reshape((1,) * (len(target) - mask.dim()) + tuple(mask.shape))
+    lead = mask.shape[:-3]
+    if all(size == 1 for size in lead):
+        return mask.reshape(1, *mask.shape[-3:])
+    if tuple(lead) != tuple(batch):
+        mask = mask.expand(*batch, *mask.shape[-3:])
+    return mask.reshape(math.prod(batch), *mask.shape[-3:])
+
+
+def check_lengths(name: str, lengths: Tensor, batch: int) -> None:
+    kind = lengths.dtype
+    if kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        raise TypeError(f"{name} must have an integer dtype, not {kind}")
+    if tuple(lengths.shape) != (batch,):
+        raise ValueError(
+            f"{name} must have shape [{batch}], one length per batch element, not "
+            f"{list(lengths.shape)}"
+        )
+
+
+def check_starts(cu_seq_q: Tensor, cu_seq_k: Tensor) -> None:
+    for name, starts in {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}.items():
+        if starts.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, not {starts.dtype}")
+        if starts.dim() != 1 or starts.shape[0] == 0:
+            raise ValueError(f"{name} must have shape [sequences + 1], not {list(starts.shape)}")
+    if cu_seq_q.shape != cu_seq_k.shape:
+        raise ValueError(
+            "cu_seq_q and cu_seq_k must be of the same sequences, but there are "
+            f"{cu_seq_q.shape[0] - 1} and {cu_seq_k.shape[0] - 1}"
+        )

@@ -25,14 +25,8 @@ from ..dispatch import Call
 from ..fast_path import ATTENTION, FLOAT, plain
 from ..fast_path import kernel as cpu_kernel
 from ._check import (
-    autocast,
-    leaves_to_torch,
-    require_float,
-    require_same_device,
-    require_tensor,
-)
-from ._check_attention import (
     NAME,
+    autocast,
     check_flags,
     check_lengths,
     check_mask_dtype,
@@ -41,7 +35,11 @@ from ._check_attention import (
     check_starts,
     fold,
     is_folded,
+    leaves_to_torch,
     mask_to_four,
+    require_float,
+    require_same_device,
+    require_tensor,
 )
 from ._operator import Operator, Rule
 from .masks import warn_of_zeros_and_ones

@@ -194,7 +194,7 @@ def linear(
 
 
 #: Numbers of activations: as in csrc/cpu/simd/activation.h, csrc/cuda/epilogue.cuh and Triton's
-#: activation.py.
+#: arithmetic.py.
 CODES: dict[Any, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 # ``keep``: the preactivation, which the backward of an activation asks for; else it comes back empty,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..functional import masks
-from ..functional._check_attention import check_mask_dtype
+from ..functional._check import check_mask_dtype
 from ..reference import values_are_known
 
 

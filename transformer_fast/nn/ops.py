@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import dispatch, fast_path
 from ..autograd import wants_grad
-from ..functional._pointwise import EMBEDDING_BACKWARD
+from ..functional._operator import EMBEDDING_BACKWARD
 from ..functional.cross_entropy import cross_entropy
 from ..functional.layer_norm import layer_norm, rms_norm
 from ..functional.linear import linear

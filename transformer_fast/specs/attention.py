@@ -1,9 +1,9 @@
-"""Op table: attention."""
+"""Op table: attention. Cases are of sizes (B, H, T, S, D), every kind of mask, every layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,394 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.attention import taking_query_lengths, visible_places
-from .attention_cases import BENCH_CASES, CASES, _attention, _in_sequence, arrange
 from .spec import Case, Draw, OpSpec, Text, bytes_of, case
+
+#: Makes an argument of a case once its sizes (B, H, T, S) are known.
+Make = Callable[[Draw, int, int, int, int], "Tensor | None"]
+
+
+def arrange(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    gqa: bool = False,
+    weights: bool = False,
+    query_lengths: Tensor | None = None,
+    longest: tuple[int, int] | None = None,
+) -> tuple[Any, ...]:
+    """The positional arguments of ``reference.attention``."""
+    arguments = (
+        query, key, value, mask, lengths, causal, scale, dropout_p, seed, gqa, weights,
+        query_lengths,
+    )  # fmt: skip
+    return arguments if longest is None else (*arguments, longest)
+
+
+def _attention(
+    batch: int,
+    heads: int,
+    length: int,
+    keys: int,
+    size: int,
+    *,
+    value_size: int | None = None,
+    key_heads: int | None = None,
+    mask: Make | None = None,
+    lengths: Make | None = None,
+    query_lengths: Make | None = None,
+    dropout_p: float = 0.0,
+    spread: float = 1.0,
+    **rest: Any,
+) -> Callable[[Draw], tuple[Any, ...]]:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        h = heads if key_heads is None else key_heads
+        query = draw.normal(batch, heads, length, size, scale=spread)
+        key = draw.normal(batch, h, keys, size)
+        value = draw.normal(batch, h, keys, size if value_size is None else value_size)
+        sizes = batch, heads, length, keys
+        return arrange(
+            query,
+            key,
+            value,
+            mask=None if mask is None else mask(draw, *sizes),
+            lengths=None if lengths is None else lengths(draw, *sizes),
+            query_lengths=None if query_lengths is None else query_lengths(draw, *sizes),
+            dropout_p=dropout_p,
+            seed=draw.seed() if 0.0 < dropout_p < 1.0 else None,
+            gqa=h != heads,
+            **rest,
+        )
+
+    return build
+
+
+def _in_sequence(
+    heads: int, lengths: Sequence[int], size: int, *, causal: bool = False
+) -> Callable[[Draw], tuple[Any, ...]]:
+    """Packed sequences that attend to themselves, as one projection makes them."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        rows = draw.normal(sum(lengths), 3, heads, size)
+        query, key, value = (x.transpose(0, 1)[None] for x in rows.unbind(1))
+        starts = torch.tensor([0, *lengths], device=draw.device).cumsum(0)
+        longest = max(lengths), max(lengths)
+        return arrange(
+            query, key, value, lengths=starts, query_lengths=starts, causal=causal, longest=longest
+        )
+
+    return build
+
+
+# Masks. Letters name the dimensions that are not 1.
+
+
+def _bools(letters: str, true: float = 0.7) -> Make:
+    return lambda draw, *sizes: draw.bools(*_shape(letters, sizes), true=true)
+
+
+def _floats(letters: str) -> Make:
+    return lambda draw, *sizes: draw.normal(*_shape(letters, sizes))
+
+
+def _shape(letters: str, sizes: Sequence[int]) -> list[int]:
+    return [n if each in letters else 1 for each, n in zip("bhts", sizes, strict=True)]
+
+
+def _bool_some_rows_empty(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return draw.bools(b, h, t, s) & draw.bools(b, h, t, 1, true=0.7)
+
+
+def _bool_all_false(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return draw.bools(1, 1, 1, 1, true=-1.0)
+
+
+def _bool_strided(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return draw.bools(h, b, s, 2 * t, true=0.7).permute(1, 0, 3, 2)[:, :, ::2]
+
+
+def _bool_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Padding on both sides, of more than a panel.
+    key = torch.arange(s, device=draw.device)
+    return ((key >= 70) & (key < s - 50))[None, None, None]
+
+
+def _bool_tiles(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Whole blocks of keys that nobody may see, between others that everybody may.
+    block = torch.arange(s, device=draw.device) // 128
+    return (block % 2 == 1)[None, None, None, :] & draw.bools(b, 1, 1, s, true=2.0)
+
+
+def _bool_expanded(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return draw.bools(1, 1, t, s).expand(b, h, t, s)
+
+
+def _float_hiding(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return draw.normal(1, h, t, s).masked_fill(draw.bools(1, 1, t, s), -math.inf)
+
+
+def _float_lowest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # finfo.min is finite: a row that has nothing else attends to all of them.
+    lowest = torch.zeros((b, 1, t, s), dtype=draw.dtype, device=draw.device)
+    hidden = draw.bools(b, 1, t, s) | draw.bools(b, 1, t, 1, true=0.2)
+    return lowest.masked_fill(hidden, torch.finfo(draw.dtype).min)
+
+
+def _distance_bias(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    place = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
+    slope = torch.arange(1, h + 1, device=draw.device)[:, None, None]
+    return (-place.abs() / 2.0**slope)[None].to(draw.dtype)
+
+
+def _rising(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # ALiBi (Press et al., 2022) the other way round: later keys weigh more, so that in each row the
+    # largest score stands the further from those of the first keys the longer the row is.
+    place = torch.arange(s, device=draw.device) - torch.arange(t, device=draw.device)[:, None]
+    slope = torch.arange(h, device=draw.device)[:, None, None]
+    return (place / 2.0**slope)[None].to(draw.dtype)
+
+
+def _first_keys_smallest(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # By 60 to 120, in steps: beyond 87.3 exponentials leave the range of normal fp32 numbers, and
+    # beyond 88.7 that of finite ones.
+    below = torch.linspace(60.0, 120.0, t, device=draw.device)[:, None]
+    first = torch.arange(s, device=draw.device) < 48
+    return torch.where(first, -below, 0.0)[None, None].to(draw.dtype)
+
+
+def _lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return torch.tensor([s - i * s // (b + 1) for i in range(b)], device=draw.device)
+
+
+def _lengths_at_the_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Nothing, everything, beyond everything, below nothing.
+    ends = [0, s, s + 5, -3]
+    return torch.tensor([ends[i % 4] for i in range(b)], dtype=torch.int32, device=draw.device)
+
+
+def _query_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Every second of a longer tensor; the last has no query at all.
+    lengths = torch.tensor([t - i * t // max(1, b - 1) for i in range(b)], device=draw.device)
+    return lengths.repeat_interleave(2)[::2]
+
+
+def _query_lengths_at_the_ends(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return _lengths_at_the_ends(draw, b, h, s, t)
+
+
+def _one_query_length(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    return torch.tensor([t // 2], device=draw.device).expand(b)
+
+
+# Layouts.
+
+
+def _heads_inside(draw: Draw) -> tuple[Any, ...]:
+    return arrange(*(draw.normal(2, n, 3, 24).transpose(1, 2) for n in (19, 27, 27)))
+
+
+def _packed(draw: Draw) -> tuple[Any, ...]:
+    packed = draw.normal(2, 29, 3, 4, 16)
+    return arrange(*(x.transpose(1, 2) for x in packed.unbind(2)), causal=True)
+
+
+def _key_transposed(draw: Draw) -> tuple[Any, ...]:
+    query, value = draw.normal(2, 3, 19, 20), draw.normal(2, 3, 22, 33).transpose(-2, -1)
+    return arrange(query, draw.normal(2, 3, 20, 33).transpose(-2, -1), value)
+
+
+def _expanded_batch(draw: Draw) -> tuple[Any, ...]:
+    key, value = (draw.normal(1, 2, 21, 16).expand(3, 2, 21, 16) for _ in range(2))
+    return arrange(draw.normal(3, 1, 15, 16).expand(3, 2, 15, 16), key, value)
+
+
+def _one_key_expanded(draw: Draw) -> tuple[Any, ...]:
+    key, value = (draw.normal(2, 2, 1, 16).expand(2, 2, 37, 16) for _ in range(2))
+    return arrange(draw.normal(2, 2, 15, 16), key, value)
+
+
+def _one_tensor(draw: Draw) -> tuple[Any, ...]:
+    x = draw.normal(2, 3, 21, 16)
+    return arrange(x, x, x)
+
+
+def _strided_sizes(draw: Draw) -> tuple[Any, ...]:
+    return arrange(*(draw.normal(2, 2, n, 48)[..., 1::3] for n in (17, 40, 40)))
+
+
+def _equal_keys(draw: Draw) -> tuple[Any, ...]:
+    key = draw.normal(1, 2, 1, 16, scale=10.0).expand(1, 2, 90, 16)
+    return arrange(draw.normal(1, 2, 20, 16), key, draw.normal(1, 2, 90, 16))
+
+
+# Garbage at hidden places.
+
+
+def _garbage_beyond_lengths(draw: Draw) -> tuple[Any, ...]:
+    arguments = _attention(3, 2, 21, 37, 16, lengths=_lengths)(draw)
+    key, value, lengths = arguments[1], arguments[2], arguments[4]
+    hidden = torch.arange(37, device=draw.device) >= lengths[:, None]
+    key.masked_fill_(hidden[:, None, :, None], math.nan)
+    value.masked_fill_(hidden[:, None, :, None], math.inf)
+    return arguments
+
+
+def _garbage_beyond_query_lengths(draw: Draw) -> tuple[Any, ...]:
+    arguments = _attention(
+        3, 2, 37, 37, 16, causal=True, query_lengths=_lengths, lengths=_lengths, weights=True
+    )(draw)
+    hidden = (torch.arange(37, device=draw.device) >= arguments[4][:, None])[:, None, :, None]
+    for x, garbage in zip(arguments[:3], (math.nan, math.inf, math.nan), strict=True):
+        x.masked_fill_(hidden, garbage)
+    return arguments
+
+
+def _garbage_in_the_future(draw: Draw) -> tuple[Any, ...]:
+    # Hidden from the first queries only; the last of them sees it, so it is no query here.
+    arguments = _attention(1, 2, 25, 40, 16, causal=True)(draw)
+    arguments[1][:, :, 25:], arguments[2][:, :, 25:] = math.nan, -math.inf
+    return arguments
+
+
+CASES = (
+    case("plain", _attention(2, 3, 17, 23, 16)),
+    case("head size 64", _attention(1, 2, 33, 65, 64)),
+    case("head size prime", _attention(1, 3, 37, 41, 7)),
+    case("head size 1", _attention(2, 3, 61, 29, 1)),
+    case("head size 131", _attention(1, 2, 13, 17, 131)),
+    case("values wider", _attention(2, 2, 11, 19, 8, value_size=37)),
+    case("values narrower", _attention(2, 2, 41, 19, 32, value_size=3)),
+    case("one key", _attention(2, 2, 33, 1, 16)),
+    case("one query", _attention(2, 4, 1, 67, 32)),
+    case("many tiles", _attention(1, 1, 300, 530, 24)),
+    case("scale 0.3", _attention(2, 2, 17, 23, 16, scale=0.3)),
+    case("scale 0", _attention(2, 2, 17, 23, 16, scale=0.0)),
+    case("scale below 0", _attention(2, 2, 17, 23, 16, scale=-0.5)),
+    case("large scores", _attention(2, 2, 17, 23, 16, spread=20.0)),
+    case("scores of deviation 30", _attention(1, 2, 60, 130, 16, spread=30.0)),
+    case("scores of deviation 100", _attention(1, 2, 60, 130, 16, spread=100.0, causal=True)),
+    case("scores of deviation 300", _attention(1, 2, 60, 130, 16, spread=300.0)),
+    case("scores of deviation 300, few queries", _attention(8, 1, 2, 90, 16, spread=300.0)),
+    case("first keys smallest", _attention(1, 1, 70, 110, 16, mask=_first_keys_smallest)),
+    case("first keys smallest, few queries",
+         _attention(8, 1, 2, 110, 16, mask=_first_keys_smallest)),
+    case("equal keys", _equal_keys),
+    case("causal", _attention(2, 2, 31, 31, 16, causal=True)),
+    case("causal, more keys", _attention(2, 2, 19, 43, 16, causal=True)),
+    case("causal, more queries", _attention(2, 2, 43, 19, 16, causal=True)),
+    case("causal, many tiles", _attention(1, 1, 520, 530, 16, causal=True)),
+    case("bool mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_bools("bhts", 0.5))),
+    case("bool mask (T,S)", _attention(2, 3, 17, 23, 16, mask=_bools("ts"))),
+    case("bool mask (B,S)", _attention(3, 2, 17, 23, 16, mask=_bools("bs"))),
+    case("bool mask (B,T)", _attention(3, 2, 17, 23, 16, mask=_bools("bt"))),
+    case("bool mask (H,S)", _attention(2, 3, 17, 23, 16, mask=_bools("hs"))),
+    case("bool mask, empty rows", _attention(2, 3, 17, 23, 16, mask=_bool_some_rows_empty)),
+    case("bool mask, nothing visible", _attention(2, 3, 17, 23, 16, mask=_bool_all_false)),
+    case("bool mask, strided", _attention(2, 3, 17, 23, 16, mask=_bool_strided)),
+    case("bool mask, expanded", _attention(2, 3, 17, 23, 16, mask=_bool_expanded)),
+    case("bool mask, hidden ends", _attention(1, 2, 40, 330, 16, mask=_bool_ends)),
+    case("bool mask, hidden tiles", _attention(2, 1, 70, 700, 16, mask=_bool_tiles)),
+    case("float mask (B,H,T,S)", _attention(2, 3, 17, 23, 16, mask=_floats("bhts"))),
+    case("float mask, -inf", _attention(2, 3, 17, 23, 16, mask=_float_hiding)),
+    case("float mask, finfo.min", _attention(2, 3, 17, 23, 16, mask=_float_lowest)),
+    case("float mask, distance", _attention(2, 3, 17, 23, 16, mask=_distance_bias)),
+    case("float mask, distance, causal",
+         _attention(1, 2, 130, 130, 16, mask=_distance_bias, causal=True)),
+    case("float mask, rising, causal", _attention(1, 2, 130, 130, 16, mask=_rising, causal=True)),
+    case("bool mask and causal", _attention(2, 3, 23, 23, 16, mask=_bools("bs"), causal=True)),
+    case("float mask and causal", _attention(2, 3, 23, 23, 16, mask=_floats("bhts"), causal=True)),
+    case("key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths)),
+    case("key lengths at the ends", _attention(4, 2, 17, 23, 16, lengths=_lengths_at_the_ends)),
+    case("key lengths and causal", _attention(3, 2, 30, 30, 16, lengths=_lengths, causal=True)),
+    case(
+        "key lengths, mask, causal",
+        _attention(3, 2, 30, 30, 16, lengths=_lengths, mask=_bools("ts"), causal=True),
+    ),
+    case("key lengths, many tiles", _attention(3, 1, 70, 600, 16, lengths=_lengths)),
+    case("garbage beyond key lengths", _garbage_beyond_lengths),
+    case("query lengths", _attention(3, 2, 37, 21, 16, query_lengths=_query_lengths)),
+    case("query lengths at the ends",
+         _attention(4, 2, 17, 23, 16, query_lengths=_query_lengths_at_the_ends)),
+    case("query lengths, one query", _attention(3, 8, 1, 40, 16, query_lengths=_query_lengths)),
+    case("query lengths, many tiles",
+         _attention(3, 1, 290, 200, 16, query_lengths=_query_lengths, lengths=_lengths)),
+    case("query lengths and causal, many tiles",
+         _attention(3, 1, 290, 290, 16, query_lengths=_query_lengths, causal=True)),
+    case("query lengths, mask, fewer key heads",
+         _attention(3, 4, 70, 300, 16, key_heads=2, query_lengths=_query_lengths,
+                    mask=_bools("ts"))),
+    case("query lengths, float mask",
+         _attention(3, 2, 17, 23, 16, query_lengths=_query_lengths, mask=_floats("hts"))),
+    case("query lengths, weights, dropout",
+         _attention(3, 2, 37, 23, 16, query_lengths=_one_query_length, weights=True,
+                    dropout_p=0.2)),
+    case("garbage beyond query lengths", _garbage_beyond_query_lengths),
+    case("garbage in the future", _garbage_in_the_future),
+    case("fewer key heads", _attention(2, 6, 17, 23, 16, key_heads=2)),
+    case("one key head", _attention(2, 4, 17, 23, 16, key_heads=1, causal=True)),
+    case("fewer key heads, mask",
+         _attention(2, 6, 17, 23, 16, key_heads=3, mask=_bools("bhts", 0.5))),
+    case("weights", _attention(2, 3, 17, 23, 16, weights=True)),
+    case("weights, causal", _attention(1, 2, 40, 300, 16, causal=True, weights=True)),
+    case(
+        "weights, mask, empty rows",
+        _attention(2, 3, 17, 23, 16, mask=_bool_some_rows_empty, weights=True),
+    ),
+    case("weights, first keys smallest",
+         _attention(1, 1, 70, 110, 16, mask=_first_keys_smallest, weights=True)),
+    case("weights, key lengths", _attention(3, 2, 17, 40, 16, lengths=_lengths, weights=True)),
+    case("heads inside", _heads_inside),
+    case("packed q, k, v", _packed),
+    case("key and value transposed", _key_transposed),
+    case("expanded batch", _expanded_batch),
+    case("one key, expanded", _one_key_expanded),
+    case("one tensor", _one_tensor),
+    case("every third of the head size", _strided_sizes),
+    case("dropout", _attention(2, 3, 17, 23, 16, dropout_p=0.1)),
+    case("dropout, weights, causal", _attention(2, 3, 17, 23, 16, causal=True, dropout_p=0.4,
+                                                weights=True)),
+    case("dropout, mask, empty rows", _attention(2, 3, 17, 23, 16, dropout_p=0.2,
+                                                 mask=_bool_some_rows_empty)),
+    case("everything dropped", _attention(2, 3, 17, 23, 16, dropout_p=1.0)),
+)  # fmt: skip
+
+
+def _padded_lengths(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    # Real lengths between 30 % and 100 % of S, evenly spread over the batch.
+    share = torch.linspace(0.3, 1.0, b, device=draw.device)
+    return (share * s).round().to(torch.int64)
+
+
+def _padding_mask(draw: Draw, b: int, h: int, t: int, s: int) -> Tensor:
+    position = torch.arange(s, device=draw.device)
+    return (position < _padded_lengths(draw, b, h, t, s)[:, None])[:, None, None, :]
+
+
+def _bench(name: str, *sizes: int, **rest: Any) -> Case:
+    batch, heads, length, size = sizes
+    label = f"({batch},{heads},{length},{size})" + (f", {name}" if name else "")
+    return case(label, _attention(batch, heads, length, length, size, **rest))
+
+
+BENCH_CASES = (
+    _bench("", 4, 8, 1024, 64),
+    _bench("causal", 4, 8, 1024, 64, causal=True),
+    _bench("key padding mask", 4, 8, 1024, 64, mask=_padding_mask),
+    _bench("key lengths", 4, 8, 1024, 64, lengths=_padded_lengths),
+    _bench("bool mask (T,S)", 4, 8, 1024, 64, mask=_bools("ts")),
+    _bench("float mask (H,T,S)", 4, 8, 1024, 64, mask=_floats("hts")),
+    _bench("weights", 4, 8, 1024, 64, weights=True),
+    _bench("", 32, 8, 128, 64),
+    _bench("causal", 32, 8, 128, 64, causal=True),
+    _bench("", 2, 8, 4096, 64),
+    _bench("causal", 2, 8, 4096, 64, causal=True),
+)
 
 
 def _sizes(arguments: tuple[Any, ...]) -> tuple[int, int, int, int, int, int]:

@@ -121,7 +121,7 @@ def warm(
     """
     if (why_not := _why_not_installed()) is not None:
         raise NotImplementedError(why_not)
-    from . import compile_cases, config
+    from . import compile_ahead, config
 
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,8 +131,8 @@ def warm(
     if architecture == 0:
         raise RuntimeError(f"kernels are compiled for a GPU, and device {str(device)!r} is none")
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        cases = compile_cases.cases(dtypes, heads, columns, classes)
-        return sum(compile_cases.warm(case, architecture) for case in cases)
+        cases = compile_ahead.cases(dtypes, heads, columns, classes)
+        return sum(compile_ahead.warm(case, architecture) for case in cases)
 
 
 def kernels(interpreted: bool) -> list[Kernel]:
@@ -189,8 +189,7 @@ def _ahead(architecture: int) -> list[tuple[str, Callable[[], Any]]]:
         raise NotImplementedError(why_not)
     if _INTERPRETED:
         raise NotImplementedError("with TRITON_INTERPRET set, kernels are interpreted")
-    from .compile_ahead import compile_launch
-    from .compile_cases import cases, launches
+    from .compile_ahead import cases, compile_launch, launches
 
     return [
         (case.name, partial(compile_launch, launch, architecture))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .activation import RELU
+from .arithmetic import RELU
 from .linear import as_matrix
 from .matmul import Epilogue, matmul
 from .philox import dropout_arguments

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .activation import NONE
+from .arithmetic import NONE
 from .matmul import Epilogue, follow, matmul
 from .runtime import with_unit_stride
 

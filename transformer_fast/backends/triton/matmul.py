@@ -29,8 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config
-from .activation import NONE, RELU, activate, activation_slope
-from .arithmetic import dot, store
+from .arithmetic import NONE, RELU, activate, activation_slope, dot, store
 from .philox import Dropout, keep_tile, seed_for
 from .runtime import ceil_div, constant, dot_precision, launch, multiprocessors
 

@@ -1,17 +1,30 @@
-"""The matrix product: both ways of loading, slices of the epilogue, the order of tiles, borders."""
+"""What the op table does not reach of products (both ways of loading, slices of the epilogue, the
+order of tiles, borders), of cross entropy (targets that are no class, statistics, large strides) and
+of dropout, which is held to Philox4x32-10 as the fuzz tests define it."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from definitions import numbers
 from interpreted import jit
 
 import transformer_fast
-from transformer_fast.backends.triton import activation, config, matmul, philox
+from transformer_fast.backends.triton import arithmetic, config, matmul, philox
+from transformer_fast.backends.triton.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+)
+from transformer_fast.backends.triton.operators import cross_entropy
 from transformer_fast.functional.linear import CODES
-from transformer_fast.reference.dropout import dropout
+from transformer_fast.reference.dropout import dropout, threshold
 from transformer_fast.reference.linear import ACTIVATIONS, activate
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# Products -----------------------------------------------------------------------------------------
 
 SIZES = (70, 45, 40)  # M, N, K
 
@@ -41,7 +54,7 @@ def test_epilogue_forward(device, monkeypatch, launched, sideways, descriptors, 
         a,
         b,
         matmul.Epilogue(
-            activation=activation.SILU,
+            activation=arithmetic.SILU,
             bias=bias,
             residual=residual,
             dropout=philox.dropout_arguments(0.3),
@@ -116,7 +129,7 @@ def test_few_rows_are_one_product_of_torch_and_at_most_one_kernel(device, monkey
     monkeypatch.setattr(torch, "addmm", lambda *a: (products.append(a), addmm(*a))[1])
     for rows, rest, kernels in (
         (64, {}, []),
-        (64, {"activation": activation.RELU, "save_z": True}, [matmul.epilogue_kernel]),
+        (64, {"activation": arithmetic.RELU, "save_z": True}, [matmul.epilogue_kernel]),
         (64, {"residual": residual[:64]}, [matmul.epilogue_kernel]),
         (65, {"residual": residual}, [matmul.matmul_kernel]),
     ):
@@ -139,14 +152,13 @@ def test_explain_says_whose_product_it_is(device):
         assert ("cuBLAS" in str(explained)) == told
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_infinity_and_nan_stay_in_their_rows_and_columns(device, monkeypatch):
     monkeypatch.setattr(config, "few_rows", 0)
     a, b = drawn(40, 24), drawn(24, 40)
     a[3], b[:, 7] = float("nan"), float("inf")
     output = matmul.matmul(a.to(device), b.to(device), matmul.Epilogue()).output.cpu()
     assert torch.equal(output.isfinite(), (a @ b).isfinite())
-    relu = matmul.Epilogue(activation=activation.RELU)
+    relu = matmul.Epilogue(activation=arithmetic.RELU)
     assert matmul.matmul(a.to(device), b.to(device), relu).output[3].isnan().all()
 
 
@@ -166,3 +178,111 @@ def test_every_tile_is_made_once(device, down, across, group):
     _places_kernel[(down * across,)](places, down * 16 - 3, across * 16 - 5, 16, 16, group)
     found = {tuple(place) for place in places.tolist()}
     assert found == {(m, n) for m in range(down) for n in range(across)}
+
+
+# Cross entropy ------------------------------------------------------------------------------------
+
+IGNORED = -100
+
+
+def drawn_logits(device, rows=9, classes=150, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rows + classes)
+    x = 2 * torch.randn(rows, classes, generator=generator)
+    target = torch.randint(classes, (rows,), generator=generator)
+    return x.to(device, dtype), target.to(device)
+
+
+@pytest.mark.parametrize("target", [-1, 150, 2**40])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_target_that_is_no_class(device, target, smoothing):
+    """NaN, and not the loss of a logit that stands outside of the row."""
+    x, targets = drawn_logits(device)
+    expected = cross_entropy(x, targets, IGNORED, smoothing)
+    targets[2] = target
+    losses = cross_entropy(x, targets, IGNORED, smoothing)
+    assert losses[2].isnan()
+    others = torch.arange(9, device=device) != 2
+    assert torch.equal(losses[others], expected[others])
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_lse(device, shift):
+    x, target = drawn_logits(device)
+    x += shift
+    _, known = cross_entropy_forward(x, target, IGNORED, 0.0)
+    lse = known.double().sum(0)
+    exact = torch.logsumexp(x.double(), 1)
+    torch.testing.assert_close(lse, exact, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("far", ["rows", "columns"])
+def test_offsets_beyond_32_bits(device, far):
+    """Rows, or columns, 2^30 elements apart. The memory between them is never touched."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("12 GiB of free memory are needed")
+    apart = 2**30 + 16
+    x, target = drawn_logits(device, rows=3, classes=3, dtype=torch.float16)
+    place = torch.empty(2 * apart + 3, dtype=torch.float16, device=device)
+    strides = (apart, 1) if far == "rows" else (1, apart)
+    distant = place.as_strided((3, 3), strides).copy_(x)
+    up = torch.ones(3, device=device)
+    found = []
+    for logits in (x, distant):
+        losses, known = cross_entropy_forward(logits, target, IGNORED, 0.1)
+        grad = cross_entropy_backward(up, logits, target, known, IGNORED, 0.1)
+        found.append((losses, known, grad))
+    for near, ours in zip(*found, strict=True):
+        assert torch.equal(near, ours)
+
+
+# Dropout ------------------------------------------------------------------------------------------
+
+SEED = 0x7123456789ABCDEF
+
+
+def _flags(
+    seed_ptr,
+    tile_ptr,
+    element_ptr,
+    first_row,
+    first_column,
+    limit,
+    R: tl.constexpr,  # noqa: N803
+    C: tl.constexpr,  # noqa: N803
+):
+    rows = first_row + tl.arange(0, R).to(tl.int64)
+    columns = first_column + tl.arange(0, C)
+    seed = tl.load(seed_ptr)
+    place = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+    tile = philox.keep_tile(seed, rows, first_column, limit, C)
+    tl.store(tile_ptr + place, tile.to(tl.int8))
+    each = philox.keep_elements(
+        seed, rows[:, None] + columns[None, :] * 0, columns[None, :] + rows[:, None] * 0, limit
+    )
+    tl.store(element_ptr + place, each.to(tl.int8))
+
+
+_flags_kernel = jit(_flags, do_not_specialize=["limit", "first_row"])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0, 1e-9])
+@pytest.mark.parametrize("first_row", [0, 2**31 - 2, 2**32 - 1, 2**40 + 3])
+def test_flags(p, first_row, device):
+    rows, columns, first_column = 4, 32, 24
+    drop = philox.dropout_arguments(p)
+    seed = torch.tensor(SEED, device=device)
+    tile = torch.full((rows, columns), -1, dtype=torch.int8, device=device)
+    each = torch.full_like(tile, -1)
+    _flags_kernel[(1,)](seed, tile, each, first_row, first_column, drop.limit, rows, columns)
+    drawn = numbers(SEED, first_row + np.arange(rows), first_column + columns)[:, first_column:]
+    expected = (drawn >= (threshold(p) if p < 1 else 2**16)).tolist()
+    assert drop.active
+    assert tile.bool().tolist() == expected
+    assert each.bool().tolist() == expected
+
+
+def test_probabilities_at_the_ends():
+    assert not philox.dropout_arguments(0.0).active
+    assert philox.dropout_arguments(2.0**-33)[:2] == (True, 0), "one number in 2^16 is dropped"
+    assert philox.dropout_arguments(1.0) == (True, 2**16 - 1, 0.0)
+    assert philox.dropout_arguments(0.5) == (True, 2**15 - 1, 2.0)
