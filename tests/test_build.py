@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import python
+from harness import in_use, python
 
 from transformer_fast import _native, functional
 
@@ -72,16 +72,13 @@ def test_missing_isa_is_an_error():
 
 
 def test_set_isa():
-    before = _C.isa()
-    try:
+    with in_use(_C.isa()):
         for isa in SUPPORTED:
             _C.set_isa(isa)
             assert _C.isa() == isa
         with pytest.raises(ValueError, match="'mmx', which is not an instruction set known here"):
             _C.set_isa("mmx")
         assert _C.isa() == SUPPORTED[-1]
-    finally:
-        _C.set_isa(before)
 
 
 def _calls():
@@ -95,22 +92,18 @@ def _calls():
         )  # fmt: skip
 
 
-def _is_one_of(found, known):
-    return any(torch.equal(found, one) for one in known)
-
-
 def test_set_isa_while_other_threads_compute():
     """Each of their results is that of one instruction set."""
-    before, calls, results = _C.isa(), list(_calls()), []
+    calls, results = list(_calls()), []
 
     def count_wrong():
         return sum(
-            not _is_one_of(call(), known)
+            not any(map(partial(torch.equal, call()), known))
             for _ in range(50)
             for call, known in zip(calls, results, strict=True)
         )
 
-    try:
+    with in_use(_C.isa()):
         for isa in SUPPORTED:
             _C.set_isa(isa)
             results.append([call() for call in calls])
@@ -121,8 +114,6 @@ def test_set_isa_while_other_threads_compute():
                 _C.set_isa(isa)
                 if all(worker.done() for worker in workers):
                     break
-    finally:
-        _C.set_isa(before)
     assert [worker.result() for worker in workers] == [0, 0]
 
 
@@ -156,12 +147,8 @@ LANES = {"baseline": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}
 
 
 def test_probe_fma_default_is_the_isa_in_use():
-    before = _C.isa()
-    try:
-        _C.set_isa("baseline")
+    with in_use("baseline"):
         slow = max(_C.probe_fma(1) for _ in range(3))
-    finally:
-        _C.set_isa(before)
     if "avx512" in SUPPORTED:
         assert max(_C.probe_fma(1, "avx512") for _ in range(3)) > 1.5 * slow
     assert slow <= 2 * 2 * LANES["baseline"] * 7.0
@@ -181,16 +168,10 @@ def test_probe_bf16_dot(isa):
 
 
 def test_probes_release_the_gil():
-    done = threading.Event()
-
-    def probe():
-        _C.probe_fma(1)
-        done.set()
-
-    worker = threading.Thread(target=probe)
+    worker = threading.Thread(target=_C.probe_fma, args=(1,))
     turns = 0
     worker.start()
-    while not done.is_set():
+    while worker.is_alive():
         turns += 1
     worker.join()
     assert turns > 1000
