@@ -1,17 +1,137 @@
-"""``python -m benchmarks``: run, scaling, compare, report."""
+"""``python -m benchmarks``: run and scaling, which time suites, print them and write them down; compare;
+report."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
+from transformer_fast import _native
 from transformer_fast._version import __version__
-from transformer_fast.cli.console import until_interrupted
+from transformer_fast.cli import form
+from transformer_fast.cli.compare import DTYPES, add_work, device_of, run, show
+from transformer_fast.cli.console import output, until_interrupted
+from transformer_fast.dispatch import BACKENDS, OPS
+from transformer_fast.measure import machine, roof
+from transformer_fast.measure.clock import ORDINARY, QUICK, THOROUGH, Plan
 
-from . import compare, report, run
-from .suites import SCALING, SUITES
-from .suites.scaling import PLAN
+from . import compare, findings, peers, report
+from .suites import Scope, Suite, models, ops, third_party
+
+#: The ordinary run, in the order of its report.
+SUITES: dict[str, Suite] = {
+    "ops": ops.forward,
+    "backward": ops.backward,
+    "layers": models.layers,
+    "models": models.transformers,
+    "training": models.training,
+    "hand-written": third_party.hand_written,
+    "third-party": third_party.third_party,
+    "decode": models.decoding,
+    "overhead": ops.overhead,
+}
+#: Apart, because they take long.
+SCALING: dict[str, Suite] = {f"scaling: {name}": suite for name, suite in ops.SCALING.items()}
+
+_QUICK_PEERS = ("onednn_prepacked",)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    suites: Mapping[str, Suite] = SUITES,
+    kind: str = "",
+    plan: Plan = ORDINARY,
+) -> None:
+    """``kind``: the end of the file's name; ``plan``: that of a run that names none."""
+    names = list(suites)
+    parser.add_argument(
+        "--suite", nargs="+", type=str.lower, choices=names, default=names, metavar="SUITE",
+        help=f"of: {'; '.join(names)} (all)",
+    )  # fmt: skip
+    add_work(parser, OPS)
+    parser.set_defaults(suites=suites, kind=kind, plan=plan, device="cpu", backend=list(BACKENDS))
+    parser.add_argument(
+        "--peer", nargs="*", default=None,
+        help="peers by their names in benchmarks/peers.py; none: --peer without a name (all)",
+    )  # fmt: skip
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="small cases, few rounds; not kept")
+    how.add_argument("--thorough", action="store_true", help="more rounds and longer samples")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="where results go (benchmarks/results/<machine>.json; nowhere if --quick)",
+    )  # fmt: skip
+
+
+def add_scaling(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, SCALING, "-scaling", ops.SCALING_PLAN)
+
+
+def scope_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Scope:
+    device, names = device_of(parser, options), options.peer
+    if names is None and options.quick:
+        names = _QUICK_PEERS
+    try:
+        found = peers.load(names)
+    except ValueError as error:
+        parser.error(str(error))
+    return Scope(
+        plan=QUICK if options.quick else THOROUGH if options.thorough else options.plan,
+        dtype=DTYPES[options.dtype],
+        device=device,
+        backends=tuple(options.backend),
+        peers=found,
+        ops=tuple(options.op),
+        quick=options.quick,
+    )
+
+
+def run_suites(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """1 if a result of ours is outside its error budget, else 0."""
+    scope = scope_of(parser, options)
+    console = output()
+    about = machine.describe(scope.device)
+    if scope.device.type == "cpu":
+        about["peaks"] = roof.peaks()
+    about["peers"] = peers.versions(scope.peers)
+    for line in (machine.line(about), machine.peaks_line(about)):
+        console.print(line)
+    if _native.why_not is not None:
+        console.print(f"no native kernels: {_native.why_not}", style="red")
+    path = options.json
+    if path is None and not options.quick:
+        path = findings.FOLDER / f"{machine.slug(about)}{options.kind}.json"
+    failed = 0
+    suffix = "" if options.dtype == "float32" else f", {options.dtype}"
+    for name in options.suite:
+        full = not scope.quick
+        work = [*options.suites[name](scope)]
+        rows, _ = run(work, scope.plan, probe_before=full, memory=full)
+        if not rows:
+            continue
+        console.rule(name)
+        show(
+            console,
+            rows,
+            {
+                "Failed": form.failures(rows),
+                "Not run by a kernel of ours": form.fallbacks(rows),
+                "Not measured": form.absent(rows),
+            },
+        )
+        failed += sum(row.failed for row in rows)
+        if path is not None:
+            plan = {"plan": asdict(scope.plan), "dtype": options.dtype, "quick": options.quick}
+            # Written suite by suite: a run that is ended early keeps what it has.
+            findings.write(path, {name + suffix: {"machine": about, **plan, "rows": rows}})
+    if path is not None:
+        console.print(f"\nwritten to {path}")
+    if failed:
+        console.print(f"\n{failed} results are wrong", style="bold red")
+    return 1 if failed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,25 +140,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module, summary, *more in (
-        ("run", run, "ops, layers, models, training (the default)", SUITES),
+    for name, summary, add, command in (
+        ("run", "ops, layers, models, training (the default)", add_arguments, run_suites),
+        ("scaling", "how time grows with each size; about 10 minutes", add_scaling, run_suites),
         (
-            "scaling",
-            run,
-            "how time grows with each size; about 10 minutes",
-            SCALING,
-            "-scaling",
-            PLAN,
+            "compare",
+            "this tree against a revision or a result file",
+            compare.add_arguments,
+            compare.main,
         ),
-        ("compare", compare, "this tree against a revision or a result file"),
-        ("report", report, "Markdown and plots from the result files"),
+        ("report", "Markdown and plots from the result files", report.add_arguments, report.main),
     ):
-        command = commands.add_parser(name, help=summary)
-        module.add_arguments(command, *more)
-        command.set_defaults(run=module.main, parser=command)
-    if not given or (
-        given[0] not in commands.choices and given[0] not in ("-h", "--help", "--version")
-    ):
+        added = commands.add_parser(name, help=summary)
+        add(added)
+        added.set_defaults(run=command, parser=added)
+    if not given or given[0] not in (*commands.choices, "-h", "--help", "--version"):
         given.insert(0, "run")
     options = parser.parse_args(given)
     return until_interrupted(options.run, options.parser, options)

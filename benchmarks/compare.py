@@ -28,9 +28,9 @@ from transformer_fast.cli import form
 from transformer_fast.cli.console import bullets, columns, output
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
-from transformer_fast.measure.summary import interval, medians
+from transformer_fast.measure.clock import bootstrap, interval
 
-from . import store
+from . import findings
 from .findings import by_case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ _SUITES = ("ops", "layers")
 #: PyTorch's candidates, any of which is the same code before and after.
 _CONTROLS = ("torch", "torch eager", "torch fast path")
 
-#: The suites of a run, by name, as `store.read` gives them.
+#: The suites of a run, by name, as `findings.read` gives them.
 Suites = dict[str, Any]
 #: Before and after.
 Pass = tuple[Suites, Suites]
@@ -68,7 +68,7 @@ class Change(NamedTuple):
 def _relative(row: Row, control: Row | None, seed: int) -> tuple[float, torch.Tensor]:
     """The row's time over the control's (or 1): median, and bootstrap draws."""
     series = [row.samples] if control is None else [row.samples, control.samples]
-    exact, draws = medians(series, seed)
+    exact, draws = bootstrap(series, seed)
     if control is None:
         return exact[0].item(), draws[0]
     return (exact[0] / exact[1]).item(), draws[0] / draws[1]
@@ -215,7 +215,7 @@ def _time(tree: Path, options: argparse.Namespace, path: Path) -> Suites:
     )
     if done.returncode not in (0, 1) or not path.exists():
         raise RuntimeError(f"the suite ended with status {done.returncode} in {tree}")
-    return store.read(path)
+    return findings.read(path)
 
 
 def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
@@ -225,9 +225,9 @@ def _passes(options: argparse.Namespace, console: Console) -> Iterator[Pass]:
     base, now = Path(options.base), machine.describe()
     old: Suites = {}
     if base.is_file():
-        old = store.read(base)
+        old = findings.read(base)
         if options.new is not None:
-            yield old, store.read(options.new)
+            yield old, findings.read(options.new)
             return
         if other_machines(old, {name: {"machine": now} for name in old}):
             # Known before anything is timed.

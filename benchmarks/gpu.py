@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,23 +44,19 @@ from transformer_fast.dispatch import Kernel
 from transformer_fast.measure import device as on_device
 from transformer_fast.measure import machine
 from transformer_fast.measure.accuracy import unchecked
-from transformer_fast.measure.apart import OUT_OF_TIME, lines_of
 from transformer_fast.measure.benchmark_case import PEER_FACTOR, problem_of
 from transformer_fast.measure.clock import Call, Clock, DeviceClock, Times, in_turn, medians
+from transformer_fast.measure.device import OUT_OF_TIME, lines_of
 from transformer_fast.specs import OPS
 from transformer_fast.specs.gpu import BENCH_CASES, GPU_CASES, GpuCase
 from transformer_fast.testing import call_of
 
 from . import peers
-from .peers import flex_attention, liger
+from .peers import PEERS
 
 FORMAT = 1
 #: Backends with something for a GPU.
 BACKENDS = ("cuda", "triton", "torch")
-#: Seconds that one piece of work may take, the start of its process included.
-LIMITS = {"env": 60.0, "warm": 180.0, "smoke": 20.0, "parity": 120.0, "bench": 150.0, "tune": 60.0}
-STAGES = tuple(LIMITS)
-
 #: Says what is to be done, in JSON.
 Item = dict[str, Any]
 
@@ -127,7 +123,9 @@ class Session:
             while rest and not self._stopped:
                 problem = OUT_OF_TIME
                 if time.monotonic() < until:
-                    problem = lines_of(_command(stage, list(rest)), take, LIMITS[stage], until)
+                    problem = lines_of(
+                        _command(stage, list(rest)), take, STAGES[stage].limit, until
+                    )
                 if problem == OUT_OF_TIME:
                     self._write(stage, "skipped", rest)
                     return
@@ -254,16 +252,6 @@ def _tune(session: Session) -> None:
     session.do("tune", [[item for item in timed.values() if len(item["tiles"]) > 1]], 1)
 
 
-_PLANS: dict[str, Callable[[Session], object]] = {
-    "env": lambda session: session.do("env", [[{}]], 1),
-    "warm": _warm,
-    "smoke": lambda session: session.do("smoke", _checks(True), session.processes()),
-    "parity": lambda session: session.do("parity", _checks(False), session.processes()),
-    "bench": lambda session: session.do("bench", [bench_items()], 1),
-    "tune": _tune,
-}
-
-
 # What a process does with its share.
 
 
@@ -287,7 +275,7 @@ def environment(item: Item, device: torch.device, clock: Clock) -> Item:
     fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
     found["nvidia-smi"] = _asked("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
     found["nvcc"] = (_asked("nvcc", "--version") or "").splitlines()[-1:]
-    found["peers"] = peers.versions([flex_attention, liger])
+    found["peers"] = peers.versions([PEERS["flex_attention"], PEERS["liger"]])
     return found
 
 
@@ -311,13 +299,16 @@ def _reasons(kernel: Kernel, call: dispatch.Call) -> str | None:
     return "; ".join(dispatch.why_not(kernel, call)) or None
 
 
+def _trial(item: Item, gradients: bool, device: torch.device) -> on_device.Trial:
+    case, dtype = _CASES[item["op"], item["case"]], getattr(torch, item["dtype"])
+    return on_device.Trial(case, dtype, gradients, device)
+
+
 def check(item: Item, device: torch.device, clock: Clock) -> dict[str, str]:
     """Of the forward pass and of the gradients: "right", "refused: ..." or "wrong: ..."."""
-    op, dtype = item["op"], getattr(torch, item["dtype"])
-    case, kernel = _CASES[op, item["case"]], _kernel(op, item["backend"])
-    found = {}
-    for gradients in (False, True) if case.gradients else (False,):
-        trial = on_device.Trial(case, dtype, gradients, device)
+    kernel, found = _kernel(item["op"], item["backend"]), {}
+    for gradients in (False, True) if _CASES[item["op"], item["case"]].gradients else (False,):
+        trial = _trial(item, gradients, device)
         with torch.set_grad_enabled(gradients):
             refused = _reasons(kernel, trial.call)
         wrong = None if refused else trial.check(trial.work(kernel.run))[1]
@@ -343,23 +334,22 @@ def candidates(trial: on_device.Trial) -> Item:
     found |= trial.torchs()
     if op == "attention":
         found |= {name: sdpa_kernel(one)(OPS[op].pytorch) for name, one in _SDPA.items()}
-    others: list[tuple[str, Any, tuple[bool, ...]]] = []
+    others: dict[str, tuple[Any, ...]] = {"Liger": ("liger",)} if op == "layer_norm" else {}
     # It compiles for long, and half types are alike.
     if op == "attention" and arguments[0].dtype == torch.bfloat16:
-        known = {"FlexAttention, mask known": True, "FlexAttention, mask new": False}
-        others = [(name, flex_attention, (kept,)) for name, kept in known.items()]
-    for name, peer, options in others if op != "layer_norm" else [("Liger", liger, ())]:
-        for offered in peers.candidates([peer], "op", op, arguments, *options):
+        others["FlexAttention, mask known"] = "flex_attention", True
+        others["FlexAttention, mask new"] = "flex_attention", False
+    for name, (peer, *options) in others.items():
+        for offered in peers.candidates([PEERS[peer]], "op", op, arguments, *options):
             found[name] = offered.run or offered.reason
     return found
 
 
 def bench(item: Item, device: torch.device, clock: Clock) -> Item:
     """Samples of each candidate in seconds, the device's and its host's, or why it has none."""
-    op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
     torch.compiler.reset()  # each case is compiled for itself, and there is a limit
-    trial = on_device.Trial(_CASES[op, item["case"]], dtype, gradients, device)
-    with torch.set_grad_enabled(gradients):
+    trial = _trial(item, item["gradients"], device)
+    with torch.set_grad_enabled(trial.gradients):
         rivals = candidates(trial)
     found: Item = {}
     calls: dict[str, Call] = {}
@@ -392,14 +382,12 @@ def tune(item: Item, device: torch.device, clock: Clock) -> Any:
     """Of one tile whether it is right; of several the seconds of each on the device."""
     from transformer_fast.backends.triton import config
 
-    op, dtype, gradients = item["op"], getattr(torch, item["dtype"]), item["gradients"]
-    trial = on_device.Trial(_CASES[op, item["case"]], dtype, gradients, device)
-    work = trial.work(_kernel(op, "triton").run)
+    trial = _trial(item, item["gradients"], device)
+    work = trial.work(_kernel(trial.op, "triton").run)
 
     def using(tile: Sequence[int] | None) -> Call:
         def call(number: int) -> Any:
-            inside = config.use_tile(item["function"], tile) if tile else nullcontext()
-            with inside:
+            with config.use_tile(item["function"], tile) if tile else nullcontext():
                 return work(number)
 
         return call
@@ -414,9 +402,22 @@ def tune(item: Item, device: torch.device, clock: Clock) -> Any:
     return dict(sorted(times.items(), key=lambda entry: entry[1]))
 
 
-WORK: dict[str, Callable[[Item, torch.device, Clock], Any]] = dict(
-    zip(STAGES, (environment, compile_share, check, check, bench, tune), strict=True)
-)
+class Stage(NamedTuple):
+    #: Seconds that one piece of work may take, the start of its process included.
+    limit: float
+    plan: Callable[[Session], object]
+    #: What a process does with a piece of work.
+    work: Callable[[Item, torch.device, Clock], Any]
+
+
+STAGES = {
+    "env": Stage(60.0, lambda session: session.do("env", [[{}]], 1), environment),
+    "warm": Stage(180.0, _warm, compile_share),
+    "smoke": Stage(20.0, lambda s: s.do("smoke", _checks(True), s.processes()), check),
+    "parity": Stage(120.0, lambda s: s.do("parity", _checks(False), s.processes()), check),
+    "bench": Stage(150.0, lambda session: session.do("bench", [bench_items()], 1), bench),
+    "tune": Stage(60.0, _tune, tune),
+}
 
 
 def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
@@ -428,7 +429,7 @@ def alone(stage: str, items: Sequence[Item], device: torch.device) -> int:
     for item in items:
         broken = False
         try:
-            line = {"result": WORK[stage](item, device, clock)}
+            line = {"result": STAGES[stage].work(item, device, clock)}
         except Exception as error:
             line = {"problem": problem_of(error)}
         try:
@@ -505,7 +506,7 @@ def run(options: argparse.Namespace) -> int:
             )
             start = time.monotonic()
             session.begin(stage)
-            _PLANS[stage](session)
+            STAGES[stage].plan(session)
             bar.remove_task(task)
             found = session.stages[stage]
             problems += _problems(stage, found["results"])

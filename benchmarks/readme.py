@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from transformer_fast.cli import form
-from transformer_fast.cli.info import dtype_names
+from transformer_fast.cli.info import kernel_row
 from transformer_fast.dispatch import BACKENDS, Kernel, kernels
 from transformer_fast.measure import machine
 from transformer_fast.specs import OPS
 
-from . import store
+from . import findings
 from .findings import FIGURES, markdown, table, work
 from .report import Machine, all_findings, headline, hurried, is_scaling, machines
 
@@ -54,16 +54,10 @@ _SPLIT = (
 def _cell(kernel: Kernel | None) -> str:
     if kernel is None:
         return "-"
-    parts = [dtype_names(kernel.dtypes)]
-    if not kernel.gradients:
-        parts.append("forward")
-    elif kernel.op == "attention" and not kernel.mask_gradient:
-        parts.append("forward, backward (not of masks)")
-    else:
-        parts.append("forward, backward")
-    if "dropout_p" in OPS[kernel.op].arguments:
-        parts.append("dropout" if kernel.dropout else "no dropout")
-    return ", ".join(parts)
+    _, _, _, dtypes, gradients, dropout, _ = kernel_row(kernel)
+    passes = {"no": "forward", "yes": "forward, backward"}
+    dropped = {"": "", "no": ", no dropout", "yes": ", dropout"}[dropout]
+    return f"{dtypes}, {passes.get(gradients, 'forward, backward (not of masks)')}{dropped}"
 
 
 def _section(paper: str) -> str:
@@ -104,7 +98,7 @@ def _machines(folder: Path) -> list[Machine]:
     return sorted(found, key=rank, reverse=True)
 
 
-def headline_part(folder: Path = store.FOLDER) -> str:
+def headline_part(folder: Path = findings.FOLDER) -> str:
     """Three facts: the mean over the fastest other software, the worst case, what stays the same."""
     first = _machines(folder)[0]
     others = [
@@ -131,7 +125,7 @@ def _is_ours(candidate: str) -> bool:
     ) or "fast.nn" in candidate
 
 
-def figures(folder: Path = store.FOLDER) -> str:
+def figures(folder: Path = findings.FOLDER) -> str:
     """A dozen rows of one machine, and a sentence for each other."""
     found = _machines(folder)
     if not found:

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from transformer_fast.cli import form, notes
+import matplotlib
+
+matplotlib.use("svg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, NullFormatter
+
+from transformer_fast.cli import form
 from transformer_fast.cli.console import output
 from transformer_fast.measure import machine
+from transformer_fast.measure.benchmark_case import Row
+from transformer_fast.measure.clock import Ratio, Summary
 
-from . import plots, store
-from .findings import LOST, SUMMARY, Finding, findings, losses, table
+from .findings import (
+    FOLDER,
+    LOST,
+    SUMMARY,
+    Finding,
+    ResultsError,
+    by_case,
+    files,
+    findings,
+    losses,
+    read,
+    table,
+)
 
 LEGEND = (
     "Every figure is the median of samples taken in rounds, in which all candidates of a case run "
@@ -54,16 +78,16 @@ class Machine:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", type=Path, default=store.FOLDER, help="folder of JSON files")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of JSON files")
     parser.add_argument("--out", type=Path, help="where report.md and its plots go (the folder)")
 
 
 def machines(folder: Path) -> list[Machine]:
     """The machines of a folder; the scaling file of a machine joins its other one."""
     found: dict[str, Machine] = {}
-    for path in store.files(folder):
+    for path in files(folder):
         slug = path.stem.removesuffix("-scaling")
-        suites = store.read(path)
+        suites = read(path)
         if not suites:
             continue
         line = machine.line(next(iter(suites.values()))["machine"])
@@ -128,6 +152,151 @@ def _beside(one: Machine) -> str:
     return " ".join(text for text in (machine.peaks_line(one.about), peers, hurried(one)) if text)
 
 
+# Pictures, as SVG text.
+
+#: A candidate keeps its colour through all pictures (Okabe and Ito's, told apart by all eyes).
+_COLOURS = {
+    "cpu": "#0072B2",
+    "triton": "#0072B2",
+    "cuda": "#56B4E9",
+    "reference": "#999999",
+    "torch": "#D55E00",
+    "torch eager": "#D55E00",
+    "torch fast path": "#E69F00",
+    "torch.compile": "#CC79A7",
+    "inductor tuned": "#882255",
+    "zentorch": "#44AA99",
+    "oneDNN prepacked": "#009E73",
+    "ONNX Runtime": "#C9B800",
+    "OpenVINO": "#56B4E9",
+    "Hugging Face": "#000000",
+    "CTranslate2": "#8A5A2B",
+    "rewritten": "#0072B2",
+    "transformer_fast.nn": "#6A3D9A",
+}
+
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "transformer_fast",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    # No date in the file: the same results give the same picture.
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def speed_ups(found: Sequence[Finding], title: str) -> str:
+    """How many times as fast as PyTorch's best, case by case, with 95 % intervals."""
+    shown = [(one.chosen, one.chosen.vs_torch) for one in reversed(found) if one.chosen.vs_torch]
+    if not shown:
+        return ""
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.26 * len(shown)))
+        for place, (_, ratio) in enumerate(shown):
+            colour = "#0072B2" if ratio.value >= 1.0 else "#D55E00"
+            axes.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=2.5)
+            axes.plot(ratio.value, place, "o", color=colour, markersize=5)
+        axes.axvline(1.0, color="#999999", linewidth=1)
+        axes.set_yticks(range(len(shown)), [f"{row.op}  {row.case}" for row, _ in shown])
+        axes.set_ylim(-0.6, len(shown) - 0.4)
+        axes.set_xscale("log", base=2)
+        low, high = axes.get_xlim()
+        first, last = math.floor(math.log2(min(low, 0.9))), math.ceil(math.log2(max(high, 1.1)))
+        step = 1 + (last - first) // 10
+        ticks = [2.0**i for i in range(first, last + 1) if i % step == 0]
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("times as fast as PyTorch's best, with 95 % interval")
+        axes.set_title(title, loc="left")
+        return _svg(figure)
+
+
+#: Lower values of a logarithmic axis than this share of the least time are not shown.
+_BELOW = 1 / 30
+
+
+def _draw_lines(
+    axes: Axes, rows: Iterable[Row], figure: Callable[[Row], Summary | Ratio | None], size: int
+) -> None:
+    """A line for each candidate through the sizes, which are its cases' names, in a band."""
+    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    for row in rows:
+        if row.time is not None and (found := figure(row)) is not None:
+            points.setdefault(row.candidate, []).append((float(row.case), *found[:3]))
+    for name, found in points.items():
+        # Modules may be on several backends, as 'cpu+torch'.
+        colour = _COLOURS.get(name) or _COLOURS.get(name.partition("+")[0], "#666666")
+        sizes, middles, lows, highs = zip(*found, strict=True)
+        axes.plot(sizes, middles, "o-", color=colour, label=name, markersize=size)
+        axes.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
+
+
+def _draw_roofs(axes: Axes, groups: Iterable[Sequence[Row]]) -> None:
+    """Of the size the seconds of the roof and, where it is another one, of the roof of bf16 pieces."""
+    first, second = [], []
+    for group in groups:
+        row = next((row for row in group if row.time is not None and row.roof_share), None)
+        if row is not None and row.time is not None and row.roof_share:
+            size, time = float(row.case), row.time.median
+            first.append((size, time * row.roof_share))
+            second.append((size, time * (row.split_share or row.roof_share)))
+    for name, points, dashes in (("roof", first, "--"), ("roof of bf16 pieces", second, ":")):
+        if points and (points is first or second != first):
+            axes.plot(*zip(*points, strict=True), dashes, color="#555555", label=name, linewidth=1)
+
+
+def scaling(rows: Sequence[Row], title: str) -> str:
+    """Time against size, one line for each candidate, and the roof; below, against PyTorch."""
+    timed = [row for row in rows if row.time is not None]
+    if not timed:
+        return ""
+    relative = any(row.vs_torch for row in timed)
+    work, _, size_name = title.removeprefix("scaling: ").rpartition(", ")
+    with pyplot.rc_context(_STYLE):
+        figure = pyplot.figure(figsize=(7.5, 3.6 + 1.7 * relative))
+        grid = figure.add_gridspec(1 + relative, height_ratios=[3.6, 1.7][: 1 + relative])
+        top = bottom = figure.add_subplot(grid[0])
+        _draw_lines(top, timed, lambda row: row.time, 4)
+        _draw_roofs(top, by_case(rows).values())
+        top.set_yscale("log")
+        least = min(row.time.median for row in timed if row.time)
+        top.set_ylim(bottom=max(top.get_ylim()[0], least * _BELOW))
+        top.yaxis.set_major_formatter(EngFormatter("s"))
+        top.yaxis.set_minor_formatter(NullFormatter())
+        top.set_title(f"{work}: time by {size_name}", loc="left")
+        top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        if relative:
+            top.tick_params(labelbottom=False)
+            bottom = figure.add_subplot(grid[1], sharex=top)
+            bottom.axhline(1.0, color="#999999", linewidth=1)
+            _draw_lines(bottom, timed, lambda row: row.vs_torch, 3)
+            bottom.set_yscale("log", base=2)
+            bottom.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
+            bottom.set_ylabel("times as fast\nas PyTorch")
+        sizes = sorted({float(row.case) for row in timed})
+        bottom.set_xscale("log", base=2)
+        bottom.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
+        bottom.minorticks_off()
+        bottom.set_xlabel(size_name)
+        for axes in (top, bottom):
+            axes.grid(color="#e5e5e5", linewidth=0.6)
+            axes.set_axisbelow(True)
+        return _svg(figure)
+
+
+# The report.
+
+
 def _picture(svg: str, name: str, file: Path) -> str:
     """A link to the file, which is written; '' without a picture."""
     if not svg:
@@ -143,7 +312,7 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
     for one in found:
         yield f"## {one.line}"
         yield f"{headline(one)} {_beside(one)}".strip()
-        failed = {name: notes.failures(suite["rows"]) for name, suite in one.suites.items()}
+        failed = {name: form.failures(suite["rows"]) for name, suite in one.suites.items()}
         if wrong := [f"- {name}: {line}" for name, lines in failed.items() for line in lines]:
             yield "### Wrong results"
             yield "\n".join(wrong)
@@ -159,11 +328,11 @@ def _parts(found: list[Machine], pictures: Path) -> Iterator[str]:
             yield f"### {name}"
             line = machine.line(suite["machine"])
             yield "" if line == one.line else f"Taken at another time: {line}"
-            svg = plots.speed_ups(cases, f"{name}: {one.slug}")
+            svg = speed_ups(cases, f"{name}: {one.slug}")
             yield _picture(svg, "speed-ups", file(name))
             yield table(cases, SUMMARY)
         for name, suite in one.suites.items():
-            if is_scaling(name) and (svg := plots.scaling(suite["rows"], name)):
+            if is_scaling(name) and (svg := scaling(suite["rows"], name)):
                 yield f"### {name}"
                 yield _picture(svg, name, file(name))
 
@@ -178,7 +347,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     console = output()
     try:
         found = machines(options.results)
-    except (OSError, store.ResultsError) as error:
+    except (OSError, ResultsError) as error:
         parser.error(str(error))
     if not found:
         parser.error(f"there are no result files in {options.results}; run `make bench` first")

@@ -75,15 +75,12 @@ SHARES = {
     **dict.fromkeys(
         (
             "test_benchmarks",
-            "test_benchmarks_gpu",
-            "test_benchmarks_report",
             "test_build",
             "test_compare",
+            "test_gpu_commands",
             "test_measure",
-            "test_prove",
             "test_training_example",
             "test_training_processes",
-            "test_viz_page",
         ),
         0,
     ),
@@ -102,7 +99,7 @@ SHARES = {
     "test_attention": 60,
     "test_autograd": 60,
     "test_cuda_operators": 30,
-    "test_viz_diagram": 50,
+    "test_viz": 75,
     # Tests on these backends.
     "triton": 4,
     "cuda": 15,

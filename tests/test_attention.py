@@ -35,7 +35,7 @@ from transformer_fast import _native
 from transformer_fast import functional as F
 from transformer_fast.backends import cpu
 from transformer_fast.backends.triton import config
-from transformer_fast.measure.memory import peak
+from transformer_fast.measure.clock import peak
 from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
 from transformer_fast.testing import (

@@ -1,8 +1,9 @@
-"""The suites and their peers."""
+"""The suites, their peers, result files and what they say: what became slower, the report, README."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,29 +22,18 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import benchmarks.hand_written
 import transformer_fast
-from benchmarks import peers, run, store
-from benchmarks.__main__ import main
-from benchmarks.peers import Remote, candidates, inductor_tuned, liger, load, onnx_runtime, zentorch
-from benchmarks.peers import flex_attention as flex
-from benchmarks.scope import Scope
-from benchmarks.suites import (
-    SCALING,
-    SUITES,
-    decode,
-    hand_written,
-    models,
-    ops,
-    overhead,
-    scaling,
-    training,
-)
-from transformer_fast.measure.benchmark_case import run_case
+from benchmarks import __main__ as command
+from benchmarks import compare as comparing
+from benchmarks import findings, peers, readme, report
+from benchmarks.__main__ import SCALING, SUITES, main
+from benchmarks.peers import PEERS, Remote
+from benchmarks.suites import Scope, lengths, models, ops, third_party
+from transformer_fast.measure import machine
+from transformer_fast.measure.benchmark_case import Row, run_case
 from transformer_fast.measure.calls import forced
-from transformer_fast.measure.clock import Plan
-from transformer_fast.measure.modules import twins, with_fast_path
-from transformer_fast.measure.transformers import Size
+from transformer_fast.measure.cases import Size, twins, with_fast_path
+from transformer_fast.measure.clock import Plan, speed_up, summarise
 from transformer_fast.reference import attention
 from transformer_fast.specs import OPS
 
@@ -53,11 +44,12 @@ FAST = Plan(rounds=3, seconds=0.01, least=2, sample=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("peer", peers.load(), ids=lambda peer: peer.__name__.rpartition(".")[2])
-def test_a_peer_does_the_same_work_or_says_why_not(peer, dtype):
-    if peer.__name__.endswith(("torch_compile", "inductor_tuned")):
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_does_the_same_work_or_says_why_not(name, dtype):
+    if name in ("torch_compile", "inductor_tuned"):
         pytest.skip("compiling takes long; torch's own tests are about it")
-    if (reason := peers.why_not(peer)) is not None:
+    peer = PEERS[name]
+    if (reason := peer.why_not()) is not None:
         pytest.skip(reason)
     limits = (
         {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
@@ -87,16 +79,16 @@ def test_a_peer_does_the_same_work_or_says_why_not(peer, dtype):
 
 def _translators() -> tuple[Any, Any]:
     size = Size(32, 4, 64, layers=2, vocabulary=40)
-    return twins(lambda nn: decode.Translator(nn, size, 20), torch.float32, "cpu")
+    return twins(lambda nn: models.Translator(nn, size, 20), torch.float32, "cpu")
 
 
 def test_everyone_decodes_alike_and_wrong_tokens_are_found():
     ours, theirs = _translators()
     source = torch.randint(3, 40, (3, 7))
     oracle = copy.deepcopy(theirs).double()
-    checker = decode.GreedyJudge(oracle, forced(ours.logits, "reference"), 5)
+    checker = models.GreedyJudge(oracle, forced(ours.logits, "reference"), 5)
     offered = peers.candidates(peers.load(), "decode", theirs, (source,), 5)
-    runs = [decode.cached(ours, 5), decode.recomputing(theirs, 5)]
+    runs = [models.cached(ours, 5), models.recomputing(theirs, 5)]
     runs += [candidate.run for candidate in offered if candidate.run is not None]
     with torch.no_grad():
         for run_one in runs:
@@ -114,10 +106,10 @@ def test_a_missing_or_broken_peer_is_a_row_with_its_reason():
     def broken(*arguments: Any) -> Any:
         raise RuntimeError("no licence\nsecond line")
 
-    missing = types.SimpleNamespace(NAME="a", available=lambda: "it is not installed", op=broken)
-    failing = types.SimpleNamespace(NAME="b", available=lambda: None, op=broken)
-    silent = types.SimpleNamespace(NAME="c", available=lambda: None, op=lambda *a: None)
-    without = types.SimpleNamespace(NAME="d", available=lambda: None)
+    missing = types.SimpleNamespace(name="a", why_not=lambda: "it is not installed", op=broken)
+    failing = types.SimpleNamespace(name="b", why_not=lambda: None, op=broken)
+    silent = types.SimpleNamespace(name="c", why_not=lambda: None, op=lambda *a: None)
+    without = types.SimpleNamespace(name="d", why_not=lambda: None)
     found = peers.candidates([missing, failing, silent, without], "op", "linear", ())
     assert [(c.name, c.run, c.reason) for c in found] == [
         ("a", None, "it is not installed"),
@@ -146,37 +138,33 @@ def test_inputs_of_a_case_share_weights_and_nothing_else():
 
 def test_lengths_have_the_share_that_they_say():
     for share in (0.1, 0.25, 0.5, 0.65, 0.9, 1.0):
-        found = models.lengths(16, 400, share)
+        found = lengths(16, 400, share)
         assert found.float().mean().item() / 400 == pytest.approx(share, abs=0.01)
         assert 1 <= int(found.min()) <= int(found.max()) <= 400
 
 
 def test_scaling_leaves_out_what_takes_too_long_and_says_so(monkeypatch):
-    monkeypatch.setattr(scaling, "_MOST_SCORES", 8 * 64 * 64)
+    monkeypatch.setattr(ops, "_MOST_SCORES", 8 * 64 * 64)
     for length in (64, 65):
-        build = scaling._attention(1, length)
-        benchmark_case = scaling._contest(Scope(), "attention", "x", build, None)
+        benchmark_case = ops._point(Scope(), "attention", "x", ops.attention(1, length), None)
         (reference,) = (c for c in benchmark_case.candidates if c.name == "reference")
         assert (reference.run is None) == (length > 64)
         assert length == 64 or "computes 3.4e+04 scores" in str(reference.reason)
 
 
 def test_threads_are_put_back_after_each_point(two_threads):
-    def one(scope: Scope) -> Any:
-        build = scaling._layer_norm(2)
-        yield "one thread", lambda: scaling._contest(scope, "layer_norm", "1", build, 1)
-
-    run.run_suite("x", one, Scope(plan=FAST, quick=True))
+    case = OPS["layer_norm"].tiny
+    command.run([("one thread", lambda: ops._point(Scope(), "layer_norm", "1", case, 1))], FAST)
     assert torch.get_num_threads() == 2
 
 
 def test_a_quick_run_end_to_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "QUICK", FAST)
+    monkeypatch.setattr(command, "QUICK", FAST)
     monkeypatch.setattr(ops, "_QUICK_FLOPS", 1e6)
     path = tmp_path / "m.json"
     options = ["--quick", "--suite", "overhead", "backward", "--op", "layer_norm", "--peer"]
     assert main([*options, "--json", str(path)]) == 0
-    found = store.read(path)
+    found = findings.read(path)
     assert list(found) == ["overhead", "backward"]
     assert json.loads(path.read_text())["suites"]["overhead"]["quick"] is True
     for suite in found.values():
@@ -200,25 +188,25 @@ def test_no_relu_is_near_its_kink_when_gradients_are_compared():
     )
 
 
-def test_a_training_step_can_be_checked_again_and_again(monkeypatch):
-    monkeypatch.setattr(training, "_QUICK", (models.Case(2, 6, 50, 1),))
-    for _, make in training.suite(Scope(quick=True)):
-        rows = {one.candidate: one for one in run_case(make(), FAST)}
-        assert rows[training.EAGER].ok
-        assert rows["reference"].ok
-        if training.FUSED in rows and hasattr(torch.nn.functional, "linear_cross_entropy"):
-            assert rows[training.FUSED].ok
-        (chosen,) = (one for one in rows.values() if one.chosen)
-        assert chosen.ok, chosen.reason
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_training_step_can_be_checked_again_and_again(fuses):
+    benchmark_case = models._training(Scope(), models.Case(2, 6, 50, 1), fuses)
+    rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
+    assert rows[models.EAGER].ok
+    assert rows["reference"].ok
+    if fuses and hasattr(torch.nn.functional, "linear_cross_entropy"):
+        assert rows[models.FUSED].ok
+    (chosen,) = (one for one in rows.values() if one.chosen)
+    assert chosen.ok, chosen.reason
 
 
 def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
     size = Size(32, 4, 64, layers=2, vocabulary=300)
-    theirs, _, written = hand_written._models(Scope(), size, 0.0)
-    source, target = models.batches(Scope(), 3, 9, 300, 0.65, 0)
+    theirs, _, written = third_party.models_of(Scope(), size, 0.0)
+    ((source, target),) = models.Case(3, 9, 300, 2, 0.65).inputs(Scope())[0]
     torch._dynamo.reset()
     transformer_fast.compile_reports(clear=True)
-    for run_it in (written, hand_written.rewritten(written)):
+    for run_it in (written, third_party.rewritten(written)):
         with torch.no_grad():
             right, got = theirs(source, target), run_it(source.tokens, target.tokens)
         torch.testing.assert_close(got[target.real], right[target.real], rtol=1e-4, atol=1e-5)
@@ -226,18 +214,13 @@ def test_what_is_written_by_hand_is_the_same_model_and_is_rewritten_whole():
     assert report.counts["attention"] == 6
     assert report.counts["feed_forward"] == 4
     assert not report.left
-    state = benchmarks.hand_written.packed(written.state_dict())
-    assert {f"transformer.{name}" for name in state if "attn" in name} <= {*theirs.state_dict()}
-    for name, value in state.items():
-        prefix = "" if name.startswith(("embedding", "output")) else "transformer."
-        assert torch.equal(value, theirs.state_dict()[prefix + name])
 
 
 def test_a_training_step_by_hand_is_judged_under_the_names_of_torch_nn(monkeypatch):
-    benchmark_case = hand_written._training(Scope(), models.Case(2, 6, 50, 1))
+    benchmark_case = third_party.training_step(Scope(), models.Case(2, 6, 50, 1))
     rows = {one.candidate: one for one in run_case(benchmark_case, FAST)}
     assert all(one.ok for one in rows.values()), rows
-    by_hand = next(c for c in benchmark_case.candidates if c.name == hand_written.AS_WRITTEN)
+    by_hand = next(c for c in benchmark_case.candidates if c.name == models.EAGER)
     arguments = benchmark_case.inputs[0][0]
     loss, *gradients = by_hand.run(*arguments)
     for wrong in (0, 5, len(gradients) - 1):
@@ -252,9 +235,9 @@ def test_others_are_held_to_the_same_instruction_set(name, monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     program = (
         "import benchmarks, os, torch\n"
-        "from benchmarks.peers import onnx_runtime\n"
+        "from benchmarks.peers import PEERS\n"
         "print(torch.backends.cpu.get_cpu_capability(), os.environ.get('ONEDNN_MAX_CPU_ISA'),\n"
-        "      'cannot be held' in str(onnx_runtime.available()))\n"
+        "      'cannot be held' in str(PEERS['onnx_runtime'].why_not()))\n"
     )
     shown = python("-c", program, TRANSFORMER_FAST_CPU_ISA=name or "")
     capability, onednn, refused = shown.stdout.split()
@@ -262,7 +245,7 @@ def test_others_are_held_to_the_same_instruction_set(name, monkeypatch):
         assert (onednn, refused) == ("None", "False")
     else:
         assert (capability.lower(), onednn) == ("avx2", "AVX2")
-        assert refused == str(all(map(importlib.util.find_spec, onnx_runtime.PACKAGES)))
+        assert refused == str(all(map(importlib.util.find_spec, PEERS["onnx_runtime"].packages)))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +268,7 @@ def test_wrong_options(capsys, options, message):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_cost_of_a_call_can_be_taken_of_every_op(op):
-    rows = list(run_case(overhead._contest(Scope(quick=True), op), FAST))
+    rows = list(run_case(ops._call(Scope(quick=True), op), FAST))
     (chosen,) = (row for row in rows if row.chosen)
     assert chosen.ok, chosen.reason
 
@@ -314,13 +297,15 @@ CASES = {
 def test_flex_attention_means_the_same(name: str) -> None:
     arguments = given(**CASES[name])
     expected = attention(*arguments)[0]
-    torch.testing.assert_close(flex.attend(flex_attention, create_block_mask, *arguments), expected)
+    torch.testing.assert_close(
+        peers.attend(flex_attention, create_block_mask, *arguments), expected
+    )
 
 
 def test_on_the_cpu_they_say_why_not() -> None:
-    peers = load(["flex_attention", "liger"])
-    assert peers == [flex, liger]
-    for found in candidates(peers, "op", "attention", given()):
+    both = peers.load(["liger", "flex_attention"])
+    assert both == [PEERS["flex_attention"], PEERS["liger"]]
+    for found in peers.candidates(both, "op", "attention", given()):
         assert found.run is None
         assert found.reason
 
@@ -352,10 +337,10 @@ def settings():
     assert after == before
 
 
-@pytest.mark.parametrize("peer", [inductor_tuned, zentorch], ids=lambda peer: peer.NAME)
+@pytest.mark.parametrize("peer", [PEERS["inductor_tuned"], PEERS["zentorch"]], ids=lambda p: p.name)
 @torch.no_grad()
 def test_a_compiler_with_frozen_weights_leaves_them_and_others_alone(peer, settings) -> None:
-    if (reason := peer.available()) is not None:
+    if (reason := peer.why_not()) is not None:
         pytest.skip(reason)
     layer, arguments = _layer()
     seen = ~arguments[2]
@@ -364,7 +349,7 @@ def test_a_compiler_with_frozen_weights_leaves_them_and_others_alone(peer, setti
     run = peer.encoder_layer(layer, arguments)
     autotuned = counters["inductor"]["select_algorithm_autotune"]
     torch.testing.assert_close(run(*arguments)[seen], expected)
-    if peer is inductor_tuned:
+    if peer.name == "inductor tuned":
         assert counters["inductor"]["select_algorithm_autotune"] > autotuned
     torch.testing.assert_close(layer.state_dict(), weights, rtol=0, atol=0)
     layer.linear1.weight.mul_(2)
@@ -387,7 +372,314 @@ def test_what_zentorch_sets_when_it_compiles_is_taken_back(monkeypatch, settings
     monkeypatch.setitem(registry._BACKENDS, "zentorch", None)
     monkeypatch.setitem(registry._COMPILER_FNS, "zentorch", backend)
     layer, arguments = _layer()
-    run, kept = zentorch.encoder_layer(layer, arguments), ~arguments[2]
+    run, kept = PEERS["zentorch"].encoder_layer(layer, arguments), ~arguments[2]
     for _ in range(2):
         torch.testing.assert_close(run(*arguments)[kept], layer(*arguments)[kept])
     assert seen == [(True, False)]
+
+
+# Results.
+
+
+def row(candidate: str, *times: float, case: str = "x", **values: Any) -> Row:
+    """A row with these samples, in milliseconds."""
+    ours = candidate in ("cpu", "reference")
+    made = Row("linear", case, candidate, ours, candidate == "cpu", ok=True, **values)
+    if times:
+        made.samples = [time / 1e3 for time in times]
+        made.time = summarise(made.samples)
+        made.error, made.error_ratio = 1e-6, 0.5
+    return made
+
+
+def suites(*rows: Row, name: str = "ops", **about: Any) -> dict[str, Any]:
+    """As a result file has them; every row measured against the torch row of its case."""
+    timed = [one for one in rows if one.samples]
+    for one in timed:
+        torch_row = next((r for r in timed if (r.case, r.candidate) == (one.case, "torch")), None)
+        if torch_row is not None:
+            one.vs_torch = speed_up(torch_row.samples, one.samples)
+            one.best_torch = "torch"
+    return {name: {"machine": machine.describe() | about, "rows": list(rows)}}
+
+
+NOISE = (1.0, 1.02, 0.99, 1.01, 0.98, 1.0, 1.01)
+
+
+def noisy(time: float) -> list[float]:
+    return [time * factor for factor in NOISE]
+
+
+def test_the_rival_is_the_fastest_other_and_right():
+    (found,) = findings.findings(
+        [
+            row("cpu", *noisy(10.0)),
+            row("reference", *noisy(50.0)),
+            row("torch", *noisy(20.0)),
+            row("peer", *noisy(8.0)),
+            dataclasses.replace(row("quick and wrong", *noisy(1.0)), ok=False),
+        ]
+    )
+    assert found.rival is not None
+    assert found.against is not None
+    assert found.rival.candidate == "peer"
+    assert found.against.value == pytest.approx(0.8)
+    assert found.lost
+
+
+def test_losses_come_worst_first_and_doubtful_ones_not_at_all():
+    rows = [
+        *(row("cpu", *noisy(10.0), case="bad"), row("torch", *noisy(5.0), case="bad")),
+        *(row("cpu", *noisy(10.0), case="worse"), row("torch", *noisy(2.0), case="worse")),
+        *(row("cpu", 10, 11, 9, case="even"), row("torch", 9.9, 10.5, 9.5, case="even")),
+        *(row("cpu", *noisy(1.0), case="won"), row("torch", *noisy(5.0), case="won")),
+    ]
+    lost = findings.losses(findings.findings(rows))
+    assert [finding.chosen.case for finding in lost] == ["worse", "bad"]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A folder with the results of one machine."""
+    folder = tmp_path / "results"
+    ordinary = suites(
+        *(row("cpu", *noisy(10.0), case="a|b"), row("torch", *noisy(20.0), case="a|b")),
+        *(row("cpu", *noisy(9.0), case="<lost>"), row("torch", *noisy(3.0), case="<lost>")),
+    )
+    findings.write(folder / "m.json", ordinary)
+    scaled = [row("cpu", *noisy(float(n)), case=str(n), roof_share=0.5) for n in (32, 64, 128)]
+    findings.write(folder / "m-scaling.json", suites(*scaled, name="scaling: linear, rows"))
+    return folder
+
+
+def test_the_report_has_losses_first(results, capsys):
+    assert main(["report", "--results", str(results)]) == 0
+    text = (results / "report.md").read_text()
+    assert (
+        text.index("### Losses") < text.index("### ops") < text.index("### scaling: linear, rows")
+    )
+    assert text.index("<lost>") < text.index("a\\|b")
+    assert "| linear | <lost> | cpu | torch | 9.00 ms | 3.00 ms | 0.333x" in text
+    for name in ("m-ops.svg", "m-scaling--linear--rows.svg"):
+        assert f"plots/{name}" in text
+        assert "<svg" in (results / "plots" / name).read_text()
+    assert "2 cases timed" in capsys.readouterr().out
+    assert main(["report", "--results", str(results)]) == 0
+    assert (results / "report.md").read_text() == text
+
+
+def test_no_results_to_report(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", "--results", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "run `make bench` first" in capsys.readouterr().err
+
+
+def test_the_readme_gets_its_figures_from_results(results):
+    text = readme.figures(results)
+    assert "| linear a\\|b | 10.0 ms | 2.00x" in text
+    assert "2 cases timed" in text
+    assert "another is faster in 1." in text
+    assert "as fast as the fastest other software" in readme.headline_part(results)
+    assert "make figures" in readme.figures(results / "nothing")
+    with pytest.raises(ValueError, match="no place for"):
+        readme.generated("# nothing here")
+    names = ("headline", "ops", "figures", "other")
+    marked = "".join(f"<!-- generated: {name} -->\n<!-- end -->" for name in names)
+    with pytest.raises(ValueError, match="no generated part 'other'"):
+        readme.generated(marked)
+
+
+def test_an_instruction_set_of_its_own_is_another_machine(results):
+    held = suites(
+        *(row("cpu", *noisy(10.0), case="held"), row("torch", *noisy(30.0), case="held")),
+        isa="avx2",
+        cpu_isa="amx",
+        torch_isa="avx2",
+    )
+    findings.write(results / "m-avx2.json", held)
+    first, second = report.machines(results)
+    assert (first.slug, second.slug) == ("m", "m-avx2")
+    assert set(second.suites) == {"ops"}
+    text = readme.figures(results)
+    assert text.index("linear a\\|b") < text.index("held to avx2, PyTorch to avx2")
+    assert "1 case timed, on average 3.00x" in text
+    assert "| linear held" not in text
+
+
+def test_scaling_alone_is_a_report_and_no_table(tmp_path):
+    scaled = [row("cpu", *noisy(float(n)), case=str(n)) for n in (1, 4)]
+    scaled += [row("torch", *noisy(2.0 * n), case=str(n)) for n in (1, 4)]
+    name = "scaling: linear, rows"
+    findings.write(tmp_path / "m-scaling.json", suites(*scaled, name=name))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "Only how time grows" in (tmp_path / "report.md").read_text()
+    picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
+    for text in ("linear: time by rows", ">torch<", "as PyTorch", ">1 ms<"):
+        assert text in picture, text
+    assert "make figures" in readme.figures(tmp_path)
+
+
+def test_fp32s_second_roof_is_told_and_drawn(tmp_path):
+    shares = {"roof_share": 1.13, "split_share": 0.44}
+    findings.write(tmp_path / "m.json", suites(row("cpu", *noisy(10.0), **shares)))
+    scaled = [row("cpu", *noisy(float(n)), case=str(n), **shares) for n in (32, 64)]
+    findings.write(tmp_path / "m-scaling.json", suites(*scaled, name="scaling: linear, rows"))
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    assert "113 % (44 %)" in (tmp_path / "report.md").read_text()
+    picture = (tmp_path / "plots" / "m-scaling--linear--rows.svg").read_text()
+    assert ">roof of bf16 pieces<" in picture
+    assert "six products of bfloat16 pieces" in readme.figures(tmp_path)
+
+
+@pytest.mark.parametrize("plan", [{}, {"rest": 0.1}])
+def test_figures_from_before_candidates_waited_say_so(tmp_path, plan):
+    folder = tmp_path / "results"
+    rows = row("cpu", *noisy(10.0)), row("OpenVINO", *noisy(20.0))
+    findings.write(folder / "m.json", {k: v | {"plan": plan} for k, v in suites(*rows).items()})
+    assert main(["report", "--results", str(folder)]) == 0
+    for text in ((folder / "report.md").read_text(), readme.figures(folder)):
+        assert ("waited for one another's threads" in text) == (not plan)
+
+
+def test_results_survive_the_file(tmp_path):
+    path = tmp_path / "sub" / "m.json"
+    before = suites(
+        row("cpu", 1.0, 2.0, 4.0), row("torch", 3.0, 3.0, 3.0), row("peer", reason="no")
+    )
+    findings.write(path, before)
+    after = findings.read(path)
+    assert after["ops"]["machine"] == before["ops"]["machine"]
+    for one, other in zip(before["ops"]["rows"], after["ops"]["rows"], strict=True):
+        assert other.samples == pytest.approx(one.samples)
+        assert other.time == one.time
+        assert (other.vs_torch is None) == (one.vs_torch is None)
+        assert other.vs_torch is None or other.vs_torch == pytest.approx(one.vs_torch, rel=1e-4)
+        assert (other.candidate, other.reason) == (one.candidate, one.reason)
+    assert all(len(line) < 2000 for line in path.read_text().splitlines())
+
+
+def test_a_run_replaces_its_own_suites_only(tmp_path):
+    path = tmp_path / "m.json"
+    findings.write(path, suites(row("cpu", 1.0)) | suites(row("cpu", 2.0), name="layers"))
+    findings.write(path, suites(row("cpu", 3.0)))
+    found = findings.read(path)
+    assert list(found) == ["ops", "layers"]
+    assert found["ops"]["rows"][0].time.median == pytest.approx(3e-3)
+    assert found["layers"]["rows"][0].time.median == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 99, "suites": {}}', '{"format": 1, "suites": {"a": {}}}']
+)
+def test_a_file_that_is_not_ours(tmp_path, text):
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    with pytest.raises(findings.ResultsError, match=r"m\.json"):
+        findings.read(path)
+
+
+def compare(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], *options: str) -> int:
+    for name, found in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.json").unlink(missing_ok=True)
+        findings.write(tmp_path / f"{name}.json", found)
+    return main(["compare", str(tmp_path / "old.json"), str(tmp_path / "new.json"), *options])
+
+
+def pair(ours: float, theirs: float) -> dict[str, Any]:
+    return suites(
+        row("cpu", *noisy(ours)), row("torch", *noisy(theirs)), row("reference", *noisy(9.0))
+    )
+
+
+WIDE = (8.0, 15.0, 9.0, 14.0, 11.0, 8.5, 16.0)
+THEIRS = row("torch", *noisy(20.0))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "said"),
+    [
+        (pair(10.0, 20.0), pair(12.0, 20.0), 1, ["1.200", "1 row, 1 slower by more than 5 %"]),
+        (pair(10.0, 20.0), pair(30.0, 60.0), 0, ["1 row, 0 slower"]),
+        (pair(10.0, 20.0), pair(10.0, 10.0), 1, ["slower"]),
+        (
+            suites(row("cpu", *WIDE), THEIRS),
+            suites(row("cpu", *[1.07 * t for t in WIDE]), THEIRS),
+            0, ["0 slower"],
+        ),
+        (
+            pair(10.0, 20.0), suites(row("cpu", *noisy(10.0)), THEIRS, cpu="Other", threads=64),
+            2, ["different machines", "threads is 1 in one and 64 in the other"],
+        ),
+        (
+            pair(10.0, 20.0), suites(row("cpu", 1.0, case="y"), row("torch", 2.0, case="y")),
+            2, ["no timed rows in common"],
+        ),
+    ],
+    ids=["slower", "machine slower", "machine faster", "noise", "another machine", "other cases"],
+)  # fmt: skip
+def test_what_is_a_slow_down(tmp_path, capsys, old, new, status, said):
+    assert compare(tmp_path, old, new) == status
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in said), shown
+
+
+def test_a_slow_down_within_the_tolerance(tmp_path):
+    assert compare(tmp_path, pair(10.0, 20.0), pair(12.0, 20.0), "--tolerance", "0.3") == 0
+
+
+def test_another_machine_is_refused_before_anything_is_timed(tmp_path, monkeypatch, capsys):
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("it was timed")
+
+    monkeypatch.setattr(comparing, "_time", never)
+    findings.write(tmp_path / "old.json", suites(row("cpu", *noisy(10.0)), cpu="Other"))
+    assert main(["compare", str(tmp_path / "old.json")]) == 2
+    assert "cpu is 'Other' in one" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_has_no_speed_any_more_counts_as_a_slow_down(tmp_path, capsys):
+    wrong = suites(row("cpu", reason="its result is wrong"), row("torch", *noisy(20.0)))
+    assert compare(tmp_path, pair(10.0, 20.0), wrong) == 1
+    assert "ops linear x cpu: its result is wrong" in capsys.readouterr().out
+    assert compare(tmp_path, wrong, pair(10.0, 20.0)) == 2
+    without = suites(row("cpu", *noisy(10.0), case="y"), row("torch", *noisy(20.0), case="y"))
+    both = {
+        "ops": without["ops"] | {"rows": without["ops"]["rows"] + pair(9.0, 18.0)["ops"]["rows"]}
+    }
+    assert compare(tmp_path, both, without) == 0
+
+
+def test_another_choice_of_the_dispatcher_is_compared_with_the_one_before():
+    old = [row("cpu+torch", *noisy(10.0)), row("torch", *noisy(20.0))]
+    new = [row("cpu", *noisy(20.0)), row("torch", *noisy(20.0))]
+    old[0].ours = old[0].chosen = True
+    seen = comparing.change(old, new, "cpu")
+    assert seen is not None
+    assert seen.value == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "taken", "status"),
+    [((10.0,), 1, 0), ((12.0, 10.0), 2, 0), ((12.0, 12.0, 12.0), 3, 1), ((8.0, 8.0, 8.0), 3, 0)],
+    ids=("as before", "a passing slow-down", "slower", "faster"),
+)
+def test_passes_go_on_while_they_agree(tmp_path, monkeypatch, times, taken, status):
+    findings.write(tmp_path / "old.json", pair(10.0, 20.0))
+    timed = iter(times)
+    seen = []
+
+    def time(tree: Path, options: Any, path: Path) -> dict[str, Any]:
+        seen.append(path)
+        return pair(next(timed), 20.0)
+
+    monkeypatch.setattr(comparing, "_time", time)
+    assert main(["compare", str(tmp_path / "old.json")]) == status
+    assert len(seen) == taken
+
+
+def test_an_unknown_revision(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["compare", "no-such-revision"])
+    assert stopped.value.code == 2
+    assert "'no-such-revision' is no result file, and as a revision:" in capsys.readouterr().err

@@ -20,12 +20,11 @@ from rich.console import Console
 import transformer_fast
 from transformer_fast import _native, dispatch
 from transformer_fast.__main__ import main
-from transformer_fast.cli import compare, notes, table, text_cases
+from transformer_fast.cli import compare, form
 from transformer_fast.measure import machine
 from transformer_fast.measure.benchmark_case import Row
-from transformer_fast.measure.summary import Ratio, Summary
-from transformer_fast.measure.text import VOCABULARY
-from transformer_fast.measure.transformers import Size
+from transformer_fast.measure.cases import VOCABULARY, Size
+from transformer_fast.measure.clock import Ratio, Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,7 +37,7 @@ def _short(monkeypatch, threads):
     torch.set_num_threads(1)
     monkeypatch.setattr(compare, "_LONGEST", 96)
     monkeypatch.setattr(compare, "_MODEL_LONGEST", 40)
-    monkeypatch.setattr(text_cases, "_SIZE", Size(48, 4, 96, layers=2, vocabulary=VOCABULARY))
+    monkeypatch.setattr(compare, "_MODEL", Size(48, 4, 96, layers=2, vocabulary=VOCABULARY))
 
 
 def run(*options: str) -> int:
@@ -104,8 +103,8 @@ def test_a_named_backend_is_the_only_one_beside_what_it_is_measured_against(tmp_
 
 
 def test_every_op_has_a_case():
-    assert {op for op, _, _ in text_cases.CASES} == set(dispatch.OPS)
-    assert set(compare.CASES) == {*dispatch.OPS, *text_cases.MODELS}
+    assert {op for op, _, _ in compare.CASES} == set(dispatch.OPS)
+    assert set(compare.COMPARED) == {*dispatch.OPS, *compare.MODELS}
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
@@ -121,8 +120,8 @@ def test_every_op_is_checked(tmp_path, op):
 
 @pytest.mark.parametrize("op", dispatch.OPS)
 def test_an_op_that_was_not_checked_fails_the_run(capsys, monkeypatch, op):
-    cases = [case for case in text_cases.CASES if case[0] != op]
-    monkeypatch.setattr(text_cases, "CASES", cases)
+    cases = [case for case in compare.CASES if case[0] != op]
+    monkeypatch.setattr(compare, "CASES", cases)
     assert run("--op", op) == 1
     assert f"no result was checked for {op}" in capsys.readouterr().out
 
@@ -166,7 +165,7 @@ def test_wrong_options(capsys, options, message):
 
 @pytest.mark.parametrize("command", [["info"], ["compare"]])
 def test_ctrl_c(capsys, monkeypatch, command):
-    def interrupted(*_: object) -> int:
+    def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(machine, "describe", interrupted)
@@ -236,7 +235,7 @@ def _row(candidate: str, **values: object) -> Row:
 
 def _drawn(rows: list[Row], width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(table.build(rows, width))
+    console.print(form.table(rows, width))
     return console.file.getvalue().splitlines()
 
 
@@ -256,7 +255,7 @@ def test_the_table_reads_well(width):
         assert piece in text
     assert re.search(r"triton .*failed", text)
     assert "peer" not in text
-    assert ("11.9-12.8" in text) == (width >= table.WIDE)
+    assert ("11.9-12.8" in text) == (width >= form.WIDE)
 
 
 def test_notes():
@@ -266,11 +265,11 @@ def test_notes():
         _row("torch", case="causal", time=None, ok=None, reason="it takes no mask"),
         _row("cpu", case="causal", ok=False, time=None, reason="it changed its input"),
     ]
-    assert notes.fallbacks(rows) == [
+    assert form.fallbacks(rows) == [
         "attention with weights runs on 'reference', because cpu: the call has dropout"
     ]
-    assert notes.absent(rows) == [
+    assert form.absent(rows) == [
         "cpu: the call has dropout (attention with weights)",
         "torch: it takes no mask (attention causal)",
     ]
-    assert notes.failures(rows) == ["attention causal on cpu: it changed its input"]
+    assert form.failures(rows) == ["attention causal on cpu: it changed its input"]

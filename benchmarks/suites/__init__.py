@@ -1,25 +1,138 @@
-"""What is measured: each suite gives makers of benchmark_cases, in the order in which they run."""
+"""What is measured. A suite gives makers of benchmark cases, in the order in which they run: here is
+what the suites share, how much of them runs, on what, and with what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..scope import Maker, Scope
-from . import decode, hand_written, models, ops, overhead, scaling, third_party, training
+import torch
+from torch import nn
+
+from transformer_fast.dispatch import BACKENDS
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Checker
+from transformer_fast.measure.cases import twins
+from transformer_fast.measure.clock import ORDINARY, Plan
+from transformer_fast.specs import OPS, Case
+
+from ..peers import Peer, candidates
+
+#: Makes a benchmark case when it is its turn, so that only one case's inputs are in memory.
+Maker = Callable[[], BenchmarkCase]
+
+#: Arguments that stay the same from input to input, as weights do in use.
+_KEPT = frozenset({"weight", "bias", "weight1", "bias1", "weight2", "bias2"})
+
+
+def _parameter(value: Any) -> Any:
+    """Weights as modules have them; what is kept of a parameter is not kept of other tensors."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return nn.Parameter(value, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Scope:
+    plan: Plan = ORDINARY
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backends: tuple[str, ...] = BACKENDS
+    peers: Sequence[Peer] = ()
+    ops: tuple[str, ...] = tuple(OPS)
+    #: Small cases only.
+    quick: bool = False
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    def offered(self, kind: str, *arguments: Any) -> list[Candidate]:
+        """The peers' candidates for that kind of work."""
+        return candidates(self.peers, kind, *arguments)
+
+    def twins(self, make: Callable[[Any], nn.Module]) -> tuple[Any, Any]:
+        return twins(make, self.dtype, self.device)
+
+    def case(
+        self,
+        op: str,
+        case: object,
+        inputs: list[list[Arguments]],
+        candidates: Sequence[Candidate],
+        checker: Checker,
+        work: Sequence[float],
+        chosen: str,
+        times: float = 1.0,
+        torch: tuple[str, ...] = ("torch eager", "torch.compile"),
+        reference: str = "reference",
+    ) -> BenchmarkCase:
+        """A case whose inputs cost ``times`` (flops, useful flops, bytes) of ``work`` each."""
+        flops, useful, moved = (times * part for part in work)
+        return BenchmarkCase(
+            op, str(case), inputs, candidates, checker, flops, moved, useful, self.dtype,
+            self.device, chosen, reference, torch,
+        )  # fmt: skip
+
+    def draw(self, op: str, case: Case, inputs: int = 2) -> list[list[Arguments]]:
+        """Inputs of a case: the same weights, as parameters; everything else anew."""
+        drawn = [case.build(self.dtype, self.device, self.generator(i)) for i in range(inputs)]
+        names = OPS[op].arguments
+        weights = [_parameter(value) for value in drawn[0]]
+        return [
+            [
+                tuple(
+                    weight if name in _KEPT else mine
+                    for name, weight, mine in zip(names, weights, arguments, strict=False)
+                )
+            ]
+            for arguments in drawn
+        ]
+
+    def tokens(self, first: int, vocabulary: int, *shape: int) -> list[list[Arguments]]:
+        """Two inputs of one tensor of tokens, of those from ``first`` on."""
+        drawn = (
+            torch.randint(first, vocabulary, shape, generator=self.generator(i)) for i in range(2)
+        )
+        return [[(tokens.to(self.device),)] for tokens in drawn]
+
 
 Suite = Callable[[Scope], Iterator[tuple[str, Maker]]]
 
-#: The ordinary run, in the order of its report.
-SUITES: dict[str, Suite] = {
-    "ops": ops.suite,
-    "backward": ops.backward,
-    "layers": models.layers,
-    "models": models.suite,
-    "training": training.suite,
-    "hand-written": hand_written.suite,
-    "third-party": third_party.suite,
-    "decode": decode.suite,
-    "overhead": overhead.suite,
-}
-#: Apart, because they take long.
-SCALING: dict[str, Suite] = {f"scaling: {name}": suite for name, suite in scaling.SUITES.items()}
+
+def suite_of(
+    *parts: tuple[str, Callable[..., BenchmarkCase], Sequence[Any], Sequence[Any]],
+) -> Suite:
+    """Of each part: a name, what makes a benchmark case of a scope and a case, the cases, and those of
+    a quick run."""
+
+    def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+        for name, make, cases, quick in parts:
+            for case in quick if scope.quick else cases:
+                yield f"{name} {case}", functools.partial(make, scope, case)
+
+    return suite
+
+
+def lengths(batch: int, length: int, share: float) -> torch.Tensor:
+    """Lengths, ``share`` of ``length`` on average, spread evenly and as far as that goes."""
+    lowest, highest = max(0.0, 2 * share - 1), min(1.0, 2 * share)
+    spread = torch.linspace(lowest, highest, batch) if batch > 1 else torch.tensor([share])
+    return (spread * length).round().clamp(min=1).long()
+
+
+def spread(bias: torch.Tensor) -> torch.Tensor:
+    """The bias with +5 and -5 in turn.
+
+    Where a relu's argument is within rounding of 0 its derivative is a matter of luck, and with
+    millions of arguments around 0 some always are. These are five deviations away from it.
+    """
+    return torch.full_like(bias, 5.0).where(torch.arange(len(bias)) % 2 == 0, -5.0)
+
+
+def spread_biases(model: nn.Module) -> nn.Module:
+    """The model, with `spread` biases under its relus."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear1.bias"):
+            parameter.data = spread(parameter.data)
+    return model

@@ -1,90 +1,74 @@
-"""The paper's size, 512/8/2048: encoder layers, stacks of six, and the base Transformer; one forward."""
+"""Our modules beside those of torch.nn: encoder layers and stacks, the base Transformer, a step of its
+training, and greedy decoding with it. The sizes are the paper's, 512/8/2048, unless a case says others.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
-from transformer_fast.measure.text import PADDING, Batch
-from transformer_fast.measure.transformers import Size, encoder_case, transformer_case
+from transformer_fast import functional, models
+from transformer_fast.measure.accuracy import StepChecker
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.calls import forced, record
+from transformer_fast.measure.cases import (
+    PADDING,
+    TIMES_FORWARD,
+    Batch,
+    Seq2Seq,
+    Size,
+    decoder_layer_flops,
+    encoder_case,
+    encoder_layer_flops,
+    fast_path,
+    parameter_bytes,
+    transformer_case,
+    transformer_work,
+)
+from transformer_fast.testing import OUTPUT_FACTOR, Parity
 
-from .. import peers
-from ..scope import Maker, Scope
+from . import Scope, lengths, spread_biases, suite_of
 
 _SIZE = Size()
-#: (B, T), and the share of places that hold text.
-_LAYERS = (
-    (8, 128, 1.0),
-    (32, 128, 1.0),
-    (2, 1024, 1.0),
-    (1, 32, 1.0),
-    (8, 128, 0.65),
-    (32, 128, 0.65),
-)
-_QUICK_LAYERS = ((8, 128, 1.0), (1, 32, 1.0), (8, 128, 0.65))
-_STACKS = ((8, 128, 0.65), (32, 128, 0.65))
-_QUICK_STACKS = ((2, 64, 0.65),)
 
 
-def lengths(batch: int, length: int, share: float) -> torch.Tensor:
-    """Lengths, ``share`` of ``length`` on average, spread evenly and as far as that goes."""
-    lowest, highest = max(0.0, 2 * share - 1), min(1.0, 2 * share)
-    spread = torch.linspace(lowest, highest, batch) if batch > 1 else torch.tensor([share])
-    return (spread * length).round().clamp(min=1).long()
+class Layers(NamedTuple):
+    """A batch for one encoder layer, or for a stack of ``layers``."""
+
+    batch: int
+    length: int
+    #: Of places that hold text.
+    share: float = 1.0
+    layers: int | None = None
+
+    def __str__(self) -> str:
+        stack = "" if self.layers is None else f"{self.layers} layers, "
+        real = f", {self.share:.0%} real" if self.share < 1.0 else ""
+        return f"{stack}({self.batch},{self.length}){real}"
+
+    def inputs(self, scope: Scope) -> list[list[Arguments]]:
+        padding = None
+        if self.share < 1.0:
+            real = lengths(self.batch, self.length, self.share)
+            padding = (torch.arange(self.length) >= real[:, None]).to(scope.device)
+        shape = self.batch, self.length, _SIZE.model
+        drawn = [torch.randn(shape, generator=scope.generator(i)) for i in range(2)]
+        return [[(x.to(scope.device, scope.dtype), None, padding)] for x in drawn]
 
 
-def calls(scope: Scope, batch: int, length: int, share: float) -> list[list[Arguments]]:
-    padding = None
-    if share < 1.0:
-        padding = torch.arange(length) >= lengths(batch, length, share)[:, None]
-        padding = padding.to(scope.device)
-    shape = batch, length, _SIZE.model
-    drawn = [torch.randn(shape, generator=scope.generator(i)) for i in range(2)]
-    return [[(x.to(scope.device, scope.dtype), None, padding)] for x in drawn]
-
-
-def _layer(
-    scope: Scope, batch: int, length: int, share: float, layers: int | None = None
-) -> BenchmarkCase:
-    case = f"({batch},{length})" + (f", {share:.0%} real" if share < 1.0 else "")
-    kind = "encoder_layer"
-    if layers is not None:
-        kind, case = "encoder", f"{layers} layers, {case}"
+def _layers(scope: Scope, case: Layers) -> BenchmarkCase:
+    kind = "encoder_layer" if case.layers is None else "encoder"
     return encoder_case(
-        case,
-        calls(scope, batch, length, share),
+        str(case),
+        case.inputs(scope),
         _SIZE,
-        peers=lambda module, arguments: peers.candidates(scope.peers, kind, module, arguments),
-        layers=layers,
+        peers=lambda module, arguments: scope.offered(kind, module, arguments),
+        layers=case.layers,
     )
-
-
-def layers(scope: Scope) -> Iterator[tuple[str, Maker]]:
-    for batch, length, share in _QUICK_LAYERS if scope.quick else _LAYERS:
-        label = f"encoder_layer ({batch},{length}), {share:.0%} real"
-        yield label, functools.partial(_layer, scope, batch, length, share)
-    for batch, length, share in _QUICK_STACKS if scope.quick else _STACKS:
-        label = f"encoder of {_SIZE.layers} layers ({batch},{length}), {share:.0%} real"
-        yield label, functools.partial(_layer, scope, batch, length, share, _SIZE.layers)
-
-
-def batches(
-    scope: Scope, batch: int, length: int, vocabulary: int, share: float, seed: int
-) -> tuple[Batch, Batch]:
-    """Random (source, target) tokens, padded behind `lengths`."""
-    generator = scope.generator(seed)
-    real = lengths(batch, length, share)
-    pair = []
-    for _ in range(2):
-        tokens = torch.randint(vocabulary - 1, (batch, length), generator=generator)
-        tokens += tokens >= PADDING  # no token but padding is that
-        tokens[torch.arange(length) >= real[:, None]] = PADDING
-        pair.append(Batch(tokens, real).to(scope.device))
-    return pair[0], pair[1]
 
 
 class Case(NamedTuple):
@@ -109,24 +93,321 @@ class Case(NamedTuple):
         width, head = self.width, 64 if self.width == 512 else 16
         return Size(width, width // head, 4 * width, self.layers, self.vocabulary)
 
+    def work(self, scope: Scope, model: nn.Module) -> Callable[..., Any]:
+        return transformer_work(self.size, parameter_bytes(model), scope.dtype.itemsize)
+
     def inputs(self, scope: Scope) -> list[list[Arguments]]:
-        batch, length, vocabulary, _, share, _ = self
-        return [[batches(scope, batch, length, vocabulary, share, seed)] for seed in range(2)]
+        """Random (source, target) tokens, padded behind `lengths`."""
+        real = lengths(self.batch, self.length, self.share)
+
+        def draw(generator: torch.Generator) -> Batch:
+            shape = self.batch, self.length
+            tokens = torch.randint(self.vocabulary - 1, shape, generator=generator)
+            tokens += tokens >= PADDING  # no token but padding is that
+            tokens[torch.arange(self.length) >= real[:, None]] = PADDING
+            return Batch(tokens, real).to(scope.device)
+
+        return [[(draw(one), draw(one))] for one in map(scope.generator, range(2))]
 
 
-def _contest(scope: Scope, case: Case) -> BenchmarkCase:
+def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
     return transformer_case(
         str(case), case.inputs(scope), case.size, scope.dtype, scope.device,
-        peers=lambda model, arguments: peers.candidates(
-            scope.peers, "transformer", model, arguments
-        ),
+        peers=lambda model, arguments: scope.offered("transformer", model, arguments),
     )  # fmt: skip
 
 
-_CASES = (Case(8, 128, 32000, 6), Case(8, 128, 32000, 6, 0.65))
-_QUICK = (Case(4, 32, 1000, 2),)
+# One step of training: forward, loss, backward and AdamW.
+
+EAGER, FUSED = "torch eager", "torch linear_cross_entropy"
+#: (model, *arguments) -> loss
+Loss = Callable[..., Tensor]
 
 
-def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
-    for case in _QUICK if scope.quick else _CASES:
-        yield f"transformer {case}", functools.partial(_contest, scope, case)
+def by_logits(cross_entropy: Callable[..., Tensor]) -> Loss:
+    """The loss as tutorials write it."""
+
+    def loss(model: Any, source: Batch, target: Batch) -> Tensor:
+        return cross_entropy(model(source, target).flatten(0, 1), _following(target))
+
+    return loss
+
+
+def fused(linear_cross_entropy: Callable[..., Tensor], **options: Any) -> Loss:
+    """The output projection and the loss in one op, without logits."""
+
+    def loss(model: Any, source: Batch, target: Batch) -> Tensor:
+        decoded, output = model.decoded(source, target).flatten(0, 1), model.output
+        return linear_cross_entropy(
+            decoded, output.weight, _following(target), linear_bias=output.bias, **options
+        )
+
+    return loss
+
+
+def _following(target: Batch) -> Tensor:
+    """The tokens that are right."""
+    return target.tokens.roll(-1, 1).flatten()
+
+
+_THEIRS = by_logits(nn.functional.cross_entropy)
+
+
+class Gradients:
+    """Forward and backward: a loss, and the gradient of every parameter that has one."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+
+    def update(self) -> None:
+        """Nothing."""
+
+    @torch.enable_grad()
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        loss = self.loss(self.model, *arguments)
+        loss.backward()
+        self.update()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return (loss.detach(), *gradients)
+
+
+class Step(Gradients):
+    """A training step of a model of its own.
+
+    The learning rate is 0: AdamW does all of its arithmetic, and the weights stay what they are, so
+    every step of every candidate can be checked against the same truth.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss = _THEIRS,
+        fused: bool = True,
+    ) -> None:
+        super().__init__(model.train(), loss)
+        self.update = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused).step
+
+
+def _torch_fused(theirs: nn.Module) -> Candidate:
+    """PyTorch's own op for it, which came with 2.13, in chunks."""
+    op = getattr(nn.functional, "linear_cross_entropy", None)
+    if op is None:
+        return Candidate(FUSED, None, "this PyTorch has no linear_cross_entropy", ours=False)
+    step = Step(copy.deepcopy(theirs), fused(op, options=nn.LinearCrossEntropyOptions()))
+    return Candidate(FUSED, step, ours=False)
+
+
+def _training(scope: Scope, case: Case, fuses: bool = False) -> BenchmarkCase:
+    # No dropout: other random numbers would be other results.
+    ours, theirs = scope.twins(lambda nn: spread_biases(Seq2Seq(nn, case.size, dropout=0.0)))
+    inputs = case.inputs(scope)
+    loss = by_logits(functional.cross_entropy)
+    oracle = Step(copy.deepcopy(theirs).double(), fused=False)
+    reference = forced(Step(copy.deepcopy(ours), loss), "reference")
+    step = Step(ours, fused(functional.linear_cross_entropy) if fuses else loss)
+    with record() as found:
+        step(*inputs[0][0])
+    chosen = found.backends
+    candidates = [
+        *([Candidate(chosen, step)] if chosen != "reference" else []),
+        Candidate("reference", reference),
+        *([_torch_fused(theirs)] if fuses else []),
+        Candidate(EAGER, Step(theirs), ours=False),
+    ]
+    names = ("loss", *(f"grad of {name}" for name, _ in theirs.named_parameters()))
+    return scope.case(
+        "training step", f"{case}{', fused loss' if fuses else ''}", inputs, candidates,
+        StepChecker(oracle, reference, names), case.work(scope, theirs)(*inputs[0][0]), chosen,
+        TIMES_FORWARD, (EAGER, FUSED),
+    )  # fmt: skip
+
+
+# Greedy decoding: tokens one after the other.
+
+START, END = 1, 2
+
+
+class Decoding(NamedTuple):
+    """Sources or prompts (B, T), and what is made of them."""
+
+    batch: int
+    length: int
+    new: int
+    vocabulary: int
+    layers: int
+
+    def __str__(self) -> str:
+        return f"({self.batch},{self.length}), {self.new} new, V = {self.vocabulary}"
+
+
+def causal(length: int, like: Tensor) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(
+        length, device=like.device, dtype=like.dtype
+    )
+
+
+class Translator(nn.Module):
+    """The paper's model, post-norm and without norms after the stacks, from torch's or our ``nn``.
+
+    It never prefers the end token, so that all who decode with it make equally many tokens.
+    """
+
+    positions: Tensor
+
+    def __init__(self, nn: Any, size: Size, longest: int) -> None:
+        super().__init__()
+        whole = Seq2Seq(nn, size, 0.0, longest)
+        self.embedding, self.output = whole.embedding, whole.output
+        self.encoder, self.decoder = whole.transformer.encoder, whole.transformer.decoder
+        self.encoder.norm = self.decoder.norm = None
+        # Sines, then cosines, as Marian has them.
+        sines, cosines = whole.positions[:, ::2], whole.positions[:, 1::2]
+        self.register_buffer("positions", torch.cat((sines, cosines), -1))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.xavier_uniform_(parameter)
+            self.output.bias[END] = -1e4
+
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        return self.embedding(tokens) + self.positions[start : start + tokens.shape[1]]
+
+    def hidden(self, memory: Tensor, target: Tensor) -> Tensor:
+        future = causal(target.shape[1], memory)
+        return self.decoder(self.embed(target), memory, tgt_mask=future, tgt_is_causal=True)
+
+    def logits(self, source: Tensor, target: Tensor) -> Tensor:
+        """(B, T, V), under teacher forcing."""
+        return self.output(self.hidden(self.encoder(self.embed(source)), target))
+
+
+def cached(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor]:
+    """Our decoding, with its cache of keys and values."""
+
+    def decode(source: Tensor) -> Tensor:
+        memory = model.encoder(model.embed(source))
+        return models.generate(
+            model.decoder, memory, embed=model.embed, project=model.output,
+            prefix=START, max_new_tokens=new_tokens, end_token=-1, use_cache=True,
+        ).tokens  # fmt: skip
+
+    return decode
+
+
+def recomputing(model: Translator, new_tokens: int) -> Callable[[Tensor], Tensor]:
+    """What there is without a cache: everything again for every token."""
+
+    def decode(source: Tensor) -> Tensor:
+        tokens = torch.full((source.shape[0], 1), START, device=source.device)
+        with fast_path(False):
+            memory = model.encoder(model.embed(source))
+            for _ in range(new_tokens):
+                hidden = model.hidden(memory, tokens)
+                best = model.output(hidden[:, -1]).argmax(-1, keepdim=True)
+                tokens = torch.cat((tokens, best), dim=1)
+        return tokens[:, 1:]
+
+    return decode
+
+
+class GreedyJudge:
+    """Whether every token was a best one: the oracle's logits for it against the highest.
+
+    Tokens are compared this way because near ties may fall either way in fp32, and after one that
+    did all later tokens differ. The unit is the reference's largest error in a logit.
+    """
+
+    def __init__(self, oracle: Any, reference: Callable[..., Tensor], new: int) -> None:
+        self.oracle, self.reference, self.new = oracle, reference, new
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, arguments: Arguments) -> Parity:
+        (source,) = arguments
+        shape = (source.shape[0], self.new)
+        if tuple(tokens.shape) != shape:
+            wrong = f"tokens are {list(tokens.shape)} instead of {list(shape)}"
+            return Parity(float("inf"), 0.0, float("inf"), 0.0, False, wrong)
+        start = torch.full((shape[0], 1), START, device=source.device)
+        forced_on = torch.cat((start, tokens[:, :-1]), dim=1)
+        with fast_path(False):
+            true = self.oracle.logits(source, forced_on)
+        close = self.reference(source, forced_on)
+        eps = torch.finfo(close.dtype).eps
+        size = true.clamp(min=-1e3).abs().max().item()
+        unit = max((close - true).abs().max().item(), eps / 2 * size)
+        gaps = true.amax(-1) - true.gather(-1, tokens[..., None])[..., 0]
+        error = gaps.max().item()
+        # Both logits of a near tie may be off.
+        limit = 2 * (OUTPUT_FACTOR * unit + eps * size)
+        place = f"token {int(gaps.argmax())} is {error:.3g} below the best"
+        return Parity(error, unit, error / unit, limit, error <= limit, place)
+
+
+def _decoding_work(size: Size, model: Translator, case: Decoding) -> tuple[float, float, float]:
+    """Weights are read once for every token, and the encoder's once."""
+    batch, source, new = case[:3]
+    rows = float(batch * new)
+    encoder = encoder_layer_flops(size, batch * source, batch * source**2)
+    seen = batch * new * (new + 1) / 2
+    decoder = decoder_layer_flops(size, rows, batch * source, seen, rows * source)
+    flops = size.layers * (encoder + decoder) + 2.0 * rows * size.model * size.vocabulary
+    each = parameter_bytes(model.decoder) + parameter_bytes(model.output)
+    return flops, flops, parameter_bytes(model.encoder) + new * each
+
+
+def _decoding(scope: Scope, case: Decoding) -> BenchmarkCase:
+    batch, source, new, vocabulary, layers = case
+    size = Size(layers=layers, vocabulary=vocabulary)
+    ours, theirs = scope.twins(lambda nn: Translator(nn, size, source + new + 2))
+    inputs = scope.tokens(3, vocabulary, batch, source)
+    with torch.no_grad(), record() as found:
+        cached(ours, 2)(*inputs[0][0])
+    chosen = found.backends
+    checker = GreedyJudge(copy.deepcopy(theirs).double(), forced(ours.logits, "reference"), new)
+    eager, too_long = recomputing(theirs, new), None
+    if batch > 1 and not scope.quick:
+        too_long = "torch.nn has no cache; computing all anew for every token takes too long here"
+    candidates = [
+        Candidate(chosen, cached(ours, new)),
+        Candidate("reference", forced(cached(ours, new), "reference")),
+        Candidate(EAGER, None if too_long else eager, too_long, ours=False),
+        *scope.offered("decode", theirs, inputs[0][0], new),
+    ]
+    work = _decoding_work(size, theirs, case)
+    name = f"{layers}+{layers}, {case}"
+    return scope.case("greedy decoding", name, inputs, candidates, checker, work, chosen)
+
+
+_ONE, _BASE = (Case(4, 32, 1000, 2),), Case(8, 128, 32000, 6)
+
+layers = suite_of(
+    (
+        "encoder_layer",
+        _layers,
+        [
+            *(Layers(8, 128), Layers(32, 128), Layers(2, 1024), Layers(1, 32)),
+            *(Layers(8, 128, 0.65), Layers(32, 128, 0.65)),
+        ],
+        [Layers(8, 128), Layers(1, 32), Layers(8, 128, 0.65)],
+    ),
+    (
+        "encoder of",
+        _layers,
+        [Layers(8, 128, 0.65, _SIZE.layers), Layers(32, 128, 0.65, _SIZE.layers)],
+        [Layers(2, 64, 0.65, _SIZE.layers)],
+    ),
+)
+transformers = suite_of(("transformer", _transformer, [_BASE, _BASE._replace(share=0.65)], _ONE))
+training = suite_of(
+    ("training step", _training, [_BASE], _ONE),
+    ("training step, fused loss,", lambda *given: _training(*given, fuses=True), [_BASE], _ONE),
+)
+decoding = suite_of(
+    (
+        "greedy decoding",
+        _decoding,
+        [Decoding(batch, length, 64, 32000, 6) for batch, length in ((1, 32), (16, 32), (64, 64))],
+        [Decoding(2, 8, 6, 1000, 2)],
+    )
+)

@@ -1,19 +1,27 @@
-"""The op table's bench cases, forward, and forward and backward together."""
+"""Single ops: the op table's bench cases, forward, and with gradients; what a call costs beside its
+work; and how time grows with length, batch, head size, padding, mask density, rows and threads."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase
-from transformer_fast.measure.ops import op_case
-from transformer_fast.specs import OPS, Case
+from transformer_fast import call_cache, functional
+from transformer_fast.backends.triton.stub import stubbed
+from transformer_fast.measure.accuracy import scores_of
+from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
+from transformer_fast.measure.cases import op_case
+from transformer_fast.measure.clock import Plan
+from transformer_fast.specs import OPS, Case, attention, feed_forward, layer_norm
 
-from .. import peers
-from ..scope import Maker, Scope
+from . import Maker, Scope, Suite, lengths, spread
 
 #: Beyond these a case is too long for a quick run.
 _QUICK_FLOPS, _QUICK_BYTES = 3e9, 5e7
@@ -31,32 +39,15 @@ def cases(scope: Scope) -> Iterator[tuple[str, Case]]:
                 yield op, case
 
 
-def _contest(scope: Scope, op: str, case: Case) -> BenchmarkCase:
+def _forward(scope: Scope, op: str, case: Case) -> BenchmarkCase:
     inputs = scope.draw(op, case)
-    others = peers.candidates(scope.peers, "op", op, inputs[0][0])
-    return op_case(op, case.name, inputs, scope.backends, others)
+    offered = scope.offered("op", op, inputs[0][0])
+    return op_case(op, case.name, inputs, scope.backends, offered)
 
 
-def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+def forward(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for op, case in cases(scope):
-        yield f"{op} {case}", functools.partial(_contest, scope, op, case)
-
-
-def spread(bias: Tensor) -> Tensor:
-    """The bias with +5 and -5 in turn.
-
-    Where a relu's argument is within rounding of 0 its derivative is a matter of luck, and with
-    millions of arguments around 0 some always are. These are five deviations away from it.
-    """
-    return torch.full_like(bias, 5.0).where(torch.arange(len(bias)) % 2 == 0, -5.0)
-
-
-def spread_biases(model: nn.Module) -> nn.Module:
-    """The model, with `spread` biases under its relus."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("linear1.bias"):
-            parameter.data = spread(parameter.data)
-    return model
+        yield f"{op} {case}", functools.partial(_forward, scope, op, case)
 
 
 def away_from_the_kink(op: str, arguments: Arguments) -> Arguments:
@@ -78,3 +69,201 @@ def backward(scope: Scope) -> Iterator[tuple[str, Maker]]:
     for op, case in cases(scope):
         if OPS[op].flops(case.build(scope.dtype, "meta", None)) <= _MOST_FLOPS:
             yield f"{op} {case}", functools.partial(_with_gradients, scope, op, case)
+
+
+# What a call costs beside its work: the public functions on next to no data.
+#
+# Calls of Triton's kernels are measured without a GPU: compiler and driver are stubbed, so what is left
+# is the host's part, all that leads to the launch. Beside it stands PyTorch's op, with its work on the
+# CPU. Those are calls that were made before, as all but the first steps of a program are: what is
+# remembered of the check of a row is known when it is timed. What remembering takes has a row of its
+# own, of the two calls that come before: the first is looked at, the second is recorded.
+
+
+def _call(scope: Scope, op: str) -> BenchmarkCase:
+    spec = OPS[op]
+    benchmark_case = op_case(op, "call", scope.draw(op, spec.tiny), ("reference",))
+    run = functools.partial(spec.public, functional) if spec.public else getattr(functional, op)
+    public = Candidate(f"{benchmark_case.chosen}, public function", run)
+    return replace(
+        benchmark_case,
+        candidates=[public, *benchmark_case.candidates],
+        chosen=public.name,
+        # Arithmetic has no part in it, so there is no roof to come near to.
+        flops=0.0, useful_flops=0.0, bytes=0.0,
+    )  # fmt: skip
+
+
+#: Calls in each piece of work, since the stub is put in place around them; and of what is not
+#: remembered yet.
+_CALLS, _FIRST = 100, 2
+
+
+class _Alike(NamedTuple):
+    """Of what was never computed: only dtypes and shapes can be right."""
+
+    ok: bool
+    error: float = 0.0
+    ratio: float = 0.0
+
+
+def _host_arguments(op: str) -> tuple[Any, ...]:
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    if op == "attention":
+        return tuple(zeros(1, 2, 4, 16) for _ in range(3))
+    return zeros(4, 16), (16,), zeros(16), zeros(16)
+
+
+_HOST: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (functional.scaled_dot_product_attention, F.scaled_dot_product_attention),
+    "layer_norm": (functional.layer_norm, F.layer_norm),
+}
+
+
+def _host_case(op: str, what: str) -> BenchmarkCase:
+    ours, theirs = _HOST[op]
+    times = _FIRST if what == "first calls" else _CALLS
+
+    def calls(call: Callable[..., Any], *arguments: Any) -> Any:
+        if what != "gradients":
+            return [call(*arguments) for _ in range(times)][-1]
+        own = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
+        wanted = [x for x in own if isinstance(x, torch.Tensor)]
+        with torch.enable_grad():
+            for _ in range(times):
+                result = call(*own)
+                found = torch.autograd.grad(result, wanted, result)
+        return tuple(found)
+
+    def stubbed_calls(*arguments: Any) -> Any:
+        with stubbed() as machine:
+            machine.launches = None
+            if what == "first calls":
+                call_cache.forget()
+            return calls(ours, *arguments)
+
+    def checker(result: Any, arguments: Arguments) -> _Alike:
+        wanted = calls(theirs, *arguments)
+        pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True)
+        return _Alike(all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs))
+
+    name = "triton, launcher stubbed"
+    told = {"first calls": "first call", "gradients": "forward and backward"}.get(what, what)
+    return BenchmarkCase(
+        op,
+        f"{times} times {told}, the host's part",
+        [[_host_arguments(op)] for _ in range(2)],
+        [Candidate(name, stubbed_calls), Candidate("torch", functools.partial(calls, theirs))],
+        checker,
+        dtype=torch.bfloat16, chosen=name, reference="torch",
+    )  # fmt: skip
+
+
+def _host_can_be_measured() -> bool:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None or torch.cuda.is_available():
+        return False
+    from transformer_fast.backends.triton.runtime import INTERPRETED
+
+    return not INTERPRETED
+
+
+def overhead(scope: Scope) -> Iterator[tuple[str, Maker]]:
+    for op in scope.ops:
+        yield f"{op} call", functools.partial(_call, scope, op)
+    if _host_can_be_measured():
+        for op in _HOST:
+            if op in scope.ops:
+                for what in ("call", "gradients", "first calls"):
+                    yield f"{op} {what} on triton", functools.partial(_host_case, op, what)
+
+
+# How time grows.
+
+#: Lines of many points need fewer rounds than a figure in a table: some ten minutes on two cores.
+SCALING_PLAN = Plan(rounds=15, seconds=1.0, least=3, sample=0.002)
+#: Beyond so many scores what computes them all takes too long, and says nothing new.
+_MOST_SCORES = 1 << 27
+
+
+def _point(scope: Scope, op: str, name: str, case: Case, threads: int | None) -> BenchmarkCase:
+    if threads is not None:
+        # Of everything, the probes of the roof too; `run_suite` puts it back.
+        torch.set_num_threads(threads)
+    inputs = scope.draw(op, case)
+    arguments = inputs[0][0]
+    # Compiling for every size would take longer than all the rest.
+    others = replace(scope, peers=[one for one in scope.peers if one.name != "torch.compile"])
+    offered = others.offered("op", op, arguments)
+    benchmark_case = op_case(op, name, inputs, scope.backends, offered)
+    if op == "attention" and (scores := scores_of(arguments)) > _MOST_SCORES:
+        left_out = {"run": None, "reason": f"it computes {scores:.1e} scores one by one"}
+        candidates = [
+            replace(one, **left_out) if one.name == "reference" and one.run else one
+            for one in benchmark_case.candidates
+        ]
+        return replace(benchmark_case, candidates=candidates)
+    return benchmark_case
+
+
+def _series(op: str, values: Sequence[float] | None, build: Callable[[Any], Case]) -> Suite:
+    """``values`` None: numbers of threads, up to torch's."""
+
+    def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+        if op not in scope.ops:
+            return
+        most = torch.get_num_threads()
+        powers = {2**i for i in range(most.bit_length()) if 2**i <= most}
+        for value in sorted(powers | {most}) if values is None else values:
+            name, threads = f"{value:g}", int(value) if values is None else None
+            yield f"{op} {name}", functools.partial(_point, scope, op, name, build(value), threads)
+
+    return suite
+
+
+def _powers(first: int, last: int) -> list[int]:
+    return [2**i for i in range(first.bit_length() - 1, last.bit_length())]
+
+
+def attention(batch: int, length: int, size: int = 64, **options: Any) -> Case:
+    return attention._bench("", batch, 8, length, size, **options)
+
+
+def _padded(real: float) -> Case:
+    if real == 1.0:
+        return attention(8, 512)
+    return attention(8, 512, lengths=lambda draw, *_: lengths(8, 512, real).to(draw.device))
+
+
+def _masked(density: float) -> Case:
+    mask = attention._bools("ts", density) if density < 1.0 else None
+    return attention(2, 1024, mask=mask)
+
+
+_LENGTHS, _SHARES = _powers(32, 16384), (0.1, 0.25, 0.5, 0.75, 1.0)
+
+#: Each key says what the case's name, a number, is.
+SCALING = {
+    "attention (1,8,T,64), T": _series("attention", _LENGTHS, lambda t: attention(1, t)),
+    "causal attention (1,8,T,64), T": _series(
+        "attention", _LENGTHS, lambda t: attention(1, t, causal=True)
+    ),
+    "attention (B,8,128,64), B": _series("attention", _powers(1, 64), lambda b: attention(b, 128)),
+    "attention (2,8,1024,D), D": _series(
+        "attention", (8, 16, 32, 48, 64, 80, 96, 128, 192, 256), lambda d: attention(2, 1024, d)
+    ),
+    "attention (8,8,512,64), share of real keys": _series("attention", _SHARES, _padded),
+    "attention (2,8,1024,64), density of a random mask": _series("attention", _SHARES, _masked),
+    "feed_forward 512x2048, rows": _series(
+        "feed_forward", _powers(1, 16384), feed_forward._bench
+    ),
+    "layer_norm 512, rows": _series(
+        "layer_norm", _powers(1, 65536)[::2], lambda rows: layer_norm._bench(rows, 512)
+    ),
+    "attention (4,8,1024,64), threads": _series("attention", None, lambda _: attention(4, 1024)),
+    "feed_forward 4096x512x2048, threads": _series(
+        "feed_forward", None, lambda _: feed_forward._bench(4096)
+    ),
+}  # fmt: skip

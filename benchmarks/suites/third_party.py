@@ -1,7 +1,9 @@
-"""Models that others wrote: as they are, and each of our ways in beside the compilers.
+"""Models that others wrote, as they are and by each of our ways in, beside the compilers.
 
-Architectures of Hugging Face `transformers` by their own classes, with random weights: the sizes are
-those of base models, cut to a few layers, because layers repeat.
+First what somebody writes by hand, the paper's model as most tutorials have it: it stands against the
+same code as it was written, and against the same weights in `transformer_fast.nn`, which is what it is
+to come near to. Then architectures of Hugging Face `transformers` by their own classes, with random
+weights: the sizes are those of base models, cut to a few layers, because layers repeat.
 """
 
 from __future__ import annotations
@@ -9,23 +11,328 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import transformer_fast
 from transformer_fast.measure.accuracy import ModuleChecker, StepChecker
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
-from transformer_fast.measure.modules import parameter_bytes
-from transformer_fast.measure.ops import TIMES_FORWARD
+from transformer_fast.measure.calls import forced
+from transformer_fast.measure.cases import (
+    PADDING,
+    TIMES_FORWARD,
+    Batch,
+    Seq2Seq,
+    Size,
+    encoder_work,
+    parameter_bytes,
+    real_places,
+    with_fast_path,
+)
 
-from .. import peers
-from ..scope import Maker, Scope
-from .decode import START, GreedyJudge
-from .hand_written import accelerated, rewritten
-from .ops import spread_biases
+from . import Maker, Scope, spread_biases, suite_of
+from .models import EAGER, START, Case, Decoding, Gradients, GreedyJudge, Layers, Step
+
+REWRITTEN, ACCELERATED, NN = "rewritten", "accelerated", "transformer_fast.nn"
+
+
+def rewritten(model: nn.Module) -> Callable[..., Tensor]:
+    """What a user of the compile backend has."""
+    torch._dynamo.reset()  # or, after some models, Dynamo compiles no more of the same code
+    return torch.compile(model, backend=transformer_fast.compile_backend, dynamic=False)
+
+
+def accelerated(model: nn.Module) -> nn.Module:
+    """What a user of `accelerate` has."""
+    model = copy.deepcopy(model)
+    transformer_fast.accelerate(model)
+    return model
+
+
+# A Transformer as one writes it by hand, with nothing of ours: four Linears for each attention, masks
+# that are 0 where hidden and fill with -1e9, norms behind each sub-layer.
+
+State = dict[str, Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(size.model, size.model) for _ in range(4)
+        )
+        self.dropout = nn.Dropout(0.0)
+
+    def split(self, x: Tensor) -> Tensor:
+        batch, length, model = x.shape
+        return x.view(batch, length, self.heads, model // self.heads).transpose(1, 2)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        query = self.split(self.query(x))
+        key, value = self.split(self.key(memory)), self.split(self.value(memory))
+        scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(query.size(-1))
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -1e9)
+        weights = self.dropout(torch.softmax(scores, dim=-1))
+        joined = torch.matmul(weights, value).transpose(1, 2).contiguous().view(x.shape)
+        return self.out(joined)
+
+
+class Layer(nn.Module):
+    """Of the encoder; ``crossed``: of the decoder."""
+
+    def __init__(self, size: Size, crossed: bool = False) -> None:
+        super().__init__()
+        self.self_attn = Attention(size)
+        self.norm1, self.norm2 = nn.LayerNorm(size.model), nn.LayerNorm(size.model)
+        if crossed:
+            self.multihead_attn, self.norm3 = Attention(size), nn.LayerNorm(size.model)
+        self.linear1 = nn.Linear(size.model, size.hidden)
+        self.linear2 = nn.Linear(size.hidden, size.model)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        last = self.norm2
+        x = self.norm1(x + self.dropout(self.self_attn(x, x, mask)))
+        if memory is not None:
+            x = self.norm2(x + self.dropout(self.multihead_attn(x, memory, memory_mask)))
+            last = self.norm3
+        hidden = self.dropout(torch.relu(self.linear1(x)))
+        return last(x + self.dropout(self.linear2(hidden)))
+
+
+class Stack(nn.Module):
+    """Layers, and a norm after them."""
+
+    def __init__(self, size: Size, crossed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(size, crossed) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.model)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *rest)
+        return self.norm(x)
+
+
+class Transformer(nn.Module):
+    """`Seq2Seq`, on two tensors of tokens."""
+
+    positions: Tensor
+
+    def __init__(self, size: Size, positions: Tensor) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.model)
+        self.register_buffer("positions", positions, persistent=False)
+        self.encoder, self.decoder = Stack(size), Stack(size, crossed=True)
+        self.output = nn.Linear(size.model, size.vocabulary)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) + self.positions[: tokens.shape[1]]
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        source_mask = (source != PADDING)[:, None, None, :]
+        length = target.shape[1]
+        past = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+        target_mask = (target != PADDING)[:, None, None, :] & past
+        memory = self.encoder(self.embed(source), source_mask)
+        return self.output(self.decoder(self.embed(target), target_mask, memory, source_mask))
+
+
+def renamed(theirs: State) -> State:
+    """The weights of modules of ``torch.nn`` under the names that they have here."""
+    found: State = {}
+    for name, value in theirs.items():
+        name = name.removeprefix("transformer.")
+        head, is_packed, kind = name.partition("in_proj_")
+        if is_packed:
+            for part, chunk in zip(("query", "key", "value"), value.chunk(3), strict=True):
+                found[f"{head}{part}.{kind}"] = chunk
+        else:
+            found[name.replace("out_proj.", "out.")] = value
+    return found
+
+
+class _OnBatches(nn.Module):
+    """A model that takes tokens, given `Batch`es; ``run`` is the model, or what became of it."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.model, self.run = model, model if run is None else run
+
+    def forward(self, source: Batch, target: Batch) -> Tensor:
+        return self.run(source.tokens, target.tokens)
+
+
+Models = tuple[nn.Module, nn.Module, nn.Module]
+
+
+def _forward(
+    scope: Scope,
+    name: str,
+    case: object,
+    models: Models,
+    inputs: list[list[Arguments]],
+    adapt: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+    real: Callable[..., Tensor],
+    work: Callable[..., Sequence[float]],
+) -> BenchmarkCase:
+    """Of one forward pass; ``adapt``: makes of what is written by hand what takes the inputs."""
+    ours, theirs, written = models
+    oracle = with_fast_path(copy.deepcopy(theirs).double(), False)
+    reference = forced(ours, "reference")
+    candidates = [
+        Candidate(REWRITTEN, adapt(rewritten(written))),
+        Candidate(ACCELERATED, adapt(accelerated(written))),
+        Candidate(NN, ours),
+        Candidate("reference", reference),
+        Candidate(EAGER, adapt(written), ours=False),
+        *scope.offered("hand_written", written, adapt),
+    ]
+    checker = ModuleChecker(oracle, reference, real)
+    cost = work(*inputs[0][0])
+    return scope.case(f"hand-written {name}", case, inputs, candidates, checker, cost, REWRITTEN)
+
+
+def _models(
+    scope: Scope, make: Callable[[Any], nn.Module], by_hand: Callable[[Any], nn.Module]
+) -> Models:
+    """(of our nn, of torch's, by hand), with the same weights; ``by_hand`` is given torch's."""
+    ours, theirs = scope.twins(make)
+    written = by_hand(theirs).eval().to(scope.device, scope.dtype)
+    written.load_state_dict(renamed(theirs.state_dict()))
+    return ours, theirs, written
+
+
+def _layer(scope: Scope, case: Layers) -> BenchmarkCase:
+    size = Size()
+
+    def make(nn: Any) -> nn.Module:
+        return nn.TransformerEncoderLayer(size.model, size.heads, size.hidden, batch_first=True)
+
+    def visible(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(x: Tensor, mask: None, padding: Tensor | None) -> Tensor:
+            return run(x, None if padding is None else ~padding[:, None, None, :])
+
+        return forward
+
+    models = _models(scope, make, lambda theirs: Layer(size))
+    work = encoder_work(size, parameter_bytes(models[1]))
+    inputs = case.inputs(scope)
+    return _forward(scope, "encoder_layer", case, models, inputs, visible, real_places, work)
+
+
+def models_of(scope: Scope, size: Size, dropout: float) -> Models:
+    return _models(
+        scope,
+        lambda nn: spread_biases(Seq2Seq(nn, size, dropout)),
+        lambda theirs: Transformer(size, theirs.positions),
+    )
+
+
+def _transformer(scope: Scope, case: Case) -> BenchmarkCase:
+    models = models_of(scope, case.size, 0.1)
+    return _forward(
+        scope, "transformer", case, models, case.inputs(scope),
+        lambda run: lambda source, target: run(source.tokens, target.tokens),
+        lambda source, target: target.real,
+        case.work(scope, models[1]),
+    )  # fmt: skip
+
+
+def training_step(scope: Scope, case: Case) -> BenchmarkCase:
+    ours, theirs, written = models_of(scope, case.size, 0.0)
+    model = copy.deepcopy(written)
+    reference = forced(Step(copy.deepcopy(ours)), "reference")
+    candidates = [
+        Candidate(REWRITTEN, Step(_OnBatches(model, rewritten(model)))),
+        Candidate(ACCELERATED, Step(_OnBatches(accelerated(written)))),
+        Candidate(NN, Step(ours)),
+        Candidate("reference", reference),
+        Candidate(EAGER, Step(_OnBatches(copy.deepcopy(written))), ours=False),
+    ]
+    inputs = case.inputs(scope)
+    oracle = Step(copy.deepcopy(theirs).double(), fused=False)
+    names = ([name for name, _ in one.named_parameters()] for one in (written, theirs))
+    return scope.case(
+        "hand-written training step", case, inputs, candidates,
+        _StepChecker(oracle, reference, *names), case.work(scope, theirs)(*inputs[0][0]),
+        REWRITTEN, TIMES_FORWARD,
+    )  # fmt: skip
+
+
+class _GroupChecker(StepChecker):
+    """Gradients of parameters of one ``group`` count as one, as those of queries, keys and values.
+
+    The gradient of a key's bias is 0, since softmax takes a constant away, and what is computed for it
+    is rounding.
+    """
+
+    def __init__(
+        self, oracle: Any, reference: Any, names: Sequence[str], group: Callable[[str], str]
+    ) -> None:
+        self.groups: dict[str, list[int]] = {}
+        for index, name in enumerate(names, 1):
+            self.groups.setdefault(group(name), []).append(index)
+        super().__init__(oracle, reference, ("loss", *(f"grad of {one}" for one in self.groups)))
+
+    def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
+        groups = ([result[i].flatten() for i in group] for group in self.groups.values())
+        return (result[0], *map(torch.cat, groups))
+
+
+class _StepChecker(_GroupChecker):
+    """Of steps by hand and of ``torch.nn``'s classes, whose projections are one parameter."""
+
+    def __init__(self, oracle: Any, reference: Any, names: list[str], theirs: list[str]) -> None:
+        self.names_by_hand, self.theirs = names, theirs
+        pattern = re.compile(r"\b(query|key|value)\b")
+        super().__init__(oracle, reference, names, lambda name: pattern.sub("in_proj", name))
+
+    def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
+        loss, *gradients = result
+        if len(gradients) == len(self.theirs):
+            found = renamed(dict(zip(self.theirs, gradients, strict=True)))
+            gradients = [found[name] for name in self.names_by_hand]
+        return super()._results((loss, *gradients), arguments)
+
+
+_ONE, _BASE = Case(4, 32, 1000, 2), Case(8, 128, 8000, 2)
+#: As tutorials have them: what a call costs beside its work decides.
+_TUTORIALS = (Case(1, 20, 100, 2, width=64), Case(4, 80, 100, 2, width=128))
+
+hand_written = suite_of(
+    (
+        "hand-written encoder_layer",
+        _layer,
+        [Layers(8, 128), Layers(8, 128, 0.65)],
+        [Layers(8, 128, 0.65)],
+    ),
+    (
+        "hand-written transformer",
+        _transformer,
+        [_BASE, _BASE._replace(share=0.65), *_TUTORIALS],
+        [_ONE._replace(share=0.65)],
+    ),
+    # Without padding: what is computed at padded places differs, and it is part of the loss.
+    ("hand-written training step", training_step, [_BASE, *_TUTORIALS], [_ONE]),
+)
+
+
+# Architectures of Hugging Face.
 
 _LAYERS = 2
 _TOKENS = {"vocab_size": 2000}
@@ -112,9 +419,6 @@ _GENERATE = {
     "T5": ("ForConditionalGeneration", "num_layers"),
     "Marian": ("MTModel", "encoder_layers decoder_layers"),
 }
-#: (B, T, new tokens, vocabulary, layers)
-_PROMPTS = ((1, 32, 64, 32000, 6), (4, 32, 64, 32000, 6))
-_QUICK_PROMPTS = ((2, 8, 6, 1000, 2),)
 
 
 class _First(nn.Module):
@@ -136,117 +440,84 @@ class _First(nn.Module):
 
 
 def _inputs(scope: Scope, takes: str) -> list[list[Arguments]]:
-    def draw(seed: int) -> Tensor:
-        generator = scope.generator(seed)
-        if takes == "image":
-            return torch.randn(2, 3, 224, 224, generator=generator).to(scope.dtype)
-        if takes == "sound":
-            return torch.randn(2, 16000, generator=generator).to(scope.dtype)
-        return torch.randint(5, 2000, (4, 128), generator=generator)
-
-    return [[(draw(seed).to(scope.device),)] for seed in range(2)]
+    if takes not in ("image", "sound"):
+        return scope.tokens(5, 2000, 4, 128)
+    shape = (2, 3, 224, 224) if takes == "image" else (2, 16000)
+    drawn = [torch.randn(shape, generator=scope.generator(seed)) for seed in range(2)]
+    return [[(x.to(scope.device, scope.dtype),)] for x in drawn]
 
 
-def _flops(model: nn.Module, arguments: Arguments) -> float:
+def _flops(run: Callable[..., Any], *arguments: Any) -> float:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(*arguments)
+        run(*arguments)
     return float(counter.get_total_flops())
 
 
-def _case(scope: Scope, name: str) -> BenchmarkCase:
-    takes = MODELS[name].takes
+def _built(scope: Scope, name: str, *given: Any, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _First(spread_biases(MODELS[name].build()), takes).eval()
-    model.requires_grad_(False).to(scope.device, scope.dtype)
+        # In evaluation, as dropout would draw other elements in each candidate.
+        model = spread_biases(MODELS[name].build(*given, **changes)).eval()
+    return model.to(scope.device, scope.dtype)
+
+
+def _model(scope: Scope, name: str) -> BenchmarkCase:
+    takes = MODELS[name].takes
+    model = _First(_built(scope, name), takes).eval().requires_grad_(False)
     inputs = _inputs(scope, takes)
     oracle = copy.deepcopy(model).double()
     candidates = [
         Candidate("compiled", rewritten(copy.deepcopy(model))),
-        Candidate("accelerated", accelerated(model)),
-        Candidate("torch eager", model, ours=False),
-        *peers.candidates(scope.peers, "hand_written", copy.deepcopy(model), lambda run: run),
+        Candidate(ACCELERATED, accelerated(model)),
+        Candidate(EAGER, model, ours=False),
+        *scope.offered("hand_written", copy.deepcopy(model), lambda run: run),
     ]
-    return BenchmarkCase(
+    flops = _flops(model, *inputs[0][0])
+    return scope.case(
         "third-party model", name, inputs, candidates, ModuleChecker(oracle, model, lambda x: ...),
-        flops := _flops(model, inputs[0][0]), parameter_bytes(model), flops,
-        scope.dtype, scope.device, chosen="compiled", torch=("torch eager", "torch.compile"),
+        (flops, flops, parameter_bytes(model)), "compiled",
     )  # fmt: skip
 
 
-class _Gradients:
-    """Forward and backward: a loss and the gradient of every parameter that has one."""
-
-    def __init__(self, model: nn.Module, run: Callable[..., Tensor] | None = None) -> None:
-        self.model, self.run = model, model if run is None else run
-
-    @torch.enable_grad()
-    def __call__(self, given: Tensor) -> tuple[Tensor, ...]:
-        found = self.run(given)
+def _gradients(model: nn.Module, run: Callable[..., Tensor] | None = None) -> Gradients:
+    def loss(model: Any, given: Tensor) -> Tensor:
+        found = (model if run is None else run)(given)
         wanted = torch.linspace(-1.0, 1.0, found.shape[-1], dtype=found.dtype, device=found.device)
-        loss = ((found - wanted) ** 2).mean()
-        loss.backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.model.zero_grad(set_to_none=True)
-        return (loss.detach(), *gradients)
+        return ((found - wanted) ** 2).mean()
+
+    return Gradients(model, loss)
 
 
-class _GradientChecker(StepChecker):
-    """Gradients of modules side by side count as one, as those of queries, keys and values.
+def _trained(model: nn.Module, arguments: Arguments) -> list[str]:
+    """Names of the parameters that have gradients."""
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(model(*arguments).sum(), [*named.values()], allow_unused=True)
+    return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
 
-    The gradient of a key's bias is 0, since softmax takes a constant away, and what is computed for it
-    is rounding.
-    """
 
-    def __init__(self, oracle: nn.Module, reference: _Gradients, arguments: Arguments) -> None:
-        named = dict(reference.model.named_parameters())
-        found = torch.autograd.grad(
-            reference.run(*arguments).sum(), [*named.values()], allow_unused=True
-        )
-        self.groups: dict[str, list[int]] = {}
-        used = [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
-        for index, name in enumerate(used, 1):
-            module, _, parameter = name.rpartition(".")
-            group = f"{module.rpartition('.')[0]}.*.{parameter}"
-            self.groups.setdefault(group, []).append(index)
-        names = ("loss", *(f"grad of {group}" for group in self.groups))
-        super().__init__(_Gradients(oracle), reference, names)
-
-    def _results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
-        groups = ([result[i].flatten() for i in group] for group in self.groups.values())
-        return (result[0], *map(torch.cat, groups))
-
-    def _truth(self, arguments: Arguments) -> Any:
-        exact = [x.double() if x.is_floating_point() else x for x in arguments]
-        return tuple(
-            self._results(run, arguments)
-            for run in (self.reference(*arguments), self.oracle(*exact))
-        )
+def _side_by_side(name: str) -> str:
+    module, _, parameter = name.rpartition(".")
+    return f"{module.rpartition('.')[0]}.*.{parameter}"
 
 
 def _training(scope: Scope, name: str) -> BenchmarkCase:
     takes = MODELS[name].takes
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        # In evaluation, as dropout would draw other elements in each of them.
-        model = _First(spread_biases(MODELS[name].build()), takes).eval()
-    model.to(scope.device, scope.dtype)
+    model = _First(_built(scope, name), takes).eval()
     inputs = _inputs(scope, takes)
     oracle = copy.deepcopy(model).double()
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
-    reference = _Gradients(model)
+    reference = _gradients(model)
     candidates = [
-        Candidate("compiled", _Gradients(ours, rewritten(ours))),
-        Candidate("accelerated", _Gradients(accelerated(model))),
-        Candidate("torch eager", reference, ours=False),
-        *peers.candidates(scope.peers, "training", theirs, functools.partial(_Gradients, theirs)),
+        Candidate("compiled", _gradients(ours, rewritten(ours))),
+        Candidate(ACCELERATED, _gradients(accelerated(model))),
+        Candidate(EAGER, reference, ours=False),
+        *scope.offered("training", theirs, functools.partial(_gradients, theirs)),
     ]
-    flops = TIMES_FORWARD * _flops(model, inputs[0][0])
-    return BenchmarkCase(
+    flops, names = _flops(model, *inputs[0][0]), _trained(model, inputs[0][0])
+    return scope.case(
         "third-party training", name, inputs, candidates,
-        _GradientChecker(oracle, reference, inputs[0][0]),
-        flops, TIMES_FORWARD * parameter_bytes(model), flops,
-        scope.dtype, scope.device, chosen="compiled", torch=("torch eager", "torch.compile"),
+        _GroupChecker(_gradients(oracle), reference, names, _side_by_side),
+        (flops, flops, parameter_bytes(model)), "compiled", TIMES_FORWARD,
     )  # fmt: skip
 
 
@@ -277,62 +548,55 @@ def _bytes_of_a_token(model: Any) -> int:
     return sum(p.nbytes for p in read | {model.get_output_embeddings().weight})
 
 
-def _generate(
-    scope: Scope, name: str, batch: int, length: int, new: int, vocabulary: int, layers: int
-) -> BenchmarkCase:
+def _generate(scope: Scope, name: str, case: Decoding) -> BenchmarkCase:
     from transformers import GenerationConfig
 
     head, counts = _GENERATE[name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = MODELS[name].build(
-            head, vocab_size=vocabulary, **dict.fromkeys(counts.split(), layers),
-            bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
+    layers = dict.fromkeys(counts.split(), case.layers)
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    model = _built(scope, name, head, vocab_size=case.vocabulary, **layers, **ends)
     if name == "T5":  # a token's embedding, of all the largest in the sum, would repeat the token
         model.get_input_embeddings().weight.data.mul_(0.05)
     # Without an end token all make equally many tokens.
     model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=new, pad_token_id=0, decoder_start_token_id=START
+        do_sample=False, max_new_tokens=case.new, pad_token_id=0, decoder_start_token_id=START
     )
-    model.requires_grad_(False).to(scope.device, scope.dtype)
-    run = _Generate(model, new).eval()
-    inputs: list[list[Arguments]] = []
-    for seed in range(2):
-        tokens = torch.randint(5, vocabulary, (batch, length), generator=scope.generator(seed))
-        inputs.append([(tokens.to(scope.device),)])
+    run = _Generate(model.requires_grad_(False), case.new).eval()
+    inputs = scope.tokens(5, case.vocabulary, case.batch, case.length)
     candidates = [
-        Candidate("accelerated", accelerated(run)),
-        Candidate("torch eager", run, ours=False),
+        Candidate(ACCELERATED, accelerated(run)),
+        Candidate(EAGER, run, ours=False),
     ]
     if not scope.quick:  # it takes most of a minute to compile
-
-        def compiled(**settings: Any) -> nn.Module:
-            return _Generate(copy.deepcopy(model), new, **settings)
-
-        candidates += peers.candidates(scope.peers, "generate", compiled)
-    checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, new)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        run.logits(inputs[0][0][0], torch.full((batch, new), START, device=scope.device))
-    flops = float(counter.get_total_flops())
-    moved = new * _bytes_of_a_token(model)
+        candidates += scope.offered(
+            "generate",
+            lambda **settings: _Generate(copy.deepcopy(model), case.new, **settings),
+        )
+    checker = GreedyJudge(copy.deepcopy(run).double(), run.logits, case.new)
+    start = torch.full((case.batch, case.new), START, device=scope.device)
+    flops, moved = _flops(run.logits, inputs[0][0][0], start), case.new * _bytes_of_a_token(model)
     if model.config.is_encoder_decoder:
         moved += parameter_bytes(model.get_encoder())
-    return BenchmarkCase(
-        "third-party generate", f"{name}, ({batch},{length}), {new} new, V = {vocabulary}", inputs,
-        candidates, checker, flops, moved, flops, scope.dtype, scope.device,
-        chosen="accelerated", reference="torch eager", torch=("torch eager", "torch.compile"),
+    return scope.case(
+        "third-party generate", f"{name}, {case}", inputs, candidates, checker,
+        (flops, flops, moved), ACCELERATED, reference=EAGER,
     )  # fmt: skip
 
 
-def suite(scope: Scope) -> Iterator[tuple[str, Maker]]:
+def third_party(scope: Scope) -> Iterator[tuple[str, Maker]]:
     if importlib.util.find_spec("transformers") is None:
         return
-    for name in _QUICK if scope.quick else MODELS:
-        yield f"third-party {name}", functools.partial(_case, scope, name)
-    for name in _QUICK if scope.quick else _TRAINED:
-        yield f"third-party {name}, training", functools.partial(_training, scope, name)
-    for name in _GENERATE:
-        for case in _QUICK_PROMPTS if scope.quick else _PROMPTS:
-            label = f"third-party {name}, generate {case[:2]}"
-            yield label, functools.partial(_generate, scope, name, *case)
+    prompts = Decoding(1, 32, 64, 32000, 6), Decoding(4, 32, 64, 32000, 6)
+    yield from suite_of(
+        ("third-party", _model, [*MODELS], _QUICK),
+        ("third-party training", _training, _TRAINED, _QUICK),
+        *(
+            (
+                f"third-party {name}, generate",
+                lambda scope, case, name=name: _generate(scope, name, case),
+                prompts,
+                [Decoding(2, 8, 6, 1000, 2)],
+            )
+            for name in _GENERATE
+        ),
+    )(scope)

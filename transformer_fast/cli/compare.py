@@ -4,27 +4,55 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from .. import _native, proof
-from ..dispatch import BACKENDS, OPS
+from ..dispatch import BACKENDS, OPS, kernels
 from ..measure import machine
-from ..measure.benchmark_case import BenchmarkCase, Row, run_case
-from ..measure.clock import QUICK, Plan
+from ..measure.benchmark_case import Arguments, BenchmarkCase, Candidate, Row, run_case, worse
+from ..measure.cases import (
+    PADDING,
+    VOCABULARY,
+    Batch,
+    Size,
+    batches,
+    compiled,
+    encoder_case,
+    op_case,
+    pairs,
+    transformer_case,
+)
+from ..measure.clock import QUICK, Plan, speed_up, summarise
+from ..measure.device import Finding
 from ..measure.roof import why_no_roof
-from ..measure.text import batches, pairs
-from ..proof import SHORT_DURATION
-from . import form, gpu, notes, prove, table, text_cases
+from ..proof import SHORT_DURATION, Proof
+from ..specs import OPS as SPECS
+from ..specs.gpu import COMMON
+from ..specs.spec import Text
+from . import form, prove
 from .console import bullets, output, progress
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16", "float64")}
-CASES = (*OPS, *text_cases.MODELS)
+MODELS = ("encoder_layer", "transformer")
+_MODEL = Size(vocabulary=VOCABULARY)
+#: Inputs of the same shapes with different data; calls alternate between them.
+_INPUTS = 2
+
+#: Ops, the names of their cases, and what makes the calls.
+CASES: tuple[tuple[str, str, Callable[[Text], list[Arguments]]], ...] = tuple(
+    (op, name.format(vocabulary=VOCABULARY), build)
+    for op, spec in SPECS.items()
+    for name, build in spec.text_cases
+)
+COMPARED = (*OPS, *MODELS)
 
 _PLAN = Plan(rounds=25, seconds=1.0, least=5, sample=0.003)
 #: The text: paragraphs per batch, and where a paragraph is cut.
@@ -53,7 +81,7 @@ def add_work(parser: argparse.ArgumentParser, ops: Sequence[str], more: str = ""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = ", and then the kernels of a GPU, if there is one, on calls of their own"
-    add_work(parser, CASES, gpu)
+    add_work(parser, COMPARED, gpu)
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds and less text, no GPU kernels"
     )
@@ -85,19 +113,69 @@ def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> t
     return device
 
 
-def run(makers: Sequence[Callable[[], BenchmarkCase]], plan: Plan) -> tuple[list[Row], list[str]]:
-    """All benchmark_cases: their rows, and notes on what ran inside modules."""
+def text_cases(
+    options: argparse.Namespace, device: torch.device, text: Sequence[Batch]
+) -> Iterator[tuple[str, Callable[[], BenchmarkCase]]]:
+    """The names and the makers of the cases that are asked for, ops, an encoder layer and the base
+    Transformer, on ``text``; inputs are created when a maker is called."""
+    dtype = DTYPES[options.dtype]
+    backends = options.backend or [None]
+
+    def drawn(seed: int) -> Text:
+        batches = [batch.to(device) for batch in text]
+        generator = torch.Generator().manual_seed(seed)
+        return Text(dtype, device, generator, batches, PADDING, _MODEL)
+
+    def of_op(op: str, name: str, build: Callable[[Text], list[Arguments]]) -> BenchmarkCase:
+        inputs = [build(drawn(seed)) for seed in range(_INPUTS)]
+        return op_case(op, name, inputs, options.backend or BACKENDS)
+
+    def peers(module: nn.Module, arguments: Arguments) -> Sequence[Candidate]:
+        if not options.compile:
+            return []
+        return [Candidate("torch.compile", compiled(module), ours=False)]
+
+    def encoder_layer() -> BenchmarkCase:
+        inputs: list[list[Arguments]] = []
+        for data in map(drawn, range(_INPUTS)):
+            paired = zip(data.embedded, data.batches, strict=True)
+            inputs.append([(x, None, ~batch.real) for x, batch in paired])
+        return encoder_case(_MODEL.label, inputs, _MODEL, backends, peers)
+
+    def transformer() -> BenchmarkCase:
+        # Two inputs that cost the same and differ: the pairs, and the pairs with each batch reversed.
+        pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
+        there = [tuple(batch.to(device) for batch in both) for both in pair]
+        back = [tuple(Batch(b.tokens.flip(0), b.lengths.flip(0)) for b in both) for both in there]
+        case = f"base, {_MODEL.layers}+{_MODEL.layers} layers"
+        return transformer_case(case, [there, back], _MODEL, dtype, device, backends, peers)
+
+    for case in CASES:
+        if case[0] in options.op:
+            yield f"{case[0]} {case[1]}", partial(of_op, *case)
+    for make in (encoder_layer, transformer):
+        if make.__name__ in options.op:
+            yield make.__name__, make
+
+
+def run(
+    work: Sequence[tuple[str, Callable[[], BenchmarkCase]]], plan: Plan, **options: bool
+) -> tuple[list[Row], list[str]]:
+    """Makes and runs benchmark cases: their rows, and notes on what ran inside modules.
+
+    ``options``: those of `run_case`. Cases may set the number of threads.
+    """
     rows: list[Row] = []
     remarks: list[str] = []
+    threads = torch.get_num_threads()
     with progress() as bar:
-        task = bar.add_task("", total=len(makers))
-        for make in makers:
-            bar.update(task, description="preparing")
-            benchmark_case = make()
-            bar.update(task, description=f"{benchmark_case.op} {benchmark_case.case}")
-            # One measurement of the roof for each case: they take as long as the timing.
-            rows += run_case(benchmark_case, plan, probe_before=False)
-            remarks += notes.inside(benchmark_case.op, benchmark_case.inside)
+        task = bar.add_task("", total=len(work))
+        for label, make in work:
+            bar.update(task, description=label)
+            case = make()
+            rows += run_case(case, plan, **options)
+            remarks += form.inside(case.op, case.inside)
+            torch.set_num_threads(threads)
             bar.advance(task)
     return rows, remarks
 
@@ -106,7 +184,7 @@ def show(
     console: Console, rows: list[Row], sections: dict[str, list[str]], legend: Sequence[str] = ()
 ) -> None:
     """The table, its legend, and the sections that are not empty."""
-    console.print(table.build(rows, console.width))
+    console.print(form.table(rows, console.width))
     for line in legend:
         console.print(line, style="dim")
     for title, lines in sections.items():
@@ -119,18 +197,15 @@ def show(
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Returns 1 if a result exceeds its error budget, or was asked for and not checked, or if a GPU
     kernel crashed; else 0."""
-    on_gpu = gpu.ops(options)
+    on_gpu = gpu_ops(options)
     options.device = options.device or "cpu"
     if options.json is not None and not options.json.resolve().parent.is_dir():
         parser.error(f"argument --json: there is no folder {options.json.resolve().parent}")
     device = device_of(parser, options)
     text = batches(1 if options.quick else _BATCHES, _SIZE, _LONGEST)
-    pair = pairs(1, _SIZE // 2, _MODEL_LONGEST)
-    makers = text_cases.benchmark_cases(
-        options.op, options.backend or BACKENDS, options.backend or [None], text, pair,
-        DTYPES[options.dtype], device, options.compile,
-    )  # fmt: skip
-    rows, remarks = run(list(makers), QUICK if options.quick else _PLAN)
+    plan = QUICK if options.quick else _PLAN
+    # One measurement of the roof for each case: they take as long as the timing.
+    rows, remarks = run([*text_cases(options, device, text)], plan, probe_before=False)
     measured = prove.measure(on_gpu, short=True) if on_gpu else prove.Measured()
     kept = None if options.no_proof else prove.keep(measured, short=True)
     about = machine.describe(device)
@@ -144,18 +219,18 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if on_gpu:
         known, _ = proof.known(torch.cuda.current_device())
         rows = sorted(
-            [*rows, *gpu.rows(measured.findings, known)], key=lambda row: CASES.index(row.op)
+            [*rows, *gpu_rows(measured.findings, known)], key=lambda row: COMPARED.index(row.op)
         )
         head.append(
             f"GPU: {torch.cuda.get_device_name()}, one call of each common case, without gradients "
             "and with them; the longer of the device's and the host's time"
         )
     sections = {
-        "Failed": notes.failures(rows),
+        "Failed": form.failures(rows),
         "Not finished": measured.problem_lines(),
-        "GPU kernels": gpu.remarks(measured, kept) if on_gpu else [],
-        "Not run by a kernel of ours": [*notes.fallbacks(rows), *remarks],
-        "Not measured": notes.absent(rows),
+        "GPU kernels": gpu_remarks(measured, kept) if on_gpu else [],
+        "Not run by a kernel of ours": [*form.fallbacks(rows), *remarks],
+        "Not measured": form.absent(rows),
     }
     if (reason := why_no_roof(device)) is not None:
         sections["No roofline"] = [reason]
@@ -165,7 +240,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     for line in head:
         console.print(line, style="dim", soft_wrap=False)
     console.print()
-    show(console, rows, sections, ["", *table.LEGEND])
+    show(console, rows, sections, ["", *form.LEGEND])
     if options.json is not None:
         _write(options, about, rows, sections)
     if measured.interrupted:
@@ -179,6 +254,86 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 0
     console.print(f"\n{wrong}", style="bold red")
     return 1
+
+
+# The kernels of a GPU: what a run of `prove` found, by op, dtype and kernel.
+
+
+def gpu_ops(options: argparse.Namespace) -> list[str]:
+    """Those whose GPU kernels `compare` measures; none without a GPU, or if it is not to."""
+    if options.device or options.backend or options.quick or not torch.cuda.is_available():
+        return []
+    wanted = [
+        op
+        for op in OPS
+        if op in options.op
+        and any(one.proven is not None and one.unavailable is None for one in kernels(op))
+    ]
+    # Where the time is too short, it is the op with most classes that lacks some.
+    return sorted(wanted, key=lambda op: len(COMMON[op]))
+
+
+def _selected(known: Proof | None) -> set[tuple[object, ...]]:
+    """The keys of the verdicts by which the dispatcher selects a kernel."""
+    best: dict[tuple[object, ...], proof.Verdict] = {}
+    for verdict in known.verdicts if known else ():
+        call = verdict.op, *verdict[2:5]
+        if verdict.chosen and (call not in best or verdict.gain > best[call].gain):
+            best[call] = verdict
+    return {verdict[:5] for verdict in best.values()}
+
+
+def gpu_rows(findings: Sequence[Finding], known: Proof | None) -> list[Row]:
+    """A row for each op, dtype and kernel: its worst error, and the time of one call of each case."""
+    selected = _selected(known)
+    found: dict[tuple[str, str, str], list[Finding]] = {}
+    for one in findings:
+        op, backend, dtype = one.verdict[:3]
+        found.setdefault((op, dtype, backend), []).append(one)
+    result = []
+    for op, dtype, backend in sorted(found):
+        mine = found[op, dtype, backend]
+        chosen = any(one.verdict[:5] in selected for one in mine)
+        row = Row(op, f"GPU, {dtype}", backend, True, chosen)
+        wrong = [one.verdict for one in mine if not one.verdict.right]
+        row.ok = not wrong
+        for one in mine:
+            if one.error is not None and one.error_ratio is not None:
+                row.error = worse(row.error, one.error)
+                row.error_ratio = worse(row.error_ratio, one.error_ratio)
+        timed = [one for one in mine if one.samples and one.torch_samples]
+        if wrong:
+            row.reason = f"{wrong[0].shape}: {wrong[0].problem}"
+        elif timed:
+            # One piece of work is all cases, as a case on text is several batches.
+            row.samples = [
+                sum(times) for times in zip(*(one.samples for one in timed), strict=True)
+            ]
+            theirs = [
+                sum(times) for times in zip(*(one.torch_samples for one in timed), strict=True)
+            ]
+            row.time, row.vs_torch = summarise(row.samples), speed_up(theirs, row.samples)
+        else:
+            row.reason = mine[0].verdict.problem
+        result.append(row)
+    return result
+
+
+def gpu_remarks(measured: prove.Measured, kept: tuple[Proof, Path] | None) -> list[str]:
+    """What the dispatcher goes by from now on."""
+    verdicts = measured.verdicts
+    chosen = sum(verdict.chosen for verdict in verdicts)
+    lines = [
+        f"{chosen} of {len(verdicts)} verdicts are right and faster than PyTorch "
+        f"({measured.seconds:.0f} seconds)"
+    ]
+    if kept is None:
+        return [*lines, "nothing was written"]
+    known, path = kept
+    return [*lines, f"the dispatcher goes by {path}{proof.longer_way(known)}"]
+
+
+# What comes of it.
 
 
 def _verdict(rows: Sequence[Row], options: argparse.Namespace) -> str | None:

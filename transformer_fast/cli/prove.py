@@ -20,9 +20,8 @@ from rich.progress import Progress
 from .. import proof
 from ..dispatch import OPS
 from ..measure import device as on_device
-from ..measure.apart import OUT_OF_TIME, lines_of
 from ..measure.clock import DeviceClock
-from ..measure.device import Finding
+from ..measure.device import OUT_OF_TIME, Finding, lines_of
 from ..proof import Proof, Verdict
 from .console import bullets, columns, output, progress
 

@@ -105,13 +105,14 @@ class _Checker:
     ``oracle`` takes arguments whose floating-point tensors are fp64.
     """
 
-    names: Sequence[str]
     factor = OUTPUT_FACTOR
     #: The op, whose reference gets a second look where it may have been lucky.
     op = ""
 
-    def __init__(self, oracle: Callable[..., Any], reference: Callable[..., Any]) -> None:
-        self.oracle, self.reference = oracle, reference
+    def __init__(
+        self, oracle: Callable[..., Any], reference: Callable[..., Any], names: Sequence[str]
+    ) -> None:
+        self.oracle, self.reference, self.names = oracle, reference, names
         # The arguments are kept alive so that their ids stay unique.
         self._known: dict[tuple[int, int], tuple[Arguments, Truth]] = {}
 
@@ -156,9 +157,9 @@ class OpChecker(_Checker):
     """
 
     def __init__(self, op: str, gradients_of: Sequence[str] = ()) -> None:
-        super().__init__(OPS[op].reference, OPS[op].reference)
+        spec = OPS[op]
+        super().__init__(spec.reference, spec.reference, gradients_of or spec.results)
         self.op, self.gradients = op, bool(gradients_of)
-        self.names = gradients_of or OPS[op].results
         self.factor = GRADIENT_FACTOR if gradients_of else OUTPUT_FACTOR
 
     def _truth(self, arguments: Arguments) -> tuple[Results, Results]:
@@ -176,9 +177,9 @@ class SampledAttentionChecker(_Checker):
     """
 
     def __init__(self, queries: int = 64) -> None:
-        reference = OPS["attention"].reference
-        super().__init__(reference, reference)
-        self.names, self.queries = OPS["attention"].results, queries
+        spec = OPS["attention"]
+        super().__init__(spec.reference, spec.reference, spec.results)
+        self.queries = queries
 
     def _rows(self, arguments: Arguments) -> Tensor:
         query = arguments[0]
@@ -224,15 +225,13 @@ class ModuleChecker(_Checker):
     ``real``: gives the bool (B, T) tensor of the places that count.
     """
 
-    names = ("output",)
-
     def __init__(
         self,
         oracle: Callable[..., Tensor],
         reference: Callable[..., Tensor],
         real: Callable[..., Tensor],
     ) -> None:
-        super().__init__(oracle, reference)
+        super().__init__(oracle, reference, ("output",))
         self.real = real
 
     def _results(self, result: Any, arguments: Arguments) -> Results:
@@ -243,12 +242,3 @@ class StepChecker(_Checker):
     """For a training step that returns its loss and its gradients, named in that order."""
 
     factor = GRADIENT_FACTOR
-
-    def __init__(
-        self,
-        oracle: Callable[..., Results],
-        reference: Callable[..., Results],
-        names: Sequence[str],
-    ) -> None:
-        super().__init__(oracle, reference)
-        self.names = names

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from ..testing import Parity
 from . import roof
-from .clock import ORDINARY, Plan, alternate
-from .memory import peak
-from .summary import Ratio, Summary, speed_up, summarise
+from .clock import ORDINARY, Plan, Ratio, Summary, alternate, peak, speed_up, summarise
 
 #: Error allowed for peers, in units of the reference's error. Our own kernels are held to the error
 #: budget; this only has to reject other work or half precision, which errs thousands of times as much.

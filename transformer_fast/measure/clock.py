@@ -1,4 +1,5 @@
-"""Interleaved timing of several candidates in one process, by the host's clock or by CUDA events.
+"""What calls take: interleaved timing of several candidates in one process, by the host's clock or by
+CUDA events; statistics of the samples; peak memory.
 
 On a shared machine speed drifts by tens of per cent within seconds. Samples of different candidates
 are therefore interleaved: drift affects all of them alike and cancels in their ratio.
@@ -6,16 +7,21 @@ are therefore interleaved: drift affects all of them alike and cancels in their 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+
+from .. import memory
 
 _T = TypeVar("_T")
 
@@ -188,3 +194,115 @@ def in_turn(calls: Mapping[str, Call], inputs: int, clock: Clock) -> dict[str, l
 
 def medians(samples: Sequence[Times]) -> Times:
     return Times(*map(median, zip(*samples, strict=True)))
+
+
+# Statistics of samples.
+
+_RESAMPLES = 2000
+
+
+class Summary(NamedTuple):
+    """Seconds per call."""
+
+    median: float
+    #: Quartiles: half of the samples lie between them.
+    low: float
+    high: float
+    rounds: int
+
+
+class Ratio(NamedTuple):
+    """A speed-up with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes 1."""
+        return self.low > 1.0 or self.high < 1.0
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Median and quartiles of at least one sample."""
+    if not samples:
+        raise ValueError("samples must not be empty")
+    points = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
+    median, low, high = torch.quantile(torch.tensor(samples, dtype=torch.float64), points).tolist()
+    return Summary(median, low, high, len(samples))
+
+
+def bootstrap(
+    series: Sequence[Sequence[float]], seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The median of each series, and (series, 2000) medians of draws of whole rounds (bootstrap)."""
+    paired = torch.tensor([list(one) for one in series], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    rounds = torch.randint(paired.shape[1], (_RESAMPLES, paired.shape[1]), generator=generator)
+    return torch.quantile(paired, 0.5, dim=-1), torch.quantile(paired[:, rounds], 0.5, dim=-1)
+
+
+def interval(draws: torch.Tensor) -> tuple[float, float]:
+    """Percentiles 2.5 and 97.5."""
+    low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def speed_up(base: Sequence[float], ours: Sequence[float]) -> Ratio:
+    """``median(base) / median(ours)``: above 1, ours is the faster.
+
+    The samples are pairs, taken in the same rounds. The interval is the bootstrap's over whole
+    rounds, so drift that hits both candidates cancels.
+    """
+    if len(base) != len(ours) or not base:
+        raise ValueError(
+            f"base and ours must be pairs from the same rounds, not {len(base)} and {len(ours)}"
+        )
+    middle, draws = bootstrap([base, ours])
+    return Ratio((middle[0] / middle[1]).item(), *interval(draws[0] / draws[1]))
+
+
+# Peak memory of a call, beyond what is allocated before it.
+
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _trim() -> None:
+    gc.collect()
+    memory.release()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def peak(call: Callable[[], object], device: torch.device | str = "cpu") -> int | None:
+    """Peak bytes that ``call`` allocates, its result included; None where it cannot be measured.
+
+    On the CPU the peak resident set size (Linux), which includes memory outside torch's allocator.
+    Buffers that a library keeps between calls are not counted; those of `transformer_fast.memory`
+    are.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    try:
+        _trim()
+        _CLEAR.write_text("5", encoding="ascii")  # "the highest so far" becomes "now"
+        before = _resident("VmRSS")
+        call()
+        return max(0, _resident("VmHWM") - before)
+    except (OSError, AssertionError):
+        return None

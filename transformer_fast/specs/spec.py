@@ -140,12 +140,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Text(Draw):
-    """Draws calls on batches of a text (`measure.text`) under one random embedding."""
+    """Draws calls on batches of a text (`measure.cases`) under one random embedding."""
 
     batches: Sequence[Any]
     #: The token behind the end of a text.
     padding: int
-    #: Those of the base model, a `measure.transformers.Size`.
+    #: Those of the base model, a `measure.cases.Size`.
     size: Any
 
     @cached_property

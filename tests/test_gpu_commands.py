@@ -1,4 +1,5 @@
-"""What a GPU was measured to do: the file, what the dispatcher makes of it, and the command."""
+"""What a GPU was measured to do: the file, what the dispatcher makes of it, and the commands `prove`,
+`compare` and `python -m benchmarks.gpu`, whose stages and processes run on a CPU here."""
 
 from __future__ import annotations
 
@@ -6,18 +7,26 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_rows import CPU, SMALL, fake_clock, wrong_linear
+from harness import python
 from torch._subclasses import FakeTensorMode
 
+from benchmarks import gpu
 from transformer_fast import dispatch, proof, reference
 from transformer_fast.__main__ import main
-from transformer_fast.cli import compare, gpu, info, prove
+from transformer_fast.cli import compare, info, prove
 from transformer_fast.cli.info import state
 from transformer_fast.dispatch import Call, select
 from transformer_fast.measure import accuracy, clock
@@ -25,14 +34,56 @@ from transformer_fast.measure import device as on_device
 from transformer_fast.measure.clock import DeviceClock, Times
 from transformer_fast.proof import Machine, Proof, Verdict, shape_class
 from transformer_fast.specs import OPS
-from transformer_fast.specs.attention import _gpu_case, _packed_case
-from transformer_fast.specs.gpu import COMMON, GPU_CASES, GpuCase
+from transformer_fast.specs.attention import _gpu_case, _packed_case, arrange
+from transformer_fast.specs.gpu import BENCH_CASES, COMMON, GPU_CASES, GpuCase
 from transformer_fast.specs.layer_norm import _bench
+from transformer_fast.specs.spec import case
 from transformer_fast.testing import call_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = Machine("NVIDIA Test", 90, "13000", "2.13.0", "3.7.1", "0.1")
 ROWS = "up to 64 rows"
+
+
+CPU = torch.device("cpu")
+#: A case of a GPU's that a CPU has time for.
+SMALL = GpuCase(
+    "linear",
+    case("timed", lambda draw: (draw.normal(33, 8), draw.weight(6, 8), None, None, None)),
+)
+
+
+def wrong_linear(*arguments: Any) -> torch.Tensor:
+    return reference.linear(*arguments) + 1e-3
+
+
+def fake_clock(times: tuple[Times, ...]) -> Callable[..., Times]:
+    """Times by the order in which calls come: what kernels take, then PyTorch's ways."""
+    known: dict[Any, int] = {}
+
+    def clock(call: Any, inputs: int, repeats: int, host: float = 0.0) -> Times:
+        for i in range(repeats):
+            call(i % inputs)
+        return times[known.setdefault(call, len(known))]
+
+    return clock
+
+
+#: Stands for a process: each item says what becomes of it.
+PROCESS = """
+import json, os, sys, time
+for item in json.loads(sys.argv[1]):
+    if item.get("dies"):
+        os.kill(os.getpid(), 11)
+    if item.get("raises"):
+        1 / 0
+    time.sleep(item.get("sleeps", 0))
+    print(json.dumps(item.get("line", {"result": item.get("says", "done")})), flush=True)
+"""
+
+
+def stand_in(stage, items):
+    return [sys.executable, "-c", PROCESS, json.dumps(items)]
 
 
 def verdict(**changes):
@@ -510,17 +561,20 @@ def test_the_worst_case_of_a_class_counts():
     assert len(on_device.worst([verdict(), verdict(dtype="float32")])) == 2
 
 
-def test_without_a_gpu_it_says_so(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["prove"]) == 2
-    assert capsys.readouterr().err.startswith("prove needs an NVIDIA GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_they_say_so(capsys, tmp_path):
+    path = tmp_path / "gpu.json"
+    assert main(["prove"]) == gpu.main(["env", "--json", str(path)]) == 2
+    prove_said, gpu_said = capsys.readouterr().err.splitlines()
+    assert prove_said.startswith("prove needs an NVIDIA GPU")
+    assert gpu_said.startswith("benchmarks.gpu needs an NVIDIA GPU")
+    assert not path.exists()
 
 
-def program(*verdicts, then=""):
+def program(*verdicts, **then):
     """What stands for an op's process: the verdicts of each trial, each with its samples."""
-    lines = [json.dumps([finding(one) for one in of_trial]) for of_trial in verdicts]
-    return [sys.executable, "-c", f"import os\nprint({chr(10).join(lines)!r}, flush=True)\n{then}"]
+    lines = [{"line": [finding(one) for one in of_trial]} for of_trial in verdicts]
+    return stand_in("", [*lines, *([then] if then else [])])
 
 
 def finding(one):
@@ -543,9 +597,9 @@ def a_gpu(monkeypatch):
 def test_the_command_from_end_to_end(capsys, monkeypatch, a_gpu):
     commands = {
         "linear": program([verdict()], [], [verdict(device=1.2e-5)]),
-        "attention": program([verdict(op="attention")], then="os.kill(os.getpid(), 11)"),
+        "attention": program([verdict(op="attention")], dies=True),
         "layer_norm": program(
-            [verdict(op="layer_norm", right=False, problem="error 7")], then="1/0"
+            [verdict(op="layer_norm", right=False, problem="error 7")], raises=True
         ),
     }
     monkeypatch.setattr(prove, "_command", lambda op, short: commands[op])
@@ -580,7 +634,7 @@ def common(op="linear", **changes):
 def comparing(monkeypatch, a_gpu, triton):
     """``compare`` without text, by what the processes of ops are recorded to print."""
     kernels_of("layer_norm", monkeypatch)
-    monkeypatch.setattr(compare.text_cases, "benchmark_cases", lambda *_: [])
+    monkeypatch.setattr(compare, "text_cases", lambda *_: [])
 
     def run(commands, *options):
         monkeypatch.setattr(prove, "_command", lambda op, short: commands[op] if short else None)
@@ -630,7 +684,7 @@ def lines_until_crash(count):
 def test_compare_after_a_crash(comparing, capsys):
     """Other ops are kept, and classes of which all cases had been measured."""
     prove_that(common("layer_norm", dtype="float32"))
-    killed = program(*lines_until_crash(7), then="os.kill(os.getpid(), 11)")
+    killed = program(*lines_until_crash(7), dies=True)
     assert comparing({"layer_norm": killed, "linear": program([common()])}) == 1
     shown = capsys.readouterr().out
     assert "layer_norm: its process ended before it was done (signal 11)" in shown
@@ -732,7 +786,7 @@ def test_prove_replaces_what_compare_found(comparing, monkeypatch):
 @pytest.mark.parametrize("given", ["--device=cpu", "--backend=torch", "--quick", "no GPU"])
 def test_compare_without_gpu_kernels(given, capsys, monkeypatch, triton, a_gpu):
     """The output is that of the text alone."""
-    monkeypatch.setattr(compare.text_cases, "benchmark_cases", lambda *_: [])
+    monkeypatch.setattr(compare, "text_cases", lambda *_: [])
     monkeypatch.setattr(compare, "_verdict", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: given != "no GPU")
     monkeypatch.setattr(prove, "measure", None)
@@ -748,7 +802,7 @@ def test_ops_without_a_gpu_kernel_here_are_not_measured(comparing, monkeypatch, 
     options = compare.argparse.Namespace(
         device=None, backend=None, quick=False, op=["linear", "layer_norm", "transformer"]
     )
-    assert gpu.ops(options) == ["layer_norm"]
+    assert compare.gpu_ops(options) == ["layer_norm"]
 
 
 def test_what_compare_measures():
@@ -766,3 +820,334 @@ def test_the_command_that_an_op_is_measured_by(monkeypatch, a_gpu):
     for short in (False, True):
         assert main(prove._command("linear", short)[3:]) == 0
     assert asked == [("linear", False), ("linear", True)]
+
+
+# `python -m benchmarks.gpu`.
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """A GPU, and processes that need none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "_command", stand_in)
+
+
+def session(tmp_path, seconds=60.0, stage="parity"):
+    found = gpu.Session(seconds, tmp_path / "gpu.json", 2)
+    found.begin(stage)
+    return found
+
+
+def written(tmp_path):
+    return json.loads((tmp_path / "gpu.json").read_text())["stages"]
+
+
+@pytest.mark.parametrize("options", [["speed"], ["--seconds", "0"], ["--jobs", "0"]])
+def test_wrong_options(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(options)
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_stages_run_in_order_and_tell_what_was_wrong(processes, tmp_path, monkeypatch, capsys):
+    plans = {
+        "env": [{"says": {"gpu": "NVIDIA Test"}}],
+        "smoke": [{"op": "linear", "says": {"forward": "wrong: error 7", "gradients": "right"}}],
+        "bench": [{"op": "linear", "says": {"triton": {"why_not": "wrong: x", "wrong": True}}}],
+    }
+    for stage, items in plans.items():
+
+        def plan(session, stage=stage, items=items):
+            session.do(stage, [items], 1)
+
+        monkeypatch.setitem(gpu.STAGES, stage, gpu.STAGES[stage]._replace(plan=plan))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, where there is a progress bar
+    monkeypatch.setenv("COLUMNS", "100")
+    given = ["bench", "smoke", "env", "--json", str(tmp_path / "gpu.json")]
+    assert gpu.main(given) == 1
+    found = written(tmp_path)
+    assert list(found) == ["env", "smoke", "bench"]
+    assert found["env"]["results"][0]["result"] == {"gpu": "NVIDIA Test"}
+    shown = capsys.readouterr()
+    text = " ".join(shown.out.split())
+    bars = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.err)
+    for stage in plans:
+        assert re.search(rf"{stage} .* 1/1 ", bars)
+    assert "env: 1 results, 0 skipped" in text
+    assert "wrong: error 7" in text
+    assert "wrong: x" in text
+    assert gpu.main(["env", "--json", str(tmp_path / "gpu.json")]) == 0
+    assert list(written(tmp_path)) == ["env"]
+
+
+def test_a_crash_costs_one_piece_of_work(processes, tmp_path):
+    items = [{"n": 0}, {"n": 1, "dies": True}, {"n": 2}, {"n": 3, "raises": True}, {"n": 4}]
+    found = session(tmp_path).do("parity", [items, [{"n": 5}]], 2)
+    told = {one["n"]: one.get("problem", one.get("result")) for one in found}
+    assert told == {
+        **dict.fromkeys((0, 2, 4, 5), "done"),
+        1: "signal 11",
+        3: "status 1: ZeroDivisionError: division by zero",
+    }
+    assert sorted(one["n"] for one in written(tmp_path)["parity"]["results"]) == list(range(6))
+
+
+def test_a_process_that_hangs_is_given_up(processes, tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu.STAGES, "smoke", gpu.STAGES["smoke"]._replace(limit=1.0))
+    found = session(tmp_path, stage="smoke").do("smoke", [[{"sleeps": 60}, {"n": 1}]], 1)
+    assert [one.get("problem") for one in found] == ["it said nothing for 1 seconds", None]
+
+
+def test_what_does_not_fit_is_skipped(processes, tmp_path):
+    start = time.monotonic()
+    one = session(tmp_path, seconds=3.0)
+    one.do("parity", [[{"n": 0}, {"n": 1, "sleeps": 60}, {"n": 2}]], 1)
+    assert time.monotonic() - start < 20
+    assert one.do("parity", [[{"n": 3}]], 1) == []
+    found = written(tmp_path)["parity"]
+    assert [entry["n"] for entry in found["results"]] == [0]
+    assert [entry["n"] for entry in found["skipped"]] == [1, 2, 3]
+
+
+def test_a_killed_run_keeps_what_it_had(tmp_path):
+    path = tmp_path / "gpu.json"
+    script = f"""
+import pathlib, sys
+sys.path.insert(0, "tests")
+from benchmarks import gpu
+from test_gpu_commands import stand_in
+gpu._command = stand_in
+session = gpu.Session(60.0, pathlib.Path({str(path)!r}), 1)
+session.begin("parity")
+session.do("parity", [[{{"n": 0}}, {{"n": 1, "sleeps": 60}}]], 1)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], start_new_session=True) as process:
+        try:
+            for _ in range(600):
+                if path.exists() and written(tmp_path)["parity"]["results"]:
+                    break
+                time.sleep(0.1)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert written(tmp_path)["parity"]["results"] == [{"n": 0, "result": "done"}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_process_of_its_own_prints_nothing_but_its_results():
+    script = """
+import torch
+from benchmarks import gpu
+def noisy(item, device, clock):
+    print("hello")
+    return 1 / item["n"]
+gpu.STAGES["smoke"] = gpu.STAGES["smoke"]._replace(work=noisy)
+raise SystemExit(gpu.alone("smoke", [{"n": 2}, {"n": 0}, {"n": 4}], torch.device("cpu")))
+"""
+    assert [json.loads(line) for line in python("-c", script).stdout.splitlines()] == [
+        {"result": 0.5},
+        {"problem": "ZeroDivisionError in noisy: division by zero"},
+        {"result": 0.25},
+    ]
+
+
+def test_the_environment_is_told():
+    found = gpu.environment({}, CPU, None)
+    assert found["torch"] == torch.__version__
+    json.dumps(found)
+
+
+def test_what_is_asked_for_first_comes_first():
+    ranks = [gpu.rank(gpu._CASES[item["op"], item["case"]]) for item in gpu.bench_items()]
+    of_one_dtype = ranks[: len(ranks) // 3]
+    assert of_one_dtype == sorted(of_one_dtype)
+    assert set(of_one_dtype) == set(range(7))
+    cases = (*GPU_CASES, *BENCH_CASES)
+    assert len(ranks) == 3 * sum(2 if one.gradients else 1 for one in cases)
+    assert gpu.bench_items()[0]["dtype"] == "bfloat16"
+
+
+def test_every_op_dtype_and_backend_is_checked():
+    every = {
+        (op, kernel.backend)
+        for op in dispatch.OPS
+        for kernel in dispatch.kernels(op)
+        if kernel.backend in gpu.BACKENDS
+    }
+    for first_and_last in (True, False):
+        groups = gpu._checks(first_and_last)
+        assert len(groups) == 3 * len(every)
+        assert {(one["op"], one["backend"]) for group in groups for one in group} == every
+    checked = {(one["op"], one["case"]) for group in groups for one in group}
+    assert checked == {(one.op, one.name) for one in GPU_CASES}
+
+
+def unmasked(draw):
+    return arrange(*(draw.normal(1, 2, 17, 8) for _ in range(3)), causal=True)
+
+
+ON_CPU = SMALL, GpuCase("attention", case("timed", unmasked))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Cases that a CPU has time for, and kernels of linear that run on it."""
+    for one in ON_CPU:
+        monkeypatch.setitem(gpu._CASES, (one.op, "timed"), one)
+    monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
+    kernels = (
+        dispatch.Kernel("linear", "triton", reference.linear, gradients=True),
+        dispatch.Kernel("linear", "torch", reference.linear),
+    )
+    monkeypatch.setitem(dispatch._state.kernels, "linear", kernels)
+    return kernels
+
+
+def change_triton(monkeypatch, small, run):
+    changed = (dataclasses.replace(small[0], run=run), small[1])
+    monkeypatch.setitem(dispatch._state.kernels, "linear", changed)
+
+
+def item(op="linear", **rest):
+    return {"op": op, "case": "timed", "dtype": "float32", "gradients": False, **rest}
+
+
+def test_a_check_tells_right_from_wrong_and_refused(small, monkeypatch):
+    assert gpu.check(item(backend="triton"), CPU, None) == {
+        "forward": "right",
+        "gradients": "right",
+    }
+    assert gpu.check(item(backend="torch"), CPU, None)["gradients"].startswith(
+        "refused: it has no backward"
+    )
+    change_triton(monkeypatch, small, wrong_linear)
+    assert gpu.check(item(backend="triton"), CPU, None)["forward"].startswith("wrong: output")
+
+
+def ticks(*seconds):
+    return fake_clock([Times(device, 2 * device) for device in seconds])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_bench_times_what_is_right_on_the_device_and_on_the_host(small, monkeypatch, gradients):
+    found = gpu.bench(item(gradients=gradients), CPU, ticks(1e-5, 2e-5, 3e-5))
+    assert found["triton"] == {"device": [1e-5] * 7, "host": [2e-5] * 7}
+    second = {"device": [2e-5] * 7, "host": [4e-5] * 7}
+    assert found["by hand" if gradients else "torch"] == second
+    if gradients:
+        assert "no backward" in found["torch"]["why_not"]
+    change_triton(monkeypatch, small, wrong_linear)
+    if not gradients:
+        found = gpu.bench(item(), CPU, ticks(2e-5, 3e-5))
+        assert found["triton"]["wrong"]
+        assert found["triton"]["why_not"].startswith("wrong: output")
+        assert "device" in found["by hand"]
+
+
+def test_what_torch_drops_is_timed_unchecked(monkeypatch):
+    def dropping(draw):
+        x = draw.normal(64, 32)
+        return x, draw.normal(64, 32), (32,), None, None, 1e-5, 0.5, draw.seed()
+
+    one = GpuCase("add_layer_norm", case("timed", dropping))
+    monkeypatch.setitem(gpu._CASES, ("add_layer_norm", "timed"), one)
+    monkeypatch.setattr(gpu.on_device, "cache_bytes", lambda device: 1)
+    found = gpu.bench(item("add_layer_norm"), CPU, ticks(*[1e-5] * 9))
+    assert set(found["by hand"]) == {"device", "host"}
+    meta = dispatch.Call("add_layer_norm", (torch.empty(2, 2, device="meta"),), False, 0.5)
+    [torchs] = [k for k in dispatch.kernels("add_layer_norm") if k.backend == "torch"]
+    assert gpu._reasons(torchs, meta).startswith("PyTorch drops other elements")
+
+
+def test_everybody_has_a_row_for_attention(small):
+    found = gpu.bench(item("attention", dtype="bfloat16"), CPU, ticks(*[1e-5] * 9))
+    assert set(found) == {
+        *("cuda", "triton", "torch", "by hand", "flash", "cuDNN", "efficient"),
+        *("FlexAttention, mask known", "FlexAttention, mask new"),
+    }
+    assert found["triton"]["why_not"].startswith("it supports cuda tensors")
+    assert found["FlexAttention, mask known"]["why_not"] == "it is measured on cuda tensors"
+    assert "device" in found["by hand"]
+    assert "RuntimeError" in found["cuDNN"]["why_not"]
+
+
+class TestTiles:
+    """With Triton, whose tables are what `tune` is about."""
+
+    @pytest.fixture(autouse=True)
+    def config(self):
+        pytest.importorskip("triton", reason="Triton is not installed")
+        from transformer_fast.backends.triton import config
+
+        return config
+
+    def test_what_is_tuned_is_there(self, config):
+        for op, name, forward, backward in gpu.TUNED:
+            assert (op, name) in gpu._CASES
+            assert forward or backward
+        items = gpu.tune_items()
+        assert items[0]["tile"] is None
+        assert {one["function"] for one in items} == set(config._KINDS) - {
+            *("attention_bias", "attention_weights")
+        }
+        ranks = [gpu.rank(gpu._CASES[op, name]) for op, name, *_ in gpu.TUNED]
+        assert ranks == sorted(ranks)
+
+    def test_a_tile_is_used_within_the_block_only(self, config):
+        before = {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
+        now = config.attention("attention_forward", 90, 64, True, False)
+        assert now in config.alternatives("attention_forward", True, 64)
+        with config.use_tile("attention_forward", [16, 16, 2, 1]):
+            for arch in (80, 90, 120):
+                for heavy in (False, True):
+                    tile = config.attention("attention_forward", arch, 128, True, heavy)
+                    assert tile == (16, 16, 2, 1)
+                assert config.attention_granule(arch, 64, True) == (16, 16)
+        assert config.attention("attention_forward", 90, 64, True, False) == now
+        assert before == {arch: config.attention_granule(arch, 64, True) for arch in (80, 90)}
+        product = config.matmul(90, 4096, 1024, True)
+        with config.use_tile("matmul", [16, 16, 16, 1, 1, 1]):
+            assert config.matmul(90, 1, 1, False) == config.ProductTile(16, 16, 16, 1, 1, 1)
+        assert config.matmul(90, 4096, 1024, True) == product
+
+    def test_tiles_are_tried_then_timed(self, small, monkeypatch, config):
+        seen = []
+
+        def run(*arguments):
+            tile = config.matmul(90, 4096, 1024, True)
+            seen.append(tile.rows)
+            if tile.rows == 32:
+                raise RuntimeError("out of shared memory")
+            return wrong_linear(*arguments) if tile.rows == 48 else reference.linear(*arguments)
+
+        change_triton(monkeypatch, small, run)
+        known = item(function="matmul")
+        tiles = [None, *([rows, 64, 64, 8, 8, 3] for rows in (16, 32, 48))]
+        assert [gpu.tune({**known, "tile": tile}, CPU, None)[:14] for tile in tiles] == [
+            *("right", "right"),
+            *("wrong: Runtime", "wrong: output["),
+        ]
+        found = gpu.tune({**known, "tiles": tiles[:2]}, CPU, ticks(2e-5, 1e-5))
+        assert list(found.items()) == [(json.dumps(tiles[1]), 1e-5), ("null", 2e-5)]
+        assert 16 in seen
+
+    def test_only_right_tiles_are_timed(self, processes, tmp_path, monkeypatch):
+        outcomes = {"[1]": {"says": "wrong: x"}, "[3]": {"dies": True}}
+
+        def command(stage, items):
+            told = [
+                {"says": one.get("tiles", "right"), **outcomes.get(str(one.get("tile")), {})}
+                for one in items
+            ]
+            return stand_in(stage, told)
+
+        monkeypatch.setattr(gpu, "_command", command)
+        known = {"op": "linear", "function": "matmul"}
+        tiles = [{**known, "tile": tile} for tile in (None, [1], [2], [3])]
+        monkeypatch.setattr(
+            gpu, "tune_items", lambda: [*tiles, {**known, "op": "attention", "tile": [1]}]
+        )
+        gpu._tune(session(tmp_path, stage="tune"))
+        found = written(tmp_path)["tune"]["results"]
+        assert [one["problem"] for one in found if "problem" in one] == ["signal 11"]
+        assert [one["result"] for one in found if "tiles" in one] == [[None, [2]]]

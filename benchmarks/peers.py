@@ -1,0 +1,721 @@
+"""Other software that does the same work.
+
+A `Peer` has any of the following methods, each of which gives a function to time, or a sentence why
+there is none, or None if it is about other work:
+
+    op(op, arguments)                takes and returns what ``reference.<op>`` does
+    encoder_layer(layer, arguments)  takes (x, mask, padding), as the torch.nn layer it is given
+    encoder(model, arguments)        the same for a torch.nn.TransformerEncoder
+    transformer(model, arguments)    takes (source, target), as the model it is given
+    hand_written(model, adapt)       gives ``adapt(run)``, where ``run`` takes what the model takes that
+                                     it is given, which somebody wrote by hand
+    training(model, adapt)           the same for a model whose gradients are taken
+    generate(adapt)                  gives ``adapt(**settings)``, which takes (prompt,) and gives
+                                     tokens by transformers' ``generate`` with these settings
+    decode(model, arguments, new)    takes (source,), gives (B, new) tokens, chosen greedily; the
+                                     model is a `suites.models.Translator`
+
+Weights may be prepared (packed, converted) before the function is given: they stay the same while
+it is timed. Activations may not: they change from call to call. What a peer returns is checked; if
+it is wrong (`measure.benchmark_case.PEER_FACTOR`), it gets no speed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import math
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.managers import BaseManager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from transformer_fast.measure.accuracy import unchecked
+from transformer_fast.measure.benchmark_case import Arguments, Candidate
+from transformer_fast.measure.cases import compiled, fast_path, with_fast_path
+from transformer_fast.specs import OPS
+
+from . import named_isa
+
+#: What a peer's methods give: something to run, or why not.
+Offer = Callable[..., Any] | str | None
+
+
+def missing(*packages: str) -> str | None:
+    """Which of them is not installed, as a sentence, or None."""
+    for package in packages:
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            return f"{package} is not installed (pip install {package})"
+    return None
+
+
+class Peer:
+    #: What its rows are called.
+    name: str
+    #: What it imports, inside of its methods; their versions stand beside the results.
+    packages: tuple[str, ...] = ()
+
+    def why_not(self) -> str | None:
+        """Why it cannot be used here, as a sentence, or None."""
+        return missing(*self.packages)
+
+
+def load(names: Sequence[str] | None = None) -> list[Peer]:
+    """The peers of `PEERS` of these names; None: all."""
+    for name in names or ():
+        if name not in PEERS:
+            raise ValueError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
+    return [peer for name, peer in PEERS.items() if names is None or name in names]
+
+
+def versions(peers: Sequence[Peer]) -> dict[str, str]:
+    """Of the peers' packages, those that are installed."""
+    found = {}
+    for package in sorted({name for peer in peers for name in peer.packages}):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def candidates(peers: Sequence[Any], kind: str, *arguments: Any) -> list[Candidate]:
+    """The peers that know this kind of work ('op', ...); with the reason, if they cannot."""
+    found = []
+    for peer in peers:
+        if not hasattr(peer, kind):
+            continue
+        offer: Offer
+        try:
+            offer = getattr(peer, kind)(*arguments) if (why := peer.why_not()) is None else why
+        except Exception as error:
+            # Software of others may break in its own ways; that must not end the run.
+            lines = str(error).strip().splitlines() or ["no message"]
+            offer = f"{type(error).__name__}: {lines[0]}"
+        if isinstance(offer, str):
+            found.append(Candidate(peer.name, None, offer, ours=False))
+        elif offer is not None:
+            found.append(Candidate(peer.name, offer, ours=False))
+    return found
+
+
+class _Made:
+    """In the process of a `Remote`."""
+
+    def make(self, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]) -> None:
+        self.run = make(*arguments)
+
+    def call(self, *arguments: Any) -> Any:
+        return self.run(*arguments)
+
+
+class _Manager(BaseManager):
+    """Starts the process, which ends with the manager."""
+
+
+_Manager.register("made", _Made)
+
+
+class Remote:
+    """The function that ``make(*arguments)`` gives, in a fresh process; all must be picklable.
+
+    For libraries that bring threads of an OpenMP runtime which PyTorch uses as well: they slow down
+    everybody else in their process for good. With more threads than processors GNU's runtime stops to
+    spin, and each parallel loop then waits for the system to wake a thread.
+
+    Raises, when made or called, what that process raised.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
+        self._manager: Any = _Manager(ctx=multiprocessing.get_context("spawn"))
+        # Ctrl-C ends the parent, which ends this one.
+        self._manager.start(signal.signal, (signal.SIGINT, signal.SIG_IGN))
+        self._made = self._manager.made()
+        self._made.make(make, arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._made.call(*arguments)
+
+
+class TorchCompile(Peer):
+    """torch.compile of what a user of PyTorch would write."""
+
+    name = "torch.compile"
+
+    def why_not(self) -> str | None:
+        if shutil.which("g++") is None and shutil.which("c++") is None:
+            return "torch.compile needs a C++ compiler and there is none"
+        return None
+
+    def op(self, op: str, arguments: Arguments) -> Offer:
+        reason = unchecked(OPS[op].named(arguments).get("dropout_p", 0.0))
+        if reason is not None:
+            return reason
+        torch._dynamo.reset()
+        return torch.compile(OPS[op].pytorch, dynamic=False)
+
+    def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
+        return compiled(layer)
+
+    encoder = transformer = encoder_layer
+
+    def hand_written(self, model: nn.Module, adapt: Callable[..., Any]) -> Offer:
+        torch._dynamo.reset()
+        return adapt(torch.compile(model, dynamic=False))
+
+    training = hand_written
+
+    def generate(self, adapt: Callable[..., Any]) -> Offer:
+        """The compiled step with a cache of fixed size, which transformers has on GPUs by default."""
+        from transformers import CompileConfig
+
+        torch._dynamo.reset()
+        compiling = CompileConfig(mode="default")
+        compiling._compile_all_devices = True  # type: ignore[assignment]
+        return adapt(cache_implementation="static", compile_config=compiling)
+
+
+#: For inference: weights become constants, which can be packed. Nothing is taken from the disk,
+#: where the same graph may lie as another version of a plugin compiled it.
+_FROZEN = {"freezing": True, "fx_graph_cache": False}
+
+
+class Frozen(Peer):
+    """torch.compile with frozen weights."""
+
+    #: Settings of inductor, which no other sees, and options of torch.compile.
+    settings: ClassVar[dict[str, Any]]
+    options: ClassVar[dict[str, Any]]
+
+    def why_not(self) -> str | None:
+        return PEERS["torch_compile"].why_not()
+
+    def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
+        """``adapt`` None: the model is of torch.nn."""
+        if next(model.parameters()).device.type != "cpu":
+            return "its settings are for the CPU"
+        from torch._inductor import config
+
+        torch._dynamo.reset()
+        run = torch.compile(model, dynamic=False, **self.options)
+        done = False
+
+        def forward(*arguments: Any) -> Any:
+            nonlocal done
+            if done:
+                return run(*arguments)
+            # Dynamo itself asks whether weights are frozen: options of torch.compile are not enough.
+            with config.patch(self.settings), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of PyTorch about itself
+                done = True
+                return run(*arguments)
+
+        return adapt(forward) if adapt is not None else with_fast_path(forward, False)
+
+    def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
+        return self.hand_written(layer)
+
+    encoder = transformer = encoder_layer
+
+
+class InductorTuned(Frozen):
+    """torch.compile at its best on the CPU: C++ templates for products, autotuned."""
+
+    name = "inductor tuned"
+    settings: ClassVar[dict[str, Any]] = {
+        **_FROZEN,
+        "max_autotune": True,
+        "max_autotune_gemm_backends": "CPP,ATEN",
+        # What another run found to be fastest may have had other threads.
+        "autotune_local_cache": False,
+        # No tables on stderr.
+        "autotune_num_choices_displayed": 0,
+        "max_autotune_report_choices_stats": False,
+    }
+    # The settings are options as well: dynamo keeps what it compiled by module and backend, and
+    # without them this one would be equal to plain torch.compile's.
+    options: ClassVar[dict[str, Any]] = {"options": settings}
+
+    def why_not(self) -> str | None:
+        if (name := named_isa()) is not None:
+            return f"its templates cannot be held to {name}"
+        return super().why_not()
+
+
+class Zentorch(Frozen):
+    """AMD's plugin for torch.compile."""
+
+    name, packages = "zentorch", ("zentorch",)
+    settings: ClassVar[dict[str, Any]] = {
+        # Without this it packs weights where they are, which are those of the other candidates, too.
+        **_FROZEN,
+        # It sets a pass of its own when it compiles, for all that inductor compiles from then on.
+        "joint_custom_post_pass": None,
+    }
+    options: ClassVar[dict[str, Any]] = {"backend": "zentorch"}
+
+    def why_not(self) -> str | None:
+        if missing("zentorch") is not None:
+            return "zentorch is not installed (pip install zentorch; x86-64 only)"
+        version = importlib.metadata.version("zentorch")
+        if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+            return f"zentorch {version} is not for torch {torch.__version__}"
+        if not torch.cpu._is_avx512_supported():
+            return "without AVX-512 it leaves everything to inductor"
+        if (name := named_isa()) is not None:
+            return f"it cannot be held to {name}"
+        return super().why_not()
+
+    def hand_written(self, model: nn.Module, adapt: Callable[..., Any] | None = None) -> Offer:
+        importlib.import_module("zentorch")
+        return super().hand_written(model, adapt)
+
+
+class OneDnnPrepacked(Peer):
+    """oneDNN's linear with weights packed beforehand: what torch.compile uses for frozen models."""
+
+    name = "oneDNN prepacked"
+    _post_ops: ClassVar[dict[str | None, tuple[str, str]]] = {
+        None: ("none", ""),
+        "relu": ("relu", ""),
+        "gelu": ("gelu", "none"),
+        "gelu_tanh": ("gelu", "tanh"),
+        "silu": ("swish", ""),
+    }
+
+    def why_not(self) -> str | None:
+        if not torch.backends.mkldnn.is_available():
+            return "this torch was built without oneDNN"
+        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return "this torch has no mkldnn._linear_pointwise"
+        return None
+
+    def op(self, op: str, arguments: Arguments) -> Offer:
+        if op not in ("linear", "feed_forward"):
+            return None
+        x = arguments[0]
+        if x.device.type != "cpu":
+            return "it runs on cpu tensors"
+
+        def linear(
+            weight: Tensor, bias: Tensor | None, activation: str | None
+        ) -> Callable[[Tensor], Tensor]:
+            rows = x.numel() // x.shape[-1]
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+            name, algorithm = self._post_ops[activation]
+            run = torch.ops.mkldnn._linear_pointwise
+            return lambda x: run(x, packed, bias, name, [], algorithm)
+
+        if op == "linear":
+            _, weight, bias, activation, residual = arguments
+            first = linear(weight, bias, activation)
+            if residual is None:
+                return lambda x, *rest: first(x)
+            return lambda x, *rest: first(x) + rest[-1]
+        _, weight1, bias1, weight2, bias2, activation, dropout_p, _ = arguments
+        if dropout_p:
+            return "it has no dropout"
+        first, second = linear(weight1, bias1, activation), linear(weight2, bias2, None)
+        return lambda x, *rest: second(first(x))
+
+
+class OnGraphs(Peer):
+    """Runs graphs in ONNX's format on the CPU, as PyTorch exports them."""
+
+    #: What graphs' first input and output may be.
+    dtypes: tuple[torch.dtype, ...]
+    runner: type[Any]
+
+    def _run(self, module: nn.Module, x: Tensor, **others: Tensor) -> Callable[..., Tensor] | str:
+        """What runs the module on inputs of these shapes; the graph itself is of fp32."""
+        if x.device.type != "cpu" or x.dtype not in self.dtypes:
+            names = " or ".join(str(dtype)[6:] for dtype in self.dtypes)
+            return f"the graph given to it is for {names} on the CPU"
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # that there is no torchvision
+        module, file = copy.deepcopy(module).float(), io.BytesIO()
+        with fast_path(False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch about itself
+            torch.onnx.export(
+                module, (x.float(),), file, kwargs=others, input_names=["x", *others], dynamo=True,
+                external_data=False, verbose=False,
+            )  # fmt: skip
+        return self.runner(file.getvalue(), x.dtype)
+
+    def op(self, op: str, arguments: Arguments) -> Offer:
+        if op != "feed_forward":
+            return None
+        x, *weights, activation, dropout_p, _ = arguments
+        if activation != "relu" or dropout_p:
+            return "the graph given to it has relu and no dropout"
+        hidden, size = weights[0].shape
+        network = nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, size))
+        for parameter, value in zip(network.parameters(), weights, strict=True):
+            parameter.data = value
+        run = self._run(network, x)
+        return run if isinstance(run, str) else lambda x, *rest: run(x)
+
+    def encoder_layer(self, layer: nn.Module, arguments: Arguments) -> Offer:
+        x, _, padding = arguments
+        run = self._run(layer, x, **({} if padding is None else {"src_key_padding_mask": padding}))
+        if isinstance(run, str):
+            return run
+        return lambda x, mask, padding: run(x) if padding is None else run(x, padding)
+
+
+class _Session:
+    def __init__(self, graph: bytes, dtype: torch.dtype) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.inter_op_num_threads = 1
+        # Idle threads of its pool must not spin while others are timed.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        providers = ["CPUExecutionProvider"]
+        self.session = onnxruntime.InferenceSession(graph, options, providers=providers)
+        self.names = [one.name for one in self.session.get_inputs()]
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        feeds = dict(zip(self.names, (x.numpy() for x in inputs), strict=True))
+        return torch.from_numpy(self.session.run(None, feeds)[0])
+
+
+class OnnxRuntime(OnGraphs):
+    """All graph optimisations on."""
+
+    name, packages = "ONNX Runtime", ("onnx", "onnxscript", "onnxruntime")
+    dtypes, runner = (torch.float32,), _Session
+
+    def why_not(self) -> str | None:
+        why = super().why_not()
+        if why is None and (name := named_isa()) is not None:
+            return f"it cannot be held to {name}"
+        return why
+
+
+class _Request:
+    """A compiled graph. Its first input and its output are of ``dtype``, as our tensors are."""
+
+    def __init__(self, graph: bytes, dtype: torch.dtype) -> None:
+        import openvino
+        from openvino.preprocess import PrePostProcessor
+
+        self.half = dtype != torch.float32
+        settings = {
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+            # Without this it computes in bf16 on CPUs that have it, whatever the graph says.
+            "INFERENCE_PRECISION_HINT": "bf16" if self.half else "f32",
+        }
+        core = openvino.Core()
+        model = core.read_model(model=graph)
+        if self.half:
+            ends = PrePostProcessor(model)
+            ends.input(0).tensor().set_element_type(openvino.Type.bf16)
+            ends.output(0).tensor().set_element_type(openvino.Type.bf16)
+            model = ends.build()
+        self.tensor, self.bf16 = openvino.Tensor, openvino.Type.bf16
+        self.request = core.compile_model(model, "CPU", settings).create_infer_request()
+
+    def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
+        # NumPy has no bf16: bits go in and come out.
+        if self.half:
+            bits = x.view(torch.int16).numpy()
+            first = self.tensor(bits, list(x.shape), self.bf16)
+        else:
+            first = x.numpy()
+        inputs = {0: first, **{i: other.numpy() for i, other in enumerate(others, start=1)}}
+        result = self.request.infer(inputs, share_inputs=True, share_outputs=True)[0]
+        # A copy, as every candidate's result is its own.
+        found = torch.from_numpy(result.view("int16" if self.half else "float32").copy())
+        return found.view(torch.bfloat16) if self.half else found
+
+
+class OpenVino(OnGraphs):
+    """In full fp32 precision, or in bf16 for bf16."""
+
+    name, packages = "OpenVINO", ("onnx", "onnxscript", "openvino")
+    dtypes, runner = (torch.float32, torch.bfloat16), _Request
+
+
+def _attention_state(name: str, attention: nn.MultiheadAttention) -> dict[str, Tensor]:
+    state = {}
+    for number, part in enumerate(("q_proj", "k_proj", "v_proj")):
+        state[f"{name}.{part}.weight"] = attention.in_proj_weight.chunk(3)[number]
+        state[f"{name}.{part}.bias"] = attention.in_proj_bias.chunk(3)[number]
+    state[f"{name}.out_proj.weight"] = attention.out_proj.weight
+    state[f"{name}.out_proj.bias"] = attention.out_proj.bias
+    return state
+
+
+def _layer_state(layer: Any) -> dict[str, Tensor]:
+    """The state of an encoder or decoder layer under Marian's names."""
+    crosses = hasattr(layer, "multihead_attn")
+    modules = {
+        "self_attn_layer_norm": layer.norm1,
+        "fc1": layer.linear1,
+        "fc2": layer.linear2,
+        "final_layer_norm": layer.norm3 if crosses else layer.norm2,
+    }
+    state = _attention_state("self_attn", layer.self_attn)
+    if crosses:
+        modules["encoder_attn_layer_norm"] = layer.norm2
+        state |= _attention_state("encoder_attn", layer.multihead_attn)
+    for name, module in modules.items():
+        state |= {f"{name}.{kind}": getattr(module, kind) for kind in ("weight", "bias")}
+    return state
+
+
+def _settings(layer: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "d_model": layer.self_attn.embed_dim,
+        "activation_function": "relu",
+        "attn_implementation": "sdpa",
+    }
+    for half in ("encoder", "decoder"):
+        settings[f"{half}_attention_heads"] = layer.self_attn.num_heads
+        settings[f"{half}_ffn_dim"] = layer.linear1.out_features
+    return settings
+
+
+def _marian(model: Any) -> Any:
+    from transformers import MarianConfig, MarianMTModel
+
+    layers, vocabulary = len(model.encoder.layers), model.embedding.num_embeddings
+    config = MarianConfig(
+        **_settings(model.encoder.layers[0]),
+        vocab_size=vocabulary,
+        max_position_embeddings=len(model.positions),
+        encoder_layers=layers,
+        decoder_layers=layers,
+        scale_embedding=False,
+        tie_word_embeddings=False,
+        share_encoder_decoder_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=2,
+        forced_eos_token_id=None,
+        decoder_start_token_id=1,
+    )
+    theirs = MarianMTModel(config)
+    state = {
+        "model.shared.weight": model.embedding.weight,
+        "lm_head.weight": model.output.weight,
+        "final_logits_bias": model.output.bias[None],
+    }
+    for half in ("encoder", "decoder"):
+        state[f"model.{half}.embed_tokens.weight"] = model.embedding.weight
+        state[f"model.{half}.embed_positions.weight"] = model.positions
+        for number, layer in enumerate(getattr(model, half).layers):
+            for name, value in _layer_state(layer).items():
+                state[f"model.{half}.layers.{number}.{name}"] = value
+    theirs.load_state_dict(state)
+    return theirs.eval().to(model.output.weight)
+
+
+class HuggingFace(Peer):
+    """Marian of transformers: the paper's model in their words."""
+
+    name, packages = "Hugging Face", ("transformers",)
+
+    def decode(self, model: Any, arguments: Arguments, new: int) -> Offer:
+        theirs = _marian(model)
+        options = {"max_new_tokens": new, "min_new_tokens": new, "num_beams": 1, "do_sample": False}
+
+        def run(source: Tensor) -> Tensor:
+            mask = torch.ones_like(source)
+            return theirs.generate(source, attention_mask=mask, **options)[:, 1:]
+
+        return run
+
+
+def _names(vocabulary: int) -> list[str]:
+    return ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))]
+
+
+def _translator(folder: str, threads: int, names: list[str], new: int) -> Any:
+    import ctranslate2
+
+    translator = ctranslate2.Translator(
+        folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+    )
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def run(source: list[list[int]]) -> list[list[int]]:
+        found = translator.translate_batch(
+            [[names[i] for i in row] for row in source],
+            beam_size=1, max_decoding_length=new, min_decoding_length=new,
+        )  # fmt: skip
+        return [[numbers[name] for name in one.hypotheses[0]] for one in found]
+
+    return run
+
+
+def _converted(model: Any, names: list[str]) -> Any:
+    """By its own reader of Marian's class of models."""
+    from ctranslate2.converters.transformers import BartLoader
+
+    theirs = _marian(model).requires_grad_(False)
+    theirs.config.normalize_before = theirs.config.normalize_embedding = False
+    spec: Any = BartLoader().get_model_spec(theirs)
+    spec.register_source_vocabulary(names)
+    spec.register_target_vocabulary(names)
+    spec.config.add_source_bos = spec.config.add_source_eos = False
+    spec.config.decoder_start_token = "<s>"
+    spec.validate()
+    return spec
+
+
+class CTranslate2(Peer):
+    """Whole translation models, converted beforehand, in a process of their own."""
+
+    name, packages = "CTranslate2", ("ctranslate2", "transformers")
+
+    def decode(self, model: Any, arguments: Arguments, new: int) -> Offer:
+        (source,) = arguments
+        if source.device.type != "cpu" or model.positions.dtype != torch.float32:
+            return "it is given float32 models on the CPU"
+        names = _names(model.embedding.num_embeddings)
+        with tempfile.TemporaryDirectory() as folder:
+            _converted(model, names).save(folder)
+            translate = Remote(_translator, folder, torch.get_num_threads(), names, new)
+        return lambda source: torch.tensor(translate(source.tolist()))
+
+
+def sees(mask: Tensor | None, lengths: Tensor | None, causal: bool) -> Callable[..., Tensor] | None:
+    """Which keys a query sees, as FlexAttention asks for it; None: all."""
+    if (mask is None or mask.dtype != torch.bool) and lengths is None and not causal:
+        return None
+
+    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        seen = s >= 0
+        if causal:
+            seen = seen & (s <= t)
+        if lengths is not None:
+            seen = seen & (s < lengths[b])
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & mask[b, h, t, s]
+        return seen
+
+    return visible
+
+
+def attend(attention: Callable[..., Tensor], mask_of: Callable[..., Any], *given: Any) -> Tensor:
+    """The output for the arguments of ``reference.attention``.
+
+    The block mask is made at each call, as our kernels look for what is hidden at each call.
+    """
+    query, key, value, mask, lengths, causal, scale, _, _, gqa, *_ = given
+    b, h, t, s = (*query.shape[:3], key.shape[2])
+    if mask is not None:
+        mask = mask.expand(b, h, t, s)
+    visible, added = sees(mask, lengths, causal), None
+    if mask is not None and mask.dtype != torch.bool:
+
+        def added(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            return score + mask[b, h, t, s]
+
+    blocks = None
+    if visible is not None:
+        blocks = mask_of(visible, b, h if mask is not None else None, t, s, device=query.device)
+    return attention(
+        query, key, value, score_mod=added, block_mask=blocks, scale=scale, enable_gqa=gqa
+    )
+
+
+class FlexAttention(Peer):
+    """PyTorch's own, compiled, on GPUs."""
+
+    name = "FlexAttention"
+
+    def why_not(self) -> str | None:
+        try:
+            import torch.nn.attention.flex_attention  # noqa: F401
+        except ImportError:
+            return "this torch has no FlexAttention"
+        return None
+
+    def op(self, op: str, arguments: Arguments, known: bool = False) -> Offer:
+        """``known``: block masks are made at the first call with a mask or with lengths, and kept."""
+        if op != "attention":
+            return None
+        if arguments[0].device.type != "cuda":
+            return "it is measured on cuda tensors"
+        if arguments[7]:
+            return "it has no dropout"
+        if arguments[10]:
+            return "it gives no weights"
+        if arguments[11] is not None:
+            return "it takes no query lengths"
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled = torch.compile(flex_attention, dynamic=False)
+        if not known:
+            return lambda *given: (attend(compiled, create_block_mask, *given), None)
+        # The tensors are kept, so that no other has their identity.
+        masks: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+        def run(*given: Any) -> tuple[Tensor, None]:
+            def kept(*asked: Any, **where: Any) -> Any:
+                key = id(given[3]), id(given[4])
+                if key not in masks:
+                    masks[key] = create_block_mask(*asked, **where), given
+                return masks[key][0]
+
+            return attend(compiled, kept, *given), None
+
+        return run
+
+
+class Liger(Peer):
+    """Liger Kernel's LayerNorm, on GPUs."""
+
+    name, packages = "Liger", ("liger-kernel",)
+
+    def op(self, op: str, arguments: Arguments) -> Offer:
+        if op != "layer_norm":
+            return None
+        input, shape, weight, bias, _ = arguments
+        if input.device.type != "cuda":
+            return "it runs on cuda tensors"
+        if weight is None or bias is None:
+            return "it wants weight and bias"
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        size = math.prod(shape)
+
+        def run(
+            input: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float
+        ) -> Tensor:
+            rows = input.reshape(-1, size)
+            normalized = LigerLayerNormFunction.apply(rows, weight.flatten(), bias.flatten(), eps)
+            return normalized.view_as(input)
+
+        return run
+
+
+#: By the names that ``--peer`` takes; their rows stand in this order.
+PEERS: dict[str, Peer] = {
+    "ctranslate2": CTranslate2(),
+    "flex_attention": FlexAttention(),
+    "hugging_face": HuggingFace(),
+    "inductor_tuned": InductorTuned(),
+    "liger": Liger(),
+    "onednn_prepacked": OneDnnPrepacked(),
+    "onnx_runtime": OnnxRuntime(),
+    "openvino": OpenVino(),
+    "torch_compile": TorchCompile(),
+    "zentorch": Zentorch(),
+}
