@@ -19,7 +19,8 @@ from transformer_fast.measure.accuracy import scores_of
 from transformer_fast.measure.benchmark_case import Arguments, BenchmarkCase, Candidate
 from transformer_fast.measure.cases import op_case
 from transformer_fast.measure.clock import Plan
-from transformer_fast.specs import OPS, Case, attention, feed_forward, layer_norm
+from transformer_fast.specs import OPS, Case, feed_forward, layer_norm
+from transformer_fast.specs.attention import _bench, _bools
 
 from . import Maker, Scope, Suite, lengths, spread
 
@@ -228,7 +229,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def attention(batch: int, length: int, size: int = 64, **options: Any) -> Case:
-    return attention._bench("", batch, 8, length, size, **options)
+    return _bench("", batch, 8, length, size, **options)
 
 
 def _padded(real: float) -> Case:
@@ -238,7 +239,7 @@ def _padded(real: float) -> Case:
 
 
 def _masked(density: float) -> Case:
-    mask = attention._bools("ts", density) if density < 1.0 else None
+    mask = _bools("ts", density) if density < 1.0 else None
     return attention(2, 1024, mask=mask)
 
 
