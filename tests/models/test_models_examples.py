@@ -59,13 +59,7 @@ def check(ours: nn.Module, theirs: nn.Module, load: Any, call: Callable[[Any], T
 
 class Annotated(by_hand.EncoderDecoder):
     def log_probabilities(self, source: Tensor, target: Tensor) -> Tensor:
-        source_mask = (source != 2).unsqueeze(-2)
-        length = target.shape[1]
-        causal = torch.triu(torch.ones(1, length, length), diagonal=1) == 0
-        target_mask = (target != 2).unsqueeze(-2) & causal
-        memory = self.encode(source, source_mask)
-        hidden = self.decode(memory, source_mask, target, target_mask)
-        return self.generator(hidden)
+        return self.generator(self(source, target, *by_hand.masks(source, target)))
 
 
 def test_the_annotated_transformer() -> None:
@@ -124,16 +118,10 @@ def test_a_model_written_by_hand_of_another_form() -> None:
 
     def encode(source: Tensor, mask: Tensor) -> Tensor:
         assert mask.tolist() == [[[True] * 6]] * 2
-        x = theirs.positional_encoding(theirs.encoder_embedding(source))
-        for layer in theirs.encoder_layers:
-            x = layer(x, mask[:, None])
-        return x
+        return theirs.run_encoder(source, mask[:, None])
 
     def decode(memory: Tensor, mask: Tensor, target: Tensor, target_mask: Tensor) -> Tensor:
-        y = theirs.positional_encoding(theirs.decoder_embedding(target))
-        for layer in theirs.decoder_layers:
-            y = layer(y, target_mask[:, None], memory, mask[:, None])
-        return y
+        return theirs.run_decoder(target, target_mask[:, None], memory, mask[:, None])
 
     adapter = models.HandWritten(
         theirs, encode=encode, decode=decode, project=theirs.fc, start_token=1, end_token=-1
@@ -229,18 +217,25 @@ class FourLinearsTransformer(nn.Module):
         self.decoder_layers = nn.ModuleList(FourLinearsLayer(*shape, True) for _ in range(layers))
         self.fc = nn.Linear(d_model, tgt)
 
+    def run_encoder(self, source: Tensor, mask: Tensor) -> Tensor:
+        x = self.positional_encoding(self.encoder_embedding(source))
+        for layer in self.encoder_layers:
+            x = layer(x, mask)
+        return x
+
+    def run_decoder(self, target: Tensor, mask: Tensor, *memory: Tensor) -> Tensor:
+        y = self.positional_encoding(self.decoder_embedding(target))
+        for layer in self.decoder_layers:
+            y = layer(y, mask, *memory)
+        return y
+
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         source_mask = (source != 0)[:, None, None, :]
         length = target.shape[1]
         causal = (1 - torch.triu(torch.ones(1, length, length), diagonal=1)).bool()
         target_mask = (target != 0)[:, None, None, :] & causal
-        x = self.positional_encoding(self.encoder_embedding(source))
-        for layer in self.encoder_layers:
-            x = layer(x, source_mask)
-        y = self.positional_encoding(self.decoder_embedding(target))
-        for layer in self.decoder_layers:
-            y = layer(y, target_mask, x, source_mask)
-        return self.fc(y)
+        memory = self.run_encoder(source, source_mask)
+        return self.fc(self.run_decoder(target, target_mask, memory, source_mask))
 
 
 def test_separate_projections() -> None:

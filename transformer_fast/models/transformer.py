@@ -21,7 +21,7 @@ from .generation.generate import (
     check_method,
     check_new_tokens,
     check_source_rows,
-    takes_what,
+    with_signature_of,
 )
 from .tokens import check_mask, check_padding_mask, check_token, check_tokens, padding_mask
 
@@ -534,7 +534,7 @@ class Transformer(_Model):
         """
         return generate(**self._generation(locals()))
 
-    @takes_what(generate)
+    @with_signature_of(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
         """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
 
@@ -667,7 +667,7 @@ class LanguageModel(_Model):
         """
         return generate(**self._generation(locals()))
 
-    @takes_what(generate)
+    @with_signature_of(generate)
     def stream(self, **given: Any) -> Iterator[Tensor]:
         """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
 

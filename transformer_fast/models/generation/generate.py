@@ -20,7 +20,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def takes_what(other: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+def with_signature_of(other: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
     """Gives a function the signature of another one; it gets all arguments by their names."""
     signature = inspect.signature(other)
 
@@ -247,7 +247,7 @@ def generate(
     return beam_search(steps, task, chosen)
 
 
-@takes_what(generate)
+@with_signature_of(generate)
 def stream(**given: Any) -> Iterator[Tensor]:
     """The tokens of `generate`, (B,) at a time, as soon as each step knows them.
 
