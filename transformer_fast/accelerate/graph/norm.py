@@ -15,7 +15,7 @@ from ... import functional
 from ...functional.layer_norm import NORMS, add_annotated_layer_norm, annotated_layer_norm
 from .editor import Editor
 from .feed_forward import dropout_of
-from .nodes import dtype, is_number, only_user, rank, shape, value
+from .nodes import dtype, only_user, rank, shape, value
 from .ops import Op, calls, mutates, plus, read
 
 #: How each norm is reported, and the same behind a residual connection.
@@ -140,83 +140,65 @@ def _with_affine(core: Node, norm: _Norm, width: int) -> Node:
 
 
 def _standardised(op: Op) -> _Norm | None:
-    """The norm whose division it is."""
-    top, spread = op["input"], op["other"]
+    """The norm whose division, or multiplication by a reciprocal, it is."""
+    one, other = op["input"], op["other"]
     if op.name == "div":
-        root = read(spread)
-        if root is not None and _is_root(root) and (norm := _rms(top, root["input"])) is not None:
+        if (sum := plus(other)) is not None and (deviation := _deviation(sum[1])) is not None:
+            return _centred(one, *deviation, False, sum[0])
+        sides = [(one, _under(other, "sqrt", 0.5))]
+    else:
+        sides = [(one, _under(other, "rsqrt", -0.5)), (other, _under(one, "rsqrt", -0.5))]
+    for top, square in sides:
+        eps, of = plus(square) or (0.0, None)
+        if (norm := _rms(top, of, eps)) is not None:
             return norm
-        found = _spread(spread)
-        return None if found is None else _centred(top, *found)
-    for one, other in ((top, spread), (spread, top)):
-        root = read(other)
-        if root is None or not (root.name == "rsqrt" or root["exponent"] == -0.5):
-            continue
-        if (norm := _rms(one, root["input"])) is not None:
-            return norm
-        sum = plus(root["input"])
-        variance = None if sum is None else _variance(sum[1])
-        if sum is not None and variance is not None:
-            return _centred(one, variance[0], variance[1], True, sum[0])
+        if (variance := _variance(of)) is not None:
+            return _centred(top, *variance, True, eps)
     return None
 
 
-def _rms(top: Any, square: Any) -> _Norm | None:
-    """The RMS norm of ``top`` divided by the root of ``square``, ``mean(top^2) + eps``."""
-    sum = plus(square)
-    mean = None if sum is None else read(sum[1])
-    if sum is None or mean is None or mean.name != "mean" or not _is_last(mean):
+def _under(node: Any, name: str, exponent: float) -> Any:
+    """x of ``root(x)`` and ``x ** exponent``, or None."""
+    op = read(node)
+    if op is None or not (op.name == name or op["exponent"] == exponent):
+        return None
+    return op["input"]
+
+
+def _rms(top: Any, square: Any, eps: float) -> _Norm | None:
+    """The RMS norm of ``top`` divided by the root of ``square + eps``, with ``mean(top^2)``."""
+    mean = read(square)
+    if mean is None or mean.name != "mean" or not _is_last(mean):
         return None
     row = _squared(mean["input"])
-    if row is None or not is_number(sum[0]) or not isinstance(top, Node):
+    if row is None or not isinstance(top, Node):
         return None
     if (row is not top and _before_cast(row) is not top) or _minus_mean(top) is not None:
         return None  # of a centred row it is a layer norm
-    return _Norm(top, True, False, sum[0], "rms_norm")
+    return _Norm(top, True, False, eps, "rms_norm")
 
 
-def _spread(node: Any) -> tuple[Node, bool, bool, float] | None:
-    """(what it is of, unbiased, eps inside, eps) of a denominator."""
-    sum = plus(node)
-    if sum is not None:
-        eps, deviation = sum
-        op = read(deviation)
-        if op is None:
-            return None
-        op = _statistic(deviation) or op
-        if op.name == "std" and (unbiased := _over_last(op)) is not None:
-            return op["input"], unbiased, False, eps
-        if _is_root(op) and (variance := _variance(op["input"])) is not None:
-            return (*variance, False, eps)
+def _spread(node: Any, name: str) -> tuple[Node, bool] | None:
+    """What the node is the ``std`` or ``var`` of over the last dimension, and whether unbiased."""
+    op = _statistic(node)
+    if op is None or op.name != name or (unbiased := _over_last(op)) is None:
         return None
-    op = read(node)
-    if op is None or not _is_root(op):
-        return None
-    sum = plus(op["input"])
-    variance = None if sum is None else _variance(sum[1])
-    return None if variance is None or sum is None else (*variance, True, sum[0])
+    return op["input"], unbiased
 
 
-def _is_root(op: Op) -> bool:
-    return op.name == "sqrt" or (op.name == "pow" and op["exponent"] == 0.5)
+def _deviation(node: Any) -> tuple[Node, bool] | None:
+    """What the node is the standard deviation of, and whether the unbiased one."""
+    return _spread(node, "std") or _variance(_under(node, "sqrt", 0.5))
 
 
 def _variance(node: Any) -> tuple[Node, bool] | None:
     """What the node is the variance of, and whether the unbiased one."""
-    op = _statistic(node) or read(node)
-    if op is None:
-        return None
-    if op.name == "var":
-        unbiased = _over_last(op)
-        return None if unbiased is None else (op["input"], unbiased)
+    found = _spread(node, "var")
+    op = _statistic(node)
+    if found is not None or op is None:
+        return found
     if op.name == "pow" and op["exponent"] == 2:
-        inner = _statistic(op["input"])
-        if (
-            inner is not None
-            and inner.name == "std"
-            and (unbiased := _over_last(inner)) is not None
-        ):
-            return inner["input"], unbiased
+        return _spread(op["input"], "std")
     if op.name == "mean" and _is_last(op):
         input = _minus_mean(_squared(op["input"]))
         return None if input is None else (input, False)
@@ -286,7 +268,7 @@ def _minus_mean(node: Any) -> Node | None:
 
 def _centred(top: Any, of: Node, unbiased: bool, inside: bool, eps: float) -> _Norm | None:
     """The norm with the numerator ``top``: centred, perhaps already multiplied by the weight."""
-    if not is_number(eps) or not isinstance(top, Node):
+    if not isinstance(top, Node):
         return None
     input = _minus_mean(top)
     if input is of:

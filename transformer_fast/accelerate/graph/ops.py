@@ -32,127 +32,81 @@ class Op:
         return self.args.get(name)
 
 
-_BINARY = ("input", "other")
-_UNARY = ("input",)
-_REDUCE = ("input", "dim", "keepdim", "dtype")
-_SPREAD = ("input", "dim", "unbiased", "keepdim", "correction")
-
-#: name: (parameters, functions, names of methods)
-_OPS: dict[str, tuple[tuple[str, ...], tuple[Any, ...], tuple[str, ...]]] = {
-    "matmul": (
-        _BINARY,
-        (torch.matmul, torch.bmm, operator.matmul),
-        ("matmul", "bmm", "__matmul__"),
-    ),
-    "baddbmm": (("input", "batch1", "batch2", "beta", "alpha"), (torch.baddbmm,), ("baddbmm",)),
-    "addmm": (("input", "mat1", "mat2"), (torch.addmm,), ("addmm",)),
-    "add": (
-        (*_BINARY, "alpha"),
-        (torch.add, operator.add, operator.iadd),
-        ("add", "add_", "__add__", "__radd__"),
-    ),
+#: name: (parameters, functions and methods that have other names than it in torch,
+#: torch.nn.functional and torch.Tensor)
+_OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "matmul": ("input other", (torch.bmm, operator.matmul), "bmm __matmul__"),
+    "baddbmm": ("input batch1 batch2 beta alpha", (), ""),
+    "addmm": ("input mat1 mat2", (), ""),
+    "add": ("input other alpha", (operator.add, operator.iadd), "add_ __add__ __radd__"),
     "sub": (
-        (*_BINARY, "alpha"),
-        (torch.sub, torch.subtract, operator.sub, operator.isub),
-        ("sub", "sub_", "subtract"),
+        "input other alpha", (torch.subtract, operator.sub, operator.isub), "sub_ subtract"
     ),
-    "mul": (
-        _BINARY,
-        (torch.mul, torch.multiply, operator.mul, operator.imul),
-        ("mul", "mul_", "multiply"),
-    ),
+    "mul": ("input other", (torch.multiply, operator.mul, operator.imul), "mul_ multiply"),
     "div": (
-        (*_BINARY, "rounding_mode"),
-        (torch.div, torch.true_divide, torch.divide, operator.truediv, operator.itruediv),
-        ("div", "div_", "divide", "true_divide"),
+        "input other rounding_mode",
+        (torch.true_divide, torch.divide, operator.truediv, operator.itruediv),
+        "div_ divide true_divide",
     ),
-    "neg": (_UNARY, (torch.neg, operator.neg), ("neg",)),
-    "softmax": (
-        ("input", "dim", "dtype"),
-        (torch.softmax, torch.special.softmax),
-        ("softmax",),
-    ),
-    "masked_fill": (
-        ("input", "mask", "value"),
-        (torch.masked_fill,),
-        ("masked_fill", "masked_fill_"),
-    ),
-    "dropout": (("input", "p", "training", "inplace"), (F.dropout, torch.dropout), ()),
-    "linear": (("input", "weight", "bias"), (F.linear,), ()),
+    "neg": ("input", (operator.neg,), ""),
+    "softmax": ("input dim dtype", (torch.special.softmax,), ""),
+    "masked_fill": ("input mask value", (), "masked_fill_"),
+    "dropout": ("input p training inplace", (), ""),
+    "linear": ("input weight bias", (), ""),
     "conv": (
-        ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-        (torch.conv1d, torch.conv2d, torch.conv3d),
-        (),
+        "input weight bias stride padding dilation groups",
+        (torch.conv1d, torch.conv2d, torch.conv3d), "",
     ),
-    "relu": (
-        ("input", "inplace"),
-        (F.relu, F.relu_, torch.relu, torch.relu_),
-        ("relu", "relu_"),
-    ),
-    "clamp": (("input", "min", "max"), (torch.clamp, torch.clip), ("clamp", "clamp_", "clip")),
-    "clamp_min": (("input", "min"), (torch.clamp_min,), ("clamp_min",)),
-    "gelu": (("input", "approximate"), (F.gelu,), ()),
-    "silu": (("input", "inplace"), (F.silu,), ()),
-    "sigmoid": (_UNARY, (torch.sigmoid, F.sigmoid), ("sigmoid",)),
-    "tanh": (_UNARY, (torch.tanh, F.tanh), ("tanh",)),
-    "erf": (_UNARY, (torch.erf, torch.special.erf), ("erf",)),
+    "relu": ("input inplace", (F.relu_, torch.relu_), "relu_"),
+    "clamp": ("input min max", (torch.clip,), "clamp_ clip"),
+    "clamp_min": ("input min", (), ""),
+    "gelu": ("input approximate", (), ""),
+    "silu": ("input inplace", (), ""),
     "transpose": (
-        ("input", "dim0", "dim1"),
-        (torch.transpose, torch.swapaxes, torch.swapdims),
-        ("transpose", "swapaxes", "swapdims"),
+        "input dim0 dim1", (torch.swapaxes, torch.swapdims), "swapaxes swapdims"
     ),
-    "mean": (_REDUCE, (torch.mean,), ("mean",)),
-    "std": (_SPREAD, (torch.std,), ("std",)),
-    "var": (_SPREAD, (torch.var,), ("var",)),
-    "std_mean": (_SPREAD, (torch.std_mean,), ()),
-    "var_mean": (_SPREAD, (torch.var_mean,), ()),
-    "sum": (_REDUCE, (torch.sum,), ("sum",)),
-    "max": (("input", "dim", "keepdim"), (torch.max,), ("max",)),
-    "amax": (("input", "dim", "keepdim"), (torch.amax,), ("amax",)),
-    "exp": (_UNARY, (torch.exp,), ("exp",)),
-    "detach": (_UNARY, (), ("detach",)),
-    "sqrt": (_UNARY, (torch.sqrt,), ("sqrt",)),
-    "rsqrt": (_UNARY, (torch.rsqrt,), ("rsqrt",)),
-    "square": (_UNARY, (torch.square,), ("square",)),
-    "pow": (("input", "exponent"), (torch.pow, operator.pow), ("pow", "__pow__")),
-    "eq": (_BINARY, (torch.eq, operator.eq), ("eq", "__eq__")),
-    "ne": (_BINARY, (torch.ne, operator.ne), ("ne", "__ne__")),
-    "not": (_UNARY, (torch.logical_not, torch.bitwise_not, operator.invert), ("logical_not",)),
-    "bool": (_UNARY, (), ("bool",)),
-    "unsqueeze": (("input", "dim"), (torch.unsqueeze,), ("unsqueeze",)),
-    "contiguous": (_UNARY, (), ("contiguous",)),
-    "clone": (_UNARY, (torch.clone,), ("clone",)),
-    "float": (_UNARY, (), ("float",)),
-    "type_as": (_BINARY, (), ("type_as",)),
-    "to": (("input", "dtype"), (), ("to", "type")),
-    "tensor": (("value", "dtype", "device"), (torch.tensor,), ()),
-    "full": (("size", "value"), (torch.full,), ()),
-    "full_like": (("input", "value"), (torch.full_like,), ()),
-    "ones_like": (_UNARY, (torch.ones_like,), ()),
-    "zeros_like": (_UNARY, (torch.zeros_like,), ()),
-    "nan_to_num": (("input", "nan", "posinf", "neginf"), (torch.nan_to_num,), ("nan_to_num",)),
+    **dict.fromkeys(("mean", "sum"), ("input dim keepdim dtype", (), "")),
+    **dict.fromkeys(
+        ("std", "var", "std_mean", "var_mean"), ("input dim unbiased keepdim correction", (), "")
+    ),
+    **dict.fromkeys(("max", "amax"), ("input dim keepdim", (), "")),
+    **dict.fromkeys(
+        ("sigmoid", "tanh", "exp", "detach", "sqrt", "rsqrt", "square", "bool", "contiguous",
+         "clone", "float", "ones_like", "zeros_like"),
+        ("input", (), ""),
+    ),
+    "erf": ("input", (torch.special.erf,), ""),
+    "pow": ("input exponent", (operator.pow,), "__pow__"),
+    "eq": ("input other", (operator.eq,), "__eq__"),
+    "ne": ("input other", (operator.ne,), "__ne__"),
+    "not": (
+        "input", (torch.logical_not, torch.bitwise_not, operator.invert), "logical_not"
+    ),
+    "unsqueeze": ("input dim", (), ""),
+    "type_as": ("input other", (), ""),
+    "to": ("input dtype", (), "type"),
+    "tensor": ("value dtype device", (), ""),
+    "full": ("size value", (), ""),
+    "full_like": ("input value", (), ""),
+    "nan_to_num": ("input nan posinf neginf", (), ""),
     **{
-        name: (tuple(inspect.signature(theirs).parameters), (theirs, getattr(torch, name)), ())
+        name: (" ".join(inspect.signature(theirs).parameters), (), "")
         for name, (_, theirs, *_) in NORMS.items()
     },
     "attention": (
-        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
-        (F.scaled_dot_product_attention,),
-        (),
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        (F.scaled_dot_product_attention,), "",
     ),
-    "setitem": (("input", "index", "value"), (operator.setitem,), ()),
-    "getitem": (("input", "index"), (operator.getitem,), ()),
-}
-_FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    function: (name, parameters)
-    for name, (parameters, functions, _) in _OPS.items()
-    for function in functions
-}
-_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    method: (name, parameters)
-    for name, (parameters, _, methods) in _OPS.items()
-    for method in methods
-}
+    "setitem": ("input index value", (operator.setitem,), ""),
+    "getitem": ("input index", (operator.getitem,), ""),
+}  # fmt: skip
+_FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {}
+_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {}
+for _name, (_parameters, _functions, _methods) in _OPS.items():
+    _known = _name, tuple(_parameters.split())
+    _same = (getattr(module, _name, None) for module in (torch, F))
+    _FUNCTIONS.update({f: _known for f in (*_same, *_functions) if callable(f)})
+    _METHODS.update({m: _known for m in (_name, *_methods.split()) if hasattr(torch.Tensor, m)})
 #: Signatures of their own.
 _FUNCTIONS[F.softmax] = ("softmax", ("input", "dim", "_stacklevel", "dtype"))
 _FUNCTIONS[torch.where] = ("where", ("condition", "input", "other"))
