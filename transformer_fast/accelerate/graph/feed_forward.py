@@ -45,7 +45,10 @@ _BY_HAND: dict[str, Callable[[float], float]] = {
 }
 #: Largest difference: constants are written with five digits or more. (Both GELUs differ by 5e-4.)
 _ROUNDING = 3e-5
-_LARGEST_FORMULA = 16
+#: Calls: those of a formula, and some of what gave its input.
+_LARGEST_FORMULA = 32
+#: Where activations are compared.
+_NUMBERS = tuple(i / 3 for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11))
 
 
 def rewrite_activations(editor: Editor) -> None:
@@ -75,26 +78,28 @@ def _by_hand(node: Node) -> tuple[str, Node] | None:
     for x in formula[1:]:
         if (shape(x), dtype(x)) != (shape(node), dtype(node)):
             continue
+        values = _values(node, formula, {x: _NUMBERS})
         for name, activation in _BY_HAND.items():
-            if all(
-                abs(_at(node, formula, {x: i / 3}) - activation(i / 3)) < _ROUNDING
-                for i in (1, -1, 2, -2, 4, -4, 7, -7, 11, -11)
-            ):
+            pairs = zip(values, _NUMBERS, strict=True)
+            if all(abs(value - activation(number)) < _ROUNDING for value, number in pairs):
                 return name, x
     return None
 
 
-def _at(node: Any, formula: Sequence[Node], known: dict[Any, float]) -> float:
-    """The node's value where the ``known`` ones have theirs; NaN if it depends on others as well."""
+def _values(
+    node: Any, formula: Sequence[Node], known: dict[Any, Sequence[float]]
+) -> Sequence[float]:
+    """The node's values where others have the ``known`` ones; NaN if it depends on more than them."""
     if node in known:
         return known[node]
-    found = constant(node)
-    if found is None:
-        op, found = read(node), math.nan
-        if op is not None and op.name in _ARITHMETIC and node in formula:
-            given = (op[name] for name in ("input", "other", "exponent") if name in op.args)
-            with contextlib.suppress(ArithmeticError, TypeError, ValueError):
-                found = _ARITHMETIC[op.name](*(_at(each, formula, known) for each in given))
+    number = constant(node)
+    found = [math.nan if number is None else number] * len(_NUMBERS)
+    op = read(node) if number is None else None
+    if op is not None and op.name in _ARITHMETIC and node in formula:
+        names = (name for name in ("input", "other", "exponent") if name in op.args)
+        given = [_values(op[name], formula, known) for name in names]
+        with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+            found = list(map(_ARITHMETIC[op.name], *given))
     known[node] = found
     return found
 
