@@ -63,6 +63,22 @@ class TextModel(torch.nn.Module):
         return self.head(decoded) * (target != 0).unsqueeze(-1)
 
 
+class Written(torch.nn.Module):
+    """A user's module with these parts, parameters and buffers, and ``forward(self, ...)``."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.written = forward
+        for name, part in parts.items():
+            if type(part) is Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.written(self, *args)
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     source, target = torch.randint(1, 11, (B, S)), torch.randint(1, 11, (B, T))
     source[1, 3:], source[2, 1:], target[0, 4:], target[2, 2:] = 0, 0, 0, 0
@@ -81,10 +97,10 @@ def _modules() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
 MODELS = {**_modules(), "text model": lambda: (TextModel(dropout=0.0), tokens(), {})}
 
 
-def compiled(model: Any) -> tuple[Any, list[GraphReport]]:
+def compiled(model: Any, **kwargs: Any) -> tuple[Any, list[GraphReport]]:
     reports: list[GraphReport] = []
     options = {"report": reports.append}
-    return torch.compile(model, backend=compile_backend, options=options), reports
+    return torch.compile(model, backend=compile_backend, options=options, **kwargs), reports
 
 
 def check(model: torch.nn.Module, *args: Any, **counts: int) -> list[GraphReport]:

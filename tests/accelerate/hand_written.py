@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 B, H, T, D, M = 2, 4, 6, 8, 32
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any, float, bool], Any]
+#: Of queries, keys, values (B, H, T, D), a mask, and the dropout of weights.
+Attend = Callable[[Tensor, Tensor, Tensor, Any, Callable[[Tensor], Tensor]], Any]
 
 
 def padding(keep: bool = True) -> Tensor:
@@ -38,28 +39,21 @@ def with_blind_rows() -> Tensor:
     return mask
 
 
-def divided(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def divided(q, k, v, mask, drop):
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
     if mask is not None:
         scores = scores.masked_fill(mask == 0, -1e9)
-    weights = F.dropout(scores.softmax(dim=-1), p, training)
+    weights = drop(scores.softmax(dim=-1))
     return torch.matmul(weights, v), weights
 
 
-def multiplied(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-    scores = scores.masked_fill(mask[..., :T, :T] == 0, float("-inf"))
-    return F.dropout(F.softmax(scores, dim=-1), p, training) @ v
-
-
-def scaled_first(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def scaled_first(q, k, v, mask, drop):
     q = q * q.shape[-1] ** -0.25
     k = k / math.sqrt(math.sqrt(k.shape[-1]))
-    scores = torch.where(mask, q @ k.mT, -1e9)
-    return torch.softmax(scores, -1) @ v
+    return torch.softmax(torch.where(mask, q @ k.mT, -1e9), -1) @ v
 
 
-def einsum(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def einsum(q, k, v, mask, drop):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, T, H, D)
     energy = torch.einsum("nqhd,nkhd->nhqk", [q, k])
     if mask is not None:
@@ -68,35 +62,34 @@ def einsum(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool)
     return torch.einsum("nhql,nlhd->nqhd", [weights, v]).transpose(1, 2)
 
 
-def einsum_in_place(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def einsum_in_place(q, k, v, mask, drop):
     dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * D**-0.5
     dots.masked_fill_(~mask, -torch.finfo(dots.dtype).max)
-    weights = dots.softmax(dim=-1)
-    return torch.einsum("b h i j, b h j d -> b h i d", weights, v)
+    return torch.einsum("b h i j, b h j d -> b h i d", dots.softmax(dim=-1), v)
 
 
-def added_large(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def added_large(q, k, v, mask, drop):
     scores = torch.matmul(q, k.transpose(2, 3)) / torch.sqrt(torch.tensor(float(D)))
     scores += (1.0 - mask.float()) * -10000.0
     weights = nn.Softmax(dim=-1)(scores)
     return torch.matmul(weights, v), weights
 
 
-def added_infinite(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def added_infinite(q, k, v, mask, drop):
     hidden = torch.triu(torch.full((T, T), float("-inf")), diagonal=1)
     scores = q.matmul(k.permute(0, 1, 3, 2)).div(math.sqrt(D)).add(hidden)
-    return F.dropout(scores.softmax(-1), p=p, training=training).matmul(v)
+    return drop(scores.softmax(-1)).matmul(v)
 
 
-def batched(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def batched(q, k, v, mask, drop):
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     attn = torch.bmm(q, k.transpose(1, 2)) / D**0.5
     attn = attn.masked_fill(~mask.expand(B, H, T, T).reshape(B * H, T, T), -1e10)
-    attn = F.dropout(F.softmax(attn, dim=2), p, training)
+    attn = drop(F.softmax(attn, dim=2))
     return torch.bmm(attn, v).view(B, H, T, D), attn
 
 
-def added_product(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def added_product(q, k, v, mask, drop):
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     bias = torch.zeros(B * H, T, T, dtype=q.dtype)
     bias = bias.masked_fill(~mask.expand(B, H, T, T).reshape(-1, T, T), -1e4)
@@ -104,52 +97,102 @@ def added_product(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training
     return torch.bmm(attn, v).view(B, H, T, D)
 
 
-def weights_before_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool
-) -> Any:
-    scale = torch.sqrt(torch.FloatTensor([D]))
-    energy = torch.matmul(q, k.permute(0, 1, 3, 2)) / scale
-    energy = energy.masked_fill(mask == 0, -1e10)
-    attention = torch.softmax(energy, dim=-1)
-    return torch.matmul(F.dropout(attention, p, training), v), attention
+def weights_before_dropout(q, k, v, mask, drop):
+    energy = torch.matmul(q, k.permute(0, 1, 3, 2)) / torch.sqrt(torch.FloatTensor([D]))
+    attention = torch.softmax(energy.masked_fill(mask == 0, -1e10), dim=-1)
+    return torch.matmul(drop(attention), v), attention
 
 
-def two_fills(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def two_fills(q, k, v, mask, drop):
     scores = q @ k.transpose(-1, -2) / math.sqrt(D)
     scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -1e9)
-    scores = scores.masked_fill(mask.logical_not(), -1e9)
-    return scores.softmax(-1) @ v
+    return scores.masked_fill(mask.logical_not(), -1e9).softmax(-1) @ v
 
 
-def in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def in_fp32(q, k, v, mask, drop):
     scores = torch.matmul(q, k.transpose(2, 3)) * D**-0.5
     scores = torch.where(mask.bool(), scores, torch.tensor(-1e9))
     weights = F.softmax(scores.float(), dim=-1, dtype=torch.float32).type_as(scores)
     return torch.matmul(weights, v).contiguous()
 
 
-def by_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+def by_rows(q, k, v, mask, drop):
     """Masks a matrix of all rows in place, as textbooks with valid lengths do."""
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(D)
     lengths = mask.expand(B, H, T, T).sum(-1).reshape(-1)  # of each query's keys
     rows = scores.reshape(-1, T)
-    seen = torch.arange(T)[None, :] < lengths[:, None]
-    rows[~seen] = -1e6
+    rows[~(torch.arange(T)[None, :] < lengths[:, None])] = -1e6
     weights = F.softmax(rows.reshape(scores.shape), dim=-1)
-    return torch.bmm(F.dropout(weights, p, training), v).reshape(B, H, T, D)
+    return torch.bmm(drop(weights), v).reshape(B, H, T, D)
 
 
-class Biased(nn.Module):
-    """Learned relative positions are added before the mask."""
+def zeros_afterwards(q, k, v, mask, drop):
+    """Hidden weights are set to zero once more: a query that sees nothing gets nothing."""
+    hidden = mask.eq(0)
+    scores = torch.matmul(q / math.sqrt(D), k.transpose(2, 3))
+    scores = scores.masked_fill(hidden, torch.finfo(q.dtype).min)
+    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)
+    return drop(weights) @ v, weights
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(1, H, T, T))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(D) + self.bias
-        return scores.masked_fill(~mask, -1e9).softmax(-1) @ v
+def nan_to_num(q, k, v, mask, drop):
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~mask, float("-inf"))
+    return torch.nan_to_num(torch.softmax(scores, -1), 0.0) @ v
+
+
+def permuted_for_the_mask(q, k, v, mask, drop):
+    """Batch and heads change places, so that a mask of the batch can be added."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size()[-1])
+    scores = (scores.permute(1, 0, 2, 3) + mask).permute(1, 0, 2, 3)
+    return torch.matmul(F.softmax(scores, dim=-1), v)
+
+
+def like_the_scores(q, k, v, mask, drop):
+    scores = torch.einsum("bhid,bhjd->bhij", q * D**-0.5, k)
+    return torch.where(mask, scores, torch.full_like(scores, -1e9)).softmax(-1) @ v
+
+
+def ones_like_the_scores(q, k, v, mask, drop):
+    scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+    return torch.where(mask > 0, scores, -9e15 * torch.ones_like(scores)).softmax(-1) @ v
+
+
+def full_numbers(q, k, v, mask, drop):
+    """Scale and fill are tensors of one number, made on the way."""
+    weights = torch.matmul(q, k.permute(0, 1, 3, 2))
+    weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
+    lowest = torch.full([], torch.finfo(weights.dtype).min, dtype=weights.dtype)
+    weights = torch.where(mask, weights.to(weights.dtype), lowest)
+    return torch.matmul(F.softmax(weights, dim=-1).type(v.dtype), v)
+
+
+def repeated_key_heads(q, k, v, mask, drop):
+    k, v = (x[:, :2, None].expand(B, 2, H // 2, -1, D).reshape(B, H, -1, D) for x in (k, v))
+    scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(D)
+    scores = scores + torch.triu(torch.full((T, T), float("-inf")), diagonal=1)
+    return F.softmax(scores.float(), dim=-1).type_as(q) @ v
+
+
+def softmax_by_hand(q, k, v, mask, drop):
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(mask == 0, -1e9)
+    powers = torch.exp(scores - scores.max(dim=-1, keepdim=True)[0])
+    return powers / powers.sum(dim=-1, keepdim=True) @ v
+
+
+def two_infinite_masks(q, k, v, mask, drop):
+    """Padding is filled in, causality is added, and the mask is made in between."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+    keep = torch.ones(B, T, dtype=torch.bool)
+    keep[1, 4:] = False
+    scores = scores + torch.triu(torch.full((T, T), float("-inf")), 1)
+    return scores.masked_fill(~keep.view(B, 1, 1, T), float("-inf")).softmax(-1) @ v
+
+
+def channels_first(q, k, v, mask, drop):
+    q, k, v = (x.permute(0, 1, 3, 2) for x in (q, k, v))
+    weights = torch.einsum("bhdi,bhdj->bhij", q * D**-0.25, k * D**-0.25).softmax(dim=-1)
+    return torch.einsum("bhij,bhdj->bhid", weights, v)
 
 
 class Single(nn.Module):
@@ -159,12 +202,24 @@ class Single(nn.Module):
         super().__init__()
         self.register_buffer("tril", torch.tril(torch.ones(16, 16)))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
+    def forward(self, q, k, v, mask, drop):
         q, k, v = (x.transpose(1, 2).reshape(B, T, H * D) for x in (q, k, v))
         wei = q @ k.transpose(-2, -1) * M**-0.5
         wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
-        wei = F.dropout(F.softmax(wei, dim=-1), p, training)
-        return (wei @ v).reshape(B, T, H, D).transpose(1, 2)
+        return (drop(F.softmax(wei, dim=-1)) @ v).reshape(B, T, H, D).transpose(1, 2)
+
+
+class Learned(nn.Module):
+    """A learned bias of relative positions, or a factor for each head, before the mask."""
+
+    def __init__(self, *size: int, factor: bool) -> None:
+        super().__init__()
+        self.learned, self.factor = nn.Parameter(torch.rand(size)), factor
+
+    def forward(self, q, k, v, mask, drop):
+        scores = q @ k.transpose(-1, -2)
+        scores = scores * self.learned if self.factor else scores / math.sqrt(D) + self.learned
+        return F.softmax(scores.masked_fill(~mask, -1e9), -1) @ v
 
 
 class Attention(nn.Module):
@@ -172,19 +227,83 @@ class Attention(nn.Module):
 
     def __init__(self, attend: Attend, p: float = 0.0) -> None:
         super().__init__()
-        self.attend = attend
+        self.attend, self.p = attend, p
         self.query, self.key, self.value, self.out = (nn.Linear(M, M) for _ in range(4))
-        self.p = p
 
     def forward(self, x: Tensor, memory: Tensor, mask: Any) -> Any:
         def heads(y: Tensor) -> Tensor:
             return y.view(B, -1, H, D).transpose(1, 2)
 
+        def drop(weights: Tensor) -> Tensor:
+            return F.dropout(weights, self.p, self.training)
+
         q, k, v = heads(self.query(x)), heads(self.key(memory)), heads(self.value(memory))
-        found = self.attend(q, k, v, mask, self.p, self.training)
+        found = self.attend(q, k, v, mask, drop)
         context, weights = found if isinstance(found, tuple) else (found, None)
         context = context.transpose(1, 2).contiguous().view(B, -1, M)
         return (self.out(context), weights) if weights is not None else self.out(context)
+
+
+def _multiplied(q, k, v, mask, drop):
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    scores = scores.masked_fill(mask[..., :T, :T] == 0, float("-inf"))
+    return drop(F.softmax(scores, dim=-1)) @ v
+
+
+def _dots(q, k, v, mask, drop):
+    weights = torch.softmax(torch.einsum("...qd,...kd->...qk", q, k) * D**-0.5, -1)
+    return torch.einsum("...qk,...kd->...qd", weights, v)
+
+
+def _one_key_head(q, k, v, mask, drop):
+    return torch.softmax(q @ k[:, :1].transpose(-1, -2) / D**0.5, -1) @ v[:, :1]
+
+
+def _added() -> Tensor:
+    """(B, T, T): 0 or -1e9, after a look at two dimensions fewer than the scores have."""
+    return torch.zeros(B, T, T).masked_fill(~(padding() & causal())[:, 0], -1e9)
+
+
+#: name: (how it is written, a mask for it)
+ATTENTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "no mask": (lambda: divided, lambda: None),
+    "divided, (B, 1, 1, T)": (lambda: divided, padding),
+    "divided, (T, T)": (lambda: divided, lambda: causal().int()),
+    "divided, (B, 1, T, T)": (lambda: divided, lambda: both().float()),
+    "divided, rows that see nothing": (lambda: divided, with_blind_rows),
+    "multiplied": (lambda: _multiplied, lambda: causal()[None, None]),
+    "scaled first": (lambda: scaled_first, with_blind_rows),
+    "einsum": (lambda: einsum, with_blind_rows),
+    "einsum in place": (lambda: einsum_in_place, both),
+    "added, large": (lambda: added_large, with_blind_rows),
+    "added, infinite": (lambda: added_infinite, lambda: None),
+    "bmm": (lambda: batched, with_blind_rows),
+    "baddbmm": (lambda: added_product, with_blind_rows),
+    "weights before dropout": (lambda: weights_before_dropout, padding),
+    "two fills": (lambda: two_fills, padding),
+    "in fp32": (lambda: in_fp32, lambda: both().int()),
+    "rows of a matrix": (lambda: by_rows, both),
+    "learned bias": (lambda: Learned(1, H, T, T, factor=False), with_blind_rows),
+    "one head": (Single, lambda: None),
+    "zeros afterwards": (lambda: zeros_afterwards, with_blind_rows),
+    "nan_to_num": (lambda: nan_to_num, with_blind_rows),
+    "permuted": (lambda: permuted_for_the_mask, lambda: torch.randn(B, T, T)),
+    "permuted, padding": (lambda: permuted_for_the_mask, _added),
+    "dots": (lambda: _dots, lambda: None),
+    "like the scores": (lambda: like_the_scores, with_blind_rows),
+    "ones like the scores": (lambda: ones_like_the_scores, lambda: causal().float()),
+    "full numbers": (lambda: full_numbers, with_blind_rows),
+    "one key head": (lambda: _one_key_head, lambda: None),
+    "repeated key heads": (lambda: repeated_key_heads, lambda: None),
+    "softmax by hand": (lambda: softmax_by_hand, with_blind_rows),
+    "two infinite masks": (lambda: two_infinite_masks, lambda: None),
+    "channels first": (lambda: channels_first, lambda: None),
+    "temperatures": (lambda: Learned(H, 1, 1, factor=True), with_blind_rows),
+}
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
 
 
 def annotated_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -193,34 +312,47 @@ def annotated_norm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a * (x - mean) / (std + 1e-6) + b
 
 
-def biased_std(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    mean, std = x.mean(dim=-1, keepdim=True), torch.std(x, dim=-1, unbiased=False, keepdim=True)
-    return (x - mean) / (std + 1e-3) * a + b
-
-
-def root_outside(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    centred = x - x.mean(2, keepdim=True)
-    return b + a * (centred / (x.var(-1, keepdim=True).sqrt() + 1e-5))
-
-
-def variance(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    mean, var = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
-    return a * ((x - mean) / torch.sqrt(var + 1e-12)) + b
-
-
-def mean_of_squares(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _mean_of_squares(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     u = x.mean(-1, keepdim=True)
     s = (x - u).pow(2).mean(-1, keepdim=True)
     return a * (x - u) * torch.rsqrt(s + 1e-5) + b
 
 
-def unbiased_variance(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True)
-    return (x - mean) / (var + 1e-1) ** 0.5 * a + b
+def _var_and_mean(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    var, mean = torch.var_mean(x, dim=-1, keepdim=True, unbiased=False)
+    return a * (x - mean) * torch.rsqrt(var + 1e-5) + b
 
 
-def without_affine(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-2)
+def _std_and_mean(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    std, mean = torch.std_mean(x, -1, keepdim=True)
+    return a * (x - mean) / (std + 1e-3) + b
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "annotated": annotated_norm,
+    "biased std": lambda x, a, b: (
+        (x - x.mean(dim=-1, keepdim=True))
+        / (torch.std(x, dim=-1, unbiased=False, keepdim=True) + 1e-3) * a + b
+    ),
+    "root outside": lambda x, a, b: (
+        b + a * ((x - x.mean(2, keepdim=True)) / (x.var(-1, keepdim=True).sqrt() + 1e-5))
+    ),
+    "variance": lambda x, a, b: (
+        a * ((x - _mean(x)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-12)) + b
+    ),
+    "mean of squares": _mean_of_squares,
+    "unbiased variance": lambda x, a, b: (
+        (x - _mean(x)) / (x.var(-1, keepdim=True) + 1e-1) ** 0.5 * a + b
+    ),
+    "without affine": lambda x, a, b: (
+        (x - _mean(x)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-2)
+    ),
+    "var and mean": _var_and_mean,
+    "std and mean": _std_and_mean,
+    "put back": lambda x, a, b: (
+        a * (x - x.mean(-1).unsqueeze(-1)) / (x.std(-1)[..., None] + 1e-3) + b
+    ),
+}  # fmt: skip
 
 
 class Norm(nn.Module):
@@ -233,18 +365,6 @@ class Norm(nn.Module):
         return self.norm(x, self.gain, self.shift)
 
 
-def new_gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
-
-
-def exact_gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
-def gelu_over_x(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * x * (1.0 + 0.044715 * x * x)))
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu method": lambda x: x.relu(),
@@ -254,9 +374,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu tanh": nn.GELU("tanh"),
     "silu": F.silu,
     "swish": lambda x: x * torch.sigmoid(x),
-    "gelu by hand": exact_gelu,
-    "gelu tanh by hand": new_gelu,
-    "gelu over x": gelu_over_x,
+    "gelu by hand": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "gelu tanh by hand": lambda x: (
+        0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+    ),
+    "gelu over x": lambda x: (
+        0.5 * x * (1.0 + torch.tanh(0.7978845608 * x * (1.0 + 0.044715 * x * x)))
+    ),
+    "gelu of tensors of one number": lambda x: (
+        x / 2 * (1 + torch.erf(x / torch.sqrt(torch.tensor(2.0))))
+    ),
 }
 
 
@@ -324,184 +451,6 @@ def sentences() -> tuple[Tensor, Tensor]:
     source, target = torch.randint(1, 17, (B, T)), torch.randint(1, 17, (B, T))
     source[1, 4:], target[0, 3:] = 0, 0
     return source, target
-
-
-def zeros_afterwards(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    """Hidden weights are set to zero once more: a query that sees nothing gets nothing."""
-    hidden = mask.eq(0)
-    scores = torch.matmul(q / math.sqrt(D), k.transpose(2, 3))
-    scores = scores.masked_fill(hidden, torch.finfo(q.dtype).min)
-    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)
-    return F.dropout(weights, p, training) @ v, weights
-
-
-def nan_to_num(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~mask, float("-inf"))
-    return torch.nan_to_num(torch.softmax(scores, -1), 0.0) @ v
-
-
-def permuted_for_the_mask(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool
-) -> Any:
-    """Batch and heads change places, so that a mask of the batch can be added."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size()[-1])
-    scores = scores.permute(1, 0, 2, 3) + mask
-    scores = scores.permute(1, 0, 2, 3)
-    return torch.matmul(F.softmax(scores, dim=-1), v)
-
-
-def dots_for_dimensions(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool
-) -> Any:
-    weights = torch.softmax(torch.einsum("...qd,...kd->...qk", q, k) * D**-0.5, -1)
-    return torch.einsum("...qk,...kd->...qd", weights, v)
-
-
-def like_the_scores(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    scores = torch.einsum("bhid,bhjd->bhij", q * D**-0.5, k)
-    scores = torch.where(mask, scores, torch.full_like(scores, -1e9))
-    return scores.softmax(-1) @ v
-
-
-def ones_like_the_scores(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool
-) -> Any:
-    scores = q @ k.transpose(-1, -2) / math.sqrt(D)
-    return torch.where(mask > 0, scores, -9e15 * torch.ones_like(scores)).softmax(-1) @ v
-
-
-def full_numbers(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    """Scale and fill are tensors of one number, made on the way."""
-    weights = torch.matmul(q, k.permute(0, 1, 3, 2))
-    weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
-    lowest = torch.full([], torch.finfo(weights.dtype).min, dtype=weights.dtype)
-    weights = torch.where(mask, weights.to(weights.dtype), lowest)
-    return torch.matmul(F.softmax(weights, dim=-1).type(v.dtype), v)
-
-
-def one_key_head(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    k, v = k[:, :1], v[:, :1]
-    return torch.softmax(q @ k.transpose(-1, -2) / D**0.5, -1) @ v
-
-
-def repeated_key_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    def repeat(x: Tensor) -> Tensor:
-        return x[:, :2, None].expand(B, 2, H // 2, x.shape[2], D).reshape(B, H, x.shape[2], D)
-
-    scores = torch.matmul(q, repeat(k).transpose(2, 3)) / math.sqrt(D)
-    scores = scores + torch.triu(torch.full((T, T), float("-inf")), diagonal=1)
-    return F.softmax(scores.float(), dim=-1).type_as(q) @ repeat(v)
-
-
-def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(mask == 0, -1e9)
-    powers = torch.exp(scores - scores.max(dim=-1, keepdim=True)[0])
-    return powers / powers.sum(dim=-1, keepdim=True) @ v
-
-
-def two_infinite_masks(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    """Padding is filled in, causality is added, and the mask is made in between."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(D)
-    keep = torch.ones(B, T, dtype=torch.bool)
-    keep[1, 4:] = False
-    scores = scores + torch.triu(torch.full((T, T), float("-inf")), 1)
-    return scores.masked_fill(~keep.view(B, 1, 1, T), float("-inf")).softmax(-1) @ v
-
-
-def channels_first(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-    q, k, v = (x.permute(0, 1, 3, 2) for x in (q, k, v))
-    weights = torch.einsum("bhdi,bhdj->bhij", q * D**-0.25, k * D**-0.25).softmax(dim=-1)
-    return torch.einsum("bhij,bhdj->bhid", weights, v)
-
-
-class Temperatures(nn.Module):
-    """A learned factor for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.rand(H, 1, 1))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, training: bool) -> Any:
-        scores = (q @ k.transpose(-1, -2)) * self.temperature
-        return F.softmax(scores.masked_fill(~mask, -1e9), -1) @ v
-
-
-def _added() -> Tensor:
-    """(B, T, T): 0 or -1e9, after a look at two dimensions fewer than the scores have."""
-    return torch.zeros(B, T, T).masked_fill(~(padding() & causal())[:, 0], -1e9)
-
-
-#: name: (how it is written, a mask for it)
-ATTENTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "no mask": (lambda: divided, lambda: None),
-    "divided, (B, 1, 1, T)": (lambda: divided, padding),
-    "divided, (T, T)": (lambda: divided, lambda: causal().int()),
-    "divided, (B, 1, T, T)": (lambda: divided, lambda: both().float()),
-    "divided, rows that see nothing": (lambda: divided, with_blind_rows),
-    "multiplied": (lambda: multiplied, lambda: causal()[None, None]),
-    "scaled first": (lambda: scaled_first, with_blind_rows),
-    "einsum": (lambda: einsum, with_blind_rows),
-    "einsum in place": (lambda: einsum_in_place, both),
-    "added, large": (lambda: added_large, with_blind_rows),
-    "added, infinite": (lambda: added_infinite, lambda: None),
-    "bmm": (lambda: batched, with_blind_rows),
-    "baddbmm": (lambda: added_product, with_blind_rows),
-    "weights before dropout": (lambda: weights_before_dropout, padding),
-    "two fills": (lambda: two_fills, padding),
-    "in fp32": (lambda: in_fp32, lambda: both().int()),
-    "rows of a matrix": (lambda: by_rows, both),
-    "learned bias": (Biased, with_blind_rows),
-    "one head": (Single, lambda: None),
-    "zeros afterwards": (lambda: zeros_afterwards, with_blind_rows),
-    "nan_to_num": (lambda: nan_to_num, with_blind_rows),
-    "permuted": (lambda: permuted_for_the_mask, lambda: torch.randn(B, T, T)),
-    "permuted, padding": (lambda: permuted_for_the_mask, _added),
-    "dots": (lambda: dots_for_dimensions, lambda: None),
-    "like the scores": (lambda: like_the_scores, with_blind_rows),
-    "ones like the scores": (lambda: ones_like_the_scores, lambda: causal().float()),
-    "full numbers": (lambda: full_numbers, with_blind_rows),
-    "one key head": (lambda: one_key_head, lambda: None),
-    "repeated key heads": (lambda: repeated_key_heads, lambda: None),
-    "softmax by hand": (lambda: softmax_by_hand, with_blind_rows),
-    "two infinite masks": (lambda: two_infinite_masks, lambda: None),
-    "channels first": (lambda: channels_first, lambda: None),
-    "temperatures": (Temperatures, with_blind_rows),
-}
-
-
-class OneNumber(nn.Module):
-    """A norm whose weight and bias are one number each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.bias = nn.Parameter(torch.rand(1)), nn.Parameter(torch.rand(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, std = x.mean(dim=-1, keepdim=True), x.std(dim=-1, keepdim=True)
-        return self.alpha * (x - mean) / (std + 10**-6) + self.bias
-
-
-def var_and_mean(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    var, mean = torch.var_mean(x, dim=-1, keepdim=True, unbiased=False)
-    return a * (x - mean) * torch.rsqrt(var + 1e-5) + b
-
-
-def std_and_mean(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    std, mean = torch.std_mean(x, -1, keepdim=True)
-    return a * (x - mean) / (std + 1e-3) + b
-
-
-def put_back(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return a * (x - x.mean(-1).unsqueeze(-1)) / (x.std(-1)[..., None] + 1e-3) + b
-
-
-NORMS = {
-    f.__name__: f
-    for f in (
-        annotated_norm, biased_std, root_outside, variance, mean_of_squares, unbiased_variance,
-        without_affine, var_and_mean, std_and_mean, put_back,
-    )
-}  # fmt: skip
 
 
 class Convolutions(nn.Module):

@@ -270,6 +270,17 @@ def test_wrong_registrations() -> None:
         register_converter(HandWritten, 3)  # type: ignore[arg-type]
 
 
+def _own(base: Any, method: str = "forward", name: str = "Own") -> Any:
+    """A subclass whose method doubles (the first of) what torch's gives."""
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(super(own, self), method)(*args, **kwargs)
+        return (found[0] * 2, *found[1:]) if isinstance(found, tuple) else found * 2
+
+    own = type(name, (base,), {method: doubled})
+    return own
+
+
 class OwnMix(torch.nn.Module):
     """A mixin in front of torch's class counts like an override."""
 
@@ -286,21 +297,6 @@ class Sealed(torch.nn.LayerNorm):
         raise RuntimeError("sealed")
 
 
-class OwnForward(torch.nn.TransformerEncoderLayer):
-    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(src, *args, **kwargs) * 2
-
-
-class OwnBlock(torch.nn.TransformerEncoderLayer):
-    def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super()._sa_block(x, *args, **kwargs) * 2
-
-
-class OwnFeedForward(torch.nn.TransformerDecoderLayer):
-    def _ff_block(self, x: Tensor) -> Tensor:
-        return super()._ff_block(x) * 2
-
-
 class OwnMasks(torch.nn.MultiheadAttention):
     def merge_masks(self, *args: Any) -> Any:
         return super().merge_masks(*args)
@@ -313,34 +309,8 @@ class OwnProject(torch.nn.MultiheadAttention):
         return x
 
 
-class OwnEncoder(torch.nn.TransformerEncoder):
-    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(src + 1, *args, **kwargs)
-
-
-class OwnDecoder(torch.nn.TransformerDecoder):
-    def forward(self, tgt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(tgt + 1, *args, **kwargs)
-
-
-class OwnTransformer(torch.nn.Transformer):
-    def forward(self, src: Tensor, tgt: Tensor, **kwargs: Any) -> Tensor:
-        return super().forward(src, tgt, **kwargs) * 2
-
-
-class OwnCross(torch.nn.TransformerDecoderLayer):
-    def _mha_block(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super()._mha_block(*args, **kwargs) * 2
-
-
-class OwnAttention(torch.nn.MultiheadAttention):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output, weights = super().forward(*args, **kwargs)
-        return output * 2, weights
-
-
-def _encoder() -> torch.nn.Module:
-    return OwnEncoder(encoder_layer(dropout=0.0), 2, enable_nested_tensor=False)
+OwnLayer = _own(torch.nn.TransformerEncoderLayer)
+OwnAttention = _own(torch.nn.MultiheadAttention)
 
 
 def _layer_with_own_attention() -> torch.nn.Module:
@@ -353,18 +323,31 @@ def _layer_with_own_attention() -> torch.nn.Module:
 SUBCLASSES: list[tuple[Any, int, str, str]] = [
     (lambda: MixedNorm(M), 1, "", "MixedNorm has its own forward"),
     (lambda: Sealed(M), 1, "", "does not let itself be subclassed: sealed"),
-    (lambda: OwnForward(M, H, F, 0.0), 1, "", "OwnForward has its own forward"),
-    (lambda: OwnBlock(M, H, F, 0.0), 1, "", "OwnBlock has its own _sa_block"),
-    (lambda: OwnFeedForward(M, H, F, 0.0), 2, "", "OwnFeedForward has its own _ff_block"),
-    (lambda: OwnCross(M, H, F, 0.0), 2, "", "OwnCross has its own _mha_block"),
+    (lambda: OwnLayer(M, H, F, 0.0), 1, "", "Own has its own forward"),
+    *(
+        (lambda base=base, method=method: _own(base, method)(M, H, F, 0.0), inputs, "",
+         f"Own has its own {method}")
+        for base, inputs, method in (
+            (torch.nn.TransformerEncoderLayer, 1, "_sa_block"),
+            (torch.nn.TransformerDecoderLayer, 2, "_ff_block"),
+            (torch.nn.TransformerDecoderLayer, 2, "_mha_block"),
+        )
+    ),
     (lambda: OwnMasks(M, H), 3, "", "OwnMasks has its own merge_masks"),
     (lambda: OwnProject(M, H), 3, "", "something of its own named _project"),
-    (_layer_with_own_attention, 1, "self_attn", "OwnAttention has its own forward"),
-    (_encoder, 1, "", "OwnEncoder has its own forward"),
-    (lambda: OwnDecoder(decoder_layer(dropout=0.0), 2), 2, "", "OwnDecoder has its own forward"),
+    (_layer_with_own_attention, 1, "self_attn", "Own has its own forward"),
     (
-        lambda: OwnTransformer(M, H, 1, 1, F, 0.0, batch_first=True), 2, "",
-        "OwnTransformer has its own forward",
+        lambda: _own(torch.nn.TransformerEncoder)(
+            encoder_layer(dropout=0.0), 2, enable_nested_tensor=False
+        ), 1, "", "Own has its own forward",
+    ),
+    (
+        lambda: _own(torch.nn.TransformerDecoder)(decoder_layer(dropout=0.0), 2), 2, "",
+        "Own has its own forward",
+    ),
+    (
+        lambda: _own(torch.nn.Transformer)(M, H, 1, 1, F, 0.0, batch_first=True), 2, "",
+        "Own has its own forward",
     ),
 ]  # fmt: skip
 
@@ -381,7 +364,7 @@ def test_subclasses_keep_what_they_override(
     assert report[place].outcome == "left"
     assert reason in report[place].reason
     assert type(ours.get_submodule(place)) is kind
-    if kind is OwnForward:  # the modules inside of it are swapped
+    if kind is OwnLayer:  # the modules inside of it are swapped
         inside = {"self_attn", "norm1", "norm2", "linear1", "linear2"}
         assert {e.name for e in report.swapped} == inside
     args = tuple(_x() for _ in range(inputs))
@@ -389,16 +372,11 @@ def test_subclasses_keep_what_they_override(
     assert_same_numbers(ours.eval(), theirs.eval(), args, {}, grad=False)
 
 
-class OwnOfOurs(nn.LayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return input
-
-
 def test_subclasses_of_ours_that_override() -> None:
-    model = torch.nn.Sequential(OwnOfOurs(M), nn.LayerNorm(M), nn.LayerNorm(M))
+    model = torch.nn.Sequential(_own(nn.LayerNorm)(M), nn.LayerNorm(M), nn.LayerNorm(M))
     model[1].forward = lambda x: x
     report = accelerate(model)
-    assert report["0"].reason == "OwnOfOurs has its own forward"
+    assert report["0"].reason == "Own has its own forward"
     assert report["1"].reason == "its forward was replaced on the instance"
     assert report["2"].outcome == "already"
 
@@ -407,49 +385,49 @@ class Low(torch.nn.Linear):
     pass
 
 
-def _hooked(module: torch.nn.Module, path: str) -> None:
-    module.get_submodule(path).register_forward_hook(lambda *_: None)
+#: What is changed in a layer or given to its class, the op that is not fused then, and why.
+PARTS: dict[str, tuple[Any, str, str]] = {
+    "subclass": (
+        lambda m: setattr(m.linear2, "__class__", Low), "feed_forward", "its linear2 is a Low"
+    ),
+    "hook": (
+        lambda m: m.linear1.register_forward_hook(lambda *_: None), "feed_forward",
+        "its linear1 has hooks",
+    ),
+    "forward": (
+        lambda m: setattr(m.dropout, "forward", lambda x: x), "feed_forward",
+        "its dropout has a forward that was replaced on the instance",
+    ),
+    "compiled": (
+        lambda m: m.linear1.compile(backend="eager"), "feed_forward",
+        "its linear1 is compiled on its own",
+    ),
+    "function": (
+        {"activation": torch.tanh}, "feed_forward",
+        "its activation is tanh, which no kernel has",
+    ),
+    "module": (
+        {"activation": torch.nn.Tanh()}, "feed_forward",
+        "its activation is a Tanh, which no kernel has",
+    ),
+    "norm": (
+        lambda m: setattr(m, "norm2", torch.nn.Identity()), "add_layer_norm",
+        "its norm2 is an Identity",
+    ),
+}  # fmt: skip
 
 
-def _replace(layer: Any, what: str) -> None:
-    if what == "subclass":
-        layer.linear2.__class__ = Low
-    elif what == "hook":
-        _hooked(layer, "linear1")
-    elif what == "forward":
-        layer.dropout.forward = lambda x: x
-    elif what == "compiled":
-        layer.linear1.compile(backend="eager")
-    elif what == "norm":
-        layer.norm2 = torch.nn.Identity()
-
-
-@pytest.mark.parametrize(
-    ("what", "op", "reason"),
-    [
-        ("subclass", "feed_forward", "its linear2 is a Low"),
-        ("hook", "feed_forward", "its linear1 has hooks"),
-        ("forward", "feed_forward", "its dropout has a forward that was replaced on the instance"),
-        ("compiled", "feed_forward", "its linear1 is compiled on its own"),
-        ("function", "feed_forward", "its activation is tanh, which no kernel has"),
-        ("module", "feed_forward", "its activation is a Tanh, which no kernel has"),
-        ("norm", "add_layer_norm", "its norm2 is an Identity"),
-    ],
-)
+@pytest.mark.parametrize("what", PARTS)
 @pytest.mark.parametrize("make", [encoder_layer, decoder_layer])
-def test_what_a_swapped_layer_calls_in_parts(make: Any, what: str, op: str, reason: str) -> None:
-    activation = {"function": torch.tanh, "module": torch.nn.Tanh()}.get(what, "relu")
-    layer = make(dropout=0.0, activation=activation)
-    _replace(layer, what)
+def test_what_a_swapped_layer_calls_in_parts(make: Any, what: str) -> None:
+    change, op, reason = PARTS[what]
+    layer = make(dropout=0.0, **(change if isinstance(change, dict) else {}))
+    if callable(change):
+        change(layer)
     entry = accelerate(layer)[""]
     assert entry.outcome == "swapped"
     assert entry.in_parts == {op: reason}
     assert f"{op} in parts: {reason}" in str(entry)
-
-
-class DoublingLinear(torch.nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
 
 
 @pytest.mark.parametrize("name", ["linear1", "norm2", "self_attn", "activation", "forward"])
@@ -457,7 +435,7 @@ def test_what_torchs_inference_path_skips(name: str) -> None:
     """Torch's layer has other numbers in inference then; so they stay the same in both modes."""
     theirs = encoder_layer(dropout=0.0)
     if name == "linear1":
-        theirs.linear1.__class__ = DoublingLinear
+        theirs.linear1.__class__ = _own(torch.nn.Linear)
     elif name == "norm2":
         theirs.norm2.__class__ = MixedNorm
     elif name == "self_attn":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import pickle
+import textwrap
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -296,144 +298,93 @@ def test_export_and_compile() -> None:
     torch.testing.assert_close(traced(x), theirs(x))
 
 
-class Residual(Modules):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-class Scaled(Modules):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_out(self.act(2 * self.w_in(x)))
-
-
-class HiddenTwice(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+#: Bodies of a forward that is the network, and does more.
+MORE = {
+    "residual": "return x + self.w_out(self.act(self.w_in(x)))",
+    "scaled": "return self.w_out(self.act(2 * self.w_in(x)))",
+    "hidden twice": """
         hidden = self.w_in(x)
         self.w_out(hidden)
         return self.w_out(self.act(hidden))
-
-
-class ReadsInput(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+    """,
+    "reads its input": """
         if x.sum() > 0:
             return self.w_out(self.act(self.w_in(x)))
         return x
-
-
-class ByMode(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+    """,
+    "by mode": """
         x = self.w_in(x)
         return self.w_out(self.act(x) if self.training else x)
-
-
-class Remembers(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+    """,
+    "remembers": """
         self.hidden = self.act(self.w_in(x))
         return self.w_out(self.hidden)
-
-
-class Lists(Modules):
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__(activation)
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x)
-        return super().forward(x)
-
-
-class WithoutGradients(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+    """,
+    "lists": """
+        self.__dict__.setdefault("seen", []).append(x)
+        return self.w_out(self.act(self.w_in(x)))
+    """,
+    "without gradients": """
         with torch.no_grad():
             x = self.w_in(x)
         return self.w_out(self.act(x))
-
-
-class WithoutAutocast(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+    """,
+    "without autocast": """
         with torch.autocast("cpu", enabled=False):
-            return super().forward(x)
-
-
-class Random(Modules):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0 * torch.rand(1)
-
-
-class Masked(Modules):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return super().forward(x)
-
-
-class Checked(Modules):
-    """The condition may change."""
-
-    def forward(self, x: Tensor) -> Tensor:
+            return self.w_out(self.act(self.w_in(x)))
+    """,
+    "random": "return self.w_out(self.act(self.w_in(x))) + 0 * torch.rand(1)",
+    "gated": "return self.w_out(self.act(self.w_in(x)) * self.up(x))",
+    "a condition that may change": """
         x = self.act(self.w_in(x))
         if self.drop.p > 0:
             x = self.drop(x)
         return self.w_out(x)
-
-
-class Unused(Modules):
-    def forward(self, x: Tensor) -> Tensor:
+    """,
+    "unused": """
         hidden = self.act(self.w_in(x))
-        other = self.out(x)  # noqa: F841
+        other = self.out(x)
         return self.w_out(hidden)
+    """,
+    "a function of another module": "return self.w_out(self.act(twice(self.w_in(x))))",
+    "further argument": "return self.w_out(self.act(self.w_in(x)))",
+    "decorated": "return self.w_out(self.act(self.w_in(x)))",
+    "property": "return self.w_out(self.act(self.w_in(x)))",
+}
 
 
-class Property(Modules):
-    @property
-    def act(self) -> nn.Module:
-        return nn.Tanh()
-
-    @act.setter
-    def act(self, value: nn.Module) -> None:
-        self._modules["act"] = value
-
-
-def twice(x: Tensor) -> Tensor:
-    return 2 * x
+def _written(body: str, head: str = "def forward(self, x):") -> type:
+    """A network with this forward, whose source can be read."""
+    source = f"{head}\n{textwrap.indent(textwrap.dedent(body), '    ')}"
+    file, names = f"<{source}>", {"torch": torch, "twice": lambda x: 2 * x}
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), names)
+    return type("Written", (Modules,), {"forward": names["forward"]})
 
 
-class Global(Modules):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_out(self.act(twice(self.w_in(x))))
+def test_the_network_and_nothing_else_is_taken() -> None:
+    """The control of the next test."""
+    assert accelerate(_written("return self.w_out(self.act(self.w_in(x)))")(nn.GELU()))[""].now
 
 
-class Decorated(Modules):
-    @torch.enable_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_out(self.act(self.w_in(x)))
-
-
-class Gated(Modules):
-    """Nothing is gained over each Linear by itself."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__(activation)
-        self.up = nn.Linear(M, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_out(self.act(self.w_in(x)) * self.up(x))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Residual, Scaled, HiddenTwice, ReadsInput, ByMode, Remembers, Lists, WithoutGradients,
-        WithoutAutocast, Random, Masked, Gated, Checked, Unused, Property, Global, Decorated,
-    ],
-)  # fmt: skip
-def test_what_does_more_is_left(kind: type) -> None:
+@pytest.mark.parametrize("name", MORE)
+def test_what_does_more_is_left(name: str) -> None:
+    head = {
+        "further argument": "def forward(self, x, mask=None):",
+        "decorated": "@torch.enable_grad()\ndef forward(self, x):",
+    }.get(name, "def forward(self, x):")
+    kind = _written(MORE[name], head)
     theirs = kind(nn.GELU())
+    if name == "gated":
+        theirs.up = nn.Linear(M, H)
+    if name == "property":
+        kind.act = property(lambda self: nn.Tanh())
     before, state = set(theirs.__dict__), torch.get_rng_state()
     ours = copy.deepcopy(theirs)
     report = accelerate(ours)
     assert type(ours) is kind
     assert "w_in" in {entry.name for entry in report.swapped}
     assert set(ours.__dict__) == before
-    assert not getattr(ours, "seen", None)
     assert torch.equal(torch.get_rng_state(), state)
     for grad in (False, True):
         assert_same_numbers(ours, theirs, (_x(),), {}, grad)
