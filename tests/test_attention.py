@@ -1,4 +1,4 @@
-"""Attention by masks, few queries, large scores and gradients, and its memory.
+"""Attention by masks, few queries, large scores and gradients, its memory, and packed sequences.
 
 Each instruction set has every call: large enough, too, for the ways that some have.
 """
@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from attention_calls import draw, options, tensors
 from harness import (
+    CPU,
     CUDA,
     DTYPES,
+    TRITON,
+    OnDevice,
     Target,
     check_calls,
     check_target,
@@ -29,6 +31,7 @@ from harness import (
     same_bits,
     targets,
 )
+from ops.attention import draw, options, tensors
 from torch import Tensor
 
 from transformer_fast import _native
@@ -496,7 +499,9 @@ def test_denormal_queries(target, generator):
     check_target(target, accepted(target, arguments))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"weights": True}, {"dropout_p": 0.3}], ids=str
+)
 @pytest.mark.parametrize("keys", [40, 300])
 def test_gradients_where_one_key_has_almost_all(keys, options, float_isa, generator):
     """Queries meet their own keys at scores around 200: dP - delta is a difference of equal terms."""
@@ -540,13 +545,6 @@ def test_gradients_of_few_queries_with_large_scores(queries, float_isa, generato
     check_gradients_of(query, key, value)
 
 
-def test_gradients_of_returned_weights_where_one_key_has_almost_all(float_isa, generator):
-    key, value = (torch.randn(1, 2, 60, 16, generator=generator) for _ in range(2))
-    for score in (10.0, 200.0):
-        query = key / key.norm(dim=-1, keepdim=True) ** 2 * (score * math.sqrt(16))
-        check_gradients_of(query, key, value, weights=True)
-
-
 def check_gradients_of(*qkv: Tensor, **options: Any) -> None:
     with nan_memory():
         check_gradients("attention", cpu.attention, arrange(*qkv, **options))
@@ -563,7 +561,7 @@ def broadcast_name(full: tuple[bool, ...]) -> str:
 @pytest.mark.parametrize("full", every_broadcast(), ids=broadcast_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mask_gradient_of_every_broadcast(full, dtype, backend):
-    """Tiles of keys and blocks of queries on every side of the sums."""
+    """Tiles of keys and blocks of queries on every side of the sums, and what else there may be."""
     target = backend.of("attention", dtype)
     if dtype == torch.bfloat16 and not on_units(target):
         pytest.skip("for the CPU's units of bfloat16")
@@ -572,23 +570,15 @@ def test_mask_gradient_of_every_broadcast(full, dtype, backend):
     if backend.name != "cpu":  # which takes masks of four dimensions
         shape = shape[full.index(True) if any(full) else 3 :]
     mask = draw(dtype).normal(*shape)
-    lengths = torch.tensor([sizes[3], sizes[3] // 2])
-    given = {"mask": mask, "lengths": lengths, "dropout_p": 0.1, "seed": torch.tensor(5)}
+    given: dict[str, Any] = {"dropout_p": 0.1, "seed": torch.tensor(5)}
+    given |= {"lengths": torch.tensor([sizes[3], 0 if full[3] else sizes[3] // 2])}
+    if backend.name == "cpu":
+        mask = mask.masked_fill(draw().bools(*shape, true=0.2), -math.inf)
+        given |= {"weights": full[0], "causal": full[1]}
+    given |= {"mask": mask}
     arguments = arrange(*tensors(*sizes[2:], 8, key_heads=1, dtype=dtype), gqa=True, **given)
     with nan_memory():
         check_gradients("attention", target.kernel.run, on(target, arguments))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_mask_gradient_with_everything(causal, isa):
-    q, k, v = tensors(70, 90, 16, batch=3, heads=4, key_heads=2)
-    generator = torch.Generator().manual_seed(2)
-    mask = torch.randn(1, 4, 70, 90, generator=generator)
-    mask[torch.rand(mask.shape, generator=generator) < 0.3] = -math.inf
-    check_gradients_of(
-        q, k, v, mask=mask, lengths=torch.tensor([90, 0, 37]), causal=causal, dropout_p=0.2,
-        seed=torch.tensor(99), gqa=True, weights=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 17, 64, 80, 128, 136])
@@ -920,12 +910,6 @@ def test_as_exact_as_torch(target):
 # Memory, layouts and autograd --------------------------------------------------------------------
 
 
-def test_saturated_rows_are_exact(isa):
-    """Rows where one weight is 1 and the others underflow: no NaN, no denormal results."""
-    q, k, v = tensors(20, 50, 16, batch=1, heads=1)
-    check_gradients_of(q * 40, k * 10, v)
-
-
 @needs_native
 def test_gradients_lie_as_their_tensors_do():
     packed = torch.randn(2, 9, 3, 4, 8)
@@ -1006,3 +990,148 @@ def test_attention_needs_no_square(kind: str) -> None:
         assert output.isfinite().all()
 
     assert grown(attend) < 48
+
+
+# Packed sequences, each as if it were alone, and as if all were padded ---------------------------
+
+EVERY = pytest.mark.parametrize("backend", [CPU, TRITON, CUDA], indirect=True, ids=str)
+
+ROWS, KEY_ROWS = [5, 0, 17, 3, 1, 9], [7, 4, 20, 0, 1, 9]
+
+
+def starts_of(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def packed(behind: int = 2, heads: int = 4, key_heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with some rows behind the last sequence, which are NaN."""
+    torch.manual_seed(0)
+    q = torch.randn(sum(ROWS) + behind, heads, 8)
+    k = torch.randn(sum(KEY_ROWS) + behind, key_heads, 8)
+    v = torch.randn(sum(KEY_ROWS) + behind, key_heads, 12)
+    for x, n in ((q, sum(ROWS)), (k, sum(KEY_ROWS)), (v, sum(KEY_ROWS))):
+        x[n:] = math.nan
+    return q, k, v
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    found, at, key_at = [], 0, 0
+    for queries, keys in zip(ROWS, KEY_ROWS, strict=True):
+        own = (
+            x[None].transpose(1, 2) for x in (k[key_at : key_at + keys], v[key_at : key_at + keys])
+        )
+        query = q[at : at + queries][None].transpose(1, 2)
+        alone = F.scaled_dot_product_attention(query, *own, backend="reference", **how)
+        found.append(alone[0].transpose(0, 1))
+        at, key_at = at + queries, key_at + keys
+    return torch.cat([*found, q.new_zeros(q.shape[0] - at, q.shape[1], v.shape[2])])
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("more", [0, 6])
+@pytest.mark.parametrize(
+    "how", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str
+)
+def test_each_sequence_is_alone(how, more, dtype, backend):
+    target = backend.of("attention")
+    tensors = on(target, packed(key_heads=2 if "enable_gqa" in how else 4))
+    starts, key_starts = on(target, (starts_of(ROWS, dtype), starts_of(KEY_ROWS, dtype)))
+    strided = starts.repeat_interleave(2)[::2]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    rest = (strided, key_starts, 17 + more, 20 + more)
+    found = F.varlen_attn(*leaves, *rest, **how, backend=backend.name)
+    expected = one_by_one(*(alone := [x.clone().requires_grad_() for x in tensors]), **how)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    upstream[sum(ROWS) :] = math.nan
+    grads = torch.autograd.grad(found, leaves, upstream)
+    wanted = torch.autograd.grad(expected[: sum(ROWS)], alone, upstream[: sum(ROWS)])
+    torch.testing.assert_close(grads, wanted)
+
+
+@EVERY
+def test_dropout_is_that_of_padded_sequences(backend):
+    tensors = on(backend.of("attention"), packed(behind=0))
+    starts = on(backend.of("attention"), (starts_of(ROWS), starts_of(KEY_ROWS)))
+    leaves, padded = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
+    how = {"dropout_p": 0.4, "backend": backend.name}
+    torch.manual_seed(7)
+    found = F.varlen_attn(*leaves, *starts, 17, 20, **how)
+
+    def pad(x: Tensor, lengths: list[int]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2)
+
+    torch.manual_seed(7)
+    lengths = on(backend.of("attention"), (torch.tensor(KEY_ROWS), torch.tensor(ROWS)))
+    plain = F.scaled_dot_product_attention(
+        *map(pad, padded, (ROWS, KEY_ROWS, KEY_ROWS)), key_lengths=lengths[0], query_lengths=lengths[1],
+        **how,
+    )  # fmt: skip
+    rows = torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(plain, ROWS, strict=True)])
+    torch.testing.assert_close(found, rows)
+    grads = (torch.autograd.grad(y.sin().sum(), x) for y, x in ((found, leaves), (rows, padded)))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_no_queries_or_no_keys(lengths):
+    some = starts_of([2] * len(lengths))
+    none, rows = starts_of(lengths), torch.randn(2 * len(lengths), 2, 8)
+    empty = torch.empty(0, 2, 8)
+    assert F.varlen_attn(empty, rows, rows, none, some, 2, 2).shape == (0, 2, 8)
+    assert not F.varlen_attn(rows, empty, empty, some, none, 2, 2).any()
+    assert not F.varlen_attn(rows, rows, rows, some, some, 0, 2).any()
+
+
+@EVERY
+def test_packed_sequences_in_one_graph(backend):
+    """The same offsets for queries and keys, too."""
+    target = backend.of("attention")
+    starts = on(target, (starts_of(ROWS),))[0]
+
+    def total(rows: Tensor) -> Tensor:
+        given = (rows, rows, rows, starts, starts, 17, 17)
+        return F.varlen_attn(*given, is_causal=True, backend=backend.name).square().sum()
+
+    found = []
+    for function in (total, torch.compile(total, fullgraph=True, backend="aot_eager")):
+        (rows,) = on(target, packed(behind=0)[:1])
+        value = function(rows.requires_grad_())
+        found.append((value.detach(), *torch.autograd.grad(value, rows)))
+    torch.testing.assert_close(*found)
+
+
+def test_packed_sequences_do_not_wait_for_the_device():
+    with torch.device("meta"):
+        q = torch.empty(30, 4, 8, requires_grad=True)
+        starts = torch.empty(5, dtype=torch.int32)
+        with OnDevice():
+            found = F.varlen_attn(q, q, q, starts, starts, 9, 9, is_causal=True, dropout_p=0.1)
+            found.sum().backward()
+    assert found.shape == (30, 4, 8)
+
+
+def test_errors_of_packed_sequences():
+    rows, starts = torch.randn(4, 2, 8), torch.tensor([0, 4])
+    call = F.varlen_attn
+    with pytest.raises(TypeError, match=r"cu_seq_q must be int32 or int64, not torch\.float32"):
+        call(rows, rows, rows, starts.float(), starts, 4, 4)
+    with pytest.raises(ValueError, match=r"cu_seq_k must have shape \[sequences \+ 1\], not \[0\]"):
+        call(rows, rows, rows, starts, starts[:0], 4, 4)
+    with pytest.raises(ValueError, match="same sequences, but there are 1 and 0"):
+        call(rows, rows, rows, starts, starts[:1], 4, 4)
+    with pytest.raises(ValueError, match="key must have shape"):
+        call(rows, rows[None], rows, starts, starts, 4, 4)
+    with pytest.raises(TypeError, match="argument 'cu_seq_k'"):
+        call(rows, rows, rows, starts, [0, 4], 4, 4)  # type: ignore[arg-type]
+
+
+@EVERY
+def test_what_is_beyond_the_longest_is_left_out(backend):
+    given = on(backend.of("attention"), (*packed(behind=0), starts_of(ROWS), starts_of(KEY_ROWS)))
+    whole = F.varlen_attn(*given, 17, 20, backend=backend.name)
+    part = F.varlen_attn(*given, 4, 20, backend=backend.name)
+    kept = torch.cat([torch.arange(n) < 4 for n in ROWS]).to(whole.device)
+    torch.testing.assert_close(part, whole.masked_fill(~kept[:, None, None], 0.0))
+    assert whole[~kept].any()

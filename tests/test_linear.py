@@ -7,7 +7,6 @@ bf16x3: from 12 rows on panels are split as they are read, from 144 on packed as
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -157,34 +156,6 @@ def test_sizes(target, calls):
     for _, arguments in calls(target.dtype):
         check(target.op, run(target, packed(target.op, arguments)), arguments)
     cpu_packing.forget()
-
-
-def of_nothing(target: Target) -> Iterator[Call]:
-    build = functools.partial(built, target, dtype=target.dtype)
-    if target.op == "linear":
-        for sizes in (
-            (0, 8, 5),
-            (5, 0, 3),
-            (5, 4, 0),
-            (80, 0, 50),
-            (300, 0, 3),
-            (300, 4, 0),
-            (0,) * 3,
-        ):
-            yield str(sizes), build(*sizes, activation=None)
-            yield f"{sizes}, relu", build(*sizes, activation="relu")
-        return
-    few = ((0, 8, 5, 4), (50, 4, 5, 0), (5, 4, 5, 0))
-    many = itertools.product((5, 30, 80, 300), ((64, 0), (0, 64), (0, 0)))
-    for rows, model, hidden, outputs in (*few, *((n, *sizes, 64) for n, sizes in many)):
-        yield f"{rows}, {model}, {hidden}", build(rows, model, hidden, outputs=outputs)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("target", PRODUCTS)
-def test_sizes_of_nothing(target, gradients):
-    run(target, built(target, 300, 64, 128, dtype=target.dtype))  # what it leaves is not to be read
-    check_calls(target, lambda dtype: of_nothing(target), gradients=gradients)
 
 
 # Gradients -----------------------------------------------------------------------------------------

@@ -1,27 +1,194 @@
-"""What the page "Same bits" promises: results that are equal to the last bit, promise by promise."""
+"""Results that are equal to the last bit: on any number of threads, whatever was called before or is
+called meanwhile, however weights and memory are kept; and what else the page "Same bits" promises."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from attention_calls import options, tensors
-from harness import DTYPES, check_threads, same_bits
+from harness import (
+    DTYPES,
+    Target,
+    check_threads,
+    drawn,
+    in_threads,
+    in_use,
+    on,
+    run,
+    same_bits,
+    targets,
+    targets_and_cases,
+)
+from ops import ROWS
+from ops.attention import options, tensors
 from torch import Tensor
 
 import transformer_fast
 from transformer_fast import _native, nn
 from transformer_fast import functional as F
 from transformer_fast.backends import cpu, cpu_packing
+from transformer_fast.specs import OPS
 from transformer_fast.specs.attention import arrange
-from transformer_fast.testing import gradients
+from transformer_fast.specs.spec import Draw
+from transformer_fast.testing import check, gradients
+from transformer_fast.testing.oracle import as_results
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
+pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
+    pytest.mark.skipif(_native.module is None, reason=str(_native.why_not)),
+]
+
+NATIVE = [p for p in targets() if p.values[0].kernel.backend == "cpu"]
+
+
+def large(target: Target, filling: bool = False) -> list[tuple[Any, ...]]:
+    """Calls with work for several threads; ``filling``: those that leave NaN in all scratch memory."""
+    row = ROWS[target.op]
+    make = (filling and row.filling) or row.large
+    return make(Draw(target.dtype, "cpu", torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("target", NATIVE)
+def test_thread_counts_agree(target, threads):
+    for arguments in large(target):
+        check_threads(lambda: run(target, arguments), (1, 2, 3, 4, 1))  # noqa: B023
+
+
+@pytest.mark.parametrize(("target", "case"), targets_and_cases(all_isas=False))
+def test_two_runs_agree(target, case):
+    arguments = on(target, drawn(target.op, case, target.dtype))
+    first, second = (run(target, arguments) for _ in range(2))
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("target", NATIVE)
+def test_garbage_of_an_earlier_call_is_not_read(target):
+    """Scratch memory is kept between calls; here it is full of NaN from a larger one."""
+    calls = [c for c in large(target) if not target.refusal(c)]
+    filling = [c for c in large(target, filling=True) if not target.refusal(c)]
+    small = [drawn(target.op, c.name, target.dtype) for c in OPS[target.op].cases]
+    small = [arguments for arguments in small if not target.refusal(arguments)]
+    clean = [run(target, arguments) for arguments in (*small, *calls)]
+    for arguments, before in zip((*small, *calls), clean, strict=True):
+        for call in filling:
+            run(target, tuple(_all_nan(x) for x in call))
+        assert same_bits(run(target, arguments), before)
+
+
+def _all_nan(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return torch.full_like(value, math.nan)
+    return value
+
+
+@pytest.mark.parametrize("target", NATIVE)
+def test_a_result_is_not_overwritten_by_the_next_call(target):
+    for arguments in large(target):
+        first = run(target, arguments)
+        kept = [None if x is None else x.clone() for x in as_results(first)]
+        run(target, tuple(_all_nan(x) for x in arguments))
+        assert same_bits(first, tuple(kept))
+
+
+@pytest.mark.parametrize("target", [p for p in NATIVE if p.values[0].isa in (None, "avx2")])
+def test_python_threads_do_not_disturb_each_other(target):
+    calls = large(target)
+    with in_use(target.isa), torch.no_grad():
+        expected = [target.kernel.run(*call) for call in calls]
+        wrong: list[int] = []
+
+        def work(offset: int) -> None:
+            for turn in range(12):
+                place = (turn + offset) % len(calls)
+                with torch.no_grad():
+                    if not same_bits(target.kernel.run(*calls[place]), expected[place]):
+                        wrong.append(place)
+
+        in_threads(work, 3)
+    assert wrong == []
+
+
+def lazily_negative(x: torch.Tensor) -> torch.Tensor:
+    """Equal to x, with the sign yet to be applied."""
+    return torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("target", targets(all_isas=False))
+def test_lazily_negated_views(target):
+    arguments = drawn(target.op, OPS[target.op].cases[0].name, target.dtype)
+    expected = run(target, on(target, arguments))
+    floating = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments]
+    for place in (p for p, is_floating in enumerate(floating) if is_floating):
+        called = list(arguments)
+        called[place] = lazily_negative(arguments[place])
+        assert called[place].is_neg()
+        assert same_bits(run(target, on(target, tuple(called))), expected)
+
+
+@pytest.mark.parametrize("target", targets(all_isas=False))
+def test_inference_mode_and_parameters(target):
+    arguments = on(target, drawn(target.op, OPS[target.op].cases[0].name, target.dtype))
+
+    def wrapped():
+        return tuple(
+            torch.nn.Parameter(x.clone(), requires_grad=False)
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+            else x
+            for x in arguments
+        )
+
+    parameters = wrapped()
+    first = run(target, parameters)
+    with torch.inference_mode():
+        assert same_bits(run(target, parameters), first)
+        # Those have no version counter.
+        assert same_bits(run(target, wrapped()), run(target, arguments))
+    assert same_bits(run(target, parameters), first)
+    check(target.op, first, arguments)
+
+
+CHANGES = {
+    "in place": lambda w: w.mul_(2),
+    "through .data": lambda w: w.data.mul_(2),
+    "copied": lambda w: w.copy_(w * 2),
+    "assigned to .data": lambda w: setattr(w, "data", w.detach() * 2),
+    "through NumPy": lambda w: w.detach().numpy().__imul__(2),
+}
+
+
+def weights_of(target: Target) -> list[str]:
+    return [n for n in OPS[target.op].gradients_of if n.startswith("weight")]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("target", [p for p in targets(all_isas=False) if weights_of(p.values[0])])
+def test_a_changed_weight_is_seen(target, change):
+    """Whatever a kernel keeps of a parameter must not outlive the parameter's values."""
+    if change == "through NumPy" and target.dtype == torch.bfloat16:
+        pytest.skip("NumPy has no bfloat16")
+    spec = OPS[target.op]
+    arguments = drawn(target.op, spec.cases[0].name, target.dtype)
+    for name in weights_of(target):
+        place = spec.arguments.index(name)
+        parameter = torch.nn.Parameter(on(target, arguments)[place].clone())
+        called = list(on(target, arguments))
+        called[place] = parameter
+        first = run(target, tuple(called))
+        with torch.no_grad():
+            CHANGES[change](parameter)
+        second = run(target, tuple(called))
+        called[place] = torch.nn.Parameter(parameter.detach().clone())
+        assert same_bits(second, run(target, tuple(called)))
+        assert not same_bits(second, first)
+
+
+# Functions and layers ---------------------------------------------------------------------------
 
 #: Numbers of rows at which kernels, tiles and the work of threads change.
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 25, 57, 72, 113, 129, 144, 260)
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 25, 57, 72, 113, 129, 144, 260)
 
 
 class Calls:
@@ -73,7 +240,7 @@ def called(call: Callable[[Tensor], Tensor], x: Tensor, training: bool) -> list[
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_threads(isa: str, calls: Calls, training: bool, threads: None) -> None:
-    for rows in ROWS:
+    for rows in COUNTS:
         x = calls.rows(rows).requires_grad_(training)
         for call in (*calls.of_rows.values(), calls.dropped):
             check_threads(lambda: called(call, x, training))  # noqa: B023
@@ -107,15 +274,6 @@ def test_threads_and_norms_of_small_calls(threads: None, small_calls: None) -> N
         assert len(names) == 1
 
 
-def test_runs(isa: str, calls: Calls, two_threads: None) -> None:
-    """Results and gradients, call after call."""
-    for rows in (3, 57, 260):
-        for name, call in calls.of_rows.items():
-            x = torch.linspace(-1, 1, rows * calls.columns).view(rows, -1).to(calls.dtype)
-            found = [called(call, x.clone().requires_grad_(), True) for _ in range(3)]
-            assert all(same_bits(one, found[0]) for one in found), (name, rows)
-
-
 @pytest.fixture
 def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     def limit(on: bool) -> None:
@@ -127,11 +285,9 @@ def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool],
 
 
 @torch.no_grad()
-def test_packed_copies(
-    isa: str, calls: Calls, nothing_packed: Callable[[bool], None], two_threads: None
-) -> None:
+def test_packed_copies(isa: str, calls: Calls, nothing_packed: Callable[[bool], None]) -> None:
     """With and without room for them, in another thread, after `forget_packed`."""
-    for rows in ROWS:
+    for rows in COUNTS:
         x = calls.rows(rows)
         for name, call in calls.of_rows.items():
             nothing_packed(True)
@@ -182,12 +338,12 @@ def test_batch_invariant(
     """A row's result, whatever the number of rows beside it."""
     if small == "small calls":
         request.getfixturevalue("small_calls")
-    x = calls.rows(max(ROWS))
+    x = calls.rows(max(COUNTS))
     query, key, value = torch.randn(3, 3, 2, 260, 32).to(calls.dtype)
     with transformer_fast.batch_invariant():
         for name, call in calls.of_rows.items():
             whole = call(x)
-            for rows in ROWS:
+            for rows in COUNTS:
                 if name != "encoder layer":
                     assert torch.equal(call(x[:rows]), whole[:rows]), (name, rows)
         layer = calls.layer(x[:240].view(8, 30, -1))

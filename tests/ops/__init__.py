@@ -1,15 +1,282 @@
-"""What tests know of each op beside the op table: `<op>.py` has its row, which all tables follow."""
+"""What tests know of each op beside the op table: `<op>.py` has its row, which all tables follow.
+
+Here are the shape of a row, and what rows share: how calls are drawn at random, and numbers in NumPy.
+
+``defined`` of a row is the op from its definition, in NumPy and fp64: the oracle of the fuzz tests. It
+shares no code with the package. It returns the results and a function that takes their gradients and
+returns those of the arguments, worked out by hand; that they are the derivatives is tested by
+differences (fuzz/test_fuzz_ops.py). What stands at places that nothing may see is not computed with.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from transformer_fast.specs import OPS
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
 
-from .row import Row
+from transformer_fast.specs import OPS, spec
+
+Arguments = tuple[Any, ...]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Grads = dict[str, "Array | None"]
+
+
+def _no_terms(arguments: Arguments, results: tuple[Tensor | None, ...] = ()) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What tests know of an op that the op table does not."""
+
+    #: Planted bugs: the case in which each is looked for, and the op with it.
+    bugs: dict[str, tuple[str, Callable[..., Any]]]
+    #: What is swept: the arguments when one of the call's sizes is n.
+    sweeps: dict[str, Callable[[spec.Draw, int], Arguments]]
+    #: Few elements, for finite differences. The last call has gradients of all arguments that can.
+    small: Callable[[spec.Draw], list[Arguments]]
+    #: Work for several threads, split by rows, by columns and by heads.
+    large: Callable[[spec.Draw], list[Arguments]]
+    #: The fuzz's calls in a dtype.
+    drawn: Callable[[torch.dtype], st.SearchStrategy[Drawn]]
+    #: The definition in NumPy and fp64, see above: takes the reference's arguments.
+    defined: Callable[..., Any]
+    #: The reference with its sums in another order: takes an `Orders` of the fuzz, then the arguments.
+    in_order: Callable[..., Any]
+    #: The name of a case with as much as a call can have.
+    sample: str
+    #: Calls like `large` that leave NaN in all scratch memory; None: those.
+    filling: Callable[[spec.Draw], list[Arguments]] | None = None
+    #: Whether those of PyTorch's samples are held to PyTorch's; gradgradcheck has all.
+    second_derivatives: bool = True
+    #: By how much the terms of differences exceed the results, and the gradients, in fp64: takes the
+    #: arguments and the exact results.
+    terms: Callable[[Arguments, tuple[Any, ...]], float] = _no_terms
+    gradient_terms: Callable[[Arguments], float] = _no_terms
+
+
+def wrong(op: str, then: Callable[..., Any] | None = None, **changes: Any) -> Callable[..., Any]:
+    """The reference with other arguments: values, or functions of the call, which has all by name.
+
+    ``then`` makes other results of the call and the right ones.
+    """
+
+    def run(*arguments: Any) -> Any:
+        call = SimpleNamespace(**OPS[op].named(arguments))
+        new = {name: x(call) if callable(x) else x for name, x in changes.items()}
+        results = OPS[op].reference(*{**vars(call), **new}.values())
+        if then is None:
+            return results
+        return then(call, *(results if isinstance(results, tuple) else (results,)))
+
+    return run
+
+
+def some(n: int, least: int = 300) -> int:
+    """How many rows of n make enough elements for a fair ratio."""
+    return least // max(1, n) + 1
+
+
+def at(x: Tensor | None, order: Tensor) -> Tensor | None:
+    return None if x is None else x.reshape(-1)[order]
+
+
+def size_of(x: Tensor) -> float:
+    """The largest finite absolute value."""
+    return torch.where(x.isfinite(), x.abs(), 0.0).max().item() if x.numel() else 0.0
+
+
+# Calls drawn at random ---------------------------------------------------------------------------
+
+SMALL = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17)
+MIDDLE = (31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 97)
+LARGE = (127, 128, 129, 191, 255, 257, 300, 383, 511, 513)
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+def exact(value: Any) -> Any:
+    """A tensor as NumPy's, in fp64 if it has floating-point numbers."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return (value.double() if value.is_floating_point() else value).resolve_neg().numpy()
+
+
+class Drawn(NamedTuple):
+    """A call of an op, and of which arguments gradients are checked (none: not at all)."""
+
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    offset: int
+
+    def __repr__(self) -> str:
+        """Shapes in place of elements: hypothesis warns of a long text, and that hides what failed."""
+        told = [
+            f"{str(one.dtype)[6:]}{list(one.shape)}" if isinstance(one, Tensor) else repr(one)
+            for one in self.arguments
+        ]
+        return f"Drawn({', '.join(told)}; gradients of {self.names}, offset {self.offset})"
+
+
+VALUES = {"normal": 6, "small": 1, "large": 1, "equal rows": 1, "zeros": 1, "far": 1, "sparse": 1}
+# Not for bfloat16: the processor's own conversion to it (vcvtneps2bf16) makes them 0.
+DENORMAL = {**VALUES, "denormal": 1}
+
+
+class Numbers:
+    """Tensors of a dtype from a seed, in values and in strides that are drawn."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return (drawn * scale + shift).to(self.dtype)
+
+    def integers(self, *shape: int, end: int) -> Tensor:
+        return torch.randint(0, max(1, end), shape, generator=self.generator)
+
+    def bools(self, *shape: int, true: float = 0.5) -> Tensor:
+        return torch.rand(shape, generator=self.generator) < true
+
+    def one_of(self, *choices: Any) -> Any:
+        return choices[int(torch.randint(0, len(choices), (), generator=self.generator))]
+
+    def of_kind(self, kind: str, *shape: int) -> Tensor:
+        """Values of a kind; what a sum of a few hundred of them squared still holds in the dtype."""
+        half = self.dtype == torch.float16
+        if kind == "small":
+            return self.normal(*shape, scale=1e-4 if half else 1e-12)
+        if kind == "large":
+            return self.normal(*shape, scale=30.0 if half else 1e4)
+        if kind == "denormal":
+            return self.normal(*shape, scale=1e-6 if half else 1e-40)
+        if kind == "zeros":
+            return torch.zeros(shape, dtype=self.dtype)
+        if kind == "far":
+            return self.normal(*shape, shift=100.0)
+        x = self.normal(*shape)
+        if kind == "equal rows" and x.dim() >= 2:
+            return x[..., :1, :].expand(shape).clone()
+        if kind == "sparse":
+            return torch.where(self.bools(*shape, true=0.1), x, 0.0)
+        return x
+
+
+LAYOUTS = {"contiguous": 6, "transposed": 1, "steps": 1, "wide rows": 1, "flipped": 1, "negated": 1}
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values in other strides."""
+    if x.dim() == 0 or layout == "contiguous":
+        return x
+    if layout == "transposed" and x.dim() >= 2:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "steps":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan, dtype=x.dtype)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    if layout == "wide rows":
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+    if layout == "flipped" and x.dim() >= 2:
+        # Dimensions in the opposite order in memory.
+        order = tuple(reversed(range(x.dim())))
+        return x.permute(order).contiguous().permute(order)
+    if layout == "negated":
+        return torch._neg_view(-x)
+    return x
+
+
+LEADING = [
+    (1,), (3,), (2, 3), (), (7,), (16,), (17,), (0,), (64,), (73,), (2, 0, 3), (1, 1, 5), (129,), (150,),
+    (8, 20),
+]  # fmt: skip
+
+
+class Drawing(Numbers):
+    """Tensors in values and in strides that are drawn, too."""
+
+    def __init__(self, draw: Draw, dtype: torch.dtype) -> None:
+        super().__init__(dtype, draw(st.integers(0, 2**32)))
+        self.draw = draw
+
+    def size(self, *groups: tuple[int, ...]) -> int:
+        """One of the sizes: small ones more often than middle ones, and so on."""
+        return self.draw(st.one_of(*(st.sampled_from(group) for group in groups)))  # type: ignore[no-any-return]
+
+    def kind(self, table: dict[str, int]) -> str:
+        """A key, as often as its weight says."""
+        names = [name for name, weight in table.items() for _ in range(weight)]
+        return self.draw(st.sampled_from(names))  # type: ignore[no-any-return]
+
+    def lead(self, most: int) -> tuple[int, ...]:
+        """Leading dimensions of at most so many elements."""
+        shape: tuple[int, ...] = self.draw(st.sampled_from(LEADING))
+        return shape if math.prod(shape) <= most else (3,)
+
+    def valued(self, *shape: int, denormal: bool = False) -> Tensor:
+        return self.of_kind(self.kind(DENORMAL if denormal else VALUES), *shape)
+
+    def laid_out(self, x: Tensor, layout: str | None = None) -> Tensor:
+        return laid_out(x, self.kind(LAYOUTS) if layout is None else layout)
+
+
+# Random numbers, as Salmon et al. 2011 define them -----------------------------------------------
+
+
+def philox(key: tuple[int, int], counter: Array) -> Array:
+    """Philox4x32-10 of counters (..., 4), as Salmon et al. 2011 define it."""
+    words = [counter[..., i].astype(np.uint64) for i in range(4)]
+    low32 = np.uint64(0xFFFFFFFF)
+    for turn in range(10):
+        k = [np.uint64((key[i] + turn * w) % 2**32) for i, w in enumerate((0x9E3779B9, 0xBB67AE85))]
+        one = words[0] * np.uint64(0xD2511F53)
+        two = words[2] * np.uint64(0xCD9E8D57)
+        words = [
+            (two >> np.uint64(32)) ^ words[1] ^ k[0],
+            two & low32,
+            (one >> np.uint64(32)) ^ words[3] ^ k[1],
+            one & low32,
+        ]
+    return np.stack(words, axis=-1)
+
+
+def numbers(seed: int, rows: Array, columns: int) -> Array:
+    """The random numbers below 2^16 of these rows: eight of a counter, whose first word counts them."""
+    counter = np.zeros((len(rows), -(-columns // 8), 4), np.uint64)
+    counter[..., 0] = np.arange(counter.shape[1])[None, :]
+    counter[..., 1] = (rows % 2**32)[:, None]
+    counter[..., 2] = (rows // 2**32)[:, None]
+    words = philox((seed % 2**32, (seed >> 32) % 2**32), counter)
+    halves = np.stack([words % 2**16, words // 2**16], axis=-1)
+    return halves.reshape(len(rows), 8 * counter.shape[1])[:, :columns]
+
+
+def kept(shape: tuple[int, ...], p: float, seed: int | None) -> Array:
+    """What dropout multiplies by: 0 or 1 / (1 - p) for each element."""
+    if p == 0.0:
+        return np.ones(shape)
+    if p == 1.0:
+        return np.zeros(shape)
+    assert seed is not None
+    drawn = numbers(seed, np.arange(math.prod(shape[:-1])), shape[-1])
+    stays = drawn >= min(max(math.floor(p * 65536 + 0.5), 1), 65535)
+    return (stays / (1.0 - p)).reshape(shape)
+
 
 _ROWS: dict[str, Row] = {}
 for _one in pkgutil.iter_modules(__path__):
-    _ROWS |= getattr(importlib.import_module(f"{__name__}.{_one.name}"), "ROWS", {})
+    _ROWS |= importlib.import_module(f"{__name__}.{_one.name}").ROWS
 ROWS: dict[str, Row] = {op: _ROWS[op] for op in OPS}

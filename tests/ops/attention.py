@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import LARGE, MIDDLE, SMALL, Draw, Drawing, Drawn, kinds, laid_out, sizes, valued
-from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transformer_fast.specs import OPS
+from transformer_fast.specs import OPS, spec
 from transformer_fast.specs.attention import _attention, arrange
 from transformer_fast.testing import upstream
 
-from .row import Row, size_of, some, wrong
+from . import LARGE, MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, kept, size_of, some, wrong
 
 
 def _below(diagonal: Callable[[int, int], int]) -> Any:
@@ -94,7 +92,7 @@ def defined(
     q: Array, k: Array, v: Array, mask: Any, lengths: Any, causal: bool, scale: float | None,
     p: float, seed: int | None, gqa: bool, need_weights: bool,
     query_lengths: Any = None,
-) -> tuple[tuple[Array, Array | None], Callable[[Array, Array | None], Gradients]]:  # fmt: skip
+) -> tuple[tuple[Array, Array | None], Callable[[Array, Array | None], Grads]]:  # fmt: skip
     """(output, weights after dropout); the function takes the gradients of both."""
     batch, heads, queries, size = q.shape
     keys, value_size = k.shape[2], v.shape[3]
@@ -138,7 +136,7 @@ def defined(
     def back(
         doutput: Array, dweights: Array | None,
         rounded: tuple[Array, Array | None, Any, Callable[[Array], Array]] | None = None,
-    ) -> Gradients:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """``rounded``: results, and an order of the value's channels: the slopes and their weighted
         mean are to be taken from these in fp32, as Dao et al. 2022 do. And what becomes of P and dS
         as factors of matrix units.
@@ -242,14 +240,14 @@ SCORES = {
 
 
 @st.composite
-def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
+def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     numbers = Drawing(draw, dtype)
-    t = draw(sizes(SMALL, MIDDLE, (0, 1, 4, 5, 127, 129, 257)))
-    s = draw(sizes(SMALL, MIDDLE, LARGE, (0, 1)))
-    d = draw(
-        sizes((1, 2, 3, 7, 8, 16, 17), (24, 31, 32, 33, 48, 64, 64, 64), (0, 65, 80, 128, 131))
+    t = numbers.size(SMALL, MIDDLE, (0, 1, 4, 5, 127, 129, 257))
+    s = numbers.size(SMALL, MIDDLE, LARGE, (0, 1))
+    d = numbers.size(
+        (1, 2, 3, 7, 8, 16, 17), (24, 31, 32, 33, 48, 64, 64, 64), (0, 65, 80, 128, 131)
     )
-    dv = d if draw(st.integers(0, 3)) else draw(sizes((1, 3, 8, 16, 31), (33, 64, 0)))
+    dv = d if draw(st.integers(0, 3)) else numbers.size((1, 3, 8, 16, 31), (33, 64, 0))
     b, kv_heads, group = draw(
         st.sampled_from(
             [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 1, 1), (2, 1, 3), (1, 2, 2), (2, 3, 1), (0, 2, 1),
@@ -260,11 +258,11 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
     work = max(1, b * h * t * s * (d + dv))
     if work > 1_000_000:
         t = max(1, min(t, 1_000_000 // max(1, b * h * s * (d + dv))))
-    kind = draw(kinds(SCORES))
-    values = draw(kinds({"normal": 5, "small": 1, "large": 1, "far": 1, "equal rows": 1}))
+    kind = numbers.kind(SCORES)
+    values = numbers.kind({"normal": 5, "small": 1, "large": 1, "far": 1, "equal rows": 1})
     scale = draw(st.sampled_from((None, None, None, 0.3, 0.0, -0.5)))
     q, k = numbers.normal(b, h, t, d), numbers.normal(b, kv_heads, s, d)
-    v = valued(numbers, values, b, kv_heads, s, dv)
+    v = numbers.of_kind(values, b, kv_heads, s, dv)
     if kind.startswith("std"):
         q = q * float(kind[4:])
     elif kind == "rising keys":
@@ -281,7 +279,7 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
     elif kind == "small":
         q, k = q * 1e-3, k * 1e-3
     elif kind == "denormal":
-        k = valued(numbers, "denormal", *k.shape)
+        k = numbers.of_kind("denormal", *k.shape)
     elif kind == "one far key" and s:
         k[:, :, int(numbers.integers(end=s))] *= 50.0
     mask = None
@@ -292,7 +290,9 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
         if draw(st.integers(0, 3)) == 0:
             mask = mask.expand(b, h, t, s)
         elif draw(st.booleans()):
-            mask = laid_out(mask, draw(st.sampled_from(("transposed", "flipped", "contiguous"))))
+            mask = numbers.laid_out(
+                mask, draw(st.sampled_from(("transposed", "flipped", "contiguous")))
+            )
         if mask.dtype != torch.bool and draw(st.integers(0, 5)) == 0:
             mask = mask.float()
     causal = draw(st.integers(0, 2)) == 2
@@ -401,6 +401,52 @@ def _swept(
     return _attention(1, heads, queries, keys, size, value_size=value_size, **rest)(draw)
 
 
+# Calls that several tests draw -------------------------------------------------------------------
+
+
+def draw(dtype: torch.dtype = torch.float32) -> spec.Draw:
+    return spec.Draw(dtype, "cpu", torch.Generator().manual_seed(0))
+
+
+def tensors(
+    queries: int,
+    keys: int,
+    size: int = 40,
+    value_size: int | None = None,
+    heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    key_heads: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d, h = draw(dtype), heads if key_heads is None else key_heads
+    query, key = d.normal(batch, heads, queries, size), d.normal(batch, h, keys, size)
+    return query, key, d.normal(batch, h, keys, size if value_size is None else value_size)
+
+
+def options(
+    queries: int, keys: int, dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Any]]:
+    """Keywords of `arrange`, by name."""
+    d = draw(dtype)
+    seen = d.bools(2, 1, queries, keys, true=0.7)
+    added = d.normal(1, 2, queries, keys).masked_fill(seen[:1] < 1, -math.inf)
+    lengths = torch.tensor([keys - keys // 3, keys])
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "lengths": {"lengths": lengths, "weights": True},
+        "no keys": {"lengths": torch.tensor([0, keys])},
+        "bool mask": {"mask": seen},
+        "float mask": {"mask": added, "causal": True},
+        "mask of keys": {"mask": seen[:, :, :1], "lengths": lengths},
+        "added to keys": {"mask": added[:, :1, :1]},
+        "mask of zeros": {"mask": torch.zeros(1, 1, 1, keys, dtype=dtype)},
+        "weights": {"weights": True, "mask": seen, "causal": True},
+        "dropout": {"dropout_p": 0.2, "seed": d.seed()},
+        "weights behind dropout": {"dropout_p": 0.5, "seed": d.seed(), "weights": True},
+    }
+
+
 ROWS = {
     "attention": Row(
         bugs=_BUGS,
@@ -414,6 +460,9 @@ ROWS = {
                 draw, 1, n, n, 9, some(n), causal=True
             ),
             "keys, weights": lambda draw, n: _swept(draw, 2, 15, n, 9, 11, weights=True),
+            "keys, dropout": lambda draw, n: _swept(
+                draw, 2, 15, n, 9, 11, weights=True, dropout_p=0.3
+            ),
             "key lengths": lambda draw, n: _swept(
                 draw, 2, 15, 521, 9, 11, lengths=lambda *_: torch.tensor([n])
             ),

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import LARGE, MIDDLE, SMALL, VALUES, Draw, Drawing, Drawn, kinds, sizes, valued
-from definitions import Array, Gradients
 from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_fast.specs.cross_entropy import _linear_loss, _loss
 
-from . import linear
-from .row import Row, at, size_of, wrong
+from . import LARGE, MIDDLE, SMALL, VALUES, Array, Drawing, Drawn, Grads, Row, at, size_of, wrong
+from .linear import defined as product
 
 
 def _counted(call: Any) -> Tensor:
@@ -61,7 +59,7 @@ _LINEAR_BUGS = {
 
 def _defined(
     x: Array, target: Any, ignored: int, smoothing: float
-) -> tuple[Array, Callable[..., Gradients]]:
+) -> tuple[Array, Callable[..., Grads]]:
     """The function takes the losses' gradient, and a unit by which log p, and p, may be off."""
     rows, classes = x.shape
     losses, probable = np.zeros(rows), np.full((rows, classes), -np.inf)
@@ -79,7 +77,7 @@ def _defined(
             probable[row], wanted[row] = log_p, smoothing / classes
         wanted[row, place] += 1 - smoothing
 
-    def back(dl: Array, unit: float = 0.0) -> Gradients:
+    def back(dl: Array, unit: float = 0.0) -> Grads:
         p = np.exp(probable)
         with np.errstate(invalid="ignore"):
             off = np.where(p > 0.0, p * unit * np.maximum(1.0, -probable), 0.0)
@@ -90,31 +88,31 @@ def _defined(
 
 def _linear_defined(
     x: Array, weight: Array, bias: Array | None, target: Any, ignored: int, smoothing: float
-) -> tuple[Array, Callable[[Array], Gradients]]:
-    logits, back_of_linear = linear.defined(x, weight, bias)
+) -> tuple[Array, Callable[[Array], Grads]]:
+    logits, back_of_linear = product(x, weight, bias)
     losses, back_of_loss = _defined(logits, target, ignored, smoothing)
 
-    def back(dl: Array, unit: float = 0.0) -> Gradients:
+    def back(dl: Array, unit: float = 0.0) -> Grads:
         return back_of_linear(back_of_loss(dl, unit)["input"])  # type: ignore[arg-type]
 
     return losses, back
 
 
 @st.composite
-def _drawn(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
+def _drawn(draw: Any, dtype: torch.dtype, with_linear: bool) -> Drawn:
     numbers = Drawing(draw, dtype)
-    rows = draw(sizes((0, *SMALL), (31, 33, 64, 100)))
-    classes = draw(sizes(SMALL, MIDDLE, LARGE, (1000, 1025)))
+    rows = numbers.size((0, *SMALL), (31, 33, 64, 100))
+    classes = numbers.size(SMALL, MIDDLE, LARGE, (1000, 1025))
     ignored = draw(st.sampled_from((-100, 0, 1)))
     smoothing = draw(st.sampled_from((0.0, 0.0, 0.1, 1.0)))
     target = numbers.integers(rows, end=classes)
     if draw(st.booleans()):
         target = torch.where(numbers.bools(rows, true=0.3), ignored, target)
     grads = draw(st.booleans()) and rows > 0
-    kind = draw(kinds({**VALUES, "scores": 3, "hidden": 1}))
+    kind = numbers.kind({**VALUES, "scores": 3, "hidden": 1})
     if with_linear:
-        k = draw(sizes(SMALL, MIDDLE))
-        x = valued(numbers, kind if kind in VALUES and kind != "large" else "normal", rows, k)
+        k = numbers.size(SMALL, MIDDLE)
+        x = numbers.of_kind(kind if kind in VALUES and kind != "large" else "normal", rows, k)
         weight = numbers.normal(classes, k, scale=draw(st.sampled_from((0.2, 1.0, 3.0))))
         bias = numbers.normal(classes) if draw(st.booleans()) else None
         x, weight = numbers.laid_out(x), numbers.laid_out(weight)
@@ -130,7 +128,7 @@ def _drawn(draw: Draw, dtype: torch.dtype, with_linear: bool) -> Drawn:
         x.scatter_(1, real[:, None], 0.5)
         smoothing = 0.0
     else:
-        x = valued(numbers, kind, rows, classes)
+        x = numbers.of_kind(kind, rows, classes)
     if draw(st.booleans()) and rows:
         x = torch.where((target == ignored)[:, None], numbers.one_of(math.nan, math.inf), x)
     x = numbers.laid_out(x)

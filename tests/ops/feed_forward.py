@@ -8,17 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from calls import MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
-from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_fast import reference
 from transformer_fast.specs.feed_forward import _feed_forward
 
-from . import linear
+from . import MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, exact, kept, linear, some, wrong
 from .linear import ACTIVATIONS, KINK, near_a_kink
-from .row import Row, some, wrong
 
 _wrong = functools.partial(wrong, "feed_forward")
 _BUGS = {
@@ -49,12 +46,12 @@ _BUGS = {
 def defined(
     x: Array, weight1: Array, bias1: Array | None, weight2: Array, bias2: Array | None,
     act: str, p: float, seed: int | None,
-) -> tuple[Array, Callable[[Array], Gradients]]:  # fmt: skip
+) -> tuple[Array, Callable[[Array], Grads]]:  # fmt: skip
     hidden, back1 = linear.defined(x, weight1, bias1, act)
     factor = kept(hidden.shape, p, seed)
     y, back2 = linear.defined(hidden * factor, weight2, bias2)
 
-    def back(dy: Array) -> Gradients:
+    def back(dy: Array) -> Grads:
         second = back2(dy)
         first = back1(second["input"] * factor)
         return {
@@ -69,12 +66,12 @@ def defined(
 
 
 @st.composite
-def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
+def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     numbers = Drawing(draw, dtype)
-    m = draw(sizes(SMALL, MIDDLE, (0, 127, 129)))
-    f = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257)))
-    out = m if draw(st.booleans()) else draw(sizes(SMALL, MIDDLE))
-    lead = leading(draw, 2_000_000 // max(1, f * (m + out)))
+    m = numbers.size(SMALL, MIDDLE, (0, 127, 129))
+    f = numbers.size(SMALL, MIDDLE, (0, 127, 129, 257))
+    out = m if draw(st.booleans()) else numbers.size(SMALL, MIDDLE)
+    lead = numbers.lead(2_000_000 // max(1, f * (m + out)))
     x = numbers.valued(*lead, m)
     weight1 = numbers.normal(f, m, scale=1.0 / math.sqrt(max(1, m)))
     weight2 = numbers.normal(out, f, scale=1.0 / math.sqrt(max(1, f)))
@@ -114,8 +111,10 @@ def _large(draw: Any) -> list[tuple[Any, ...]]:
     return [*found, _feed_forward((900,), 70, 300, activation="silu", dropout_p=0.3)(draw)]
 
 
-def _swept(draw: Any, rows: int, model: int, hidden: int, out: int) -> tuple[Any, ...]:
-    return _feed_forward((rows,), model, hidden, outputs=out)(draw)
+def _swept(
+    draw: Any, rows: int, model: int, hidden: int, out: int, p: float = 0.0
+) -> tuple[Any, ...]:
+    return _feed_forward((rows,), model, hidden, outputs=out, dropout_p=p)(draw)
 
 
 ROWS = {
@@ -125,6 +124,7 @@ ROWS = {
             "rows": lambda draw, n: _swept(draw, n, 18, 35, some(n)),
             "model size": lambda draw, n: _swept(draw, 9, n, 35, 34),
             "hidden size": lambda draw, n: _swept(draw, 9, 18, n, 34),
+            "hidden size, dropout": lambda draw, n: _swept(draw, 9, 18, n, 34, 0.3),
             "outputs": lambda draw, n: _swept(draw, some(n), 18, 35, n),
         },
         small=_small,

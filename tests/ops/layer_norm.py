@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import LARGE, MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
-from definitions import Array, Gradients, kept
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +17,22 @@ from transformer_fast import reference
 from transformer_fast.specs import OPS
 from transformer_fast.specs.layer_norm import _added, _plain, _without_bias
 
-from .row import Row, at, size_of, some, wrong
+from . import (
+    LARGE,
+    MIDDLE,
+    SMALL,
+    Array,
+    Drawing,
+    Drawn,
+    Grads,
+    Row,
+    at,
+    exact,
+    kept,
+    size_of,
+    some,
+    wrong,
+)
 
 
 def by_formula(bug: str) -> Any:
@@ -114,7 +127,7 @@ def defined(
     bias: Array | None,
     eps: float,
     centre: bool = True,
-) -> tuple[Array, Callable[[Array], Gradients]]:
+) -> tuple[Array, Callable[[Array], Grads]]:
     size = math.prod(shape)
     rows = math.prod(x.shape[: x.ndim - len(shape)])
     w = np.ones(size) if weight is None else weight.reshape(size)
@@ -129,7 +142,7 @@ def defined(
         normal = centred * scale
     y = normal * w + (0.0 if bias is None else bias.reshape(size))
 
-    def back(dy: Array) -> Gradients:
+    def back(dy: Array) -> Grads:
         d = dy.reshape(rows, size)
         g = d * w
         dx = g
@@ -148,12 +161,12 @@ def defined(
 def _sum_defined(
     x: Array, residual: Array, shape: tuple[int, ...], weight: Array | None, bias: Array | None,
     eps: float, p: float, seed: int | None, centre: bool = True,
-) -> tuple[tuple[Array, Array], Callable[[Array, Array], Gradients]]:  # fmt: skip
+) -> tuple[tuple[Array, Array], Callable[[Array, Array], Grads]]:  # fmt: skip
     factor = kept(x.shape, p, seed)
     total = residual + x * factor
     y, back_of_norm = defined(total, shape, weight, bias, eps, centre)
 
-    def back(dy: Array, dtotal: Array) -> Gradients:
+    def back(dy: Array, dtotal: Array) -> Grads:
         found = back_of_norm(dy)
         d = found["input"] + dtotal
         return {**found, "input": d * factor, "residual": d}
@@ -170,10 +183,10 @@ def _rms_sum_defined(x: Array, r: Array, shape: Any, weight: Array | None, *rest
 
 
 @st.composite
-def _drawn(draw: Draw, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
+def _drawn(draw: Any, dtype: torch.dtype, add: bool, is_rms: bool) -> Drawn:
     numbers = Drawing(draw, dtype)
-    columns = draw(sizes(SMALL, MIDDLE, LARGE, (0, 768, 1000, 1025)))
-    lead = leading(draw, 60_000 // max(1, columns))
+    columns = numbers.size(SMALL, MIDDLE, LARGE, (0, 768, 1000, 1025))
+    lead = numbers.lead(60_000 // max(1, columns))
     shape: tuple[int, ...] = (columns,)
     if draw(st.integers(0, 5)) == 5 and columns:
         shape = (2, columns)
@@ -277,6 +290,7 @@ _SUM = Row(
     bugs=_SUM_BUGS,
     sweeps={
         "columns": lambda draw, n: _added(some(n), n)(draw),
+        "columns, dropout": lambda draw, n: _added(some(n), n, 0.4)(draw),
         "rows": lambda draw, n: _added(n, 37)(draw),
     },
     small=lambda draw: [_added(3, 4, p)(draw) for p in (0.0, 0.4)],

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import MIDDLE, SMALL, Draw, Drawing, Drawn, exact, leading, sizes
-from definitions import Array, Gradients
 from harness import ISAS
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +17,7 @@ from transformer_fast.reference.linear import activate
 from transformer_fast.specs import OPS
 from transformer_fast.specs.linear import _linear
 
-from .row import Row, at, some, wrong
+from . import MIDDLE, SMALL, Array, Drawing, Drawn, Grads, Row, at, exact, some, wrong
 
 #: How far fp32 sums may be off, in units of the sum of the sizes of what is summed.
 KINK = 1e-5
@@ -81,13 +79,13 @@ def activation(name: str | None, z: Array) -> tuple[Array, Array]:
 def defined(
     x: Array, weight: Array, bias: Array | None, act: str | None = None,
     residual: Array | None = None,
-) -> tuple[Array, Callable[[Array], Gradients]]:  # fmt: skip
+) -> tuple[Array, Callable[[Array], Grads]]:  # fmt: skip
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     z = rows @ weight.T + (0.0 if bias is None else bias)
     y, slope = activation(act, z)
     result = y.reshape(*x.shape[:-1], weight.shape[0])
 
-    def back(dy: Array) -> Gradients:
+    def back(dy: Array) -> Grads:
         dz = dy.reshape(z.shape) * slope
         return {
             "input": (dz @ weight).reshape(x.shape),
@@ -108,11 +106,11 @@ def near_a_kink(x: Array, weight: Array, bias: Array | None, by: float) -> bool:
 
 
 @st.composite
-def _drawn(draw: Draw, dtype: torch.dtype) -> Drawn:
+def _drawn(draw: Any, dtype: torch.dtype) -> Drawn:
     numbers = Drawing(draw, dtype)
-    k = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300, 513)))
-    n = draw(sizes(SMALL, MIDDLE, (0, 127, 129, 257, 300)))
-    lead = leading(draw, 4_000_000 // max(1, k * n))
+    k = numbers.size(SMALL, MIDDLE, (0, 127, 129, 257, 300, 513))
+    n = numbers.size(SMALL, MIDDLE, (0, 127, 129, 257, 300))
+    lead = numbers.lead(4_000_000 // max(1, k * n))
     # Pieces of denormal numbers are 0 in AMX's products (docs/guides/backends.md).
     flushed = dtype == torch.bfloat16 or (dtype == torch.float32 and "amx" in ISAS)
     x = numbers.valued(*lead, k, denormal=not flushed)

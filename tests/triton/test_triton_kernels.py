@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from definitions import numbers
 from interpreted import jit
+from ops import numbers
 
 import transformer_fast
 from transformer_fast.backends.triton import arithmetic, config, matmul, philox
