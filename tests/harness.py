@@ -39,8 +39,6 @@ ISAS: tuple[str, ...] = tuple(_native.module.supported_isas()) if _native.module
 #: Those with builds of the fp32 kernels of their own; and each dtype on those that have its.
 FLOAT_ISAS = tuple(isa for isa in ISAS if isa in ("baseline", "avx2", "avx512"))
 BUILDS = [(d, isa) for d in DTYPES for isa in (FLOAT_ISAS if d == torch.float32 else ISAS)]
-#: For tests of a `dtype` on an `isa`.
-EVERY_BUILD = pytest.mark.parametrize(("dtype", "isa"), BUILDS, indirect=["isa"], ids=str)
 
 
 #: Cases of attention in which nearly every probability is 0 or 1. Gradients of queries and keys are
@@ -288,16 +286,28 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
         thread.join()
 
 
-class Operators(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Sees the operators that run within the block."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(func, args, result)
+        return result
+
+    def see(self, func: Any, arguments: tuple[Any, ...], result: Any) -> None:
+        """With what was given by position."""
+        raise NotImplementedError
+
+
+class Operators(Watch):
     """Which operators run within the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, func: Any, arguments: tuple[Any, ...], result: Any) -> None:
         self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
     @property
     def ours(self) -> list[str]:
@@ -308,22 +318,21 @@ class Operators(TorchDispatchMode):
         return self.seen.count(torch.ops.aten._to_copy.default)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Watch):
     """Keeps each call of our operators; of calls that differ in numbers only, the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, func: Any, arguments: tuple[Any, ...], result: Any) -> None:
         if func.namespace == "transformer_fast":
             kinds = (
                 (x.dtype, x.dim(), x.is_contiguous(), 0 in x.shape) if isinstance(x, torch.Tensor)
-                else repr(x) for x in args
+                else repr(x) for x in arguments
             )  # fmt: skip
-            plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
             self.calls.setdefault((func, *kinds), (func, plain))
-        return func(*args, **(kwargs or {}))
 
 
 def operator_calls(kernel: Kernel, calls: list[tuple[Any, ...]], most: int = 6) -> list[Any]:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as TF
 from functorch.compile import make_boxed_func
-from harness import DTYPES, kernel_of
-from module_checks import assert_same_numbers, check_budget, run, told
+from harness import DTYPES, Watch, kernel_of
+from module_checks import assert_same_numbers, check_budget, run, tensors, told
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_fast import functional as F
-from transformer_fast import nn, reference, strict, use_backend
+from transformer_fast import nn, reference, strict
 from transformer_fast.measure.calls import record
 from transformer_fast.specs.spec import Draw
 from transformer_fast.testing import (
@@ -176,18 +176,30 @@ def test_garbage_stays_in_its_row(backend, column, values):
     assert gradient.isfinite().all(1).sum() == 8
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("backend", [None, "reference", "torch"])
-def test_nothing_of_ignored_rows_counts_in_float64(backend, reduction):
+@pytest.mark.parametrize("small", [False, True], ids=["kernels", "small calls"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nothing_of_ignored_rows_counts(dtype, value, small, request):
     """Torch multiplies their gradients by zero, which leaves NaN."""
-    x, target = torch.randn(5, 7, dtype=torch.float64), torch.tensor([1, -100, 6, 0, 3])
-    x[1] = math.nan
-    x.requires_grad_()
-    F.cross_entropy(x, target, reduction=reduction, backend=backend).sum().backward()
-    kept = x.detach()[target >= 0].requires_grad_()
-    TF.cross_entropy(kept, target[target >= 0], reduction=reduction).sum().backward()
-    assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
-    torch.testing.assert_close(x.grad[target >= 0], kept.grad)
+    if small:
+        request.getfixturevalue("small_calls")
+    reductions, backends = ("mean", "sum", "none"), (None, "reference", "torch")
+    for ignored, reduction, backend in itertools.product((-100, 2), reductions, backends):
+        x, target = torch.randn(5, 7, dtype=dtype), torch.tensor([1, ignored, 6, 0, 3])
+        x[1, 2:] = value
+        kept = target != ignored
+        alone = x[kept].requires_grad_()
+        expected = TF.cross_entropy(alone, target[kept], reduction=reduction).sum()
+        expected.backward()
+        how = {"reduction": reduction, "ignore_index": ignored}
+        for loss in (lambda *given, b=backend, h=how: F.cross_entropy(*given, backend=b, **h),
+                     nn.CrossEntropyLoss(**how)):  # fmt: skip
+            leaf = x.clone().requires_grad_()
+            found = loss(leaf, target).sum()
+            found.backward()
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(leaf.grad[kept], alone.grad)
+            assert torch.equal(leaf.grad[1], torch.zeros_like(leaf.grad[1]))
 
 
 def test_long_rows():
@@ -278,27 +290,14 @@ def test_compiled_with_gradients():
     torch.testing.assert_close(*(run(f, leaves, {}, grad=True) for f in (both, compiled)))
 
 
-def test_the_reference_can_be_named():
-    x, target = logits_and_target(6, 7)
-    with use_backend("reference"), record() as found:
-        loss = F.cross_entropy(x, target)
-    assert list(found.calls) == [("cross_entropy", "reference")]
-    torch.testing.assert_close(loss, TF.cross_entropy(x, target))
-
-
-class Largest(TorchDispatchMode):
+class Largest(Watch):
     """How many elements the largest result of an operator has."""
 
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(result):
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.untyped_storage().nbytes() // one.itemsize)
-        return result
+    def see(self, func, arguments, result):
+        for one in tensors(result):
+            self.elements = max(self.elements, one.untyped_storage().nbytes() // one.itemsize)
 
 
 OP = "linear_cross_entropy"
@@ -458,7 +457,7 @@ def test_parts_can_be_differentiated_twice(monkeypatch):
     torch.testing.assert_close(twice, expected)
 
 
-class Alive(TorchDispatchMode):
+class Alive(Watch):
     """How many elements are in memory at most, in what operators have made of more than 100."""
 
     def __init__(self):
@@ -466,16 +465,14 @@ class Alive(TorchDispatchMode):
         self.elements = 0
         self.storages = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.numel() > 100:
+    def see(self, func, arguments, result):
+        for one in tensors(result):
+            if one.numel() > 100:
                 storage = one.untyped_storage()
                 known = StorageWeakRef(storage)
                 self.storages[known.cdata] = known, storage.nbytes() // one.itemsize
         self.storages = {k: s for k, s in self.storages.items() if not s[0].expired()}
         self.elements = max(self.elements, sum(size for _, size in self.storages.values()))
-        return result
 
 
 def all_derivatives():

@@ -22,6 +22,7 @@ from harness import (
     TRITON,
     Backend,
     Target,
+    Watch,
     check_one_graph,
     check_target,
     check_trained,
@@ -29,6 +30,7 @@ from harness import (
     each_op,
     in_use,
     kernel_of,
+    name_of,
     on,
     operator_calls,
     run,
@@ -36,7 +38,6 @@ from harness import (
     targets_and_cases,
 )
 from ops import ROWS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_fast import _native, dispatch, functional, use_backend
 from transformer_fast.measure.calls import record
@@ -102,17 +103,15 @@ def test_inputs_are_not_modified_nor_returned(target, case):
             assert memory not in {x.untyped_storage().data_ptr() for x in tensors}
 
 
-class NoProducts(TorchDispatchMode):
+class NoProducts(Watch):
     """Raises where PyTorch multiplies matrices."""
 
     ENDS = ("mm", "mv", "dot", "linear", "matmul", "attention", "convolution", "einsum")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def see(self, func, arguments, result):
         if func.namespace != "transformer_fast":
-            name = func._schema.name.rpartition("::")[2]
-            product = any(word.endswith(self.ENDS) for word in name.split("_"))
-            assert not product, f"PyTorch's {name} was called"
-        return func(*args, **kwargs or {})
+            product = any(word.endswith(self.ENDS) for word in name_of(func).split("_"))
+            assert not product, f"PyTorch's {name_of(func)} was called"
 
 
 @pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "linear", "sdpa"])

@@ -37,6 +37,14 @@ def result(mebibytes: float, value: float = 0.0) -> Tensor:
     return functional.linear(x, weight, bias, backend="cpu")
 
 
+def kept_after(*sizes: float) -> int:
+    """Bytes that are kept when results of these sizes have come and gone, all at once."""
+    alive = [result(size) for size in sizes]
+    del alive
+    gc.collect()
+    return memory.kept()
+
+
 def test_a_result_is_an_ordinary_tensor() -> None:
     y = result(4, 3.0)
     assert y.device == torch.device("cpu")
@@ -66,17 +74,11 @@ def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
 
 
 def test_small_results_are_the_c_librarys() -> None:
-    y = result(0.125)
-    del y
-    gc.collect()
-    assert memory.kept() == 0
+    assert kept_after(0.125) == 0
 
 
 def test_little_is_wasted() -> None:
-    y = result(16)
-    del y
-    gc.collect()
-    assert memory.kept() == 16 * MIB
+    assert kept_after(16) == 16 * MIB
     y = result(4)
     assert memory.kept() == 16 * MIB, "16 MiB for 4 are too much"
     z = result(14)
@@ -101,20 +103,14 @@ def test_no_two_tensors_share_memory() -> None:
 def test_the_limit_holds() -> None:
     memory.set_limit(10 * MIB)
     assert memory.limit() == 10 * MIB
-    many = [result(4) for _ in range(5)]
-    del many
-    gc.collect()
-    assert memory.kept() == 8 * MIB
+    assert kept_after(*[4] * 5) == 8 * MIB
     memory.set_limit(5 * MIB)
     assert memory.kept() == 4 * MIB
     memory.release()
     assert memory.kept() == 0
     assert memory.limit() == 5 * MIB
     memory.set_limit(0)
-    y = result(4)
-    del y
-    gc.collect()
-    assert memory.kept() == 0
+    assert kept_after(4) == 0
 
 
 def test_a_limit_below_zero_is_an_error() -> None:

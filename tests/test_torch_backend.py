@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, SATURATED, OnDevice, Operators, drawn, name_of
-from torch.utils._python_dispatch import TorchDispatchMode
+from harness import DTYPES, SATURATED, OnDevice, Operators, Watch, drawn, name_of
 
 from transformer_fast import dispatch, explain, fast_path, functional, nn, use_backend
 from transformer_fast.backends import torch as backend
@@ -118,6 +117,12 @@ def operators_of(module, arguments, training):
     return [name for name in names if name not in _VIEWS]
 
 
+def counts(make, call, training):
+    """How many operators PyTorch's module and ours run."""
+    made = [make(library).train(training) for library in (torch.nn, nn)]
+    return [len(operators_of(module, call, training)) for module in made]
+
+
 def layer_call(kind: str, padded: bool, causal: bool) -> tuple[Any, Any]:
     x, memory = torch.randn(2, 10, 64), torch.randn(2, 12, 64)
     mask = torch.ones(10, 10, dtype=torch.bool).triu(1) if causal else None
@@ -135,15 +140,14 @@ def layer_call(kind: str, padded: bool, causal: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
 def test_layers_have_hardly_more_operators_than_torchs(kind, norm_first, training, padded, causal):
     """With gradients and dropout in training, and without a wait for the device."""
+
+    def make(library):
+        layer = getattr(library, f"Transformer{kind}Layer")
+        return layer(64, 4, 128, batch_first=True, norm_first=norm_first)
+
     with torch.device("meta"):
-        call = layer_call(kind, padded, causal)
-        counts = {}
-        for library in (torch.nn, nn):
-            layer = getattr(library, f"Transformer{kind}Layer")(
-                64, 4, 128, batch_first=True, norm_first=norm_first
-            )
-            counts[library] = len(operators_of(layer.train(training), call, training))
-    assert 15 < counts[nn] <= counts[torch.nn] + 2, counts
+        theirs, ours = counts(make, layer_call(kind, padded, causal), training)
+    assert 15 < ours <= theirs + 2
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
@@ -162,16 +166,14 @@ def test_stacks_do_not_wait_for_the_device(training, padded):
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_multihead_attention(need_weights, training):
+    def make(library):
+        return library.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+
     with torch.device("meta"):
-        x = torch.randn(2, 10, 64)
-        padding = torch.zeros(2, 10, dtype=torch.bool)
-        counts = {}
-        for library in (torch.nn, nn):
-            layer = library.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
-            options = {"key_padding_mask": padding, "need_weights": need_weights}
-            call = (x, x, x), options
-            counts[library] = len(operators_of(layer.train(training), call, training))
-    assert 10 < counts[nn] <= counts[torch.nn] + 2 + need_weights, counts
+        x, padding = torch.randn(2, 10, 64), torch.zeros(2, 10, dtype=torch.bool)
+        call = (x, x, x), {"key_padding_mask": padding, "need_weights": need_weights}
+        theirs, ours = counts(make, call, training)
+    assert 10 < ours <= theirs + 2 + need_weights
 
 
 # Cross entropy -----------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def test_ignored_rows_need_no_pass_of_their_own(monkeypatch, smoothing):
     assert x.grad[[0, 3]].isfinite().all()
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Watch):
     """Bytes read and written of tensors as large as the logits."""
 
     #: These touch one element of each row; the backward fills its result.
@@ -200,15 +202,13 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.logits, self.bytes = logits, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.rpartition("::")[2]
-        read = () if name == "nll_loss_backward" else torch.utils._pytree.tree_leaves(args)
+    def see(self, func, arguments, result):
+        name = name_of(func)
+        read = () if name == "nll_loss_backward" else arguments
         if name not in (*self.FEW, *_VIEWS, "empty_like"):
             for x in (*read, result):
                 if isinstance(x, torch.Tensor) and x.numel() >= self.logits:
                     self.bytes += x.numel() * x.element_size()
-        return result
 
 
 @pytest.mark.parametrize(

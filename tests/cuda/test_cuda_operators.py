@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_operator_rules
+import test_operators
 import torch
 import torch.nn.functional as F
 from harness import DTYPES, check_trained, kernel_of
@@ -223,10 +223,10 @@ NAMES = ["cross_entropy.cuda", "cross_entropy_backward.cuda"] + [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_torch_is_told_of_an_operator(name, operators):
-    schema = test_operator_rules.schemas()[name]
-    test_operator_rules.rule_names_what_there_is(name, schema)
-    rule = test_operator_rules.rule_of(name)
-    assert bool(rule.products) == test_operator_rules.multiplies_matrices(name)
+    schema = test_operators.schemas()[name]
+    test_operators.rule_names_what_there_is(name, schema)
+    rule = test_operators.rule_of(name)
+    assert bool(rule.products) == test_operators.multiplies_matrices(name)
     assert {token.partition(":")[0] for token in rule.arguments.split()} >= {
         argument.name
         for argument in schema.arguments

@@ -1,19 +1,22 @@
-"""What PyTorch's tools know of our operators: fakes, costs, and how DTensor may shard them."""
+"""Our operators: what PyTorch's tools know of them (fakes, costs, how DTensor may shard them), and calls
+by hand with what no public function gives them: errors, and never old memory."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness import Watch
+from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from transformer_fast import _native, functional, nn, use_backend
+from transformer_fast import _native, functional, nn, reference, use_backend
 from transformer_fast.backends import cpu_blocks  # all operators
 from transformer_fast.functional import _operator
 
@@ -85,7 +88,7 @@ def multiplies_matrices(name: str) -> bool:
     return any(word in name for word in products)
 
 
-class _Count(TorchDispatchMode):
+class _Count(Watch):
     """As FlopCounterMode, but without its hooks on modules, which keep layers from being fused."""
 
     def __init__(self) -> None:
@@ -93,12 +96,10 @@ class _Count(TorchDispatchMode):
         self.total = 0
         self.seen: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def see(self, func, arguments, result):
         self.seen.add(func.overloadpacket.__name__)
         if func.overloadpacket in flop_registry:
-            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
+            self.total += flop_registry[func.overloadpacket](*arguments, out_val=result)
 
 
 def _flops(call: Any) -> int:
@@ -251,3 +252,159 @@ def test_packed_sequences_cost_what_padded_ones_do_and_are_cut_by_heads():
         for _, arguments in _operator.placements(rule, packed)
     ]
     assert dimensions == [set(), {1}]
+
+
+# Calls by hand -----------------------------------------------------------------------------------
+
+OPS = torch.ops.transformer_fast
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def layers(x: Tensor, starts: Tensor | None, activation: int = 1, heads: int = 2) -> Tensor:
+    width = x.shape[-1]
+    parameters = [torch.randn(shape).to(x.dtype) if shape else None for shape in (
+        (3 * width, width), (), (width, width), (), (width,), ()
+    )]  # fmt: skip
+    return OPS.cpu_layers(  # type: ignore[no-any-return]
+        x, None, [0], parameters, [None] * 2, [1e-5], False, heads, activation, True, None, False,
+        None, False, starts, None,
+    )  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("starts", [[0], [0, 4], [1, 5], [2], [0, 2, 6], [0, -1, 5], [0, 3, 2, 5]])
+def test_sequences_are_all_rows(starts: list[int], dtype: torch.dtype) -> None:
+    x = torch.randn(5, 8).to(dtype)
+    assert layers(x, torch.tensor([0, 2, 5])).isfinite().all()
+    with pytest.raises(RuntimeError, match="starts"):
+        layers(x, torch.tensor(starts))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_sequence_of_no_rows(dtype: torch.dtype) -> None:
+    assert layers(torch.randn(0, 8).to(dtype), torch.tensor([0])).shape == (0, 8)
+    assert layers(torch.randn(0, 8).to(dtype), torch.tensor([0, 0])).shape == (0, 8)
+
+
+@needs_native
+@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("power", [32, 40])
+def test_a_result_of_too_many_bytes_is_an_error(
+    power: int, dtype: torch.dtype, backend: str
+) -> None:
+    """2^64 bytes and more; products that are 0 or small mod 2^64."""
+    x = torch.zeros(1, 4, dtype=dtype).expand(2 ** (power - 1), 4)
+    weight = torch.zeros(1, 4, dtype=dtype).expand(2 ** (power - 1), 4)
+    with pytest.raises(RuntimeError, match="Storage size calculation overflowed"):
+        functional.linear(x, weight, backend=backend)
+    with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate"):
+        functional.linear(x[: 2**20], weight, backend=backend)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_hidden_block_of_too_many_bytes_is_an_error(dtype: torch.dtype) -> None:
+    one = torch.zeros(1, 1, dtype=dtype)
+    x, weight1, weight2 = one.expand(2**24, 1), one.expand(2**40, 1), one.expand(1, 2**40)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        functional.feed_forward(x, weight1, None, weight2, None, backend="cpu")
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_is_over_dimensions_that_there_are(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 6).to(dtype)
+    for dims in (0, -1, 3):
+        with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
+            OPS.layer_norm.cpu(x, None, None, dims, 1e-5, 0)
+        with pytest.raises(RuntimeError, match=f"the last {dims} dimensions .* of 2"):
+            OPS.add_layer_norm.cpu(x, x, None, None, dims, 1e-5, 0)
+    assert OPS.layer_norm.cpu(x[:0], None, None, 2, 1e-5, 0).shape == (0, 6)
+
+
+@needs_native
+def test_rows_of_no_classes() -> None:
+    losses, known = OPS.linear_cross_entropy.cpu(
+        torch.randn(3, 4), torch.randn(0, 4), None, torch.full((3,), -100), -100, 0.0
+    )
+    assert torch.equal(losses, torch.zeros(3))
+    assert torch.equal(known, torch.zeros(2, 3))
+
+
+@needs_native
+@pytest.mark.parametrize("wants", [(True, True, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
+def test_gradients_worked_out_with_losses(backend: str, dtype: torch.dtype, wants: Any) -> None:
+    if backend == "cpu" and dtype != torch.bfloat16:
+        pytest.skip("the CPU's kernel is for half types")
+    tensors = (torch.randn(shape).to(dtype) for shape in ((9, 4), (7, 4), (7,)))
+    torch.library.opcheck(
+        getattr(OPS.linear_cross_entropy_gradients, backend),
+        (None, *tensors, torch.arange(9) % 7, 4, 2, 0.1, *wants),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def _activation_calls(dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
+    x, w1, w2 = (torch.randn(shape).to(dtype) for shape in ((3, 4), (5, 4), (4, 5)))
+    y, z = torch.randn(3, 5).to(dtype), torch.randn(3, 5).to(dtype)
+    wanted = [True] * 5
+    return {
+        "linear": lambda a: OPS.linear.cpu(x, w1, None, None, a),
+        "linear, kept": lambda a: OPS.linear_training.cpu(x, w1, None, None, a, True),
+        "linear backward": lambda a: OPS.linear_backward.cpu(y, x, w1, z, a, True, True, True),
+        "network": lambda a: OPS.feed_forward.cpu(x, w1, None, w2, None, a),
+        "training": lambda a: OPS.feed_forward_training.cpu(
+            x, w1, None, w2, None, a, 0.0, None, True
+        ),
+        "network backward": lambda a: OPS.feed_forward_backward.cpu(
+            x, x, w1, w2, z, a, 0.0, None, *wanted
+        ),
+        "layers": lambda a: layers(x, torch.tensor([0, 3]), a),
+    }
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", list(_activation_calls(torch.float32)))
+def test_there_are_five_activations(name: str, dtype: torch.dtype) -> None:
+    call = _activation_calls(dtype)[name]
+    for activation in range(1 if "backward" in name else 0, 5):
+        call(activation)
+    for activation in (-1, 5, 2**32 + 1):
+        with pytest.raises(RuntimeError, match=f"there is no activation {activation}"):
+            call(activation)
+
+
+@needs_native
+def test_seed_is_checked():
+    x = torch.rand(4, 8)
+    with pytest.raises(RuntimeError, match="dropout needs a seed"):
+        OPS.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 0.5, None)
+    with pytest.raises(RuntimeError, match="int64 scalar"):
+        OPS.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 0.5, torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        OPS.layer_norm_training.cpu(x, x, None, None, 1, 1e-5, 0, 1.5, torch.tensor(1))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
+def test_dropout_by_itself(p, dtype, isa):
+    seed = None if p == 1.0 else torch.tensor(7)
+    for shape in ((), (1,), (3, 0), (2, 3, 5), (7, 64), (3, 131)):
+        x = torch.randn(shape).to(dtype)
+        x[x == 0] = 1.0
+        got, expected = (f(x, p, seed) for f in (OPS.dropout.cpu, reference.dropout))
+        assert torch.equal(got == 0, expected == 0)
+        torch.testing.assert_close(got, expected)
+
+
+@needs_native
+def test_opcheck_of_dropout():
+    arguments = torch.randn(3, 5), 0.5, torch.tensor(1)
+    torch.library.opcheck(OPS.dropout.cpu, arguments)

@@ -1,4 +1,4 @@
-"""What is special to rms_norm; the op table's tests have the rest."""
+"""What is special to norms: RMSNorm's, and The Annotated Transformer's; the op table has the rest."""
 
 from __future__ import annotations
 
@@ -10,18 +10,38 @@ import torch
 import torch.nn.functional as F
 from accelerate_checks import check, compiled
 from hand_written import B, Block, M, Norm, T, causal
+from module_checks import check_budget
 from torch import Tensor
 
-from transformer_fast import accelerate, explain, functional, nn
-from transformer_fast.functional.layer_norm import TRAINING
-from transformer_fast.reference import rms_norm
+from transformer_fast import _native, accelerate, explain, functional, nn, reference, use_backend
+from transformer_fast.functional.layer_norm import (
+    ANNOTATED,
+    ANNOTATED_BIASED,
+    BACKWARD,
+    TRAINING,
+    add_norm_on,
+)
+from transformer_fast.models import AnnotatedLayerNorm
+from transformer_fast.testing import GRADIENT_FACTOR
+
+needs_native = pytest.mark.skipif(_native.module is None, reason=str(_native.why_not))
 
 
-def test_by_hand():
-    x = torch.tensor([[3.0, -4.0], [0.0, 0.0]], dtype=torch.float64)
-    weight = torch.tensor([2.0, 1.0], dtype=torch.float64)
-    expected = torch.tensor([[6.0, -4.0], [0.0, 0.0]], dtype=torch.float64) / (12.5 + 0.5) ** 0.5
-    torch.testing.assert_close(rms_norm(x, (2,), weight, 0.5), expected)
+@needs_native
+@pytest.mark.parametrize("values", [float("nan"), float("inf")])
+def test_what_is_dropped_is_gone(values, isa):
+    """A dropped element gives 0 whatever it was, and passes no gradient."""
+    seed = torch.tensor(4)
+    dropped = reference.dropout(torch.ones(6, 40), 0.5, seed) == 0
+    x = torch.ones(6, 40).masked_fill(dropped, values).requires_grad_()
+    normalized, total = add_norm_on("cpu")(x, torch.ones(6, 40), (40,), None, None, 1e-5, 0.5, seed)
+    assert bool(total.isfinite().all())
+    (grad,) = torch.autograd.grad(normalized.sin().sum() + total.sum(), x)
+    assert bool(grad.isfinite().all())
+    assert not grad[dropped].any()
+
+
+# RMSNorm -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -73,7 +93,7 @@ def test_the_residual_has_inputs_shape():
         functional.add_rms_norm(torch.ones(2, 3), torch.ones(3), 3)
 
 
-@pytest.mark.skipif("cpu" not in TRAINING.of, reason="needs the native kernels")
+@needs_native
 def test_explanation_and_kinds():
     x, weight = torch.randn(4, 24), torch.randn(24)
     assert explain("rms_norm", x, 24, weight).backend == "cpu"
@@ -159,3 +179,108 @@ def test_a_wider_weight_widens_the_result(fresh):
     ours, _ = compiled(norm)
     assert ours(x, weight).dtype == torch.float32
     torch.testing.assert_close(ours(x, weight), norm(x, weight), rtol=2**-7, atol=2**-7)
+
+
+# The Annotated Transformer's, against its module in plain PyTorch --------------------------------
+
+
+def annotated(
+    rows: int, columns: int, dtype: torch.dtype
+) -> tuple[AnnotatedLayerNorm, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    norm = AnnotatedLayerNorm(columns, 0.1).to(dtype)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(columns, generator=generator))
+    return norm, (3 * torch.randn(2, rows, columns, generator=generator) + 1).to(dtype)
+
+
+def results(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    backend: str,
+    rounded_to: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """The output and all gradients."""
+    norm, x = annotated(rows, columns, rounded_to)
+    norm, x = norm.to(dtype), x.to(dtype).requires_grad_()
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(rounded_to).to(dtype)
+    with use_backend(backend):
+        y = norm(x)
+        y.backward(grad)
+    return [y.detach(), x.grad, norm.weight.grad, norm.bias.grad]
+
+
+@needs_native
+@pytest.mark.parametrize("columns", [2, 3, 15, 16, 33, 64, 130, 512])
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_annotated_norm_is_the_plain_one(rows, columns, dtype, isa):
+    ours = results(rows, columns, dtype, "cpu")
+    plain = results(rows, columns, dtype, "reference")
+    true = results(rows, columns, torch.float64, "reference", rounded_to=dtype)
+    for a, b, t in zip(ours, plain, true, strict=True):
+        check_budget(a, b, t, GRADIENT_FACTOR)
+
+
+@needs_native
+def test_rows_of_equal_values(isa):
+    norm, _ = annotated(1, 24, torch.float32)
+    x = torch.full((3, 24), 2.5, requires_grad=True)
+    y = norm(x)
+    assert torch.equal(y, norm.bias.expand(3, 24))
+    y.sum().backward()
+    with use_backend("reference"):
+        plain = x.detach().clone().requires_grad_()
+        norm(plain).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
+
+
+@needs_native
+def test_what_runs_on_the_kernel():
+    norm, x = annotated(3, 8, torch.float32)
+    assert "NormFunction" in type(norm(x).grad_fn).__name__
+    assert "NormFunction" not in type(norm.double()(x.double()).grad_fn).__name__
+    with use_backend("reference"):
+        assert "NormFunction" not in type(norm.float()(x).grad_fn).__name__
+    half = norm.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert "NormFunction" in type(half.grad_fn).__name__
+
+
+@needs_native
+def test_strides_and_inference():
+    norm, x = annotated(5, 12, torch.float32)
+    turned = x.transpose(0, 1)
+    with torch.inference_mode():
+        torch.testing.assert_close(norm(turned), norm(x).transpose(0, 1))
+    with torch.no_grad():
+        assert norm(x[:, :0]).shape == (2, 0, 12)
+
+
+@needs_native
+def test_second_derivatives_and_forward_mode():
+    found = []
+    for backend in ("cpu", "reference"):
+        norm, x = annotated(2, 6, torch.float32)
+        leaves = [x.requires_grad_(), *norm.parameters()]
+        with use_backend(backend):
+            grads = torch.autograd.grad(norm(x).pow(3).sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+            _, tangent = torch.func.jvp(norm, (x.detach(),), (torch.ones_like(x) * x.detach(),))
+            found.append([*second, tangent])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
+@needs_native
+@pytest.mark.parametrize("kind", [ANNOTATED, ANNOTATED_BIASED])
+def test_opcheck_of_the_annotated_norm(kind):
+    norm, x = annotated(2, 6, torch.float32)
+    w, b = norm.weight.detach(), norm.bias.detach()
+    forward, backward = TRAINING.of["cpu"], BACKWARD.of["cpu"]
+    torch.library.opcheck(forward, (x, None, w, b, 1, 0.1, kind, 0.0, None))
+    _, _, mean, rstd = forward(x, None, w, b, 1, 0.1, kind, 0.0, None)
+    rest = (1, kind, 0.0, None, True, False, True, True)
+    torch.library.opcheck(backward, (x, None, x, w, mean, rstd, *rest))
