@@ -32,11 +32,15 @@ _LONGEST_TOKEN = 16
 
 Vocabulary = Sequence[str] | Mapping[int, str]
 
-#: For each kind: the attention's name behind the layer's number, and its picture's title.
-_KINDS = {
-    "encoder": ("encoder.stack.layers.{}.self_attn", "Encoder self-attention"),
-    "decoder": ("decoder.stack.layers.{}.self_attn", "Decoder self-attention"),
-    "cross": ("decoder.stack.layers.{}.multihead_attn", "Cross-attention, decoder to encoder"),
+#: Of each kind of model, and kind of attention: its name in a layer, and its picture's title.
+_KINDS: dict[type[torch.nn.Module], dict[str, tuple[str, str]]] = {
+    Transformer: {
+        "encoder": ("encoder.stack.layers.{}.self_attn", "Encoder self-attention"),
+        "decoder": ("decoder.stack.layers.{}.self_attn", "Decoder self-attention"),
+        "cross": ("decoder.stack.layers.{}.multihead_attn", "Cross-attention, decoder to encoder"),
+    },
+    LanguageModel: {"decoder": ("encoder.stack.layers.{}.self_attn", "Self-attention, causal")},
+    Encoder: {"encoder": ("stack.layers.{}.self_attn", "Encoder self-attention")},
 }
 
 
@@ -144,17 +148,15 @@ def model_attention(
         ValueError: a kind that the model does not have, a target missing or not wanted.
         IndexError: no such layer, head or sequence.
     """
-    paired = isinstance(model, Transformer)
-    if not isinstance(model, (Transformer, LanguageModel, Encoder)):
+    kinds = next((found for cls, found in _KINDS.items() if isinstance(model, cls)), None)
+    if kinds is None:
         raise TypeError(
             "model must be a models.Transformer, models.LanguageModel or models.Encoder, not "
             f"{type(model).__name__}: for others, record models.attention_weights and show them "
             "with attention_maps"
         )
-    decodes = isinstance(model, LanguageModel)
-    kinds = tuple(_KINDS) if paired else ("decoder",) if decodes else ("encoder",)
-    if kind is None:
-        kind = kinds[-1]
+    paired = isinstance(model, Transformer)
+    kind = [*kinds][-1] if kind is None else kind
     if kind not in kinds:
         raise ValueError(
             f"kind must be one of {', '.join(kinds)} for a {type(model).__name__}, not {kind!r}"
@@ -165,11 +167,7 @@ def model_attention(
     if target is not None and not paired:
         raise ValueError(f"a {type(model).__name__} takes no target")
 
-    name, usual_title = _KINDS[kind]
-    if decodes:
-        name, usual_title = _KINDS["encoder"][0], "Self-attention, causal"
-    elif not paired:
-        name = name.removeprefix("encoder.")
+    name, usual_title = kinds[kind]
     known: Any = model
     encoder = known if isinstance(model, Encoder) else known.encoder
     half = known.decoder if wants_target else encoder
@@ -345,7 +343,9 @@ def masks(
                 added,
             )
     if key_padding is not None:
-        padding = _key_padding(key_padding, columns, index)
+        padding = style.check_tensor("key_padding", key_padding, "a bool Tensor, True at padding")
+        padding = _one_of(padding, index) if padding.dim() == 2 else padding
+        padding = check_padding("key_padding", padding, columns)
         panel("key_padding\nbool: True = padding, hidden", ~padding[None])
     if key_lengths is not None:
         lengths = _key_lengths(key_lengths, columns, index)
@@ -389,12 +389,6 @@ def _attn_mask(value: Tensor, rows: int, columns: int, index: int, head: int) ->
         )
     mask = mask.reshape(shape)
     return _one_of(_one_of(mask, index), head, "head").expand(rows, columns)
-
-
-def _key_padding(value: Tensor, columns: int, index: int) -> Tensor:
-    padding = style.check_tensor("key_padding", value, "a bool Tensor, True at padding")
-    padding = _one_of(padding, index) if padding.dim() == 2 else padding
-    return check_padding("key_padding", padding, columns)
 
 
 def _key_lengths(value: Tensor, columns: int, index: int) -> Tensor:
